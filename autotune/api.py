@@ -21,7 +21,7 @@ from autotune.report.results import (
     Prediction,
     Scalar,
     StudyResult,
-    disk_errors_in_words,
+    errors_in_words,
     prediction_of,
 )
 from autotune.study.spec.settings import with_settings
@@ -124,7 +124,7 @@ def _run(arguments: dict[str, Any]) -> StudyResult:
     from autotune.study.events import Broadcast
     from autotune.study.listeners import LogSink
 
-    with disk_errors_in_words(), viewer(progress) as view:
+    with errors_in_words(), viewer(progress) as view:
         heard = Broadcast(LogSink(), view)
         tuned = session.tune(_target(target), overrides, fresh=fresh, learn=learn, view=heard, callbacks=callbacks)
     if tuned.stopped is not None:
@@ -153,7 +153,7 @@ def load_study(study: FilePath, *, storage: str | None = None) -> StudyResult:
 
     text = os.fspath(study)
     folder = Path(text).absolute() if os.sep in text else Path("studies").absolute() / text
-    with disk_errors_in_words():
+    with errors_in_words():
         url = storage or os.environ.get(urls.VARIABLE) or None
         return StudyResult(session.open_study(folder.name, url, folder.parent).report)
 
@@ -201,7 +201,7 @@ def predict(
     from autotune.study.setup.capture import wanted_study
 
     file = _target(target)
-    with disk_errors_in_words(), viewer(progress) as view:
+    with errors_in_words(), viewer(progress) as view:
         wanted = wanted_study(file, overrides, view)[0]
         return prediction_of(forecasts.foresee(wanted, settings, plan.studies_folder(Path(file)), view))
 

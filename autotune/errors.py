@@ -18,6 +18,10 @@ class UserError(Exception):
         """Returns the message, made printable."""
         return printable(super().__str__())
 
+    def _render_traceback_(self) -> list[str]:
+        """Returns what IPython shows in place of a traceback: the sentence, as in a terminal."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class Unavailable(UserError):
     """Machines or a database are away at present; the same command goes on later (EX_TEMPFAIL of sysexits.h)."""

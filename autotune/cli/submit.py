@@ -28,33 +28,35 @@ def submit(
     ] = False,
 ) -> None:
     """Submit a run of a target with the options of `autotune run`, and print what became of it."""
+    from autotune.executors import kubernetes, ray, slurm
     from autotune.executors import submit as engines
+    from autotune.executors.driver_job import DriverJob
     from autotune.study.setup.capture import wanted_study
     from autotune.study.setup.plan import studies_folder
 
     if executor not in engines.ENGINES:
         raise UserError(f"--executor: {unknown(executor, engines.ENGINES)}")
-    if executor == "kubernetes":
-        for name in settings["executor_options"] or {}:
-            if name not in engines.OPTIONS:
-                raise UserError(f"--executor-option {unknown(name, engines.OPTIONS)}")
-    own = {"executor": "local", "executor_options": None} if executor == "kubernetes" else {"executor": executor}
-    wanted, _ = wanted_study(target, {**settings, **own})
-    job = engines.DriverJob(
+    wanted, _ = wanted_study(target, {**settings, "executor": "local" if executor == "kubernetes" else executor})
+    options = wanted.executor_options
+    known = {"slurm": slurm.OPTIONS, "ray": ray.OPTIONS, "kubernetes": kubernetes.OPTIONS}[executor]
+    if name := next((each for each in options if each not in known), None):
+        raise UserError(f"--executor-option {unknown(name, known)}")
+    job = DriverJob(
         name=wanted.name,
         arguments=run_arguments(sys.argv[2:], executor),
         folder=Path.cwd(),
         log=studies_folder(Path(target)).absolute() / wanted.name / "driver.log",
-        options=settings["executor_options"] or wanted.executor_options,
+        options=options,
         nodes=wanted.n_nodes,
         ranks=wanted.stated_ranks,
+        files=[wanted.target.absolute()],
     )
     job.log.parent.mkdir(parents=True, exist_ok=True)
     print(engines.ENGINES[executor](job))
 
 
 def run_arguments(given: list[str], executor: str) -> list[str]:
-    """The arguments of `autotune run` for those of `submit`; in a pod the trials are local."""
+    """The arguments of `autotune run` for those of `submit`; in a pod they are local, or `pods` calls the others."""
     if executor != "kubernetes":
         return given
     left, script = list[str](), False

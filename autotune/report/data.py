@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
+from pydantic import TypeAdapter
+
 from autotune.errors import UserError
 from autotune.report.timeline import Run
 from autotune.scoring.effects import Effects, effects
@@ -20,6 +22,7 @@ from autotune.system.units import Scale, scale_for
 from autotune.trial import lengths
 from autotune.trial.command import Invocation
 from autotune.trial.result import BESIDE
+from autotune.trial.workload import Environment
 
 Data: TypeAlias = Mapping[str, Any]
 
@@ -130,6 +133,14 @@ class StudyReport:
         return length, length / (lengths.expected(table) or math.inf)
 
     @property
+    def memory_limit_bytes(self) -> float | None:
+        """What a rank may use: what the user stated, else the device's memory, on a CPU a rank's share of the machine's."""
+        stated = self.study.get("device_memory_bytes")
+        if stated or not self.environment.get("device_memory_bytes"):
+            return float(stated) if stated else None
+        return TypeAdapter(Environment).validate_python(dict(self.environment)).share_bytes(self.world_size)
+
+    @property
     def trials_left(self) -> int:
         """Trials of the budget that did not run, since somebody stopped the search or it goes on; 0 if it is over."""
         wanted: int | None = self.study.get("trials_wanted")
@@ -231,7 +242,8 @@ class StudyReport:
             end = f"{first['outcome']}: {first['reason']}" if first.get("reason") else first["outcome"]
             found.insert(0, f"the baseline did not complete ({end}), so no speed-up can be stated")
         unreadable = self.study.get("unreadable") or ()
-        found += [f"trial {number} is left out: its row in the database cannot be read" for number in unreadable]
+        damaged = "its row in the database cannot be read; restore a copy"
+        found += [f"trial {number} is left out: {damaged}" for number in unreadable]
         said = {trial["trial"]: list(trial.get("caveats") or ()) for trial in self.trials}
         shown = {point["trial"] for point in self._picked}
         by_text: dict[str, list[int]] = {}

@@ -158,7 +158,7 @@ class StudyResult:
             raise UserError("export: give pick or trial, not both")
         found = export_pick(self._report, pick, trial, format)
         if path is not None:
-            with disk_errors_in_words():
+            with errors_in_words():
                 found.write(Path(path))
         return found
 
@@ -179,7 +179,7 @@ class StudyResult:
         from autotune.report.page import render
 
         where = self.folder if path is None else Path(path)
-        with disk_errors_in_words():
+        with errors_in_words():
             if where.suffix.lower() not in (".html", ".htm"):
                 return write_report(self._report, where, single_file=False)[0]
             render.write(self._report, where)
@@ -346,11 +346,11 @@ def prediction_of(answer: Answer) -> Prediction:
 
 
 @contextlib.contextmanager
-def disk_errors_in_words() -> Iterator[None]:
-    """Turn an OSError that says something about the disk into a UserError.
+def errors_in_words() -> Iterator[None]:
+    """Turn an error of the disk, or of a database's damaged row, into a UserError.
 
     Raises:
-        UserError: The disk is full, or the folder cannot be written.
+        UserError: The disk is full, the folder cannot be written, or a row cannot be read.
     """
     try:
         yield
@@ -359,3 +359,9 @@ def disk_errors_in_words() -> Iterator[None]:
         if said is None:
             raise
         raise UserError(said) from None
+    except Exception as error:
+        from autotune.study.storage import database
+
+        if (damage := database.in_words(error)) is None:
+            raise
+        raise damage from None

@@ -173,8 +173,11 @@ def next_after(every_s: float | None, cron: str | None, now: float) -> float:
     if every_s is not None:
         return now + every_s
     assert cron is not None
-    after = datetime.datetime.fromtimestamp(now + 1).astimezone()
-    found = CronTrigger.from_crontab(_days_by_name(cron)).get_next_fire_time(None, after)
+    trigger = CronTrigger.from_crontab(_days_by_name(cron))
+    found = trigger.get_next_fire_time(None, datetime.datetime.fromtimestamp(now + 1).astimezone())
+    while found is not None and found.fold and cron.split()[1] != "*":  # an hour that clocks show twice counts once
+        after = datetime.datetime.fromtimestamp(found.timestamp() + 1).astimezone()
+        found = trigger.get_next_fire_time(None, after)
     return float(found.timestamp()) if found is not None else now + 366 * 86400.0
 
 

@@ -16,10 +16,11 @@ import yaml
 from apscheduler.triggers.cron import CronTrigger
 
 from autotune.errors import UserError
-from autotune.executors.submit import object_name, pod
+from autotune.executors.kubernetes import object_name, pod
 from autotune.retune.schedule import Schedule
 
 HOUR_S, DAY_S = 3600.0, 86400.0
+MOST_OF_A_COMMAND = 998  # characters that Debian's cron takes; others take more
 # Folder of the container; characters of a CronJob's name, to whose runs Kubernetes gives longer ones.
 MOUNTED_AT, MOST_OF_A_NAME = "/project", 52
 PLAIN = re.compile(r"[\w./:@+=-]+")  # a word that needs no quotes
@@ -100,7 +101,10 @@ def time_zone() -> str:
 
 def _environment(names: Sequence[str] = CARRIED) -> dict[str, str]:
     """The variables of this environment that the command needs."""
-    return {name: os.environ[name] for name in names if os.environ.get(name, "").isprintable() and name in os.environ}
+    found = {name: os.environ[name] for name in names if os.environ.get(name, "").isprintable() and name in os.environ}
+    if "PATH" in found:  # shells that start shells repeat folders
+        found["PATH"] = os.pathsep.join(dict.fromkeys(found["PATH"].split(os.pathsep)))
+    return found
 
 
 def _name(schedule: Schedule, schedules: Sequence[Schedule]) -> str:
@@ -113,6 +117,11 @@ def _cron(job: Job) -> str:
     variables = [f"{name}={value}" for name, value in _environment().items()]
     # A crontab ends a command at an unescaped %.
     command = f"cd {shlex.quote(job.folder)} && {shlex.join(['env', *variables, *job.command])}".replace("%", "\\%")
+    if len(command) > MOST_OF_A_COMMAND:
+        raise UserError(
+            f"schedule export: the command has {len(command)} characters with this PATH, and cron takes at most"
+            f" {MOST_OF_A_COMMAND}; leave folders out of PATH, or use --systemd or `autotune schedule run`"
+        )
     where = f"times are those of {time_zone()}"
     return f"# {job.schedule.study}: {job.schedule.when}; {where}; add with `crontab -e`\n{job.fields} {command}\n"
 

@@ -65,7 +65,7 @@ class Estimates:
     baseline: Measured | None
     _posterior: Posterior | None
     _rows: Mapping[int, int]
-    _quantile: float
+    _degrees: int
     # By trial and metric: half-width of the interval's logarithm that no timing narrows.
     _beyond: Mapping[tuple[int, str], float]
 
@@ -97,13 +97,17 @@ class Estimates:
 
     def _reach(self, measured: Measured, reference: Measured, metric: str) -> float:
         beyond = [self._beyond.get((m.trial, metric), 0.0) for m in (measured, reference)]
-        timed = self._quantile * self.sd(measured, reference) if metric in TIMED else 0.0
+        timed = step_times.t95(self._degrees) * self.sd(measured, reference) if metric in TIMED else 0.0
         return math.hypot(timed, *beyond)
 
-    def reach(self, one: Measured, other: Measured, objectives: Sequence[Objective]) -> float:
-        """Differences of two trials' log gains below this are noise."""
-        share = timed_share(objectives)
-        return share * self._quantile * self.sd(one, other) if share else 0.0
+    def reach(self, one: Measured, other: Measured, objectives: Sequence[Objective], n_compared: int) -> float:
+        """Differences of two trials' log gains below this are noise, at 95 % over so many comparisons together.
+
+        By Bonferroni's inequality, with Student's t that far out: with few degrees of freedom its tails are much heavier
+        than its 95 % interval tells.
+        """
+        share, quantile = timed_share(objectives), step_times.t_quantile(1 - 0.025 / n_compared, self._degrees)
+        return share * quantile * self.sd(one, other) if share else 0.0
 
     def speedup(self, measured: Measured) -> Gain | None:
         """Throughput over the baseline's; None without one, or where the interval says nothing."""
@@ -155,7 +159,7 @@ def estimate(measured: Sequence[Measured]) -> Estimates:
         step = math.exp(found.mean[row]), quantile * math.sqrt(max(0.0, found.cov[row, row]))
         estimated.append(_estimated(m, *step, quantile * found.noise_sd, beyond))
     baseline = next((m for m in estimated if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
-    return Estimates(estimated, {m.trial: m for m in measured}, baseline, found, rows, quantile, beyond)
+    return Estimates(estimated, {m.trial: m for m in measured}, baseline, found, rows, degrees, beyond)
 
 
 def _readings(timed: Sequence[Measured]) -> Readings:

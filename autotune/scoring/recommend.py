@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 from typing import Any
 
 from autotune.scoring import pareto
@@ -279,13 +278,12 @@ def shown_better(measured: Measured, estimates: Estimates, objectives: Sequence[
 def _reach(one: Measured, other: Measured, estimates: Estimates, objectives: Sequence[Objective]) -> float:
     """Differences of two trials' log gains below this are noise, where one of them was picked for reading well.
 
-    The 95 % interval holds for all trials and after each round of re-measurements together (Bonferroni): the best of 30
+    The 95 % interval holds for all trials and after each round that both were in, together (Bonferroni): the best of 30
     equal ones looks better than the baseline beyond its own interval in every fourth study.
     """
-    n_looks = max((len(m.repeats) for m in estimates.measured), default=0)
+    n_looks = min(len(one.repeats), len(other.repeats))
     n_compared = max(1, sum(m.usable for m in estimates.measured) - 1) * max(1, n_looks)
-    normal = NormalDist()
-    return estimates.reach(one, other, objectives) * normal.inv_cdf(1 - 0.025 / n_compared) / normal.inv_cdf(0.975)
+    return estimates.reach(one, other, objectives, n_compared)
 
 
 def drops_in(measured: Measured, baseline: Measured, world_size: int) -> bool:

@@ -31,6 +31,7 @@ from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.legality import why_illegal
 from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
+from autotune.trial.failures import means_host_memory
 from autotune.trial.request import TrialToBeat
 from autotune.trial.result import Outcome
 
@@ -195,7 +196,7 @@ class PhysicsSampler(LegalSampler):
         text = trial.system_attrs.get(MEASURED_ATTR) or attrs.get(OLD_MEASURED_ATTR)
         if text is not None:
             data = _parsed(text)
-            outcome = Outcome(data["outcome"])
+            outcome = self._outcome(data)
             inner, boundary = _micro_steps(data, candidate, self._setting.world_size)
             ci95 = {name: (float(low), float(high)) for name, (low, high) in data.get("ci95", {}).items()}
             return Observation(
@@ -213,6 +214,12 @@ class PhysicsSampler(LegalSampler):
             if name == "peak_memory_bytes" and isinstance(value, int | float)
         }
         return Observation(candidate=candidate, metrics=metrics)
+
+    def _outcome(self, data: Mapping[str, Any]) -> Outcome:
+        """How a trial ended; where the host's memory ran out, that says nothing of the memory of an accelerator."""
+        outcome, reason = Outcome(data["outcome"]), str(data.get("reason", ""))
+        on_host = outcome is Outcome.OOM and self._setting.accelerator != "cpu" and means_host_memory(reason)
+        return Outcome.CRASHED if on_host else outcome
 
     def _refine(self, told: Sequence[Observation]) -> None:
         """In a space too large to enumerate: what differs in one knob from the best candidates joins the choice."""

@@ -155,6 +155,16 @@ DATA_RULES = (
     Rule(lambda c, k, s: _asked(k, "group_by_length") is not None and _asked(k, "packing") is not None,
          f"{DATA}group_by_length: packed batches have no padding to save",
          (f"{DATA}packing", f"{DATA}group_by_length")),
+    Rule(lambda c, k, s: _asked(k, "token_budget") is not None and _asked(k, "packing") is not None,
+         f"{DATA}token_budget: packed batches have no padding to save", (f"{DATA}packing", f"{DATA}token_budget")),
+    Rule(lambda c, k, s: _asked(k, "token_budget") is not None and _asked(k, "group_by_length") is not None,
+         f"{DATA}group_by_length: a token budget puts samples of similar length together already",
+         (f"{DATA}token_budget", f"{DATA}group_by_length")),
+    Rule(lambda c, k, s: _asked(k, "token_budget") is not None and c.micro_batch_size == 1,
+         f"{DATA}token_budget: a micro-batch of one sample has no padding", ("micro_batch_size", f"{DATA}token_budget")),
+    Rule(lambda c, k, s: _asked(k, "token_budget") is not None and (s.pipeline_stages > 0 or c.pipeline_degree > 1),
+         f"{DATA}token_budget: the stages of a pipeline take micro-batches of one size",
+         (PIPELINE_DEGREE, f"{DATA}token_budget")),
 )  # fmt: skip
 
 # Each rule was met as a failed (or silently useless) run; see docs/decisions/0002-legality.md.

@@ -178,7 +178,7 @@ def executors_for(
                 other.start()
             yield [executor, *others]
     elif not isinstance(executor, LocalExecutor):
-        say("trials run one at a time: each has all the hosts of the hostfile")
+        say("trials run one at a time: each has all the machines")
         yield [executor]
     elif not found.spec.overlap:
         say(

@@ -28,6 +28,7 @@ from autotune.study.state import StudyState
 from autotune.study.storage import records
 from autotune.study.storage.leases import Lease
 from autotune.system.signals import undisturbed
+from autotune.trial import failures
 from autotune.trial.folder import TrialDir, result_in
 from autotune.trial.result import RAN, Outcome, TrialResult
 
@@ -126,6 +127,9 @@ class Teller:
         """The result; a failure's reason also names the remedy."""
         if result.outcome is Outcome.NOT_APPLIED and self._state.plan.target.kind == "script":
             return replace(result, reason=result.reason + remedy(result.reason))
+        on_device = self._state.plan.workload.environment.accelerator != "cpu"
+        if advice := failures.advice(result.outcome, result.reason, on_device=on_device):
+            return replace(result, reason=f"{result.reason}. {advice}")
         return autocast.with_remedy(self._state, candidate, result)
 
     def progress(
@@ -206,6 +210,17 @@ def _readable_attrs(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, 
     return found
 
 
+def _tail(result: TrialResult) -> dict[str, int]:
+    """The worst batch, with the memory of ordinary steps and of the worst batch's."""
+    phases = {"steady_bytes": "steady", "tail_bytes": "tail"}
+    known = {
+        name: result.memory_by_phase_bytes[phase]
+        for name, phase in phases.items()
+        if phase in result.memory_by_phase_bytes
+    }
+    return result.tail | known if result.tail else {}
+
+
 def _measured_data(result: TrialResult, score: Score) -> dict[str, Any]:
     return {
         "outcome": str(result.outcome),
@@ -221,7 +236,7 @@ def _measured_data(result: TrialResult, score: Score) -> dict[str, Any]:
         "micro_step_s": result.micro_step_s,
         "side_changes": result.side_changes,
         "unreproducible": result.unreproducible,
-        "tail": result.tail,
+        "tail": _tail(result),
         "lengths": result.lengths,
         "padding": result.padding,
         "unwitnessed": list(result.observed.unwitnessed) if result.observed else [],

@@ -1,17 +1,21 @@
-"""What the error messages of a failed rank mean: out of memory, a peer that died, a tensor of another type."""
+"""What the error messages of a failed rank mean: out of memory, a peer that died, another type, a fault of the machine."""
 
 from __future__ import annotations
 
 import re
 
+from autotune.trial.result import Outcome
+
 # Memory that ran out, by every name that torch, CUDA, NCCL, the C++ library and Linux give it.
 _OUT_OF_MEMORY = re.compile(
     r"out[ _]of[ _]((device|host|gpu|cuda)[ _])?memory\b|(not enough|insufficient) (free |device |gpu |host )?memory"
-    r"|OutOfMemory(Error)?:|(cuda|hip)ErrorOutOfMemory|more memory than is available|running low on memory"
+    r"|OutOfMemory(Error)?(:|\s*\Z)|(cuda|hip)ErrorOutOfMemory|more memory than is available|running low on memory|memory not available"
     r"|(can't|cannot|could not|unable to|failed to) allocate (?!memory in static TLS).*(memory|byte|\d ?[KMG]i?B)"
     r"|error allocating .*byte|(error|failure) (in|of|during) memory allocation|allocation of [\d.]+ ?\w* ?(bytes )?failed"
     r"|\boom[-_ ]kill|exceeded (job|step) memory limit|memalign\(?\)? failed|HSA_STATUS_ERROR_OUT_OF_RESOURCES"
-    r"|std::bad_alloc|bad allocation|memory allocation fail|PT_DEVMEM.*allocation failed"
+    r"|std::bad_alloc|bad allocation|memory allocation (fail|error)|PT_DEVMEM.*allocation failed|resource allocation failed"
+    r"|malloc of size \d+ failed|large alloc \d+ bytes == \((nil|0x0|nullptr)\)|zeMemAlloc\w* failed|CUDA driver error: 2\b"
+    r"|failed to apply for memory|memory limit exceeded|(error code is|result ?=|error code,?) ?207001\b"
     r"|(CUBLAS|CUSOLVER|CUSPARSE|CUDNN|CUFFT|HIPBLAS|ROCBLAS|MIOPEN|HIPFFT)_?(STATUS_?)?\w*"
     r"(ALLOC(ATION)?_?FAILED|MEMORY_ERROR)"
     r"|(cuda|hip)ErrorMemoryAllocation|ERROR_RT_MEMORY_ALLOCATION|\b(PI|UR)(_RESULT)?_ERROR_OUT_OF_RESOURCES"
@@ -23,9 +27,19 @@ _OUT_OF_MEMORY = re.compile(
 )
 # Libraries that keep workspaces beside torch's cache report a full device so; a broken driver or library does, too.
 _MAYBE_OUT_OF_MEMORY = re.compile(
-    r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|HIPBLAS|CUFFT)_(STATUS_)?(NOT_INITIALIZED|INTERNAL_ERROR)"
+    r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|HIPBLAS|CUFFT)_(STATUS_)?(NOT_INITIALIZED|INTERNAL_ERROR|INSUFFICIENT_RESOURCES)"
+    r"|cublasLt ran into an error|no execution plans support the graph"
     r"|NVML_SUCCESS == r INTERNAL ASSERT FAILED"  # torch's allocator asks NVML only when it has failed
     r"|unable to find an engine|Unable to find a valid cuDNN algorithm|miopenStatus(InternalError|UnknownError)",
+    re.IGNORECASE,
+)
+# Memory of the host rather than of an accelerator: pinned, of loaders and offloaded states, or under the kernel's or a
+# scheduler's limit.
+_HOST_MEMORY = re.compile(
+    r"defaultCPUAllocator|alloc_cpu|(?<!driver\.)(?<!memory\.)\b(Array|Arrow)?MemoryError\b|_ArrayMemoryError|std::bad_alloc|was aborted"
+    r"|\[Errno 12\]|\bENOMEM\b|m(em)?align\b|\bmmap\b|ibv_reg_mr|\bfork\b|pinned|HostAlloc|HostMalloc|MallocHost|HostRegister"
+    r"|host[ _]alloc|host[ _]memory|for an array with shape|oom[-_ ]kill|by the kernel|cgroup|(job|step) memory limit"
+    r"|running low on memory|malloc of size|large alloc|jemalloc|libgomp|OpenMP|virtual memory|memory allocation of \d+ bytes",
     re.IGNORECASE,
 )
 # A device with a larger free share is not full.
@@ -43,6 +57,37 @@ _OTHER_DTYPE = (
     "and weight type", "not implemented for 'bfloat16'", "not implemented for 'half'",
     "low precision dtypes not supported",
 )  # fmt: skip
+HOST_MEMORY = (
+    "The host's memory ran out, not the device's: offload less, use fewer loader workers, or give the job more memory"
+)
+# What the machine refuses, or a kernel does wrong, by the words of its message: what to do about it. The first one counts.
+_REMEDIES = (
+    (r"out of resource: (shared memory|threads|registers)",
+     "A kernel wants more of the chip than it has: another kernel (attention, optimizer), or smaller blocks of it"),
+    (r"shared memory segment|out of shared memory|insufficient shared memory|bus error|signal 7\b"
+     r"|shared memory object .*No space|/dev/shm.*No space|posix_fallocate.*No space",
+     "Shared memory (/dev/shm) is full or small: give a container more (`--shm-size=8g` or `--ipc=host`), remove what ended"
+     " processes left in it (`autotune doctor`), or use fewer loader workers"),
+    (r"No space left on device|\[Errno 28\]|file write failed", "A disk is full: free space, or move the study or the cache"),
+    (r"quota exceeded", "The disk quota is used up: free space, or move the study or the cache"),
+    (r"Too many open files|0 items of ancdata",
+     "The limit on open files is too low: raise it (`ulimit -n 65536`), or use fewer loader workers"),
+    (r"can't start new thread|pthread_create|Resource temporarily unavailable",
+     "The limit on processes and threads is reached: raise it (`ulimit -u`, a container's `--pids-limit`), or use fewer ranks"
+     " and loader workers"),
+    (r"ECC error|fallen off the bus|\bXid\b",
+     "The device is faulty: see `nvidia-smi -q`, and leave it out by CUDA_VISIBLE_DEVICES until it was reset or replaced"),
+    (r"illegal memory access|misaligned address|Memory access fault by GPU|illegal instruction|unspecified launch failure",
+     "A kernel is at fault, not the amount of memory: CUDA_LAUNCH_BLOCKING=1 shows which one"),
+    (r"device-side assert", "Mostly an index or a label out of range: CUDA_LAUNCH_BLOCKING=1 shows where"),
+    (r"no kernel image|unsupported toolchain|ARCH_MISMATCH|NoKernelImageForDevice",
+     "torch, or a package with kernels, was not built for this device: install a build with its compute capability"),
+    (r"driver version is insufficient|STATUS_VERSION_MISMATCH|system not yet initialized",
+     "The driver and torch's CUDA do not match: update the driver, or install torch for its CUDA version"),
+    (r"busy or unavailable", "Another process holds the device for itself: end it, or set the compute mode to default"),
+    (r"invalid device ordinal", "There are more ranks than visible devices: lower `ranks`, or widen CUDA_VISIBLE_DEVICES"),
+    (r"no socket interface found", "NCCL found no network interface: name one by NCCL_SOCKET_IFNAME"),
+)  # fmt: skip
 
 
 def means_out_of_memory(text: str, free_share: float | None = None) -> bool:
@@ -57,6 +102,24 @@ def means_out_of_memory(text: str, free_share: float | None = None) -> bool:
         return True
     full = free_share is None or free_share < FULL_FREE_SHARE
     return full and _MAYBE_OUT_OF_MEMORY.search(text) is not None
+
+
+def means_host_memory(text: str) -> bool:
+    """Returns whether a message that says that memory ran out means the host's, not an accelerator's."""
+    return _HOST_MEMORY.search(text) is not None
+
+
+def advice(outcome: Outcome, reason: str, *, on_device: bool) -> str:
+    """Returns what to do where the machine or a kernel made a trial fail; empty where no advice is known.
+
+    Args:
+        outcome: How the trial ended.
+        reason: Why.
+        on_device: Whether trials compute on an accelerator, whose memory is not the host's.
+    """
+    if outcome is Outcome.CRASHED:
+        return next((text for words, text in _REMEDIES if re.search(words, reason, re.IGNORECASE)), "")
+    return HOST_MEMORY if outcome is Outcome.OOM and on_device and means_host_memory(reason) else ""
 
 
 def means_lost_peer(text: str) -> bool:

@@ -153,16 +153,20 @@ class Profile:
         said = f"samples are stated to reach {length:,} tokens, {times:.1f}x the longest that was seen: activations in proportion"
         return replace(self, stated=length, caveats=(*self.caveats, said))
 
-    def worst_share(self, limits: Floats) -> Floats:
+    def worst_share(self, micro: Floats, budgeted: Floats, limits: Floats) -> Floats:
         """Returns what a batch of the longest samples is of the batches of the passes.
 
         Args:
+            micro: Micro-batches.
+            budgeted: Above 0 where a batch holds as many tokens as so many mean samples, and at least one sample.
             limits: Lengths that samples are cut to; infinite for none.
         """
         known = max(self.longest, self.stated)
         if not self.lengths and not self.stated:
             return np.ones(len(limits))
-        return np.asarray(np.minimum(limits, known) / self.sequence)
+        longest = np.minimum(limits, known)
+        mean = self.usual_share(micro, budgeted, limits) * self.sequence
+        return np.asarray(np.where(budgeted > 0, np.maximum(mean, longest / micro), longest) / self.sequence)
 
     def usual_share(self, micro: Floats, packed: Floats, limits: Floats) -> Floats:
         """Returns what an average batch is of the batches of the passes.

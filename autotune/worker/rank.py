@@ -79,12 +79,14 @@ def _classify(error: BaseException) -> tuple[Outcome, str]:
 
 
 def _free_share() -> float | None:
-    """Free share of this rank's GPU; None without one."""
-    with contextlib.suppress(Exception):  # CUDA may be what failed
-        if torch.cuda.is_initialized():
-            free, total = torch.cuda.mem_get_info()
-            return float(free / total)
-    return None
+    """Free share of this rank's GPU; None without one, and 1 where a fault has left CUDA without an answer."""
+    if not torch.cuda.is_initialized():
+        return None
+    try:
+        free, total = torch.cuda.mem_get_info()
+    except Exception:  # a full device still answers
+        return 1.0
+    return float(free / total)
 
 
 def watch_memory(recorder: Recorder, request: TrialRequest) -> None:

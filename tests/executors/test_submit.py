@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.clusters import SlurmCluster, ray_cluster, until, why_no_ray
+from typer.testing import CliRunner
 
+from autotune.cli.app import app
 from autotune.cli.submit import run_arguments
 from autotune.errors import UserError
-from autotune.executors import submit
+from autotune.executors import kubernetes, submit
 from autotune.executors.cluster import Refused
+from autotune.executors.driver_job import DriverJob
 from autotune.executors.node_agent import Spool
 from autotune.executors.slurm import Steps
 
@@ -23,10 +28,10 @@ echo "$SLURM_JOB_ID $*" >> runs
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> submit.DriverJob:
+def job(tmp_path: Path) -> DriverJob:
     (tmp_path / "driver").write_text(DRIVER)
     (tmp_path / "driver").chmod(0o755)
-    return submit.DriverJob(
+    return DriverJob(
         name="s", arguments=["model.py", "--trials", "3"], folder=tmp_path, log=tmp_path / "driver.log",
         options={"python": str(tmp_path / "driver")},
     )  # fmt: skip
@@ -72,9 +77,11 @@ def _is_there(ray) -> bool:
     return True
 
 
-def manifest(job: submit.DriverJob, **options: str):
+def manifest(job: DriverJob, nodes: int = 1, **options: str):
     whole = {"image": "i:1", "claim": "c", "apply": "no", **options}
-    return json.loads(submit.to_kubernetes(submit.DriverJob(**{**vars(job), "options": whole, "ranks": 4})))
+    folder = job.folder / "studies" / "s"
+    changed = {"options": whole, "ranks": 4, "nodes": nodes, "log": folder / "driver.log"}
+    return json.loads(submit.to_kubernetes(DriverJob(**{**vars(job), **changed})))
 
 
 def test_a_pod_has_the_gpus_of_the_ranks_shared_memory_and_is_run_again_where_it_was_taken_away(job) -> None:
@@ -87,32 +94,101 @@ def test_a_pod_has_the_gpus_of_the_ranks_shared_memory_and_is_run_again_where_it
     assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "4", "cpu": "8", "memory": "64Gi"}
     assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
     assert 75 in spec["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"]
-    assert pod["containers"][0]["command"] == ["autotune", "run", "model.py", "--trials", "3"]
+    assert pod["containers"][0]["command"] == [
+        "python", "-m", "autotune.cli", "run", "model.py", "--trials", "3"
+    ]  # fmt: skip
     plain = manifest(job, gpus_per_rank="0")
     assert plain["spec"]["template"]["spec"]["containers"][0]["resources"] == {"limits": {}}
     assert "suspend" not in plain["spec"] and "labels" not in plain["metadata"]
 
 
-def test_a_manifest_is_what_the_official_client_takes(job) -> None:
-    client = pytest.importorskip("kubernetes.client", reason="kubernetes is not installed: pip install kubernetes")
-    found = manifest(job, queue="gpus", mem="64Gi")
-    api = client.ApiClient()
-    read = api.deserialize(json.dumps(found), "V1Job", "application/json")
-    assert api.sanitize_for_serialization(read) == found  # no key is unknown to it
+def test_several_machines_are_a_job_set_whose_driver_calls_their_pods(job) -> None:
+    found = manifest(job, nodes=2, queue="gpus", mem="64Gi", python="/env/bin/python")
+    driver, machines = (each["template"]["spec"] for each in found["spec"]["replicatedJobs"])
+    (first,), (second,) = (each["template"]["spec"]["containers"] for each in (driver, machines))
+    assert found["kind"] == "JobSet" and found["spec"]["suspend"] is True
+    assert found["spec"]["successPolicy"]["targetReplicatedJobs"] == ["driver"]  # machines wait for ever
+    assert found["spec"]["network"]["enableDNSHostnames"] is True
+    assert (machines["completions"], machines["parallelism"], machines["completionMode"]) == (2, 2, "Indexed")
+    assert second["resources"]["limits"] == {"nvidia.com/gpu": "2", "memory": "64Gi"}  # of four ranks on two machines
+    assert first["resources"]["limits"] == {} and first["command"][:4] == [
+        "/env/bin/python",
+        "-m",
+        "autotune.cli",
+        "run",
+    ]
+    board = str(job.folder / "studies" / "s" / "pods")
+    assert second["command"] == ["/env/bin/python", "-m", "autotune.executors.pods", board]
+    variables = {each["name"]: each.get("value") for each in first["env"]}
+    assert (variables["AUTOTUNE_PODS"], variables["AUTOTUNE_MACHINES"]) == (board, "2")
+    (apart,) = machines["template"]["spec"]["affinity"]["podAntiAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]
+    assert apart["labelSelector"]["matchLabels"]["jobset.sigs.k8s.io/jobset-name"] == found["metadata"]["name"]
+    assert all({"name": "shm", "emptyDir": {"medium": "Memory"}} in each["template"]["spec"]["volumes"]
+               for each in (driver, machines))  # fmt: skip
+
+
+@pytest.mark.parametrize(("nodes", "model"), [(1, "IoK8sApiBatchV1Job"), (2, "JobsetV1alpha2JobSet")])
+def test_a_manifest_is_what_the_published_models_take(job, nodes, model) -> None:
+    models = pytest.importorskip(
+        "kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed: pip install -e '.[dev]'"
+    )
+    found = manifest(job, nodes, queue="gpus", mem="64Gi", namespace="team", cpus_per_rank="2")
+    read = getattr(models, model).from_dict(found).to_dict()
+    assert json.loads(json.dumps(read, default=str)) == found  # no key is unknown to it
 
 
 @pytest.mark.parametrize(
-    ("options", "nodes", "words"),
+    ("options", "changed", "words"),
     [
-        ({"image": "i"}, 1, "give --executor-option claim="),
-        ({"image": "i", "claim": "c"}, 2, "a pod is one machine"),
-        ({"image": "i", "claim": "c", "gpus_per_rank": "two"}, 1, "gpus_per_rank=two: a whole number is needed"),
-        ({"image": "i", "claim": "c", "apply": "maybe"}, 1, "apply=maybe: yes or no is needed"),
+        ({"image": "i"}, {}, "give --executor-option claim="),
+        ({"image": "i", "claim": "c"}, {"nodes": 2}, "give --ranks"),
+        ({"image": "i", "claim": "c"}, {"files": [Path("/elsewhere/model.py")]}, "/elsewhere/model.py lies outside of"),
+        ({"image": "i", "claim": "c", "gpus_per_rank": "two"}, {}, "gpus_per_rank=two: a whole number is needed"),
+        ({"image": "i", "claim": "c", "apply": "maybe"}, {}, "apply=maybe: yes or no is needed"),
     ],
 )
-def test_what_a_pod_cannot_be_is_said(job, options, nodes, words) -> None:
+def test_what_a_pod_cannot_be_is_said(job, options, changed, words) -> None:
     with pytest.raises(UserError, match=words):
-        submit.to_kubernetes(submit.DriverJob(**{**vars(job), "options": options, "nodes": nodes}))
+        submit.to_kubernetes(DriverJob(**{**vars(job), "options": options, **changed}))
+
+
+def test_the_command_submits_with_its_options(tmp_path, models, monkeypatch) -> None:
+    (tmp_path / "model.py").write_bytes((models / "ok.py").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    given = ["model.py", "--study", "s", "--nodes", "2", "--ranks", "4", "--executor", "kubernetes"]
+    own = ["--executor-option", "image=i", "--executor-option", "claim=c", "--executor-option", "apply=no"]
+    monkeypatch.setattr("sys.argv", ["autotune", "submit", *given, *own])
+    done = CliRunner().invoke(app, ["submit", *given, *own], catch_exceptions=False)
+    driver, machines = (each["template"]["spec"] for each in json.loads(done.stdout)["spec"]["replicatedJobs"])
+    ((first,), (second,)) = (each["template"]["spec"]["containers"] for each in (driver, machines))
+    assert first["command"][3:] == ["run", "model.py", "--study", "s", "--nodes", "2", "--ranks", "4"]
+    assert second["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+    done = CliRunner().invoke(app, ["submit", *given, *own, "--executor-option", "imag=i"])
+    assert "unknown 'imag'. Did you mean 'image'?" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("said", "words", "status"),
+    [
+        ('Get "http://localhost:8080/api": dial tcp 127.0.0.1:8080: connect: connection refused', "no cluster", 75),
+        (
+            'error: no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"',
+            "administrator installs JobSet",
+            2,
+        ),
+    ],
+)
+def test_what_kubectl_says_is_told(job, monkeypatch, said, words, status) -> None:
+    def kubectl(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess("kubectl", 1, "", f"{said}\n")
+
+    monkeypatch.setattr(kubernetes.shutil, "which", lambda _: "kubectl")
+    monkeypatch.setattr(kubernetes.subprocess, "run", kubectl)
+    with pytest.raises(UserError, match=words) as refused:
+        submit.to_kubernetes(replace(job, options={"image": "i", "claim": "c"}))
+    assert refused.value.status == status
 
 
 def test_a_run_in_a_pod_is_local_and_other_engines_are_told_what_submit_was() -> None:

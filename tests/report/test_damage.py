@@ -12,6 +12,7 @@ from support.dashboard import ask, overlay_of
 from support.instant import Instant, answered, recorded
 from typer.testing import CliRunner
 
+import autotune
 from autotune.cli.app import app
 from autotune.errors import UserError
 from autotune.report.dashboard.server import Application
@@ -97,6 +98,29 @@ def test_a_damaged_file_is_said_to_be_damaged(database, share):
     database.write_bytes(whole[:begin] + b"\xff" * (len(whole) - begin))
     for command in COMMANDS:
         assert_refused(command, "or damaged: restore a copy")
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        ("trials.number", "x", "the number in row"),
+        ("study_directions.direction", "x", "a value of the study directions cannot be read"),
+        ("trials.state", "x", "trial 2 is left out: its row"),
+        ("trials.datetime_complete", -1, "trial 2 is left out: its row"),
+        ("trial_params.param_value", "x", "trial 2 is left out: its row"),
+        ("trial_values.value_type", "", "trial 2 is left out: its row"),
+        ("studies.study_name", -1, "no study 's'"),
+    ],
+)
+def test_python_is_told_of_a_damaged_row_in_a_sentence_too(database, column, value, words):
+    table, _, name = column.partition(".")
+    only = "where trial_id = (select trial_id from trials where number = 2)" if table.startswith("trial") else ""
+    change(database, f'update "{table}" set "{name}" = ? {only}', value)
+    try:
+        said = " ".join(autotune.load_study("s").caveats)
+    except UserError as error:
+        said = str(error)
+    assert words in said and ("restore a copy" in said or table == "studies")
 
 
 def assert_refused(command, words):
@@ -199,6 +223,12 @@ def tracebacks(root, states, commands=READS):
             in_words = isinstance(done.exception, OSError) and files.words(done.exception)
             if not (in_words or isinstance(done.exception, UserError | SystemExit | None)):
                 found.append((state, command, repr(done.exception)[:200]))
+        try:
+            autotune.load_study("s")
+        except UserError:
+            pass
+        except Exception as error:
+            found.append((state, "load_study", repr(error)[:200]))
         try:
             got = ask(Application(overlay_of(root / "studies"), "127.0.0.1", None), "/api/studies/1")
             if got.status >= 500 and b"reason" not in got.body:

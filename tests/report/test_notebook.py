@@ -97,3 +97,7 @@ def test_the_difference_of_losses_is_nothing_for_the_baseline_and_small_for_othe
     others = [y for trace in drawn.data for y in trace.y if y is not None]
     whole = [y for trace in study.plot_losses().data for y in trace.y if y is not None]
     assert max(others) - min(others) < max(whole) - min(whole)
+
+
+def test_an_error_in_a_notebook_is_its_sentence_without_a_traceback():
+    assert UserError("no study 'model'")._render_traceback_() == ["UserError: no study 'model'"]

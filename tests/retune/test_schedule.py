@@ -3,17 +3,23 @@
 import contextlib
 import datetime
 import itertools
+import json
+import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import zoneinfo
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import sqlalchemy
+import tzlocal
 import yaml
 from apscheduler.triggers.cron import CronTrigger
 
@@ -372,9 +378,9 @@ def test_an_interval_keeps_its_grid_however_late_it_is_asked_for(history, every_
 class Kept:
     """Schedules without a database."""
 
-    def __init__(self, every_s):
+    def __init__(self, every_s, began):
         self.row = {"id": 1, "study": "s", "every_s": every_s, "cron": None, "on_change": False, "last_run_at": None}
-        self.row["next_run_at"] = every_s
+        self.row["next_run_at"] = began + every_s
 
     def schedules(self, _study=None):
         return [self.row]
@@ -387,26 +393,119 @@ class Kept:
 HOURLY, DAILY = "0 * * * *", "0 0 * * *"
 
 
+GRIDS = [
+    *((every_s, "UTC") for every_s in (2700.0, 3600.0, 5 * 3600.0, 1.5 * DAY, 2 * DAY, 7 * DAY, 30 * DAY)),
+    *itertools.product((3600.0, 36 * 3600.0, 7 * DAY), ("Europe/Berlin", "America/New_York", "Australia/Lord_Howe")),
+]
+
+
 @pytest.mark.parametrize("form", ["cron", "systemd"])
-@pytest.mark.parametrize("every_s", [2700.0, 3600.0, 5 * 3600.0, 1.5 * DAY, 2 * DAY, 7 * DAY, 30 * DAY])
-def test_over_120_days_every_run_is_within_one_asking_interval_of_the_grid(every_s, form):
-    history, rng, now, ran = Kept(every_s), random.Random(int(every_s)), 0.0, []
+@pytest.mark.parametrize(("every_s", "zone"), GRIDS)
+def test_over_120_days_every_run_is_within_one_asking_interval_of_the_grid(every_s, zone, form):
+    began = datetime.datetime(2026, 2, 10, tzinfo=datetime.UTC).timestamp()  # clocks change in each of the zones
+    history, rng, now, ran = Kept(every_s, began), random.Random(int(every_s)), began, []
     job = schedule_export.Job(Schedule.of(history.row), "s", "/", 0)
     asks = job.fields
     if form == "systemd":
         minutes = job.on_calendar.removeprefix("*:0/")
         asks = {"hourly": HOURLY, "daily": DAILY}.get(minutes, f"*/{minutes} * * * *")
-    asking = CronTrigger.from_crontab(asks, timezone=datetime.UTC)
+    local = zoneinfo.ZoneInfo(zone)
+    asking = CronTrigger.from_crontab(asks, timezone=local)
     longest_s, before = 0.0, None
-    while now < 120 * DAY:
-        now = asking.get_next_fire_time(None, datetime.datetime.fromtimestamp(now + 1, datetime.UTC)).timestamp()
+    while now < began + 120 * DAY:
+        now = asking.get_next_fire_time(None, datetime.datetime.fromtimestamp(now + 1, local)).timestamp()
         longest_s, before = max(longest_s, now - before if before is not None else 0.0), now
         late = now + rng.uniform(0.0, 600.0)  # the machine was busy
         if found := schedule.due(history, "s", now=late):
             schedule.started(history, found, now=late)
-            ran.append(late)
+            ran.append(late - began)
     assert abs(len(ran) * every_s - 120 * DAY) <= every_s
     assert all(0 <= at - every_s * n <= longest_s + 600.0 for n, at in enumerate(ran, 1))
+
+
+@pytest.fixture
+def zone_of(monkeypatch):
+    """Sets the local time zone."""
+
+    def choose(zone):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        tzlocal.reload_localzone()
+
+    yield choose
+    monkeypatch.undo()
+    time.tzset()
+    tzlocal.reload_localzone()
+
+
+@pytest.mark.parametrize("cron", ["30 2 * * *", "0 3 * * *", "59 23 * * *"])
+@pytest.mark.parametrize("zone", ["Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "Asia/Kolkata"])
+def test_a_daily_rule_runs_once_each_day_over_both_changes_of_the_clocks(zone_of, zone, cron):
+    zone_of(zone)
+    now, days = at(2026, 1, 1), []
+    while len(days) < 365:
+        now = schedule.next_after(None, cron, now)
+        days.append(datetime.datetime.fromtimestamp(now).date())
+    assert days == [datetime.date(2026, 1, 1) + datetime.timedelta(n) for n in range(365)]
+
+
+def test_what_cron_would_cut_is_refused(two, monkeypatch):
+    monkeypatch.setenv("PATH", ":".join(["/usr/bin", *(["/usr/local/bin"] * 100)]))
+    for line in schedule_export.export("cron", two, Path("/data"), None).splitlines():
+        assert "PATH=/usr/bin:/usr/local/bin " in line or line.startswith("#")  # each folder once
+    monkeypatch.setenv("PATH", ":".join(f"/opt/modules/compiler/{n:04}/bin" for n in range(40)))
+    with pytest.raises(UserError, match="cron takes at most 998"):
+        schedule_export.export("cron", two, Path("/data"), None)
+    assert "compiler/0039" in schedule_export.export("systemd", two, Path("/data"), None)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("rule", [(600.0, None), (3600.0, None), (7 * DAY, None), (None, "*/5 1-3 1,15 * *")])
+def test_units_are_what_systemd_takes(history, tmp_path, monkeypatch, rule):
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd is not installed")
+    monkeypatch.setenv("PATH", f'/my tools/100%:/a"b:{os.environ["PATH"]}')
+    add(history, every_s=rule[0], cron=rule[1])
+    folder = tmp_path / "my 10% $p \"q\" 'x'"
+    folder.mkdir()
+    text = schedule_export.export("systemd", [Schedule.of(row) for row in history.schedules()], folder, None)
+    _, *parts = re.split(r"^# ~/\.config/systemd/user/(\S+)\n", text, flags=re.MULTILINE)
+    units = dict(zip(parts[::2], parts[1::2], strict=True))
+    for name, unit in units.items():
+        (tmp_path / name).write_text(unit)
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *units], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    own = [line for line in checked.stderr.splitlines() if "autotune-" in line or "retune" in line]
+    assert (checked.returncode, own) == (0, [])
+    (when,) = re.findall("OnCalendar=(.*)", text)
+    assert subprocess.run(["systemd-analyze", "calendar", when], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    "rule", [(600.0, None), (7 * DAY, None), (None, "*/5 1-3 1,15 * *"), (None, "30 4 * jan-mar mon")]
+)
+def test_lines_are_what_cron_takes(history, tmp_path, rule):
+    if shutil.which("crontab") is None:
+        pytest.skip("cron is not installed: apt-get install cron")
+    usage = subprocess.run(["crontab", "--help"], capture_output=True, text=True, check=False).stderr
+    add(history, every_s=rule[0], cron=rule[1])
+    text = schedule_export.export("cron", [Schedule.of(row) for row in history.schedules()], tmp_path / "a 10%", None)
+    (tmp_path / "tab").write_text(text)
+    checked = subprocess.run(
+        ["crontab", "-T" if "-T" in usage else "-n", "tab"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_a_cron_job_is_what_the_published_model_takes(two):
+    models = pytest.importorskip(
+        "kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed: pip install -e '.[dev]'"
+    )
+    for job in yaml.safe_load_all(schedule_export.export("k8s", two, Path("/data"), None, {"s": 4})):
+        read = models.IoK8sApiBatchV1CronJob.from_dict(job).to_dict()
+        assert json.loads(json.dumps(read, default=str)) == job  # no key is unknown to it
 
 
 def test_a_password_is_not_exported(two):

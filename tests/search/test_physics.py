@@ -4,6 +4,7 @@ import json
 import math
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import optuna
@@ -208,6 +209,21 @@ def test_where_three_candidates_fit_these_three_are_proposed_and_no_more():
             )
         )
     assert {t.candidate for t in told} == {c for c in every if size(c) == 1.0} and len(told) == 3
+
+
+@pytest.mark.parametrize(("accelerator", "outcome"), [("cuda", Outcome.CRASHED), ("cpu", Outcome.OOM)])
+def test_the_hosts_memory_says_nothing_of_the_devices(accelerator, outcome):
+    sampler, _ = sampler_for(setting=replace(SETTING, accelerator=accelerator))
+    study = study_for(sampler)
+    for reason in (
+        "RuntimeError: unable to allocate pinned memory of 2147483648 bytes",
+        "OutOfMemoryError: CUDA out of memory",
+    ):
+        trial = study.ask()
+        trial.set_user_attr(CANDIDATE_ATTR, DEFAULT.key)
+        trial.set_user_attr("measured", json.dumps({"outcome": "oom", "metrics": {}, "reason": reason}))
+        study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+    assert [each.outcome for each in sampler.told(study)] == [outcome, Outcome.OOM]
 
 
 def test_an_objective_that_never_changes_harms_nothing():

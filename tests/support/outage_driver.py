@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import signal
 import sys
 from dataclasses import replace
@@ -17,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from autotune.errors import UserError
-from autotune.executors import base, cluster
+from autotune.executors import base, cluster, pods
 from autotune.executors.cluster import ClusterExecutor, Engine, settings_for
 from autotune.executors.ray import Ray
 from autotune.executors.slurm import Slurm
@@ -45,6 +46,9 @@ def engine_of(given: dict[str, Any]) -> Engine:
     match given["engine"]:
         case "slurm":
             return Slurm(given["options"], given["nodes"], "autotune-outages")
+        case "kubernetes":
+            os.environ |= {pods.BOARD: given["board"], pods.MACHINES: "2"}
+            return pods.Pods(given["options"])
         case "ray":
             return Ray(given["options"], 1)
         case _:

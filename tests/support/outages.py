@@ -1,6 +1,6 @@
 """Takes machines, links, engines and databases away from studies at random, and checks that no configuration pays for it.
 
-`python tests/support/outages.py slurm|ssh|ray [--outages 60] [--seed 0] [--minutes 20]`. Engine and database (PostgreSQL where
+`python tests/support/outages.py slurm|ssh|ray|kubernetes [--outages 60] [--seed 0] [--minutes 20]`. Engine and database (PostgreSQL where
 it is installed) are real and on the loopback, driver and agents are the product's; only what ranks do takes half a second and
 is made up (`light/sitecustomize.py`). After each study it must hold that every trial was told once, none was booked as a
 failure, a run ended with 0 only with all trials told and else in one sentence, and nothing is left running. Results are added to
@@ -46,6 +46,7 @@ TRIALS, OUTAGES_A_STUDY = 10, 5
 COMMON = {"driver": 3, "database": 2, "agent": 1}
 RUNS = 25  # of one study
 WAIT_S, SETTLE_S = 150.0, 5.0
+TIME_LIMIT_S = 40.0  # Slurm looks every half a minute for jobs that are over time
 
 
 class Broken(Exception):
@@ -78,7 +79,8 @@ class SlurmSite:
     options: dict[str, Any] = field(default_factory=lambda: {"engine": "slurm", "options": {"idle": "120"}})
     kinds: dict[str, int] = field(
         default_factory=lambda: (
-            COMMON | {"node failed": 3, "node drained": 3, "preempted": 3, "cancelled": 2, "controller": 2}
+            COMMON
+            | {"node failed": 3, "node drained": 3, "preempted": 3, "cancelled": 2, "controller": 2, "time limit": 4}
         )
     )
 
@@ -98,6 +100,10 @@ class SlurmSite:
                 call("sbatch", "--partition=urgent", "--exclusive", "--nodes=2", "--output=/dev/null", "--wrap=sleep 1")
             case "cancelled":
                 self._cancel()
+            case "time limit":
+                for line in self.cluster.jobs():
+                    call("scontrol", "update", f"JobId={line.split()[0]}", "EndTime=now")
+                clusters.wait_until(lambda: not any("RUNNING" in line for line in self.cluster.jobs()), TIME_LIMIT_S)
             case "controller":
                 old = next(p for p in reversed(self.cluster.processes) if "slurmctld" in str(p.args))
                 old.kill()
@@ -176,6 +182,53 @@ class RaySite:
         else:
             for process in running("ray::Machine"):
                 process.kill()
+
+
+@dataclass
+class PodSite:
+    """Pods of a JobSet, as processes: they are evicted, or vanish with their node; others take their numbers."""
+
+    root: Path
+    options: dict[str, Any] = field(init=False)
+    kinds: dict[str, int] = field(default_factory=lambda: COMMON | {"pod evicted": 3, "node vanished": 3})
+    pods: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.options = {"engine": "kubernetes", "options": {"idle": "60"}, "board": str(self.root / "board")}
+        for number in (0, 1):
+            self.start(number)
+
+    def start(self, number: int) -> None:
+        """Starts the pod of a machine."""
+        environment = {**os.environ, "JOB_COMPLETION_INDEX": str(number), "AUTOTUNE_ADDRESS": "127.0.0.1"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(LIGHT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.root.mkdir(parents=True, exist_ok=True)
+        with open(self.root / f"pod-{number}.log", "ab") as log:
+            self.pods[number] = subprocess.Popen(
+                [sys.executable, "-m", "autotune.executors.pods", self.options["board"]], env=environment, stdout=log,
+                stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+
+    def settle(self) -> None:
+        """Does nothing."""
+
+    def strike(self, kind: str, rng: random.Random) -> None:
+        number = rng.choice([0, 1])
+        if kind == "pod evicted":
+            self.pods[number].terminate()
+        else:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for process in psutil.Process(self.pods[number].pid).children(recursive=True):
+                    process.kill()
+            self.pods[number].kill()
+        self.pods[number].wait()
+        time.sleep(rng.uniform(0.3, 2.0))
+        self.start(number)
+
+    def stop(self) -> None:
+        """Ends the pods."""
+        for pod in self.pods.values():
+            clusters.end(pod)
 
 
 def running(*words: str) -> list[psutil.Process]:
@@ -352,6 +405,12 @@ def site_of(engine: str, root: Path) -> Iterator[Site]:
         case "ssh":
             with clusters.two_hosts(root) as hosts:
                 yield SshSite(hosts)
+        case "kubernetes":
+            site = PodSite(root)
+            try:
+                yield site
+            finally:
+                site.stop()
         case _:
             with clusters.ray_cluster(3) as cluster:
                 yield RaySite(cluster)
@@ -361,13 +420,14 @@ def why_not(engine: str) -> str:
     """Why there is no such engine here; empty where there is."""
     known: dict[str, Callable[[], str]] = {
         "slurm": clusters.why_no_slurm, "ssh": clusters.why_no_hosts, "ray": clusters.why_no_ray,
+        "kubernetes": str,
     }  # fmt: skip
     return known[engine]()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("engine", choices=["slurm", "ssh", "ray"])
+    parser.add_argument("engine", choices=["slurm", "ssh", "ray", "kubernetes"])
     parser.add_argument("--outages", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=20.0, help="no further study is begun after so long")

@@ -2,9 +2,18 @@
 
 import pytest
 
-from autotune.trial.failures import headline, means_lost_peer, means_other_dtype, means_out_of_memory
+from autotune.trial.failures import (
+    HOST_MEMORY,
+    advice,
+    headline,
+    means_host_memory,
+    means_lost_peer,
+    means_other_dtype,
+    means_out_of_memory,
+)
+from autotune.trial.result import Outcome
 
-OUT_OF_MEMORY = """\
+DEVICE_MEMORY_OUT = """\
 CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB of which 8.31 MiB is free.
 CUDA error: out of memory\\nCUDA kernel errors might be asynchronously reported at some other API call
 HIP out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 63.98 GiB
@@ -21,19 +30,7 @@ cudaErrorMemoryAllocation: the API call failed because it was unable to allocate
 NCCL WARN Failed to CUDA calloc 6291456 bytes
 NCCL error: unhandled cuda error\\nLast error:\\nFailed to CUDA calloc async 608 bytes
 NCCL error: unhandled cuda error\\nLast error:\\nCuda failure 2 'out of memory'
-NCCL error: unhandled system error\\nLast error:\\nFailed to CUDA host alloc 4194304 bytes
-CUDA error: cudaHostAlloc failed for 1073741824 bytes
-cudaMallocHost failed: could not pin 4096 MiB
-DeepSpeed: unable to allocate pinned memory of 2147483648 bytes
 RuntimeError in pin memory thread: CUDA error: out of memory
-std::bad_alloc
-terminate called after throwing an instance of 'std::bad_alloc'\\n  what():  std::bad_alloc
-[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes
-DefaultCPUAllocator: not enough memory: you tried to allocate 137438953472 bytes
-[Errno 12] Cannot allocate memory
-Unable to allocate 14.9 GiB for an array with shape (2000000000,) and data type float64
-unable to mmap 1610612736 bytes from file </dev/shm/torch_1>: Cannot allocate memory (12)
-OpenMP: could not allocate memory for its threads
 JAX RESOURCE_EXHAUSTED: failed to allocate request for 4.00GiB
 Triton Error [CUDA]: out of memory
 oneDNN: could not create a memory object: bad allocation
@@ -49,27 +46,113 @@ Allocation is out of device memory on current platform.
 aclrtMalloc: ACL_ERROR_RT_MEMORY_ALLOCATION, error code is 207001
 FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::268435456 (256)MB
 MPS backend out of memory (MPS allocated: 17.9 GB, other allocations: 384.00 KB)
-hipHostMalloc failed with code 2
 NCCL error: unhandled cuda error\\nLast error:\\nFailed to CUDA malloc 4194304 bytes
-MemoryError: Unable to allocate internal buffer
 EL0004: Failed to allocate memory. Possible Cause: Available memory is insufficient.
 [ERROR] RUNTIME: rtMalloc execute failed, reason=[driver error:out of memory]
-NCCL error: unhandled system error\\nLast error:\\nCall to ibv_reg_mr failed: Cannot allocate memory
 cupy.cuda.memory.OutOfMemoryError: Out of memory allocating 8,589,934,592 bytes (allocated so far: 17,179,869,184 bytes).
+CUDA error: hipErrorOutOfMemory
+HSA_STATUS_ERROR_OUT_OF_RESOURCES: The runtime failed to allocate the necessary resources.
+synapse: synStatus 26 [Generic failure] Graph compile failed. workspace allocation of 12884901888 failed
+Error in memory allocation: requested 12.5 GiB, available 3.1 GiB
+CUDA error: an attempt was made to use more memory than is available on the device
+cudaMallocAsync failed: out of memory
+torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB (GPU 0; 23.69 GiB total capacity; 20.12
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 256.00 MiB. GPU 3 has a total capacity of 79.10 GiB of
+torch.OutOfMemoryError: Allocation on device 0 would exceed allowed memory. (out of memory) Currently allocated :
+misc/cudawrap.cc:182 NCCL WARN Cuda failure 2 'out of memory'
+transport/p2p.cc:275 NCCL WARN Cuda failure 'out of memory'
+NCCL WARN cuMem failed to allocate 4194304 bytes
+init.cc:421 NCCL WARN Failed to CUDA calloc async 24 bytes
+include/alloc.h:178 NCCL WARN Cuda failure 'out of memory'\\ninclude/alloc.h:185 NCCL WARN Failed to CUDA calloc
+NCCL WARN Cuda failure 'memory allocation error'
+RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasLtMatmul( ltHandle,
+RuntimeError: cuDNN error: CUDNN_STATUS_ALLOC_FAILED\\nYou can try to repro this exception using the following code
+RuntimeError: cuDNN Frontend error: [cudnn_frontend] Error: Unable to allocate workspace of 3221225472 bytes
+Error: cuMemAlloc failed: out of memory
+pycuda._driver.MemoryError: cuMemAlloc failed: out of memory
+torch._inductor.exc.InductorError: OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB
+cudaErrorMemoryAllocation (2): out of memory
+CUDA error (/opt/xformers/attention.cu:45): out of memory
+CUDA error 2 [/tmp/torchsnapshot/x.cu, 92]: out of memory
+Error out of memory at line 381 in file /mmfs1/bitsandbytes/csrc/pythonInterface.c
+bitsandbytes: cudaErrorMemoryAllocation out of memory at line 81 in file /src/csrc/ops.cu
+CUDA exception! Error code: out of memory
+Caught RuntimeError in pin memory thread for device 0.\\nOriginal Traceback\\nRuntimeError: CUDA error: out of memory
+hipErrorOutOfMemory: out of memory
+RuntimeError: HIP error: out of memory\\nHIP kernel errors might be asynchronously reported at some other API call
+ROCm: hipBLASLt error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasLtCreate(&handle)`
+MIOpen(HIP): Error [AllocateBuffersAndMakeHandle] hipMalloc failed: out of memory
+MIOpen Error: /MIOpen/src/hip/handlehip.cpp:101: Memory not available to allocate buffer: 2147483648
+RuntimeError: Native API failed. Native API returns: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)
+torch.OutOfMemoryError: XPU out of memory. Tried to allocate 32.00 GiB. GPU 0 has a total capacity of 47.98 GiB.
+ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY
+zeMemAllocDevice failed with error 0x70000003
+could not create a primitive: out_of_memory
+oneDNN error: status code: 1 (dnnl_out_of_memory)
+RuntimeError: NPU out of memory. Tried to allocate 4.00 GiB (NPU 0; 60.97 GiB total capacity; 53.01 GiB already
+RuntimeError: The Inner error is reported as above. Error code is 207001, [Error]: Failed to apply for memory.
+[ERROR] EE9999: Inner Error! rtMalloc failed, runtime result = 207001
+aclrtMallocAlign32 failed, error code 207018: device memory limit exceeded; memory allocation error
+HCCL error: EJ0001 EI0007: Failed to allocate resource[hccl ccl buffer] with info [size:200MB]. Reason: Memory
+[Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::1073741824 (1024)MB
+RuntimeError: synStatus=26 [Generic failure] Failed to allocate workspace memory
+RuntimeError: MPS backend out of memory (MPS allocated: 9.05 GB)
+RuntimeError: Resource exhausted: Out of memory while trying to allocate 9663676416 bytes.
+jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate
+CUDA error: CUDA_ERROR_OUT_OF_MEMORY
+CUDA driver error: 2
+cupyx: cudaErrorMemoryAllocation: out of memory
+transformer_engine/common/util/cuda_driver: CUDA Error: out of memory
+cuBLAS Error: an internal resource allocation failed
+FlashAttention: CUDA error (/flash-attention/csrc/flash_attn/src/flash_bwd_launch_template.h:98): out of memory
+ucx: cuda_copy: cuMemAlloc_v2() failed: out of memory
+UCX ERROR failed to allocate memory
+NVSHMEM: nvshmem_malloc failed: out of memory
+torch.cuda.OutOfMemoryError
+CUDACachingAllocator: expandable segment could not be mapped: CUDA_ERROR_OUT_OF_MEMORY
+""".splitlines()
+HOST_MEMORY_OUT = """\
+NCCL error: unhandled system error\\nLast error:\\nFailed to CUDA host alloc 4194304 bytes
+CUDA error: cudaHostAlloc failed for 1073741824 bytes
+cudaMallocHost failed: could not pin 4096 MiB
+DeepSpeed: unable to allocate pinned memory of 2147483648 bytes
+std::bad_alloc
+terminate called after throwing an instance of 'std::bad_alloc'\\n  what():  std::bad_alloc
+[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes
+DefaultCPUAllocator: not enough memory: you tried to allocate 137438953472 bytes
+[Errno 12] Cannot allocate memory
+Unable to allocate 14.9 GiB for an array with shape (2000000000,) and data type float64
+unable to mmap 1610612736 bytes from file </dev/shm/torch_1>: Cannot allocate memory (12)
+OpenMP: could not allocate memory for its threads
+hipHostMalloc failed with code 2
+MemoryError: Unable to allocate internal buffer
+NCCL error: unhandled system error\\nLast error:\\nCall to ibv_reg_mr failed: Cannot allocate memory
 slurmstepd: error: Detected 1 oom_kill event in StepId=123.0. Some of the step tasks have been OOM Killed.
 slurmstepd: error: Exceeded job memory limit at some point.
 Memory cgroup out of memory: Killed process 4321 (python)
 ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.
-CUDA error: hipErrorOutOfMemory
-HSA_STATUS_ERROR_OUT_OF_RESOURCES: The runtime failed to allocate the necessary resources.
-synapse: synStatus 26 [Generic failure] Graph compile failed. workspace allocation of 12884901888 failed
 Error allocating pinned buffer of 2147483648 bytes
 posix_memalign failed with error 12
 [Errno 12] mmap failed
-Error in memory allocation: requested 12.5 GiB, available 3.1 GiB
-CUDA error: an attempt was made to use more memory than is available on the device
 level_zero backend failed with error: 38 (UR_RESULT_ERROR_OUT_OF_HOST_MEMORY)
-cudaMallocAsync failed: out of memory
+Call to posix_memalign failed : Cannot allocate memory
+RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED
+DeepSpeed: [deepspeed_aio] posix_memalign failed to allocate 1073741824 bytes
+RuntimeError: unable to allocate 34359738368 bytes of pinned memory
+RuntimeError: CUDA error: cudaHostAlloc(&ptr, size, flags) returned out of memory
+RuntimeError: [enforce fail at alloc_cpu.cpp:114] data. DefaultCPUAllocator: not enough memory: you tried to
+RuntimeError: [enforce fail at CPUAllocator.cpp:68] . DefaultCPUAllocator: can't allocate memory: you tried to
+ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY
+OSError: [Errno 12] Cannot allocate memory
+numpy._core._exceptions._ArrayMemoryError: Unable to allocate 1.46 TiB for an array with shape (200000000000,)
+pyarrow.lib.ArrowMemoryError: malloc of size 17179869184 failed
+tcmalloc: large alloc 2147483648 bytes == (nil)
+libgomp: Out of memory allocating 128 bytes
+<jemalloc>: Error in malloc(): out of memory
+mmap: Cannot allocate memory
+RuntimeError: unable to mmap 8388608000 bytes from file </model.safetensors>: Cannot allocate memory (12)
+safetensors_rust.SafetensorError: Error while deserializing header: memory allocation of 1073741824 bytes failed
+memory allocation of 4294967296 bytes failed
 """.splitlines()
 FULL_DEVICE = """\
 CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`
@@ -83,6 +166,15 @@ CUDA error: CUSOLVER_STATUS_INTERNAL_ERROR when calling `cusolverDnSgetrf`
 HIP error: HIPBLAS_STATUS_NOT_INITIALIZED when calling `hipblasCreate(handle)`
 cuFFT error: CUFFT_INTERNAL_ERROR
 NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/CUDACachingAllocator.cpp":1016, please report a bug
+RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtMatmulAlgoGetHeuristic( ltHandle, ...`
+cublasLt ran into an error! CUBLAS_STATUS_INTERNAL_ERROR
+RuntimeError: GET was unable to find an engine to execute this computation
+RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE
+RuntimeError: cuDNN Frontend error: [cudnn_frontend] Error: No execution plans support the graph.
+CUDA error: cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`
+miopenStatusUnknownError
+Unable to create cuSPARSELt workspace: CUSPARSE_STATUS_INSUFFICIENT_RESOURCES
+cublasLt ran into an error! status: 3 shapeA=torch.Size([4096, 1024])
 """.splitlines()
 SOMETHING_ELSE = """\
 CUDA error: device-side assert triggered
@@ -122,10 +214,59 @@ can't start new thread
 Disk quota exceeded
 No module named 'memory_profiler'
 memory_efficient_linear must be a bool
+RuntimeError: CUDA error: an illegal memory access was encountered\\nCUDA kernel errors might be asynchronously
+RuntimeError: CUDA error: misaligned address
+RuntimeError: CUDA error: uncorrectable ECC error encountered
+RuntimeError: CUDA error: too many resources requested for launch
+triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 180224, Hardware limit: 101376.
+triton.compiler.errors.OutOfResources: out of resource: threads, Required: 2048, Hardware limit: 1024
+No valid triton configs. OutOfResources: out of resource: shared memory, Required: 163840, Hardware limit: 101376
+RuntimeError: DataLoader worker (pid 1234) is killed by signal: Bus error. It is possible that dataloader's workers
+ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).
+Error while creating shared memory segment /dev/shm/nccl-YyVr7T (size 33030528), error: No space left on device (28)
+NCCL WARN Call to posix_fallocate failed : No space left on device
+RuntimeError: [enforce fail at inline_container.cc:595] . unexpected pos 576 vs 470 PytorchStreamWriter failed
+OSError: [Errno 28] No space left on device: '/root/.cache/huggingface'
+OSError: [Errno 24] Too many open files
+RuntimeError: received 0 items of ancdata
+OSError: [Errno 122] Disk quota exceeded
+OSError: [Errno 23] Too many open files in system
+RuntimeError: can't start new thread
+BlockingIOError: [Errno 11] Resource temporarily unavailable
+OpenBLAS blas_thread_init: pthread_create failed for thread 12 of 64: Resource temporarily unavailable
+RuntimeError: CUDA error: peer access is not supported between these two devices
+RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False
+AssertionError: Torch not compiled with CUDA enabled
+Memory access fault by GPU node-1 (Agent handle: 0x55d) on address 0x7f. Reason: Page not present or supervisor
+HIP error: an illegal memory access was encountered
+RuntimeError: nvrtc: error: invalid value for --gpu-architecture (-arch)
+DataLoader worker (pid(s) 4212) exited unexpectedly
+OverflowError: cannot serialize a bytes object larger than 4 GiB
+RuntimeError: Tensor on device cuda:0 is not on the expected device meta!
+RuntimeError: The size of tensor a (4096) must match the size of tensor b (2048) at non-singleton dimension 1
+CUDA error: the provided PTX was compiled with an unsupported toolchain
+torch._dynamo.exc.Unsupported: out of memory_format support
+ValueError: memory_format must be one of torch.contiguous_format
+OSError: [Errno 116] Stale file handle
+KeyError: 'memory'
+RuntimeError: NCCL error: remote process exited or there was a network error
+RuntimeError: unable to open shared memory object </torch_87_1> in read-write mode: No space left on device (28)
+CUDA error: invalid device ordinal
+cudaErrorNoKernelImageForDevice
+Segmentation fault (core dumped)
+RuntimeError: expandable_segments not supported on this platform
+cuDNN error: CUDNN_STATUS_VERSION_MISMATCH
+CUBLAS_STATUS_ARCH_MISMATCH
+CUDA error: CUDA driver version is insufficient for CUDA runtime version
+RuntimeError: Pin memory thread exited unexpectedly
+warning: memory allocation statistics could not be read
+ValueError: The model's max seq len is larger than the maximum number of tokens that can be stored in KV cache
+AttributeError: 'NoneType' object has no attribute 'max_memory_allocated'
+IndexError: list index out of range; memory bank 3
 """.splitlines()
 
 
-@pytest.mark.parametrize("text", [*OUT_OF_MEMORY, *FULL_DEVICE])
+@pytest.mark.parametrize("text", [*DEVICE_MEMORY_OUT, *HOST_MEMORY_OUT, *FULL_DEVICE])
 def test_out_of_memory_is_known_by_all_its_names(text):
     assert means_out_of_memory(text.replace("\\n", "\n"))
 
@@ -138,6 +279,43 @@ def test_what_a_broken_driver_says_too_counts_only_on_a_full_device(text):
 @pytest.mark.parametrize("text", SOMETHING_ELSE)
 def test_other_errors_are_no_lack_of_memory(text):
     assert not means_out_of_memory(text.replace("\\n", "\n"))
+
+
+@pytest.mark.parametrize("text", [*DEVICE_MEMORY_OUT, *HOST_MEMORY_OUT])
+def test_the_hosts_memory_is_told_from_the_devices(text):
+    host = text in HOST_MEMORY_OUT
+    assert means_host_memory(text.replace("\\n", "\n")) is host
+    assert advice(Outcome.OOM, text, on_device=True) == (HOST_MEMORY if host else "")
+    assert advice(Outcome.OOM, text, on_device=False) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that", "--shm-size"),
+        ("rank 1 was killed by signal 7", "--shm-size"),
+        ("NCCL error (Error while creating shared memory segment /dev/shm/nccl-1 (size 9637888))", "--shm-size"),
+        ("triton OutOfResources: out of resource: shared memory, Required: 147456", "smaller blocks"),
+        ("[Errno 28] No space left on device: '/cache'", "A disk is full"),
+        ("[Errno 122] Disk quota exceeded", "quota"),
+        ("received 0 items of ancdata", "ulimit -n"),
+        ("unable to open shared memory object </t> in read-write mode: Too many open files (24)", "ulimit -n"),
+        ("can't start new thread", "ulimit -u"),
+        ("CUDA error: an illegal memory access was encountered", "CUDA_LAUNCH_BLOCKING"),
+        ("CUDA error: device-side assert triggered", "out of range"),
+        ("CUDA error: uncorrectable ECC error encountered", "faulty"),
+        ("CUDA error: no kernel image is available for execution on the device", "compute capability"),
+        ("CUDA driver version is insufficient for CUDA runtime version", "update the driver"),
+        ("CUDA-capable device(s) is/are busy or unavailable", "Another process"),
+        ("CUDA error: invalid device ordinal", "more ranks than"),
+        ("Bootstrap : no socket interface found", "NCCL_SOCKET_IFNAME"),
+    ],
+)
+def test_what_the_machine_refuses_comes_with_what_to_do(text, what):
+    assert what in advice(Outcome.CRASHED, text, on_device=True)
+    assert (
+        advice(Outcome.TIMEOUT, text, on_device=True) == "" == advice(Outcome.CRASHED, "KeyError: 'x'", on_device=True)
+    )
 
 
 def test_nccls_cause_stands_beside_its_headline():

@@ -43,3 +43,16 @@ def test_the_store_stands_on_the_agents_socket_in_a_way_that_torch_2_6_knows(mon
 )  # fmt: skip
 def test_failures_are_classified(error, outcome, reason):
     assert rank._classify(error) == (outcome, reason)
+
+
+@pytest.mark.parametrize(("answer", "outcome"), [((1 << 20, 80 << 30), Outcome.OOM), ((40 << 30, 80 << 30), Outcome.CRASHED),
+                                                 (None, Outcome.CRASHED)])  # fmt: skip
+def test_a_fault_after_which_cuda_answers_nothing_is_no_full_device(monkeypatch, answer, outcome):
+    def mem_get_info():
+        if answer is None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return answer
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    assert rank._classify(RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"))[0] is outcome

@@ -241,7 +241,14 @@
     document.head.append(script);
     document.documentElement.dataset.ready = "yes";
   }
-  window.addEventListener("beforeprint", () => { while (window.Plotly && waiting.size) drawNext(); });
+  // Paper is narrower than most windows, and what lies beside it is cut; 950 pixels fit A4 and Letter sideways.
+  const PAPER_WIDTH_PX = 950;
+  const sizes = (layout) => { if (window.Plotly) all("[data-plot]").forEach((plot) => plot.data && Plotly.relayout(plot, layout(plot))); };
+  window.addEventListener("beforeprint", () => {
+    while (window.Plotly && waiting.size) drawNext();
+    sizes((plot) => ({ width: plot.clientWidth * Math.min(1, PAPER_WIDTH_PX / document.querySelector("main").clientWidth), height: plot.clientHeight }));
+  });
+  window.addEventListener("afterprint", () => sizes(() => ({ width: null, height: null, autosize: true })));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   matchMedia("(max-width: 759px)").addEventListener("change", drawAll);
   unpackPlotly().then(drawAll, () => all("[data-plot]").forEach((plot) => {

@@ -1,4 +1,4 @@
-"""Makes the executor of a study: local, Slurm, Ray, or hosts over ssh."""
+"""Makes the executor of a study: local, Slurm, Ray, hosts over ssh, or pods of Kubernetes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from autotune.errors import UserError, nearest
-from autotune.executors import cluster
+from autotune.executors import cluster, pods
 from autotune.executors.base import Executor
 from autotune.executors.cluster import ClusterExecutor, Engine
 from autotune.executors.local import LocalExecutor
@@ -51,10 +51,16 @@ def executor_of(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] =
 
             _check("a hostfile", options, ssh.OPTIONS)
             engine = ssh.Hosts(options, list(read_hostfile(spec.hostfile)))
+        case _ if nodes > 1 and pods.BOARD in os.environ:
+            _check("the pods of a JobSet", options, pods.OPTIONS)
+            engine = pods.Pods(options)
         case _:
             _check(spec.executor, options, {})
             if nodes > 1:
-                raise UserError("--nodes: several machines take --executor slurm or ray, or --hostfile")
+                raise UserError(
+                    "--nodes: several machines take --executor slurm or ray, --hostfile, or `autotune submit --executor"
+                    " kubernetes`"
+                )
             return LocalExecutor(target.imports, folder / "trials" / "server.log", environment)
     idle_s = seconds(options, "idle", 600.0)
     return ClusterExecutor(

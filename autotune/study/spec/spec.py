@@ -213,7 +213,7 @@ class StudySpec(BaseModel):
     @property
     def runs_elsewhere(self) -> bool:
         """Whether trials run on other machines."""
-        return self.executor != "local" or self.hostfile is not None
+        return self.executor != "local" or self.hostfile is not None or self.n_nodes > 1
 
     @property
     def stated_ranks(self) -> int | None:

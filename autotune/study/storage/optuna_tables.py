@@ -23,16 +23,19 @@ from optuna.storages._cached_storage import _CachedStorage
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from autotune.errors import printable
 from autotune.study.storage.database import Storage, StoreError
 
 NOTE_PIECE_CHARS = 2045  # optuna-dashboard spreads the text of a note over attributes of this length
 # Optuna's tables, in the columns that are written here.
-TRIALS = sql.table("trials", sql.column("trial_id"), sql.column("state"))
+TRIALS = sql.table("trials", *map(sql.column, ("trial_id", "study_id", "number", "state")))
 PARAMS = sql.table("trial_params", *map(sql.column, ("trial_id", "param_name", "param_value", "distribution_json")))
 USER_ATTRS, SYSTEM_ATTRS = (
     sql.table(f"trial_{kind}_attributes", *map(sql.column, ("trial_id", "key", "value_json")))
     for kind in ("user", "system")
 )
+# What Optuna and SQLAlchemy raise of a value that another program garbled; of a row that is not there, a KeyError.
+GARBLED = (LookupError, TypeError, ValueError)
 T = TypeVar("T")
 
 
@@ -48,7 +51,7 @@ class CachedStorage(_CachedStorage):
 
     def __init__(self, storage: Storage) -> None:
         super().__init__(storage)
-        self.patiently, self.shown = storage.patiently, storage.shown
+        self.patiently, self.shown, self.engine = storage.patiently, storage.shown, storage.engine
         self.unreadable: dict[int, list[int]] = {}
         self._holds = False
         self._seen: dict[int, list[FrozenTrial]] = {}
@@ -58,10 +61,15 @@ class CachedStorage(_CachedStorage):
     ) -> list[FrozenTrial]:
         """Return a study's trials by number: as they are now or, inside `still`, as they were last read."""
         if not (self._holds and study_id in self._seen):
+            found = list[FrozenTrial]()
             try:
                 found = self.patiently(lambda: super(CachedStorage, self).get_all_trials(study_id, False))
-            except json.JSONDecodeError:
-                found = self._readable_trials(study_id)
+                is_whole = all(isinstance(trial.number, int) for trial in found)
+            except KeyError:
+                raise
+            except GARBLED:
+                is_whole = False
+            found = found if is_whole else self._readable_trials(study_id)
             self._seen[study_id] = found
         found = [trial for trial in self._seen[study_id] if states is None or trial.state in states]
         return copy.deepcopy(found) if deepcopy else found
@@ -69,17 +77,19 @@ class CachedStorage(_CachedStorage):
     def _readable_trials(self, study_id: int) -> list[FrozenTrial]:
         """Read a study's trials one by one, without those that cannot be read."""
         found, damaged = list[FrozenTrial](), list[int]()
-        for number in itertools.count():
-            try:
-                trial_id = self.get_trial_id_from_study_id_trial_number(study_id, number)
-            except KeyError:
-                break
+        rows = sql.select(TRIALS.c.trial_id, TRIALS.c.number).where(TRIALS.c.study_id == study_id)
+        with self.engine.connect() as connection:
+            known = connection.execute(rows.order_by(TRIALS.c.trial_id)).all()
+        for trial_id, number in known:
+            if not isinstance(number, int):
+                where = f"the number in row {trial_id} of the table trials"
+                raise StoreError(f"storage {self.shown}: {where} cannot be read; restore a copy")
             try:
                 found.append(self.get_trial(trial_id))
             except StoreError:
                 damaged.append(number)
         self.unreadable[study_id] = damaged
-        return found
+        return sorted(found, key=lambda trial: trial.number)
 
     @contextlib.contextmanager
     def still(self, study_id: int, *, news: bool = True) -> Iterator[None]:
@@ -103,8 +113,15 @@ def _patient(method: Callable[..., T]) -> Callable[..., T]:
     def patient(self: CachedStorage, *args: Any, **kwargs: Any) -> T:
         try:
             return self.patiently(lambda: method(self, *args, **kwargs))
-        except json.JSONDecodeError as error:
-            raise StoreError(f"storage {self.shown}: a value in it cannot be read ({error}); restore a copy") from None
+        except KeyError:
+            raise
+        except GARBLED as error:
+            if not (isinstance(error, json.JSONDecodeError) or method.__name__.startswith("get_")):
+                raise  # of an argument
+            what, said = method.__name__.removeprefix("get_").replace("_", " "), printable(str(error))[:200]
+            raise StoreError(
+                f"storage {self.shown}: a value of the {what} cannot be read ({said}); restore a copy"
+            ) from None
 
     return patient
 

@@ -110,7 +110,7 @@ def why_not(dataset: Any, own: Collator, model: Any, *, mapped: bool, loader: bo
     """
     if dataset is None:
         none = "no data set was seen: batches are made by other means"
-        return dict.fromkeys((*OF_LOADER, *BATCH_CHANGES, "group_by_length"), none)
+        return dict.fromkeys((*OF_LOADER, *BATCH_CHANGES, "group_by_length", "token_budget"), none)
     found: dict[str, str] = {}
     if not mapped and not loader:
         found |= dict.fromkeys(OF_LOADER, "data() is a stream, which several workers would read several times over")
@@ -122,6 +122,10 @@ def why_not(dataset: Any, own: Collator, model: Any, *, mapped: bool, loader: bo
         found["group_by_length"] = (
             "the order of a script's samples is its own; give its DataLoader a sampler that groups them, such as"
             " transformers' LengthGroupedSampler, and it is measured as it is"
+        )
+        found["token_budget"] = (
+            "the batches of a script are its own; give its DataLoader a batch sampler that fills a number of tokens, and it"
+            " is measured as it is"
         )
     if not takes(own, "pad_to_multiple_of"):
         found["pad_to_multiple_of"] = "the collate function takes no argument `pad_to_multiple_of`"

@@ -65,7 +65,7 @@ def _read(samples: Any, cannot: Mapping[str, str], collate: Callable[[list[Any]]
             for name, shape, dtype in _fields(sample, ""):
                 kinds.setdefault(name, []).append(shape)
                 dtypes[name] = dtype
-        lengths.append(length_of(_only(collate([sample])) if is_text(sample) else sample))
+        lengths.append(length_in_batch(sample, collate))
         positions.append(position)
         if time.monotonic() > until:
             break
@@ -89,6 +89,11 @@ def _at_random(dataset: Any) -> Iterator[tuple[int, Any]]:
     order: Iterable[Any] = rng.permutation(n) if n <= MOST_PERMUTED else rng.integers(0, n, MOST_PERMUTED)
     for position in order:
         yield int(position), dataset[int(position)]
+
+
+def length_in_batch(sample: Any, collate: Callable[[list[Any]], Any]) -> int:
+    """Returns the length that a sample has in a batch: the tokens of a text are those that `collate` makes of it."""
+    return length_of(_only(collate([sample])) if is_text(sample) else sample)
 
 
 def is_text(sample: Any) -> bool:

@@ -194,6 +194,12 @@ def test_a_page_that_is_printed_before_it_is_drawn_is_drawn_first(page, report, 
     page.tab.wait_for_selector("html[data-ready=yes]", state="attached")
     page.run("window.dispatchEvent(new Event('beforeprint'))")
     assert page.run("document.querySelectorAll('.plot .main-svg').length") >= 10
+    widest_px = (
+        "Math.max(...[...document.querySelectorAll('.main-svg')].map((svg) => svg.getBoundingClientRect().width))"
+    )
+    assert page.run(widest_px) <= 950, "what is wider than the paper is cut"
+    page.run("window.dispatchEvent(new Event('afterprint'))")
+    page.tab.wait_for_function(f"{widest_px} > 950")
 
 
 def test_a_value_on_a_parallel_axis_is_chosen_with_a_click(opened):

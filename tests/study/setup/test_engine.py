@@ -15,7 +15,7 @@ from autotune.study.spec.spec import StudySpec
             r"partitions: unknown to slurm\. Did you mean 'partition'",
         ),
         ({"executor_options": {"partition": "gpu"}}, "partition: unknown to local"),
-        ({"nodes": 2}, "several machines take --executor slurm or ray, or --hostfile"),
+        ({"nodes": 2}, "several machines take --executor slurm or ray, --hostfile, or"),
         ({"executor": "slurm", "executor_options": {"idle": "soon"}}, "idle=soon: a number of seconds is needed"),
     ],
 )

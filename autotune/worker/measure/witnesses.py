@@ -398,6 +398,7 @@ WITNESSES: dict[str, Witness] = {
     PIPELINE_DEGREE: _equal(lambda engine: engine.num_stages, lambda value: value or 1),
     PARTITION: _partition,
 }
+_OF_EXPERTS = _only_where(lambda engine: engine.has_moe_layers, "the model has no expert layers")
 # Sections whose settings share one witness; it is made from the name within the section.
 SECTIONS: dict[str, Callable[[str], Witness]] = {
     "compile": _compiled,
@@ -411,10 +412,8 @@ SECTIONS: dict[str, Callable[[str], Witness]] = {
     "hybrid_engine": _only_where(
         lambda engine: "Hybrid" in type(engine).__name__, "the engine is no DeepSpeedHybridEngine"
     ),
-    "expert_parallel": _only_where(lambda engine: engine.has_moe_layers, "the model has no expert layers"),
-    "use_data_before_expert_parallelism": _only_where(
-        lambda engine: engine.has_moe_layers, "the model has no expert layers"
-    ),
+    "expert_parallel": _OF_EXPERTS,
+    "use_data_before_expert_parallelism": _OF_EXPERTS,
     "tensor_parallel": _only_where(lambda engine: engine.autotp_size() > 1, "no module is split over ranks"),
     "seq_parallel_communication_data_type": _only_where(
         lambda engine: int(getattr(engine, "sequence_parallel_size", 1) or 1) > 1, "no sequence is split over ranks"

@@ -6,10 +6,13 @@ from torch import nn
 
 from autotune.trial import lengths
 from autotune.worker.data.padding import expected, padding_id, real_lengths
+from autotune.worker.data.samples import length_of, real_mask
 
 IDS = torch.tensor([[5, 6, 7, 0], [5, 0, 0, 0]])
 INPUTS = {
     "mask": ({"input_ids": IDS, "attention_mask": (IDS > 0).long()}, None),
+    "padding mask of torch": ({"input_ids": IDS, "src_key_padding_mask": IDS == 0}, None),
+    "padding mask of ones": ({"input_ids": IDS, "padding_mask": (IDS > 0).long()}, None),
     "stated lengths": ({"input_ids": IDS, "lengths": torch.tensor([3, 1])}, None),
     "padding token": ({"input_ids": IDS}, 0),
     "labels": ({"input_ids": IDS, "labels": torch.tensor([[-100, 6, 7, -100], [5, -100, -100, -100]])}, None),
@@ -20,6 +23,16 @@ INPUTS = {
 def test_rows_are_as_long_as_what_is_no_padding(inputs, padding):
     found = real_lengths(IDS, (inputs,), {}, padding)
     assert found is not None and found.tolist() == [3, 1]
+
+
+@pytest.mark.parametrize("pads_are_true", [False, True])
+@pytest.mark.parametrize("left", [False, True])
+def test_what_a_padding_mask_means_shows_at_the_ends_of_its_longest_row(pads_are_true, left):
+    real = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool()
+    real = real.flip(1) if left else real
+    found = real_mask({"pad_mask": ~real if pads_are_true else real}, real.shape)
+    assert found.equal(real)
+    assert length_of({"ids": [1, 2, 3], "padding_mask": [0, 0, 1] if pads_are_true else [1, 1, 0]}) == 2
 
 
 def test_without_evidence_nothing_is_said_of_padding():

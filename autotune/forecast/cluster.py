@@ -15,7 +15,7 @@ from autotune.system.units import parse_bandwidth, parse_latency
 from autotune.trial.profile import Machine
 
 # Uncertainty (log sd) of links whose rates are stated and not measured: collectives in training may reach less.
-LINK_SD = {"communication": 0.3, "messages": 0.5}
+LINK_SD = {"communication": 0.3, "messages": 0.5, "groups": 0.5}
 MOST_ROWS = 12
 
 

@@ -51,7 +51,8 @@ class Knobs:
         states_16: Optimizer states are bfloat16.
         quantized_weights: ZeRO++ int8 gathers.
         hpz: Ranks that share a secondary copy of the weights; 1 without.
-        packed: Batches are not padded.
+        packed: Batches are not padded, or hardly.
+        budgeted: A number of tokens fills a batch.
         limits: Length that samples are cut to; infinite without.
     """
 
@@ -79,6 +80,7 @@ class Knobs:
     quantized_weights: Floats
     hpz: Floats
     packed: Floats
+    budgeted: Floats
     limits: Floats
 
     @classmethod
@@ -112,6 +114,7 @@ class Knobs:
         summed = np.array([WIRE_BYTES.get(name, 0.0) for name in names("data_types.grad_accum_dtype")])
         wire = np.array([WIRE_BYTES.get(name, 0.0) for name in names("communication_data_type")])
         overlap = column(zero + "overlap_comm", -1.0)
+        budgeted = column("data.token_budget", 0.0)  # with samples of similar length
         return cls(
             micro=np.array([c.micro_batch_size for c in candidates], dtype=float),
             accumulation=np.array([c.gradient_accumulation_steps for c in candidates], dtype=float),
@@ -137,7 +140,8 @@ class Knobs:
             states_16=column("bf16.bf16_optimizer_states", 0.0),
             quantized_weights=column(zero + "zero_quantized_weights", 0.0),
             hpz=column(zero + "zero_hpz_partition_size", 1.0),
-            packed=column("data.packing", 0.0),
+            packed=np.maximum(column("data.packing", 0.0), budgeted),
+            budgeted=budgeted,
             limits=column("data.max_length", np.inf),
         )
 

@@ -164,7 +164,9 @@ def _in_backward(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
         ((stage == 2) & ~waits, filled * w), otherwise=0.0,
     )  # fmt: skip
     activations, complete = _activations(knobs, profile, early)
-    activations = activations * profile.worst_share(knobs.limits)  # fits is what fits with the longest samples
+    activations = activations * profile.worst_share(
+        knobs.micro, knobs.budgeted, knobs.limits
+    )  # fits is what fits with the longest samples
     return {
         "activations": activations,
         "gradients": complete + settled,

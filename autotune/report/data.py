@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
+from pydantic import TypeAdapter
+
 from autotune.errors import UserError
 from autotune.report.timeline import Run
 from autotune.scoring.effects import Effects, effects
@@ -20,6 +22,7 @@ from autotune.system.units import Scale, scale_for
 from autotune.trial import lengths
 from autotune.trial.command import Invocation
 from autotune.trial.result import BESIDE
+from autotune.trial.workload import Environment
 
 Data: TypeAlias = Mapping[str, Any]
 
@@ -128,6 +131,14 @@ class StudyReport:
         table = (self.workload.get("data") or {}).get("table") or ()
         length = max(lengths.longest(table), self.study.get("max_length") or 0)
         return length, length / (lengths.expected(table) or math.inf)
+
+    @property
+    def memory_limit_bytes(self) -> float | None:
+        """What a rank may use: what the user stated, else the device's memory, on a CPU a rank's share of the machine's."""
+        stated = self.study.get("device_memory_bytes")
+        if stated or not self.environment.get("device_memory_bytes"):
+            return float(stated) if stated else None
+        return TypeAdapter(Environment).validate_python(dict(self.environment)).share_bytes(self.world_size)
 
     @property
     def trials_left(self) -> int:

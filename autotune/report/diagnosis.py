@@ -23,7 +23,7 @@ from autotune.trial.folder import TrialDir, read_record, reports, result_in
 from autotune.trial.links import Probe
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome, Traced, TrialResult
-from autotune.trial.workload import Environment, Workload
+from autotune.trial.workload import Workload
 
 
 def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
@@ -53,7 +53,7 @@ def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
         step_s=measured(points[number]).get("step_time_s"),
         beside_s=beside_s,
         peak_memory_bytes=measured(points[number]).get("peak_memory_bytes"),
-        memory_limit_bytes=_limit(report, path),
+        memory_limit_bytes=_stated_limit(path) or report.memory_limit_bytes,
         **(_of_device(result) if result else {}),
         tokens_per_step=result.tokens_per_step if result else None,
         traced=traces(paths[0], report.world_size),
@@ -161,16 +161,6 @@ def phases(path: Path, world_size: int) -> dict[int, Mapping[str, float]]:
     """The step that each rank of a trial took apart, where it did."""
     found = reports(TrialDir(path), world_size)
     return {rank: report.phase_times_s for rank, report in found.items() if report.phase_times_s}
-
-
-def _limit(report: StudyReport, path: Path) -> float | None:
-    """What a rank may use: what the user stated, else the device's memory, on a CPU a rank's share of the machine's."""
-    stated = _stated_limit(path)
-    if stated:
-        return stated
-    if not report.environment.get("device_memory_bytes"):
-        return None
-    return TypeAdapter(Environment).validate_python(dict(report.environment)).share_bytes(report.world_size)
 
 
 def _stated_limit(path: Path) -> float | None:

@@ -102,6 +102,7 @@ class Started:
         family: The framework that it uses.
         config_at: File and line of that dict, if it is written out.
         initialized_at: File and line where it calls `deepspeed.initialize` itself.
+        uneven: Its batches vary in size, as its own sampler makes them.
     """
 
     invocation: Invocation
@@ -111,6 +112,7 @@ class Started:
     family: str = ""
     config_at: str = ""
     initialized_at: str = ""
+    uneven: bool = False
 
 
 def export(
@@ -163,7 +165,7 @@ def _accelerate(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: in
     _check_family(started, (ACCELERATE, TRAINER), "no Accelerate config")
     config = deepspeed_config(pick, base)
     inner = json.dumps(config, indent=2, allow_nan=False).replace("\n", "\n    ")
-    comments = "".join(f"# {text}\n" for text in notes(pick, base, "accelerate"))
+    comments = "".join(f"# {text}\n" for text in notes(pick, base, "accelerate", started))
     return f"""\
 # Use: accelerate launch --config_file accelerate.yaml train.py
 # Needs Accelerate 1.6 or newer; for older ones save the JSON as a file and put its path after deepspeed_config_file.
@@ -241,7 +243,7 @@ def _with_training_flags(
     flags = started.flags
     for name in ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing"):
         arguments = without_flag(arguments, flags.get(name, ()))
-    for flag, *rest in _training_flags(Candidate.of(pick["candidate"])):
+    for flag, *rest in _training_flags(Candidate.of(pick["candidate"]), deepspeed_config(pick, base)):
         field = TRAINING_FIELDS.get(flag, "")
         stays = started.baseline.get(field) == values.get(field, "")
         if not stays or has_flag(arguments, (flag,)):
@@ -266,16 +268,19 @@ def _hf_args(pick: Mapping[str, Any], base: Mapping[str, Any], _: int, started: 
     """
     _check_family(started, (TRAINER,), "no TrainingArguments")
     candidate = Candidate.of(pick["candidate"])
-    flags = _training_flags(candidate)
-    flags += [(f"--{name}", str(value)) for name, value in _hf_twins(deepspeed_config(pick, base))]
+    config = deepspeed_config(pick, base)
+    flags = _training_flags(candidate, config)
+    flags += [(f"--{name}", str(value)) for name, value in _hf_twins(config)]
     flags.append(("--deepspeed", EXPORTED_CONFIG))
     return "\n".join(shlex.join(flag) for flag in flags) + "\n"
 
 
-def _training_flags(candidate: Candidate) -> list[tuple[str, ...]]:
+def _training_flags(candidate: Candidate, config: DsConfig) -> list[tuple[str, ...]]:
     """What TrainingArguments must say of a candidate besides the JSON."""
+    # A script whose batches vary in size keeps the number that it states.
+    micro_batch_size = config.get("train_micro_batch_size_per_gpu", candidate.micro_batch_size)
     flags: list[tuple[str, ...]] = [
-        ("--per_device_train_batch_size", str(candidate.micro_batch_size)),
+        ("--per_device_train_batch_size", str(micro_batch_size)),
         ("--gradient_accumulation_steps", str(candidate.gradient_accumulation_steps)),
     ]
     if candidate.precision in DTYPES:
@@ -323,7 +328,12 @@ FORMATS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], int, Started 
 }
 
 
-def notes(pick: Mapping[str, Any], base: Mapping[str, Any], format: str) -> list[str]:  # noqa: A002
+def notes(
+    pick: Mapping[str, Any],
+    base: Mapping[str, Any],
+    format: str,  # noqa: A002
+    started: Started | None = None,
+) -> list[str]:
     """What someone who uses the exported text has to know and cannot read in it."""
     config, candidate = deepspeed_config(pick, base), Candidate.of(pick["candidate"])
     every, scheduler = candidate.checkpoint_every, _at(config, "scheduler.params") or {}
@@ -335,7 +345,7 @@ def notes(pick: Mapping[str, Any], base: Mapping[str, Any], format: str) -> list
     steps = scheduler.get("total_num_steps") or scheduler.get("warmup_num_steps")
     said: dict[str, list[tuple[Any, str]]] = {
         "accelerate": [
-            (True, loader),
+            (started is None or not started.uneven, loader),
             (every > 0, recompute),
             ("optimizer" in config, made.format("optimizer", "Optim")),
             ("scheduler" in config, made.format("scheduler", "Scheduler")),
@@ -362,9 +372,10 @@ def export_pick(report: StudyReport, pick: str | None, number: int | None, form:
         UserError: There is no such pick, trial or format.
     """
     chosen, base = pick_or_trial(report, pick, number), report.study["base_config"]
-    text = export(chosen, base, form, report.world_size, started(report))
+    begun = started(report)
+    text = export(chosen, base, form, report.world_size, begun)
     changes = [] if form == "command" else chosen.get("script_side_changes", [])  # its comments say so
-    return Exported(text=text, notes=[*notes(chosen, base, form), *changes])
+    return Exported(text=text, notes=[*notes(chosen, base, form, begun), *changes])
 
 
 def started(report: StudyReport) -> Started | None:
@@ -380,6 +391,7 @@ def started(report: StudyReport) -> Started | None:
         family=script.get("family", ""),
         config_at=script.get("config_at", ""),
         initialized_at=script.get("initialized_at", ""),
+        uneven=script.get("uneven") is not None,
     )
 
 

@@ -110,6 +110,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             "trials_wanted": records.stated_settings(study).get("trials"),
             "time_budget_s": records.stated_settings(study).get("time_budget_s"),
             "max_length": records.stated_settings(study).get("max_length"),
+            "device_memory_bytes": records.stated_settings(study).get("device_memory_bytes"),
             "ended": study.user_attrs.get(records.ENDED_ATTR, ""),
             "unreadable": records.unreadable(study),
             "lost": [

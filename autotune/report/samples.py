@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from autotune.report.data import Data, StudyReport
 from autotune.system.units import format_bytes
@@ -41,6 +41,16 @@ def _trials(report: StudyReport) -> Iterator[str]:
         if tail := row.get("tail"):
             peak = row["metrics"].get("peak_memory_bytes")
             of = f", {format_bytes(peak)} at its peak" if peak else ""
-            said.append(f"its worst batch, {tail['samples']} x {tail['length']:,}, fits{of}")
+            said.append(
+                f"its worst batch, {tail['samples']} x {tail['length']:,}, fits{of}{_beside(report, tail, peak)}"
+            )
         if said:
             yield f"{name} (trial {number}): {'; '.join(said)}"
+
+
+def _beside(report: StudyReport, tail: Mapping[str, int], peak: float | None) -> str:
+    """What the worst batch takes beside ordinary steps, and of what a rank may use."""
+    steady, worst, limit = tail.get("steady_bytes"), tail.get("tail_bytes"), report.memory_limit_bytes
+    times = f"; {worst / steady:.1f} times an ordinary step's {format_bytes(steady)}" if steady and worst else ""
+    share = f"; {peak / limit:.0%} of the {format_bytes(limit)} that a rank may use" if peak and limit else ""
+    return times + share

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 from autotune.scoring.step_parts import Evidence
-from autotune.trial import lengths
+from autotune.trial import lengths, token_budget
 
 # Parts of a step whose time grows with the tokens of the batches.
 BY_TOKENS = ("compute", "recomputation", "memory bandwidth")
 # Shares from which on waiting and padding are mentioned.
 WAITING_FROM, PADDING_FROM = 0.05, 0.1
+# Factor from which on a change is mentioned.
+WORTH_FROM = 1.02
 
 
 def data_notes(evidence: Evidence, waiting: float, computing: float) -> list[str]:
@@ -29,10 +33,14 @@ def _waiting(evidence: Evidence, share: float) -> list[str]:
     said = f"{share:.0%} of a step is waiting for data"
     if why := evidence.data_cannot.get("num_workers"):
         return [f"{said}; workers cannot load it in the background: {why}"]
-    own = evidence.seen.candidate.get("data.num_workers", evidence.loader.get("num_workers")) or 0
-    if own:
-        return [f"{said}, although {own} workers load it: more of them, or samples that are prepared beforehand"]
+    own = int(evidence.seen.candidate.get("data.num_workers", evidence.loader.get("num_workers")) or 0)
     hidden = 1 / (1 - min(share, 0.99))
+    if own:  # all of them load all the time, and the step waits for them
+        n = max(own + 1, math.ceil(own * hidden))
+        return [
+            f"{said}, although {own} workers load it: with {n} or more, as far as there are cores, or samples that are prepared"
+            f" beforehand, a step would take up to {hidden:.2f}x less (data.num_workers)"
+        ]
     # A worker loads while the device computes: as many as loading takes longer than the rest of the step hide it all.
     n = max(1, round(share / (1 - min(share, 0.99)) + 0.5))
     return [
@@ -52,17 +60,31 @@ def _padding(evidence: Evidence, computing: float) -> list[str]:
         f"{padding:.0%} of the tokens are padding: without it a step would take up to {faster:.2f}x less"
         + (f", but samples cannot be packed: {packing}" if packing else " (data.packing)")
     ]
+    micro = int(evidence.seen.candidate.get("micro_batch_size") or 1)
+    if "token_budget" not in evidence.data_cannot and evidence.lengths and micro > 1:
+        plain, filled = _per_sample(evidence, micro)
+        factor = 1 / (1 - min(1.0, computing) * (1 - filled / plain))
+        if factor > WORTH_FROM:
+            notes.append(
+                f"with batches of a number of tokens in place of {micro} samples, a sample would be padded to {filled:,.0f} tokens"
+                f" on average instead of {plain:,.0f}: up to {factor:.2f}x less time (data.token_budget)"
+            )
     n_grouped = int(evidence.seen.candidate.get("gradient_accumulation_steps") or 1) * evidence.steps_grouped
     if n_grouped > 1 and "group_by_length" not in evidence.data_cannot and evidence.lengths:
-        micro = int(evidence.seen.candidate.get("micro_batch_size") or 1)
         plain, grouped = (lengths.mean_width(evidence.lengths, micro, n) for n in (1, n_grouped))
         factor = 1 / (1 - computing * (1 - grouped / plain))
-        if factor > 1.02:
+        if factor > WORTH_FROM:
             notes.append(
                 f"sorted by length within {_steps(evidence.steps_grouped)}, samples would be padded to {grouped:,.0f}"
                 f" tokens on average instead of {plain:,.0f}: up to {factor:.2f}x less time (data.group_by_length)"
             )
     return notes
+
+
+def _per_sample(evidence: Evidence, micro: int) -> tuple[float, float]:
+    """Tokens of a sample with its padding: in batches of a number of samples, and of a number of tokens."""
+    mean = token_budget.filled(evidence.lengths, token_budget.tokens_for(evidence.lengths, micro), micro)
+    return lengths.mean_width(evidence.lengths, micro), mean.tokens / mean.samples
 
 
 def _steps(n: int) -> str:

@@ -34,7 +34,11 @@ KNOBS: dict[str, Knob] = {
     "max_length": Knob("cut samples to {value} tokens", 1, retrains=True),
     "packing": Knob(
         "batches without padding: the samples of a micro-batch one after the other in one row, with `position_ids` that"
-        " begin anew at each (transformers' DataCollatorWithFlattening)", retrains=True,
+        " begin anew at each (transformers' DataCollatorWithFlattening; TRL's `padding_free=True`)", retrains=True,
+    ),
+    "token_budget": Knob(
+        "a batch sampler that fills each micro-batch with samples of similar length up to {value:,} tokens, padding included"
+        " (rows times the longest); `train_micro_batch_size_per_gpu` states the mean number of samples", retrains=True,
     ),
     "group_by_length": Knob(
         "sort the samples of each rank's optimizer step by length before they are divided into micro-batches",
@@ -47,8 +51,10 @@ KNOBS: dict[str, Knob] = {
 OF_LOADER = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 # Arguments of transformers' TrainingArguments that carry them; `group_by_length` has another name in each version.
 TRAINER_ARGUMENTS = {name: f"dataloader_{name}" for name in OF_LOADER}
+# Settings that change only which samples are trained on together, and when.
+REORDERING = frozenset({"group_by_length", "token_budget"})
 # Settings against padding, and what becomes of the samples of a micro-batch.
-AGAINST_PADDING = ("packing", "pad_to_multiple_of", "group_by_length")
+AGAINST_PADDING = ("packing", "pad_to_multiple_of", "group_by_length", "token_budget")
 
 
 def is_data(name: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from autotune.space import data
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DTYPES, RETIRED_KEYS, RETIRED_SINCE, STAGE_3_PREFIXES, Scalar, at_path, ops_needed
-from autotune.space.degree import DEGREES, PIPELINE_DEGREE, TENSOR_DEGREE
+from autotune.space.degree import DEGREES, EXPERTS_SPLIT, PIPELINE_DEGREE, REPLICA_DEGREES, TENSOR_DEGREE
 from autotune.space.degree_rules import DEGREE_RULES, HPZ, QUANTISED, hpz, why_unfit, why_unlike
 from autotune.space.ineffective import NO_EFFECT, STAGE_3, STAGES_1_AND_2, why_no_effect
 from autotune.space.rule import Rule, Setting, older
@@ -19,7 +19,7 @@ from autotune.space.torch_settings import TF32
 INHERITED_PATHS = (
     "data_types.grad_accum_dtype", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states",
     "zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path",
-    "optimizer.type", "optimizer.params.torch_adam", "zero_optimization.stage", *DEGREES,
+    "optimizer.type", "optimizer.params.torch_adam", "zero_optimization.stage", *DEGREES, EXPERTS_SPLIT,
     # Only forecasts look at these.
     "communication_data_type", "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm",
     "zero_optimization.contiguous_gradients", "zero_optimization.stage3_prefetch_bucket_size",
@@ -34,7 +34,7 @@ def inherited_settings(base: Mapping[str, Any]) -> tuple[tuple[str, Scalar], ...
 
 
 ZERO = "zero_optimization."
-BATCH = ("micro_batch_size", "gradient_accumulation_steps", *DEGREES)
+BATCH = ("micro_batch_size", "gradient_accumulation_steps", *REPLICA_DEGREES)
 MASTER_WEIGHTS = "bf16.bf16_master_weights_and_grads"
 OPTIMIZER_STATES = "bf16.bf16_optimizer_states"
 GRAD_ACCUM_DTYPE = "data_types.grad_accum_dtype"
@@ -155,6 +155,16 @@ DATA_RULES = (
     Rule(lambda c, k, s: _asked(k, "group_by_length") is not None and _asked(k, "packing") is not None,
          f"{DATA}group_by_length: packed batches have no padding to save",
          (f"{DATA}packing", f"{DATA}group_by_length")),
+    Rule(lambda c, k, s: _asked(k, "token_budget") is not None and _asked(k, "packing") is not None,
+         f"{DATA}token_budget: packed batches have no padding to save", (f"{DATA}packing", f"{DATA}token_budget")),
+    Rule(lambda c, k, s: _asked(k, "token_budget") is not None and _asked(k, "group_by_length") is not None,
+         f"{DATA}group_by_length: a token budget puts samples of similar length together already",
+         (f"{DATA}token_budget", f"{DATA}group_by_length")),
+    Rule(lambda c, k, s: _asked(k, "token_budget") is not None and c.micro_batch_size == 1,
+         f"{DATA}token_budget: a micro-batch of one sample has no padding", ("micro_batch_size", f"{DATA}token_budget")),
+    Rule(lambda c, k, s: _asked(k, "token_budget") is not None and (s.pipeline_stages > 0 or c.pipeline_degree > 1),
+         f"{DATA}token_budget: the stages of a pipeline take micro-batches of one size",
+         (PIPELINE_DEGREE, f"{DATA}token_budget")),
 )  # fmt: skip
 
 # Each rule was met as a failed (or silently useless) run; see docs/decisions/0002-legality.md.
@@ -289,6 +299,7 @@ def in_words(rule: Rule, candidate: Candidate, setting: Setting) -> str:
     missing |= {f"cannot_{name}": why for name, why in setting.data_cannot}
     facts = missing | {field.name: getattr(setting, field.name) for field in fields(setting)} | candidate.values()
     facts |= {"tensor": candidate.tensor_degree, "sequence": candidate.sequence_degree}
+    facts |= {"expert": candidate.expert_degree, "experts_named": " and ".join(map(str, setting.experts))}
     facts |= {"pipeline": candidate.pipeline_degree, "why_unfit": why_unfit(candidate, dict(candidate.config), setting)}
     others = [name for name in setting.partitions if name != setting.partition and not setting.no_stages]
     facts |= {"module_classes_named": ", ".join(setting.module_classes)}

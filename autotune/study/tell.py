@@ -210,6 +210,17 @@ def _readable_attrs(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, 
     return found
 
 
+def _tail(result: TrialResult) -> dict[str, int]:
+    """The worst batch, with the memory of ordinary steps and of the worst batch's."""
+    phases = {"steady_bytes": "steady", "tail_bytes": "tail"}
+    known = {
+        name: result.memory_by_phase_bytes[phase]
+        for name, phase in phases.items()
+        if phase in result.memory_by_phase_bytes
+    }
+    return result.tail | known if result.tail else {}
+
+
 def _measured_data(result: TrialResult, score: Score) -> dict[str, Any]:
     return {
         "outcome": str(result.outcome),
@@ -225,7 +236,7 @@ def _measured_data(result: TrialResult, score: Score) -> dict[str, Any]:
         "micro_step_s": result.micro_step_s,
         "side_changes": result.side_changes,
         "unreproducible": result.unreproducible,
-        "tail": result.tail,
+        "tail": _tail(result),
         "lengths": result.lengths,
         "padding": result.padding,
         "unwitnessed": list(result.observed.unwitnessed) if result.observed else [],

@@ -81,6 +81,9 @@ class Profile:
         sizes: Distinct sizes of the parameters in elements, each with the number of parameters.
         largest_module: Elements of the largest module's own parameters, which stage 3 gathers at once.
         quantized: Frozen parameters that are held at 4 bits.
+        n_expert: Parameters of the experts of mixtures, of which a token passes a few.
+        expert_layers: Layers that have experts.
+        experts_per_token: Experts that a token passes in such a layer.
         data_bytes: Host memory of the target and its data set.
         input_s_per_sample: Time to draw a sample in a rank.
         cut_short: Passes are missing, since the time for profiling was over; what stands in for them is uncertain.
@@ -107,6 +110,9 @@ class Profile:
     sizes: tuple[tuple[int, int], ...] = ()
     largest_module: int = 0
     quantized: int = 0
+    n_expert: int = 0
+    expert_layers: int = 0
+    experts_per_token: float = 1.0
     data_bytes: float = 0.0
     input_s_per_sample: float = 0.0
     cut_short: bool = False
@@ -122,8 +128,12 @@ class Profile:
 
     @property
     def width(self) -> float:
-        """Returns the width of the hidden states, from P = 12 L h^2 for the parameters in the blocks."""
-        return float(max(1.0, (self.block_share * self.n_parameters / 12 / max(1, self.n_blocks)) ** 0.5))
+        """Returns the width of the hidden states, from P = 12 L h^2 for the parameters in the blocks.
+
+        Beside a mixture of experts, attention alone has 4 of these 12.
+        """
+        in_blocks, squares = self.block_share * self.n_parameters - self.n_expert, 4 if self.n_expert else 12
+        return float(max(1.0, max(0.0, in_blocks / squares / max(1, self.n_blocks)) ** 0.5))
 
     @property
     def longest(self) -> int:
@@ -143,16 +153,20 @@ class Profile:
         said = f"samples are stated to reach {length:,} tokens, {times:.1f}x the longest that was seen: activations in proportion"
         return replace(self, stated=length, caveats=(*self.caveats, said))
 
-    def worst_share(self, limits: Floats) -> Floats:
+    def worst_share(self, micro: Floats, budgeted: Floats, limits: Floats) -> Floats:
         """Returns what a batch of the longest samples is of the batches of the passes.
 
         Args:
+            micro: Micro-batches.
+            budgeted: Above 0 where a batch holds as many tokens as so many mean samples, and at least one sample.
             limits: Lengths that samples are cut to; infinite for none.
         """
         known = max(self.longest, self.stated)
         if not self.lengths and not self.stated:
             return np.ones(len(limits))
-        return np.asarray(np.minimum(limits, known) / self.sequence)
+        longest = np.minimum(limits, known)
+        mean = self.usual_share(micro, budgeted, limits) * self.sequence
+        return np.asarray(np.where(budgeted > 0, np.maximum(mean, longest / micro), longest) / self.sequence)
 
     def usual_share(self, micro: Floats, packed: Floats, limits: Floats) -> Floats:
         """Returns what an average batch is of the batches of the passes.

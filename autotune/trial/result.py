@@ -91,12 +91,13 @@ class Observed:
     """Settings that really ran, read from the engine and the data, never from the request.
 
     Attributes:
-        micro_batch_size: Leading dimension of the batch at the engine's forward; None if it varied.
+        micro_batch_size: Leading dimension of the batch at the engine's forward; None if it varied; the mean of the
+            samples where they are known to vary (`uneven`).
         loader_batch_size: Samples drawn from the data set per micro-batch; None without a data set.
         draw_size: Samples of the largest batch that the loader drew on this rank; 0 without a loader.
         parts: Micro-batches that the script makes of one such batch; 0 unless it cuts it up.
         gradient_accumulation_steps: Backward calls per optimizer step; None if it varied.
-        samples_per_step: Samples per optimizer step, summed over ranks.
+        samples_per_step: Samples per optimizer step, summed over ranks; where they vary the mean, of a trial the candidate's.
         tokens_per_step: Mean tokens of an optimizer step, summed over ranks, padding included; None where samples are
             not token sequences.
         zero_stage: Stage that the engine runs.
@@ -106,6 +107,7 @@ class Observed:
         tf32: CUDA only: whether fp32 products used TensorFloat-32.
         unwitnessed: Settings that differ from the baseline's and that nothing in the engine shows.
         groups: Groups of ranks that share a copy of the model or a sequence; None in results of earlier versions.
+        uneven: Samples of the smallest and the largest micro-batch, where the target makes batches of varying sizes.
     """
 
     micro_batch_size: int | None
@@ -122,6 +124,7 @@ class Observed:
     parts: int = 0
     unwitnessed: tuple[str, ...] = ()
     groups: Groups | None = None
+    uneven: tuple[int, int] | None = None
 
     def mismatch(self, candidate: Candidate, data_parallel: int) -> str | None:
         """Returns the first setting that differs from the candidate's, in words; None if all were applied.
@@ -147,6 +150,8 @@ class Observed:
             return "checkpoint_every: no block was checkpointed"
         if candidate.checkpoint_every == 0 and self.checkpointed_blocks > 0:
             return f"checkpoint_every: none was asked for, {self.checkpointed_blocks} blocks were checkpointed"
+        if self.uneven is not None:
+            return None
         if candidate.micro_batch_size not in (self.micro_batch_size, self.loader_batch_size):
             ran = self.micro_batch_size or "a varying number"
             return f"micro_batch_size: {candidate.micro_batch_size} was asked for, {ran} ran"

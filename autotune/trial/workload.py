@@ -125,6 +125,7 @@ class Script:
         micro_batch_size: Value in the unchanged script, by which its flags and variables are recognised; 0 in a probe.
         gradient_accumulation_steps: Value in the unchanged script.
         draw_sizes: If it cuts the loader's batches up: their samples in the unchanged script and in this trial.
+        uneven: The samples of its batches vary, and count as they come.
         precision: Value in the unchanged script.
         checkpoint_every: Value in the unchanged script, if it recomputes activations itself.
         learning_rates: Values in the unchanged script, by parameter group.
@@ -140,6 +141,7 @@ class Script:
     micro_batch_size: int = 0
     gradient_accumulation_steps: int = 0
     draw_sizes: tuple[int, int] | None = None
+    uneven: bool = False
     precision: str = ""
     checkpoint_every: int = 0
     learning_rates: tuple[float | None, ...] = ()
@@ -153,7 +155,7 @@ class Probed:
 
     Attributes:
         ds_config: DeepSpeed configuration that it passed to `deepspeed.initialize`.
-        micro_batch_size: Samples at the engine's forward; None if it varied.
+        micro_batch_size: Samples at the engine's forward; their mean where they vary (`uneven`).
         gradient_accumulation_steps: Backward calls per optimizer step; None if it varied.
         family: The framework above DeepSpeed, in words.
         checkpoint_every: Blocks whose activations it recomputes itself, as in a candidate.
@@ -172,6 +174,8 @@ class Probed:
         draw_size: Samples of the loader's batches, if the script cuts them up; else 0.
         parts: Micro-batches that it makes of one of them.
         parts_follow: It makes as many parts as it accumulates.
+        uneven: Samples of its smallest and its largest micro-batch, where they vary from step to step.
+        configured_micro_batch_size: Samples in the engine's configuration; None if it was not read.
     """
 
     ds_config: DsConfig
@@ -194,6 +198,8 @@ class Probed:
     draw_size: int = 0
     parts: int = 0
     parts_follow: bool = False
+    uneven: tuple[int, int] | None = None
+    configured_micro_batch_size: int | None = None
 
     def draw_sizes(self, candidate: Candidate) -> tuple[int, int] | None:
         """Returns the samples that the loader draws at once, without and with a candidate; None if that is no matter.
@@ -212,6 +218,9 @@ class Probed:
         if self.configured_accumulation not in (None, self.gradient_accumulation_steps):
             # The script accumulates itself; with the number in its configuration, DeepSpeed would accumulate again.
             config["gradient_accumulation_steps"] = self.configured_accumulation
+        if self.uneven is not None and self.configured_micro_batch_size is not None:
+            # No number is right, and frameworks compare it with their own.
+            config["train_micro_batch_size_per_gpu"] = self.configured_micro_batch_size
         if self.pipeline_stages:
             config = recomputing_in_runs(config, candidate, self.checkpoint_every)
         return config
@@ -257,6 +266,33 @@ class Pipeline:
     def key(stages: int, partition: str) -> str:
         """Returns the key of a number of stages and of a way to share layers out."""
         return f"{stages} {partition}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The mixtures of experts of a model.
+
+    Attributes:
+        counts: Experts of a layer, each number once.
+        layers: Layers that have experts.
+        parameters: Parameters of all these experts.
+        per_token: Experts that a token passes in a layer.
+        degree: Ranks over which the target itself shares them out.
+        own: The layers are those of deepspeed.moe, whose degree is an argument; DeepSpeed's AutoEP shares out others.
+        why_none: Why they cannot be shared out; empty if they can.
+    """
+
+    counts: tuple[int, ...] = ()
+    layers: int = 0
+    parameters: int = 0
+    per_token: float = 1.0
+    degree: int = 1
+    own: bool = False
+    why_none: str = ""
+
+    def completed(self, config: DsConfig) -> DsConfig:
+        """Returns a DeepSpeed configuration without AutoEP's section, which layers of deepspeed.moe do not read."""
+        return {key: value for key, value in config.items() if key != "expert_parallel"} if self.own else config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,6 +347,7 @@ class Workload:
         data: Shape of the samples; None if none could be drawn.
         splitting: Facts that decide about degrees; None for a script, which feeds its own ranks.
         pipeline: The `PipelineModule` that the model is; None for another model.
+        experts: Its mixtures of experts; None without any.
     """
 
     n_parameters: int
@@ -333,7 +370,17 @@ class Workload:
     data: DataShape | None = None
     splitting: Splitting | None = None
     pipeline: Pipeline | None = None
+    experts: Experts | None = None
 
     def data_parallel(self, world_size: int) -> int:
         """Returns the ranks without those of a script's own groups; candidates divide out their own degrees."""
         return world_size // (self.script.model_parallel_size if self.script else 1)
+
+    def ds_config(self, candidate: Candidate, base_config: DsConfig) -> DsConfig:
+        """Returns the complete DeepSpeed configuration of a candidate over the user's own."""
+        config = candidate.to_deepspeed(base_config)
+        if self.experts is not None:
+            config = self.experts.completed(config)
+        if self.script is not None:
+            return self.script.completed(config, candidate)
+        return recomputing_in_runs(config, candidate) if self.pipeline is not None else config

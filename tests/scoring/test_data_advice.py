@@ -15,18 +15,18 @@ def test_waiting_for_data_names_the_workers_that_would_hide_it():
     (said,) = data_notes(EVIDENCE, 0.75, 0.2)
     assert said.startswith("75% of a step is waiting") and "by 4 or more workers" in said and "4.00x" in said
     (said,) = data_notes(replace(EVIDENCE, loader={"num_workers": 4}), 0.75, 0.2)
-    assert "although 4 workers" in said
+    assert "although 4 workers" in said and "with 16 or more" in said and "4.00x" in said
     (said,) = data_notes(replace(EVIDENCE, data_cannot={"num_workers": "data() is a stream"}), 0.75, 0.2)
     assert said.endswith("data() is a stream")
 
 
 def test_padding_says_what_packing_and_grouping_would_bring():
     lengths = tuple((float(n), 1) for n in range(1, 101))
-    packing, grouping = data_notes(replace(EVIDENCE, padding=0.5, lengths=lengths), 0.0, 1.0)
+    packing, budget, grouping = data_notes(replace(EVIDENCE, padding=0.5, lengths=lengths), 0.0, 1.0)
     assert "50% of the tokens are padding" in packing and "2.00x" in packing and "data.packing" in packing
-    assert "data.group_by_length" in grouping
+    assert "data.group_by_length" in grouping and "data.token_budget" in budget and "67" in budget
     (said,) = data_notes(replace(EVIDENCE, padding=0.5, data_cannot={"packing": "no ids"}), 0.0, 1.0)
     assert said.endswith("cannot be packed: no ids")
-    _, more = data_notes(replace(EVIDENCE, padding=0.5, lengths=lengths, steps_grouped=50), 0.0, 1.0)
+    _, _, more = data_notes(replace(EVIDENCE, padding=0.5, lengths=lengths, steps_grouped=50), 0.0, 1.0)
     assert "sorted by length within 50 steps" in more
     assert data_notes(replace(EVIDENCE, padding=0.01), 0.0, 1.0) == []

@@ -47,6 +47,10 @@ POINTLESS = [
     ({"packing": True, "micro_batch_size": 1}, Setting(), "of one sample"),
     ({"packing": True, "pad_to_multiple_of": 8}, Setting(), "not padded"),
     ({"packing": True, "group_by_length": True, "gradient_accumulation_steps": 2}, Setting(), "no padding to save"),
+    ({"packing": True, "token_budget": True}, Setting(), "no padding to save"),
+    ({"group_by_length": True, "token_budget": True, "gradient_accumulation_steps": 2}, Setting(), "together already"),
+    ({"token_budget": True, "micro_batch_size": 1}, Setting(), "of one sample"),
+    ({"token_budget": True}, Setting(pipeline_stages=2), "of one size"),
     *(({name: KNOBS[name].least is None or 8}, ALIKE, "one length") for name in AGAINST_PADDING),
     *(({name: KNOBS[name].least is None or 8}, NOTHING, f"no {name}") for name in KNOBS),
     *(

@@ -29,6 +29,7 @@ WIDEST_NORM_RATIO = 2.0
 # Keys of a DeepSpeed configuration that change which numbers are computed, not only where and when.
 NUMERIC_KEYS = (
     "bf16", "fp16", "torch_autocast", "communication_data_type", "gradient_predivide_factor", "prescale_gradients",
+    "expert_parallel",  # AutoEP puts layers of its own in the place of the model's
 )  # fmt: skip
 # Of `zero_optimization`. They carry the error of one step over to the next: single gradients are off, their sum is not.
 QUANTISED = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
@@ -86,6 +87,8 @@ def judge(
     reference: Sequence[float | None],
     replicates: Sequence[Sequence[float | None]],
     batch: int = 0,
+    *,
+    may_be_lower: bool = False,
 ) -> GateVerdict:
     """Compares a loss curve with a reference's: equal weights, data and global batch, step by step.
 
@@ -107,6 +110,7 @@ def judge(
         reference: The reference's.
         replicates: The replicates'.
         batch: Samples of a step, for the record.
+        may_be_lower: A lower loss is no fault: the same numerics saw the samples in another order.
     """
     curves = [_numbers(curve) for curve in (losses, reference, *replicates)]
     n = min((len(curve) for curve in curves), default=0)
@@ -131,7 +135,7 @@ def judge(
             max(LAG_STEPS, LAG_SHARE * n) * slope, _band([base, *others], part), 3 * _standard_error(difference)
         )
         found = replace(found, excess=excess, limit=limit)
-        if abs(excess) > limit:
+        if excess > limit or (excess < -limit and not may_be_lower):
             return replace(found, passed=False, reason=_outside(excess, limit, slope, part))
     return found
 

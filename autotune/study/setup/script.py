@@ -171,6 +171,7 @@ def script_request(
         micro_batch_size=(probed.micro_batch_size or 0) if probed else 0,
         gradient_accumulation_steps=(probed.gradient_accumulation_steps or 0) if probed else 0,
         draw_sizes=probed.draw_sizes(candidate) if probed and candidate else None,
+        uneven=probed is not None and probed.uneven is not None,
         precision=precision_of(without_auto(probed.ds_config)) if probed else "",
         checkpoint_every=probed.checkpoint_every if probed else 0,
         learning_rates=probed.learning_rates if probed else (),
@@ -216,7 +217,7 @@ def with_movable(
 
     def run(names: Iterable[str], folder: str, probed: Probed) -> TrialResult:
         candidate = Candidate.of({**baseline.values(), **{name: wanted[name] for name in names}})
-        config = probed.completed(candidate.to_deepspeed(probed.ds_config), candidate)
+        config = replace(workload, script=probed).ds_config(candidate, probed.ds_config)
         request = TrialRequest(
             target=str(spec.target), candidate=candidate.values(), ds_config=config, world_size=world_size,
             nodes=spec.nodes_for(world_size), seed=spec.seed, max_steps=2, budget_s=0.0,
@@ -229,7 +230,8 @@ def with_movable(
         own_draw = seen.loader_batch_size if seen is not None and name == "micro_batch_size" else None
         return seen is not None and wanted[name] in (getattr(seen, name), own_draw)
 
-    both = run(SCRIPT_BATCH, path.name, probed)
+    tried = [name for name in SCRIPT_BATCH if name != "micro_batch_size" or probed.uneven is None]
+    both = run(tried, path.name, probed)
     if probed.parts == steps and both.observed is not None and not ran("micro_batch_size", both.observed):
         # It may cut a batch into as many parts as it accumulates, or always into so many.
         follows = replace(probed, parts_follow=True)
@@ -237,9 +239,11 @@ def with_movable(
         if ran("micro_batch_size", again.observed):
             probed, both = follows, again
     results = {
-        name: both if both.observed is not None else run([name], f"{path.name}-{name}", probed) for name in SCRIPT_BATCH
+        name: both if both.observed is not None else run([name], f"{path.name}-{name}", probed) for name in tried
     }
     movable, changes, caveats = [], list[str](), list(workload.caveats)
+    if probed.uneven is not None:
+        caveats.append(_of_own_size(probed.uneven, micro))
     for name, result in results.items():
         changes += [change for change in result.side_changes if change not in changes]
         word, was, seen = SCRIPT_BATCH[name], getattr(baseline, name), result.observed
@@ -254,6 +258,14 @@ def with_movable(
     flags |= {name: [flag] for name, flag in mapped_flags(spec, probed).items()}
     probed = replace(probed, movable=tuple(movable), moved_by=tuple(changes), flags=probed.flags | flags)
     return replace(workload, script=probed, caveats=caveats)
+
+
+def _of_own_size(sizes: tuple[int, int], mean: int) -> str:
+    """Returns why the micro-batch of a script whose batches vary in size is not tuned."""
+    return (
+        f"the micro-batch is not tuned: the script decides how many samples each batch holds ({sizes[0]} to {sizes[1]});"
+        f" {mean}, their mean, stands for it, and the configuration keeps what the script states"
+    )
 
 
 def _unmoved(spec: StudySpec, probed: Probed, name: str) -> str:

@@ -53,7 +53,7 @@ SETTINGS = (
     "trial_deadline_s", "min_samples",
 )  # fmt: skip
 # Stored for those who watch the study; a worker has its own time budget.
-WATCHED = ("time_budget_s",)
+WATCHED = ("time_budget_s", "max_length", "device_memory_bytes")
 # Name of the re-tuning's study that holds this study's answer today.
 SUCCESSOR_ATTR = "successor"
 SQLITE = "sqlite:///"
@@ -198,8 +198,7 @@ class StudyRecord:
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """The DeepSpeed configuration of a candidate's trial."""
-        config, probed = candidate.to_deepspeed(self.base_config), self.workload.script
-        config = probed.completed(config, candidate) if probed is not None else config
+        config = self.workload.ds_config(candidate, self.base_config)
         return self.learning_rate.scaled(config, candidate.global_batch_size(self.data_parallel))
 
     @property

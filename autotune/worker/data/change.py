@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autotune.space.data import OF_LOADER
 from autotune.space.deepspeed import Scalar
-from autotune.worker.data.samples import IGNORED, MASKS, is_text
+from autotune.worker.data.samples import IGNORED, is_mask, is_text, real_mask
 from autotune.worker.data.worst import cut_sample
 
 BATCH_CHANGES = ("max_length", "packing", "pad_to_multiple_of")
@@ -64,10 +64,12 @@ def packed(batches: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
     rows: dict[str, list[Tensor]] = {}
     for batch in batches:
         ids = batch["input_ids"]
-        mask = next((batch[name] for name in MASKS if isinstance(batch.get(name), Tensor)), torch.ones_like(ids))
-        real = (mask[0] != 0).nonzero().flatten()
+        mask = real_mask(batch, ids.shape)
+        real = (torch.ones_like(ids) if mask is None else mask)[0].nonzero().flatten()
         for name, value in batch.items():
-            if name not in (*MASKS, "position_ids") and isinstance(value, Tensor) and value.shape[:2] == ids.shape[:2]:
+            if is_mask(name) or name == "position_ids":
+                continue
+            if isinstance(value, Tensor) and value.shape[:2] == ids.shape[:2]:
                 rows.setdefault(name, []).append(value[:, real])
         rows.setdefault("position_ids", []).append(torch.arange(len(real))[None])
         if "labels" in rows and len(real):
@@ -110,7 +112,7 @@ def why_not(dataset: Any, own: Collator, model: Any, *, mapped: bool, loader: bo
     """
     if dataset is None:
         none = "no data set was seen: batches are made by other means"
-        return dict.fromkeys((*OF_LOADER, *BATCH_CHANGES, "group_by_length"), none)
+        return dict.fromkeys((*OF_LOADER, *BATCH_CHANGES, "group_by_length", "token_budget"), none)
     found: dict[str, str] = {}
     if not mapped and not loader:
         found |= dict.fromkeys(OF_LOADER, "data() is a stream, which several workers would read several times over")
@@ -122,6 +124,10 @@ def why_not(dataset: Any, own: Collator, model: Any, *, mapped: bool, loader: bo
         found["group_by_length"] = (
             "the order of a script's samples is its own; give its DataLoader a sampler that groups them, such as"
             " transformers' LengthGroupedSampler, and it is measured as it is"
+        )
+        found["token_budget"] = (
+            "the batches of a script are its own; give its DataLoader a batch sampler that fills a number of tokens, and it"
+            " is measured as it is"
         )
     if not takes(own, "pad_to_multiple_of"):
         found["pad_to_multiple_of"] = "the collate function takes no argument `pad_to_multiple_of`"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from autotune.space.data import OF_LOADER
 from autotune.space.deepspeed import Scalar
+from autotune.trial import token_budget
 from autotune.worker.containers import map_tensors
 from autotune.worker.data import worst
 from autotune.worker.data.change import Collate, why_not
-from autotune.worker.data.samples import is_map_style, length_of
+from autotune.worker.data.samples import is_map_style, length_in_batch, length_of
 from autotune.worker.model.model_file import ModelFile, WorkloadError
 
 # Micro-batches that a rank could never draw: the end of an endless order.
@@ -36,7 +38,10 @@ class Loader:
         seed: Decides the order.
         first_sample: Position in the order to start at.
         accumulation: Micro-batches of an optimizer step, within which samples may be grouped.
-        changes: Settings of the data, by name.
+        changes: Settings of the data, by name; of a token budget its tokens.
+
+    Attributes:
+        token_budget: Tokens that a micro-batch holds at most, padding included; 0 where it holds a number of samples.
     """
 
     def __init__(
@@ -53,10 +58,13 @@ class Loader:
         # Samples of a step are sorted only among those that the rank gets anyway.
         self.grouped = accumulation if self._changes.get("group_by_length") else 1
         self._orders: dict[int, Tensor] = {}
+        self.token_budget = int(str(self._changes.get("token_budget", 0)))
+        self._filled: Iterator[list[Any]] | None = None
+        self._longest, self._n_passes = 1, 0
         self._batch = target.batch if target.data is None else None
         self._stream: Iterator[Any] | None = None
         self._largest: Any = None
-        self._waiting: list[Any] = []
+        self._waiting: list[tuple[Any, int]] = []
         self._workers: Any = None
         self.dataset: Any = None
         if target.data is not None:
@@ -65,7 +73,7 @@ class Loader:
                 self.n_samples = len(self.dataset)
                 self._workers = self._started()
             else:
-                self._stream = itertools.islice(_endless(self.dataset, target.path.name), first_sample, None)
+                self._stream = itertools.islice(self._endless(target.path.name), first_sample, None)
         else:
             # batch(n) draws at random: other samples on every rank.
             torch.manual_seed(seed * 1_000_003 + rank + first_sample)
@@ -102,6 +110,9 @@ class Loader:
     def _next(self) -> tuple[Any, int | None]:
         if self._batch is not None:
             return self._kept(self._batch(self.micro_batch_size)), None
+        if self._stream is not None and self.token_budget:
+            batch, n = self._of_budget()
+            return self._kept(batch), n
         if self._stream is not None:
             own = self._rank * self.micro_batch_size
             samples = list(itertools.islice(self._stream, self.micro_batch_size * self._world_size))
@@ -110,7 +121,7 @@ class Loader:
             chunk = self.grouped * self.micro_batch_size * self._world_size
             self._waiting = next(self._workers) if self._workers is not None else self._drawn(self._next_sample)
             self._next_sample += chunk
-        return self._waiting.pop(0), self.micro_batch_size
+        return self._waiting.pop(0)
 
     def worst(self, positions: tuple[int, ...], length: int) -> Any:
         """Returns the worst micro-batch: of the longest samples, or the largest that a stream has yielded, stretched.
@@ -119,11 +130,24 @@ class Loader:
             positions: Positions of the longest samples; empty for a stream.
             length: The length that samples are stated to reach; 0 if none is.
         """
+        if self.token_budget:
+            return self._worst_of_budget(positions, length)
         if self.n_samples is not None and positions:
             return worst.batch_of(self.dataset, self.collate, positions, self.micro_batch_size, length)
         if self._largest is None:
             self._largest = self.next()[0]
         return worst.stretched(self._largest, self.micro_batch_size, length)
+
+    def _worst_of_budget(self, positions: tuple[int, ...], length: int) -> Any:
+        """Returns as many of the longest samples as the budget holds; of a stream the largest batch, stretched."""
+        if self.n_samples is not None and positions:
+            n = self.token_budget // max(self._width(self.dataset[positions[0]]), length)
+            return worst.batch_of(self.dataset, self.collate, positions, max(1, n), length)
+        if self._largest is None:
+            self._largest = self.next()[0]
+        longest, rows = max(self._longest, length), worst.rows_of(self._largest)
+        n = min(rows, max(1, self.token_budget // longest))
+        return worst.stretched(worst.first_rows(self._largest, rows, n), n, longest)
 
     def close(self) -> None:
         """Ends the workers."""
@@ -156,6 +180,16 @@ class Loader:
             self._largest = batch
         return batch
 
+    def _endless(self, name: str) -> Iterator[Any]:
+        while True:
+            empty = True
+            for sample in self.dataset:
+                empty = False
+                yield sample
+            self._n_passes += 1
+            if empty:
+                raise WorkloadError(f"{name}: data() yields no sample")
+
     def _started(self) -> Any:
         """Starts the workers, or the thread that pins, if there are to be any."""
         arguments: dict[str, Any] = {name: self._changes[name] for name in OF_LOADER if name in self._changes}
@@ -164,8 +198,41 @@ class Loader:
         steps = _Draws(self)
         return iter(torch.utils.data.DataLoader(steps, batch_size=None, sampler=range(ENDLESS), **arguments))
 
-    def _drawn(self, first: int) -> list[Any]:
-        """Returns the micro-batches of one draw that begins at a position: one, or those of a step."""
+    def _of_budget(self) -> tuple[Any, int]:
+        """Returns the next micro-batch that the token budget fills, and its samples."""
+        if self._filled is None:
+            pool = token_budget.POOL_BATCHES * self.micro_batch_size
+            # Those of several epochs together would put copies of a sample into one batch.
+            epochs = (token_budget.fill(own, self.token_budget, pool) for own in self._epochs())
+            self._filled = itertools.chain.from_iterable(epochs)
+        samples = next(self._filled)
+        return self.collate(samples), len(samples)
+
+    def _epochs(self) -> Iterator[Iterator[tuple[int, Any]]]:
+        """Yields for each epoch the samples of this rank, in a worker those of its share, with their padded lengths."""
+        worker = torch.utils.data.get_worker_info()
+        at, of = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        first, every = self._rank * of + at, self._world_size * of
+        if self._stream is not None:
+            own = itertools.islice(self._stream, first, None, every)
+            for _, group in itertools.groupby(own, lambda _: self._n_passes):
+                yield ((self._width(sample), sample) for sample in group)
+            return
+        assert self.n_samples is not None
+        n, places = self.n_samples, itertools.count(self._first + first, every)
+        for _, positions in itertools.groupby(places, lambda place: place // n):
+            yield ((self._width(sample), sample) for sample in (self.dataset[self._index(at)] for at in positions))
+
+    def _width(self, sample: Any) -> int:
+        multiple = int(str(self._changes.get("pad_to_multiple_of", 1)))
+        length = min(length_in_batch(sample, self._own), int(str(self._changes.get("max_length", ENDLESS))))
+        self._longest = max(self._longest, width := math.ceil(length / multiple) * multiple)
+        return width
+
+    def _drawn(self, first: int) -> list[tuple[Any, int]]:
+        """Returns the micro-batches of one draw that begins at a position, each with its samples: one, or a step's."""
+        if self.token_budget:
+            return [self._of_budget()]
         chunk, own = self.micro_batch_size * self._world_size, self._rank * self.micro_batch_size
         samples = [
             self.dataset[self._index(first + n * chunk + own + i)]
@@ -175,7 +242,7 @@ class Loader:
         if self.grouped > 1:
             samples.sort(key=length_of)
         size = self.micro_batch_size
-        return [self.collate(samples[n * size : (n + 1) * size]) for n in range(self.grouped)]
+        return [(self.collate(samples[n * size : (n + 1) * size]), size) for n in range(self.grouped)]
 
     def _index(self, position: int) -> int:
         assert self.n_samples is not None
@@ -188,13 +255,13 @@ class Loader:
         return int(self._orders[epoch][offset])
 
 
-class _Draws(torch.utils.data.Dataset[list[Any]]):
+class _Draws(torch.utils.data.Dataset[list[tuple[Any, int]]]):
     """The draws of a loader by number, for its workers."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
-    def __getitem__(self, number: int) -> list[Any]:
+    def __getitem__(self, number: int) -> list[tuple[Any, int]]:
         loader = self._loader
         chunk = loader.grouped * loader.micro_batch_size * loader._world_size
         return loader._drawn(loader._first + number * chunk)
@@ -217,13 +284,3 @@ def _dataset(target: ModelFile) -> Any:
     if is_map_style(dataset) and len(dataset) == 0:
         raise WorkloadError(f"{target.path.name}: data() is empty")
     return dataset
-
-
-def _endless(dataset: Any, name: str) -> Iterator[Any]:
-    while True:
-        empty = True
-        for sample in dataset:
-            empty = False
-            yield sample
-        if empty:
-            raise WorkloadError(f"{name}: data() yields no sample")

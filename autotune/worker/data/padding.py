@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from autotune.space.deepspeed import Scalar
-from autotune.trial import lengths
-from autotune.worker.data.samples import IGNORED, LENGTHS, MASKS
+from autotune.trial import lengths, token_budget
+from autotune.worker.data.samples import IGNORED, LENGTHS, real_mask
 
 # Rows are padded to the longest if they exceed it by less than this, and all of them together by less than this share.
 MOST_ROUNDED, MOST_EXCESS = 128, 0.25
@@ -29,10 +29,8 @@ def real_lengths(
     loss is taken of there.
     """
     inputs = {**next((value for value in args if isinstance(value, Mapping)), {}), **kwargs}
-    mask = next((inputs[name] for name in MASKS if isinstance(inputs.get(name), Tensor)), None)
-    if mask is not None and mask.shape == tokens.shape:
-        unmasked: Tensor = (mask != 0).sum(dim=1)
-        return unmasked
+    if (real := real_mask(inputs, tokens.shape)) is not None:
+        return real.sum(dim=1)
     stated = next((inputs[name] for name in LENGTHS if isinstance(inputs.get(name), Tensor)), None)
     if stated is not None and stated.dim() == 1 and not stated.is_floating_point():
         lengths_stated: Tensor = stated
@@ -95,6 +93,8 @@ def expected(
     """
     known = lengths.cut(known, int(str(changes["max_length"]))) if "max_length" in changes else known
     rows = _rows(seen)
+    if changes.get("token_budget"):
+        return _expected_of_budget(known, seen, micro, accumulation, changes)
     if changes.get("packing"):
         return _expected_packed(known, rows, micro, accumulation)
     if len(known) < 2 or len(rows) < 2 or any(len(each) != micro for each, _ in seen):
@@ -110,6 +110,23 @@ def expected(
     real = micro * accumulation * lengths.expected(known)
     width = lengths.mean_width(known, micro, grouped)
     return {"tokens": micro * accumulation * (width + float(excess.mean())), "real_tokens": real}
+
+
+def _expected_of_budget(
+    known: lengths.Table,
+    seen: Sequence[tuple[Tensor, int]],
+    micro: int,
+    accumulation: int,
+    changes: Mapping[str, Scalar],
+) -> dict[str, float]:
+    """The same of batches that a token budget fills, with the samples of a step, which vary."""
+    # Samples of one length come together, so that a micro-batch tells hardly more than one of them.
+    if len(known) < 2 or len(seen) < 2 or not _alike(known, _rows(seen), len(seen)):
+        return {}
+    widths = token_budget.padded(known, changes)
+    mean = token_budget.filled(widths, token_budget.tokens_for(widths, micro), micro)
+    found = {"samples": mean.samples, "tokens": mean.tokens, "real_tokens": mean.samples * lengths.expected(known)}
+    return {name: accumulation * each for name, each in found.items()}
 
 
 def _expected_packed(known: lengths.Table, rows: np.ndarray, micro: int, accumulation: int) -> dict[str, float]:

@@ -78,6 +78,14 @@ def _grouped(value: Scalar) -> str | None:
     )
 
 
+def _of_budget(value: Scalar) -> str | None:
+    budget = watch.loader.token_budget if watch.loader is not None else 0
+    if not watch.lengths and len({samples for _, samples in watch.rows()}) > 1:
+        return None  # nothing tells tokens, but batches are of no one number of samples
+    most = max((len(rows) * width for rows, width in _seen() if len(rows) > 1), default=0)
+    return None if most <= budget else f"a batch holds {most:,} tokens, padding included, and {budget:,} are its budget"
+
+
 def sampler_of(iterator: Any) -> Any:
     """Returns the innermost sampler that a DataLoader's iterator draws by: batch samplers hold another one."""
     sampler = iterator._index_sampler
@@ -94,4 +102,5 @@ def _seen() -> Sequence[tuple[Tensor, int]]:
 
 _WITNESSES: dict[str, Callable[[Scalar], str | None]] = {
     "max_length": _max_length, "pad_to_multiple_of": _multiple, "packing": _packed, "group_by_length": _grouped,
+    "token_budget": _of_budget,
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from autotune.worker.containers import map_tensors, tensors_in
 from autotune.worker.data import samples
-from autotune.worker.data.samples import MASKS
 
 
 def batch_of(dataset: Any, collate: Callable[[list[Any]], Any], positions: Sequence[int], n: int, length: int) -> Any:
@@ -27,6 +27,29 @@ def batch_of(dataset: Any, collate: Callable[[list[Any]], Any], positions: Seque
     if samples.is_text(longest[0]):
         return stretched(collate(longest), n, length)
     return collate([stretched_sample(sample, length) for sample in longest])
+
+
+def heaviest(iterator: Any, largest: Any) -> Any:
+    """Returns the largest batch of a loader whose batches vary in size: of those that its sampler makes, or was seen.
+
+    The most samples and the longest ones need not come together: a token budget keeps them apart.
+
+    Args:
+        iterator: The loader's iterator.
+        largest: The largest batch that was seen.
+    """
+    dataset = iterator._dataset
+    if not iterator._auto_collation or not samples.is_map_style(dataset):
+        return largest
+    until, heaviest_yet, chosen = time.monotonic() + samples.BUDGET_S, 0, []
+    for positions in iterator._index_sampler:
+        longest = max((samples.length_of(dataset[at]) for at in positions), default=0)
+        if len(positions) * longest > heaviest_yet:
+            heaviest_yet, chosen = len(positions) * longest, list(positions)
+        if time.monotonic() > until:
+            break
+    batch = iterator._collate_fn([dataset[at] for at in chosen]) if chosen else largest
+    return batch if size_of(batch) > size_of(largest) else largest
 
 
 def stretched_sample(sample: Any, length: int) -> Any:
@@ -97,6 +120,13 @@ def stretched(batch: Any, rows: int, length: int) -> Any:
     return map_tensors(batch, change)
 
 
+def first_rows(batch: Any, rows: int, n: int) -> Any:
+    """Returns the first n samples of a batch of so many rows, the longest one among them."""
+    longest = _longest_row(batch, rows, max((int(tensor.shape[1]) for tensor in _wide(batch, rows)), default=0))
+    kept = [longest, *(row for row in range(rows) if row != longest)][:n]
+    return map_tensors(batch, lambda t: t[kept] if t.dim() and t.shape[0] == rows else t)
+
+
 def _wide(batch: Any, rows: int) -> list[Tensor]:
     return [tensor for tensor in tensors_in(batch) if tensor.dim() > 1 and tensor.shape[0] == rows]
 
@@ -104,8 +134,7 @@ def _wide(batch: Any, rows: int) -> list[Tensor]:
 def _mask(batch: Any, rows: int, n: int) -> Tensor | None:
     if not isinstance(batch, Mapping):
         return None
-    found = (batch[name] for name in MASKS if isinstance(batch.get(name), Tensor))
-    return next((mask != 0 for mask in found if tuple(mask.shape) == (rows, n)), None)
+    return samples.real_mask(batch, (rows, n))
 
 
 def _longest_row(batch: Any, rows: int, n: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from autotune.worker.measure.batches import BatchObserver
 
 
 def observe(
-    engine: Any, batches: BatchObserver, checkpointer: Any, tokens: Sequence[int], *, n_copies: int
+    engine: Any, batches: BatchObserver, checkpointer: Any, taken_in: Mapping[str, Sequence[int]], *, n_copies: int
 ) -> Observed:
     """Returns the configuration that ran; all ranks take part.
 
@@ -23,13 +23,14 @@ def observe(
         engine: The DeepSpeed engine.
         batches: Its batches.
         checkpointer: Knows the recomputed blocks; None if none can be recomputed.
-        tokens: Tokens of each step so far, over all ranks.
+        taken_in: What each step so far took in over all ranks, by name.
         n_copies: Data-parallel ranks, or copies of a pipeline.
     """
     pipelined = hasattr(engine, "stage_id")
     samples = max(batches.samples_per_step, default=0) * share_of(engine, n_copies)
     total = torch.tensor(samples, dtype=torch.float64, device=engine.device)
     dist.all_reduce(total)
+    tokens = taken_in.get("tokens", ())
     # DeepSpeed before 0.17 has no torch_autocast.
     autocast = engine.torch_autocast_dtype() if getattr(engine, "torch_autocast_enabled", bool)() else None
     # At stage 3 and under autocast the weights carry the type too; buffers of other types do not count.
@@ -49,7 +50,8 @@ def observe(
         parts=batches.parts,
         groups=groups.observe(engine),
     )
-    return _of_all_stages(observed, n_copies) if pipelined else observed
+    observed = _of_all_stages(observed, n_copies) if pipelined else observed
+    return _uneven(observed, batches, taken_in) if batches.uneven else observed
 
 
 def share_of(engine: Any, n_copies: int) -> float:
@@ -65,6 +67,22 @@ def _of_all_stages(own: Observed, n_copies: int) -> Observed:
     dist.all_gather_object(rows, own)
     first: Observed = rows[0]
     return replace(first, checkpointed_blocks=sum(row.checkpointed_blocks for row in rows) // n_copies)
+
+
+def _uneven(seen: Observed, batches: BatchObserver, taken_in: Mapping[str, Sequence[int]]) -> Observed:
+    """Returns what ran, with means in place of the samples that vary."""
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, batches.sizes())
+    sizes, steps = [size for row in rows for size in row], taken_in.get("samples", ())
+    if not sizes or not steps:
+        return seen
+    return replace(
+        seen,
+        micro_batch_size=max(1, round(sum(sizes) / len(sizes))),
+        loader_batch_size=None,
+        samples_per_step=round(sum(steps) / len(steps)),
+        uneven=(min(sizes), max(sizes)),
+    )
 
 
 def _only(values: set[int]) -> int | None:

@@ -22,6 +22,10 @@ N_CHECKSUMS = 2
 N_SHAPES, N_LENGTHS = 32, 4096
 # Batches that a loader may draw ahead of their use.
 MOST_AHEAD = 1024
+# Smaller steps that are taken for ends of epochs before the loader says so: it does with its next draw.
+MOST_UNSAID_ENDS = 1
+# Different steps that the way to count rests on, where the samples of a step vary.
+MOST_DIFFERENT_STEPS = 64
 # Fields of `StepCount` that are summed over ranks.
 TAKEN_IN = ("samples", "tokens", "real_tokens", "elements")
 
@@ -35,7 +39,9 @@ class Ragged(enum.IntEnum):
     """A further step of the draw with which an epoch ended."""
     END = 2
     """It had fewer samples, where an epoch ended or may have."""
-    VARIES = 3
+    UNSAID_END = 3
+    """It had fewer samples as if an epoch ended, and its loader did not say so at the one before."""
+    VARIES = 4
     """No epoch ended at the last such step: the samples of a step vary."""
 
 
@@ -88,14 +94,16 @@ class BatchObserver:
     Args:
         engine: The DeepSpeed engine.
         forgiving: Leave out steps with fewer samples than earlier ones, which end an epoch.
+        uneven: The samples of a step are known to vary, as where a token budget fills batches: all steps count.
         shards: Ranks over which each sequence is split; this one sees its share of the tokens.
 
     Attributes:
         last: The latest optimizer step.
+        uneven: The argument; a probe sets it when it finds that they vary.
     """
 
-    def __init__(self, engine: Any, *, forgiving: bool = False, shards: int = 1) -> None:
-        self._shards = shards
+    def __init__(self, engine: Any, *, forgiving: bool = False, uneven: bool = False, shards: int = 1) -> None:
+        self._shards, self.uneven = shards, uneven
         self.backward_counts: set[int] = set()
         self.checksums: list[int] = []
         self.shapes: list[Any] = []
@@ -115,6 +123,9 @@ class BatchObserver:
         self._elements = self._n_backward = 0
         self._seen: dict[tuple[MicroBatch, ...], None] = {}
         self._n_first = self._n_every = 0
+        # The latest micro-batches, and whether the draws of one epoch vary.
+        self._latest: collections.deque[MicroBatch] = collections.deque(maxlen=N_LENGTHS)
+        self._draws_vary, self._ends_said = False, 0
         # Of each micro-batch: the lengths of its rows, and the length that they are padded to.
         self.lengths: list[tuple[Tensor, int]] = []
         self._padding = padding_id(getattr(engine, "module", None))
@@ -169,8 +180,15 @@ class BatchObserver:
             self.lengths.append((rows, tensor.shape[1]))
         return tensor.numel(), rows.sum()
 
-    def drew(self, n_samples: int | None, batch: Any = None) -> None:
-        """Notes the samples that a loader drew for a coming micro-batch; None if their number is not known."""
+    def drew(self, n_samples: int | None, batch: Any = None, *, varies: bool = False) -> None:
+        """Notes the samples that a loader drew for a coming micro-batch; None if their number is not known.
+
+        Args:
+            n_samples: The samples.
+            batch: The batch.
+            varies: The loader's draws differ within an epoch, and not only at its end.
+        """
+        self._draws_vary = self._draws_vary or varies
         tensor = counted_tensor((batch,), {})
         self._ahead.append((n_samples, tuple(tensor.shape) if tensor is not None else ()))
         self._loader_ended, self._latest_draw = False, n_samples or 0
@@ -179,6 +197,7 @@ class BatchObserver:
     def ended(self) -> None:
         """Notes that a loader has come to the end of its data."""
         self._loader_ended = self._epoch_ended = True
+        self._ends_said = min(self._ends_said + 1, MOST_UNSAID_ENDS)
 
     def forget_draws(self) -> None:
         """Drops the draws so far, which belong to no coming micro-batch."""
@@ -197,14 +216,16 @@ class BatchObserver:
         micro = tuple(self._micro)
         way = self._way(micro)
         samples = sum(getattr(one, way) for one in micro)
-        ragged = self._ragged(samples)
+        ragged = Ragged.NO if self.uneven else self._ragged(samples, {getattr(one, way) for one in micro})
+        self._latest.extend(micro)
         i = int(way == "every")
         self.last = StepCount(
             samples=samples, tokens=self._tokens[i] * self._shards, real_tokens=self._real_tokens[i] * self._shards,
             elements=self._elements * self._shards, ragged=ragged,
         )  # fmt: skip
         if not ragged:
-            self._seen[micro] = None
+            if len(self._seen) < MOST_DIFFERENT_STEPS:
+                self._seen[micro] = None
             self.backward_counts.add(self._n_backward)
         self._micro, self._epoch_ended, self._drew = [], False, False
         self._tokens, self._real_tokens, self._elements, self._n_backward = [0, 0], [0, 0], 0, 0
@@ -216,7 +237,8 @@ class BatchObserver:
     def parts(self) -> int:
         """Returns the micro-batches that the script makes of one draw; 0 unless it cuts the loader's batches up."""
         rows = max(self._column("first"), default=0)
-        return -(-self._largest_used // rows) if self._missing and 0 < rows < self._largest_used else 0
+        cut = self._missing and not self.uneven and 0 < rows < self._largest_used
+        return -(-self._largest_used // rows) if cut else 0
 
     @property
     def draw_size(self) -> int:
@@ -244,6 +266,11 @@ class BatchObserver:
         found = {self._count(micro) for micro in self._seen}
         return {max(found)} if self.parts and found else found
 
+    def sizes(self) -> list[int]:
+        """Returns the samples of the latest micro-batches, ends of epochs included."""
+        way = self._way()
+        return [getattr(one, way) for one in self._latest]
+
     def _column(self, name: str) -> set[int]:
         return {getattr(one, name) for micro in self._seen for one in micro} - {0, None}
 
@@ -264,11 +291,13 @@ class BatchObserver:
             return "every" if self._n_every in (behind, self._n_drawn) else "by_draw"
         if self._ahead and self._n_first in (behind, self._n_drawn):
             return "first"  # several draws make a micro-batch
-        # If draws differ and tensors do not, something else drew in between.
-        return "first" if len(drawn) > 1 and len(first) == 1 else "by_draw"
+        # If draws differ and tensors do not, something else drew in between, unless the loader's own draws differ.
+        return "first" if len(drawn) > 1 and len(first) == 1 and not self._draws_vary else "by_draw"
 
-    def _ragged(self, samples: int) -> Ragged:
-        """Returns how a step's samples compare with those of others."""
+    def _ragged(self, samples: int, sizes: set[int]) -> Ragged:
+        """Returns how a step's samples, and the sizes of its micro-batches, compare with those of others."""
+        if self._forgiving and self._draws_vary and max(len(sizes), len({samples} | self.samples_per_step)) > 1:
+            return Ragged.VARIES
         has_loader, was_pending = self._largest_used > 0, self._pending
         at_end = self._epoch_ended or 0 < self._last_used < self._largest_used
         # Of a draw that is cut up something may be left over each time, which ends no epoch.
@@ -278,7 +307,10 @@ class BatchObserver:
         varies = was_pending and (not self._epoch_ended if has_loader else smaller)
         if varies or not smaller:
             return Ragged.VARIES if varies else Ragged.NO
-        return Ragged.END if self._drew or not self.last.ragged else Ragged.SAME_END
+        if not self._drew and self.last.ragged:
+            return Ragged.SAME_END
+        self._ends_said -= self._drew and has_loader
+        return Ragged.UNSAID_END if self._ends_said < -MOST_UNSAID_ENDS else Ragged.END
 
     # Single calls
 

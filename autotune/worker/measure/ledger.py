@@ -30,8 +30,9 @@ MAX_WINDOW_STEPS = 100
 MAX_SKIPPED_UPDATES = 30
 # Fewer steps give no step time.
 MIN_STEPS = step_times.SETUP_STEPS + step_times.LEAST_TIMED_STEPS
-# Ends of epochs in a row, each with smaller steps, after which the script's steps are said to vary.
+# Ends of epochs in a row, each with smaller steps, after which smaller steps count as they come.
 MAX_ENDS_IN_A_ROW = 3
+FEWER = "some steps have fewer samples than others although no epoch ends there: they count as they come"
 # Smaller steps beyond the number of others: the first few may be cut short wherever the epoch stands.
 SPARE_RAGGED_STEPS = 1
 
@@ -50,6 +51,7 @@ class StepLedger:
     Attributes:
         elapsed_s: Time of all steps.
         peak_bytes: Highest memory peak of all ranks when timing began.
+        uneven: A probe found that the samples of a step vary.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class StepLedger:
         self._micro_batch_size = candidate.micro_batch_size
         self._global_batch_size = candidate.micro_batch_size * candidate.gradient_accumulation_steps * n_replicas
         self.elapsed_s = self.peak_bytes = 0.0
+        self.uneven = False
         self.skipped = self._ends_in_a_row = self._n_ragged = 0
         # Of what the ranks take in, this share counts: ranks that train one copy of the model take in the same.
         self.share = 1.0
@@ -100,7 +103,7 @@ class StepLedger:
 
         Raises:
             Diverged: The loss is not finite, or loss scaling finds no scale.
-            NotApplied: The samples of a step vary, and not by the ends of epochs.
+            NotApplied: Most steps have fewer samples than others.
         """
         n = len(laps_s)
         columns = [*laps_s, *map(float, skipped), *(float(count.ragged) for count in counts), *map(float, losses)]
@@ -140,10 +143,9 @@ class StepLedger:
                 raise Diverged(f"{self.skipped} updates were skipped because gradients were not finite")
             return
         self.skipped = 0
-        if ragged:
-            self._set_aside(ragged)
+        if ragged and self._is_set_aside(ragged):
             return
-        self._ends_in_a_row = 0
+        self._ends_in_a_row = self._ends_in_a_row if ragged else 0
         for name, amount in zip(TAKEN_IN, taken_in, strict=True):
             self.report.taken_in.setdefault(name, []).append(amount)
         self.report.step_times_s.append(time_s)
@@ -152,19 +154,24 @@ class StepLedger:
         if not finite:
             raise Diverged(f"the loss was not finite at step {len(self.report.losses)}")
 
-    def _set_aside(self, ragged: Ragged) -> None:
-        """Counts a step that is the shorter end of an epoch."""
+    def _is_set_aside(self, ragged: Ragged) -> bool:
+        """Returns whether a step with fewer samples is the end of an epoch, which is left out; others count as they come."""
         self._n_ragged += 1
         self._ends_in_a_row += ragged is not Ragged.SAME_END
         n = len(self.report.step_times_s)
-        if ragged is Ragged.VARIES or self._ends_in_a_row > MAX_ENDS_IN_A_ROW:
-            raise NotApplied("the samples of an optimizer step vary, and not only where an epoch ends")
-        if self._n_ragged > n + SPARE_RAGGED_STEPS:
+        varies = ragged is Ragged.VARIES or self._ends_in_a_row > MAX_ENDS_IN_A_ROW
+        many = self._n_ragged > n + SPARE_RAGGED_STEPS
+        if not self.request.candidate:  # a probe finds out
+            self.uneven = self.uneven or varies or many or ragged is Ragged.UNSAID_END
+            return True
+        if many:
             raise NotApplied(
                 f"most optimizer steps ({self._n_ragged} of {self._n_ragged + n}) have fewer samples than another one: where"
-                " epochs end that often, give the script more data, or a loader with drop_last=True; where its sampler makes"
-                " batches of varying sizes (as many as a token budget holds), give it one with a fixed number of samples"
+                " epochs end that often, give the script more data, or a loader with drop_last=True"
             )
+        if varies and FEWER not in self.report.caveats:
+            self.report.caveats.append(FEWER)
+        return not varies
 
     def done(self) -> bool:
         """Returns whether the measurement may end; precision is looked at after every 10 % more steps only."""

@@ -102,9 +102,11 @@ class Meter:
     def _note_lengths(self) -> None:
         """Notes the lengths of the samples, and what a step takes in on average over the data set."""
         seen, candidate = self.batches.lengths, self.candidate
+        # A script's own sampler decides what comes together.
+        unknown = self.batches.uneven and "token_budget" not in candidate.data_changes
         self.report.lengths = {} if "packing" in candidate.data_changes else padding.histogram(seen)
         own = padding.expected(
-            self.request.lengths, seen, candidate.micro_batch_size, candidate.gradient_accumulation_steps,
+            () if unknown else self.request.lengths, seen, candidate.micro_batch_size, candidate.gradient_accumulation_steps,
             candidate.data_changes, watch.grouped,
         )  # fmt: skip
         self.report.expected = {name: each * self.data_parallel for name, each in own.items()}
@@ -147,8 +149,12 @@ class Meter:
 
     def observe(self) -> Observed:
         """Returns the configuration that ran, and notes it in the report; all ranks take part."""
-        tokens = self.report.taken_in.get("tokens", [])
-        found = applied.observe(self.engine, self.batches, self.checkpointer, tokens, n_copies=self.data_parallel)
+        taken_in = self.report.taken_in
+        found = applied.observe(self.engine, self.batches, self.checkpointer, taken_in, n_copies=self.data_parallel)
+        if found.uneven is not None and self.request.candidate:
+            # What a step holds on average, and not what this trial's steps happened to: global batches are compared by it.
+            micro, steps = self.candidate.micro_batch_size, self.candidate.gradient_accumulation_steps
+            found = replace(found, micro_batch_size=micro, samples_per_step=micro * steps * self.data_parallel)
         self.report.observed = found
         return found
 

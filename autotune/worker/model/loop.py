@@ -9,13 +9,15 @@ import torch
 
 from autotune.space import data, torch_settings
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import SIDE_EFFECT_KEYS
+from autotune.space.deepspeed import SIDE_EFFECT_KEYS, Scalar
+from autotune.trial import token_budget
 from autotune.trial.request import TrialRequest
 from autotune.worker import random_fills
 from autotune.worker.containers import to_device
+from autotune.worker.data import worst
 from autotune.worker.data.loader import Loader
 from autotune.worker.data.witness import watch as loader_watch
-from autotune.worker.measure import batches, recompute
+from autotune.worker.measure import batches, experts, recompute
 from autotune.worker.measure.gradient_check import GradientWatch, perturb
 from autotune.worker.measure.laps import Laps, synchronize
 from autotune.worker.measure.ledger import NotApplied, Window
@@ -58,16 +60,17 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     replica, n_replicas = rank // candidate.ranks_per_replica, request.world_size // candidate.ranks_per_replica
     if in_stages:  # those of a pipeline are not: a stage of all copies comes before the next
         replica = rank % n_replicas
+    changes = _data_changes(candidate, request)
     loader = Loader(
         target, micro_batch_size=candidate.micro_batch_size, rank=replica, world_size=n_replicas, seed=seed,
         first_sample=request.first_sample,
-        accumulation=candidate.gradient_accumulation_steps, changes=candidate.data_changes,
+        accumulation=candidate.gradient_accumulation_steps, changes=changes,
     )  # fmt: skip
     if candidate.ranks_per_replica > 1:
         loader.isolate()
     loader_watch.loader = loader
     loader_watch.grouped = loader.grouped
-    recorder.report.side_changes += [data.in_words(*each) for each in candidate.data_changes.items()]
+    recorder.report.side_changes += [data.in_words(*each) for each in changes.items()]
     recorder.report.side_changes += torch_settings.in_words(dict(candidate.config))
     loader.check(candidate.global_batch_size(request.world_size))
     recorder.enter("initialize")
@@ -79,10 +82,19 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     set_seed(request.seed + 1 + replica + REPLICATE_SEEDS * request.replicate)
     random_fills.flush()
     recorder.enter("warmup")
-    observer = batches.BatchObserver(engine, shards=candidate.sequence_degree)
+    observer = batches.BatchObserver(engine, uneven=loader.token_budget > 0, shards=candidate.sequence_degree)
     meter = Meter(recorder, request, engine, observer, memory, checkpointer, noise, gradients)
     loss = model_file.make_loss(target, model) if sequence_groups is None else sequence.split_loss(sequence_groups)
     _Trainer(meter, loader, loss, in_stages=in_stages).train()
+
+
+def _data_changes(candidate: Candidate, request: TrialRequest) -> dict[str, Scalar]:
+    """Returns a candidate's settings of the data, with the tokens of its budget."""
+    changes = candidate.data_changes
+    if "token_budget" not in changes:
+        return changes
+    known = token_budget.padded(request.lengths, changes)
+    return changes | {"token_budget": token_budget.tokens_for(known, candidate.micro_batch_size)}
 
 
 def sequence_groups_of(target: model_file.ModelFile, model: torch.nn.Module, candidate: Candidate) -> Any:
@@ -111,6 +123,8 @@ def initialize(request: TrialRequest, target: model_file.ModelFile, model: torch
 
     config = {key: value for key, value in request.ds_config.items() if key not in SIDE_EFFECT_KEYS}
     config["steps_per_print"] = 10**9
+    if (mixed := experts.facts(model)) is not None:
+        config = mixed.completed(config)
     deepspeed.init_distributed(dist_init_required=False)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if target.optimizer is not None and "optimizer" not in config:
@@ -123,6 +137,7 @@ def initialize(request: TrialRequest, target: model_file.ModelFile, model: torch
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
     else:
         engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config, mpu=mpu)
+    experts.sent.watch(engine.module)
     return engine
 
 
@@ -210,5 +225,5 @@ class _Trainer:
             self.engine.step()
         batch = to_device(self.loader.worst(check.longest_at, check.length), meter.device, self.dtype)
         self.engine.backward(self.loss(self.engine, batch))
-        tail.trained(batch, self.loader.micro_batch_size)
+        tail.trained(batch, worst.rows_of(batch) if self.loader.token_budget else self.loader.micro_batch_size)
         tail.finish(lambda: self.loss(self.engine, batch))

@@ -45,6 +45,11 @@ class Loaders:
         iterator, meter = self.trained, self._context.meter
         if iterator is None or self._largest is None or meter is None:
             return None
+        if meter.batches.uneven:
+            if check.length:
+                self._context.once("the script decides how long its batches are, so --max-length was not tried")
+            self._worst = worst.heaviest(iterator, self._largest)
+            return self._worst
         dataset, n = iterator._dataset, meter.batches.draw_size
         chosen = iterator._auto_collation and check.longest_at and n and is_map_style(dataset)
         self._worst = (
@@ -115,7 +120,7 @@ class Loaders:
         n_samples = queue.popleft() if queue else None
         batch = self._noted(iterator, batch)
         if meter is not None:
-            meter.batches.drew(n_samples, batch)
+            meter.batches.drew(n_samples, batch, varies=_vary(iterator, n_samples) and iterator is self.trained)
         return batch
 
     def _noted(self, iterator: Any, batch: Any) -> Any:
@@ -132,8 +137,20 @@ class Loaders:
         return batch
 
     def _reset(self, original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        iterator.__dict__.pop("_autotune_draws", None)  # of an epoch that was left early
+        for name in ("_autotune_draws", "_autotune_sizes"):  # of an epoch that was left early
+            iterator.__dict__.pop(name, None)
         return original(iterator, *args, **kwargs)
+
+
+def _vary(iterator: Any, n_samples: int | None) -> bool:
+    """Notes the samples of a draw; returns whether those of an epoch differ, and not only at its end."""
+    if n_samples is None:
+        return False
+    sizes = iterator.__dict__.setdefault("_autotune_sizes", [])  # the first one, and the latest where it differs
+    found = len(sizes) > 1 or bool(sizes and n_samples > sizes[0])
+    if len(sizes) < 2 and n_samples not in sizes:
+        sizes.append(n_samples)
+    return found
 
 
 def _tell_lightning(loader: Any, batch_size: int) -> None:

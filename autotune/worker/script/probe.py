@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from autotune.space.deepspeed import DsConfig, at_path, precision_of, without_auto
-from autotune.space.degree import PIPELINE_DEGREE, degrees_of
+from autotune.space.degree import PIPELINE_DEGREE, configured_degrees, ranks_per_replica
 from autotune.system import redaction
 from autotune.trial import lengths
 from autotune.trial.workload import DataShape, Probed, Workload
@@ -36,7 +35,13 @@ def workload_of(
     """
     seen, engine, report = meter.observe(), meter.engine, context.report
     counted = seen.loader_batch_size or seen.micro_batch_size
-    if counted != seen.micro_batch_size:
+    if seen.uneven is not None:
+        least, most = seen.uneven
+        report.caveats.append(
+            f"batches hold {least} to {most} samples, {counted} on average, as the script makes them: they are measured as"
+            " they come, by all samples and tokens over all time"
+        )
+    elif counted != seen.micro_batch_size:
         report.caveats.append(
             f"samples are counted where the loader draws them, {counted} at a time:"
             f" the leading dimension at the engine's forward is {seen.micro_batch_size or 'not constant'}"
@@ -60,6 +65,8 @@ def workload_of(
         learning_rates=prepared.own_rates,
         draw_size=seen.draw_size if seen.parts else 0,
         parts=seen.parts,
+        uneven=seen.uneven,
+        configured_micro_batch_size=engine.train_micro_batch_size_per_gpu(),
     )
     workload = replace(
         prepared.workload,
@@ -70,7 +77,9 @@ def workload_of(
     )
     if profile is None:
         return workload
-    found = profile.profile(workload, prepared.own_config, seen.micro_batch_size)
+    # The forward that was counted is the first one.
+    first = meter.batches.sizes()[0] if seen.uneven else seen.micro_batch_size
+    found = profile.profile(workload, prepared.own_config, first)
     widths = {width for _, width in meter.batches.lengths}
     if found is not None and workload.data is not None and workload.data.varies and len(widths) > 1:
         found = replace(found, lengths=workload.data.table)
@@ -78,9 +87,9 @@ def workload_of(
 
 
 def _degree(prepared: PreparedModel) -> int:
-    own = degrees_of(lambda path: at_path(prepared.own_config, path))
+    own = configured_degrees(lambda path: at_path(prepared.own_config, path))
     stages = prepared.workload.pipeline.stages if prepared.workload.pipeline is not None else 1
-    return math.prod((own | {PIPELINE_DEGREE: stages}).values())
+    return ranks_per_replica(own | {PIPELINE_DEGREE: stages})
 
 
 def _data(context: ScriptContext, meter: Meter) -> DataShape | None:

@@ -24,6 +24,8 @@ from autotune.worker.script.patching import patch
 from autotune.worker.script.tail import ScriptTail
 
 PROBE_STEPS = 3
+# Where the samples of a step vary: their mean is the micro-batch that is stated.
+UNEVEN_PROBE_STEPS = 16
 
 
 class StepHooks:
@@ -50,7 +52,8 @@ class StepHooks:
     def attach(self, engine: Any, prepared: PreparedModel) -> None:
         """Starts to measure an engine."""
         context, self._prepared = self._context, prepared
-        batches = BatchObserver(engine, forgiving=True)
+        uneven = context.script.uneven
+        batches = BatchObserver(engine, forgiving=not uneven, uneven=uneven)
         meter = Meter(
             context.recorder, context.request, engine, batches, context.memory, prepared.watch, prepared.noise,
             prepared.gradients,
@@ -196,7 +199,8 @@ class StepHooks:
         """Ends the warm-up or the trial when enough steps were seen."""
         meter, n = self._meter, len(self._context.report.step_times_s)
         if self._context.candidate is None:
-            if n >= PROBE_STEPS:
+            meter.batches.uneven = meter.ledger.uneven
+            if n >= (UNEVEN_PROBE_STEPS if meter.ledger.uneven else PROBE_STEPS):
                 self._end()
             return
         if not self._begun and n >= min(2, self._context.request.max_steps):

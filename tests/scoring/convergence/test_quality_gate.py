@@ -80,6 +80,9 @@ def test_a_loss_that_is_far_lower_is_no_numerics_either_and_the_learning_rate_is
     found = judge(list(np.array(curve(seed=1)) - 0.3), curve(seed=2), replicates())
     assert not found.passed and "check its learning rate" in found.reason
     assert judge(list(np.array(curve(seed=1)) - 1e-3), curve(seed=2), replicates()).passed
+    reordered = judge(list(np.array(curve(seed=1)) - 0.3), curve(seed=2), replicates(), may_be_lower=True)
+    assert reordered.passed and reordered.excess < 0
+    assert not judge(list(np.array(curve(seed=1)) + 0.3), curve(seed=2), replicates(), may_be_lower=True).passed
 
 
 def test_curves_that_are_not_paired_are_told_apart_by_their_noise() -> None:

@@ -1,5 +1,6 @@
 """The loader of a model.py under changes of the data, and whether each of them is seen to act."""
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,6 +111,53 @@ def test_a_setting_that_did_not_act_is_told(monkeypatch):
     monkeypatch.setattr(witness.watch, "rows", lambda: {(1, 2)})
     for name, value in (("max_length", 5), ("pad_to_multiple_of", 8), ("packing", True), ("group_by_length", True)):
         assert witness.witness(name)(None, value) is None, name
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_token_budget_fills_batches_and_leaves_no_sample_out(stream):
+    data = itertools.cycle(DATA) if stream else DATA
+    one = loader({"token_budget": 20}, data=data, micro_batch_size=3)
+    batches = [one.next() for _ in range(40)]
+    assert all(b["input_ids"].numel() <= one.token_budget or n == 1 for b, n in batches)
+    assert all(len(b["input_ids"]) == n for b, n in batches) and len({n for _, n in batches}) > 1
+    assert {int(row) for b, _ in batches for row in b["attention_mask"].sum(1)} == set(range(2, 10))
+    padding = 1 - sum(int(b["attention_mask"].sum()) for b, _ in batches) / sum(
+        b["input_ids"].numel() for b, _ in batches
+    )
+    assert padding < 0.2
+    worst_batch = one.worst(() if stream else (1, 5), 0)["input_ids"]
+    assert worst_batch.numel() <= max(one.token_budget, 9) and worst_batch.shape[1] == 9
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_token_budget_never_joins_the_copies_of_a_sample_of_several_epochs(stream):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(DATA)
+
+    one = loader({"token_budget": 30}, data=Stream() if stream else DATA, micro_batch_size=3)
+    for _ in range(3):
+        seen = []
+        while len(seen) < len(DATA):
+            seen += one.next()[0]["attention_mask"].sum(1).tolist()
+        assert sorted(seen) == list(range(2, 10))
+
+
+def test_ranks_share_the_samples_that_a_token_budget_fills_batches_with():
+    both = [loader({"token_budget": 20}, rank=rank, world_size=2) for rank in (0, 1)]
+    seen = [[len(row) for _ in range(4) for row in one._of_budget()[0]["input_ids"]] for one in both]
+    firsts = [list(next(one._epochs())) for one in both]
+    assert sorted(length for half in firsts for length, _ in half) == sorted(range(2, 10)) and all(seen)
+
+
+def test_a_token_budget_is_seen_by_its_tokens_or_by_batches_of_several_sizes(monkeypatch):
+    monkeypatch.setattr(witness.watch, "loader", SimpleNamespace(token_budget=20))
+    monkeypatch.setattr(witness.watch, "rows", lambda: {(2, 2), (3, 3)})
+    assert witness.witness("token_budget")(None, True) is None
+    monkeypatch.setattr(witness.watch, "lengths", [(torch.tensor([9, 3]), 9), (torch.tensor([30]), 30)])
+    assert witness.witness("token_budget")(None, True) is None
+    monkeypatch.setattr(witness.watch, "lengths", [(torch.tensor([9, 3]), 16)])
+    assert "32 tokens" in witness.witness("token_budget")(None, True)
 
 
 def test_what_a_target_cannot_follow_has_a_reason():

@@ -38,3 +38,11 @@ def test_a_sequence_first_batch_is_stretched_along_its_sequences():
 
 def test_the_length_of_a_batch_is_that_of_its_samples_in_rows_packed_or_sequence_first():
     assert [worst.length_in(shape, 4) for shape in ((4, 100), (1, 400), (100, 4), (4,))] == [100, 100, 100, 0]
+
+
+def test_the_largest_batch_of_a_sampler_that_fills_a_token_budget_is_one_that_it_makes():
+    data = [{"input_ids": torch.arange(n)} for n in (2, 3, 2, 3, 9, 2)]
+    made = [[0, 2, 5], [1, 3, 0], [4]]
+    iterator = iter(torch.utils.data.DataLoader(data, batch_sampler=made, collate_fn=list))
+    found = worst.heaviest(iterator, largest=[{"input_ids": torch.arange(2)}])
+    assert [len(each["input_ids"]) for each in found] == [3, 3, 2]  # not three of nine

@@ -5,7 +5,7 @@ import torch
 
 from autotune.worker.measure.batches import BatchObserver, Ragged, counted_tensor
 
-NO, END, SAME_END, VARIES = Ragged.NO, Ragged.END, Ragged.SAME_END, Ragged.VARIES
+NO, END, SAME_END, UNSAID, VARIES = Ragged.NO, Ragged.END, Ragged.SAME_END, Ragged.UNSAID_END, Ragged.VARIES
 
 
 def test_the_tensor_that_counts_samples_is_a_named_input_or_the_first_one():
@@ -207,6 +207,35 @@ def test_without_a_loader_a_smaller_step_stands_alone_or_steps_vary():
         for n in sizes:
             loop.train(torch.zeros(n, 4))
         assert [step.ragged for step in loop.steps] == ragged
+
+
+def test_draws_that_differ_within_an_epoch_are_no_ends_of_it():
+    loop = Loop()
+    for n in (8, 8, 5, 8):
+        batch = torch.zeros(n, 4)
+        loop.seen.drew(n, (batch,), varies=n == 5)
+        loop.train(batch)
+    assert [step.ragged for step in loop.steps] == [NO, NO, VARIES, NO]
+
+
+def test_smaller_draws_after_which_no_loader_ends_vary():
+    loop = Loop()
+    for n in (8, 4) * 4:  # two loaders in turns
+        loop.train(loop.draw(n, 3))
+    assert [step.ragged for step in loop.steps][:6] == [NO, END, NO, UNSAID, NO, UNSAID]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_batches_of_varying_sizes_count_as_they_come(packed):
+    engine = FakeEngine(accumulation=2)
+    seen = engine.observer = BatchObserver(engine, uneven=True)
+    counts = []
+    for n in (5, 9, 7, 3, 8, 2):
+        seen.drew(n, (torch.zeros(n, 4),), varies=True)
+        engine.go(torch.zeros(1, 4 * n) if packed else torch.zeros(n, 4))
+        counts.append(seen.last.samples)
+    assert counts[1::2] == [14, 10, 10] and seen.sizes() == [5, 9, 7, 3, 8, 2]
+    assert seen.parts == 0 and not seen.last.ragged
 
 
 def test_several_draws_make_one_micro_batch():

@@ -27,7 +27,7 @@ BASE = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True
 # ok.py has four blocks and 2,048 samples.
 HERE = Setting(
     world_size=2, ranks_per_node=2, n_blocks=4, n_samples=2048, global_batch=(1, 64), no_tensor="it has no pairs",
-    no_sequence="it has no attention",
+    no_sequence="it has no attention", no_experts="it has no mixture",
 )  # fmt: skip
 
 

@@ -291,6 +291,7 @@ class Machine:
         ranks_per_node: Ranks of a node; 0 if all are on one. `link_*` then describe the link within a node.
         node_alpha_s: Latency of one message between nodes.
         node_bytes_per_s: Bandwidth between a node and the others, each way, shared by its ranks.
+        n_cores: Cores that the ranks of a node share; 0 where each has a device of its own, or if unknown.
         algorithm: Algorithm of collectives: `ring`, `tree`, `hierarchical`, or `auto` for the faster of the first two.
     """
 
@@ -312,6 +313,7 @@ class Machine:
     ranks_per_node: int = 0
     node_alpha_s: float = 0.0
     node_bytes_per_s: float = 0.0
+    n_cores: int = 0
     algorithm: str = "ring"
 
     @classmethod

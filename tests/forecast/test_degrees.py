@@ -57,6 +57,14 @@ def test_an_expert_group_shares_experts_and_pays_in_tokens_sent():
     assert at_stage_0["states"][0] == pytest.approx(8 * (7e9 - 0.75 * 5e9), rel=1e-3)
 
 
+def test_messages_within_groups_wait_where_ranks_are_more_than_cores():
+    own, shared, enough = (replace(Machine.guess("cpu", 4), n_cores=n) for n in (0, 2, 4))
+    for degree, hops in ((TENSOR, 4 * 32 * 2 * 3), (SEQUENCE, 8 * 32)):
+        plain, waiting, roomy = (totals(machine, **{degree: 4})[1]["groups"] for machine in (own, shared, enough))
+        # A slice of 1.5 ms on two cores, half of it for each hop, as half of the ranks have a core.
+        assert waiting - plain == pytest.approx(hops * 0.75e-3) and roomy == plain
+
+
 def test_a_sequence_group_shares_activations_and_not_weights():
     (whole, time), (parted, parted_time) = totals(zero_stage=1), totals(zero_stage=1, **{SEQUENCE: 4})
     assert parted["weights"] == whole["weights"] and parted["states"] == whole["states"]

@@ -105,6 +105,7 @@ ILLEGAL = [
     ({EXPERTS: 4}, MIXTURE, "the 4 and 6 experts of the model's mixtures do not divide by 4 ranks"),
     ({EXPERTS: 2, TENSOR: 2}, MIXTURE, "not tuned; leave one of them out"),
     ({EXPERTS: 2, "zero_stage": 3, f"{ZERO}zero_hpz_partition_size": 2}, MIXTURE, "ZeRO++ beside expert groups"),
+    ({EXPERTS: 2, "zero_stage": 1}, replace(MIXTURE, own_optimizer=True), "no group for experts"),
     ({"zero_stage": 3}, replace(MIXTURE, own_experts=True), "does not train the expert layers of deepspeed.moe"),
     ({"expert_parallel.enabled": True}, MIXTURE, "follows from the expert degree"),
     ({SEQUENCE: 2, "data.packing": True}, LLAMA, "share a row"),

@@ -1,13 +1,13 @@
-<<<<<<< HEAD
-"""The memory of a rank: what its device has left, or its share of the host's."""
+"""The memory of a rank, and what a script completes in the configuration of a candidate."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from support.instant import ENVIRONMENT
 
 from autotune.cli.check import _machine
-from autotune.trial.workload import CUDA_CONTEXT_BYTES
+from autotune.space.candidate import Candidate
+from autotune.trial.workload import CUDA_CONTEXT_BYTES, Probed
 from autotune.worker.model.inspect import _held
 
 GIB = 1 << 30
@@ -44,15 +44,8 @@ def test_ranks_of_a_host_share_its_memory():
 
 
 def test_a_check_names_the_devices_with_capability_and_memory():
-    from dataclasses import asdict
-
     assert _machine(asdict(DEVICE)) == "cuda: 2 x NVIDIA H100 80GB HBM3, capability 9.0, 80.0 GiB each"
     assert _machine(asdict(ENVIRONMENT)) == f"cpu: {ENVIRONMENT.device_name}"
-=======
-"""Records of what is trained: what a script completes in the configuration of a candidate."""
-
-from autotune.space.candidate import Candidate
-from autotune.trial.workload import Probed
 
 
 def test_a_script_whose_batches_vary_in_size_keeps_the_number_that_it_states():
@@ -61,4 +54,3 @@ def test_a_script_whose_batches_vary_in_size_keeps_the_number_that_it_states():
     )
     candidate = Candidate(micro_batch_size=20)
     assert probed.completed(candidate.to_deepspeed(), candidate)["train_micro_batch_size_per_gpu"] == 8
->>>>>>> main

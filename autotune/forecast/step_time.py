@@ -18,6 +18,7 @@ SPREADS = {
     "recompute": 0.3,
     "communication": 0.5,
     "messages": 0.7,
+    "groups": 0.7,
     "optimizer": 0.4,
     "offload": 0.6,
     "launches": 0.7,
@@ -93,6 +94,7 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
         "recompute": K * recompute,
         "communication": communication,
         "messages": messages,
+        "groups": np.zeros(len(messages)),  # of degrees; see `forecast.degrees`
         "optimizer": optimizer,
         "offload": offload,
         "launches": K * launches,

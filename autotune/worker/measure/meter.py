@@ -151,6 +151,10 @@ class Meter:
         """Returns the configuration that ran, and notes it in the report; all ranks take part."""
         taken_in = self.report.taken_in
         found = applied.observe(self.engine, self.batches, self.checkpointer, taken_in, n_copies=self.data_parallel)
+        if found.uneven is not None and self.request.candidate:
+            # What a step holds on average, and not what this trial's steps happened to: global batches are compared by it.
+            micro, steps = self.candidate.micro_batch_size, self.candidate.gradient_accumulation_steps
+            found = replace(found, micro_batch_size=micro, samples_per_step=micro * steps * self.data_parallel)
         self.report.observed = found
         return found
 

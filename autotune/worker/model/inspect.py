@@ -19,6 +19,7 @@ from autotune.trial.workload import Environment, Workload
 from autotune.worker.data import samples
 from autotune.worker.data.loader import Loader
 from autotune.worker.device import found_devices
+from autotune.worker.measure import experts
 from autotune.worker.model import model_file, staged
 from autotune.worker.model.split import splitting
 from autotune.worker.rank import versions
@@ -46,6 +47,7 @@ def inspect_model(request: TrialRequest) -> Workload:
     own, rates = _own_optimizer(target, model)
     data = samples.describe(loader.samples(), loader.cannot(model), loader.collate)
     split = splitting(target, model)
+    found = with_experts(found, model)
     return replace(found, optimizer=own, learning_rates=rates, data=data, splitting=split)
 
 
@@ -80,6 +82,20 @@ def workload_of(
         structure=_structure(model, sizes),
         module_classes=_module_classes(model),
         caveats=[] if blocks else ["the model has no repeated block, so activation checkpointing is not tuned"],
+    )
+
+
+def with_experts(workload: Workload, model: torch.nn.Module) -> Workload:
+    """Returns the workload with the mixtures of its model, and the parameters of experts that other ranks hold."""
+    mixed = experts.facts(model)
+    if mixed is None:
+        return workload
+    elsewhere = round(mixed.parameters * (1 - 1 / experts.degree(model)))
+    return replace(
+        workload,
+        n_parameters=workload.n_parameters + elsewhere,
+        n_trainable=workload.n_trainable + elsewhere,
+        experts=mixed,
     )
 
 

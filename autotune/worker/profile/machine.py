@@ -6,6 +6,7 @@ The mode `rates` takes seconds and measures what forecasts need; `machine` does 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -121,6 +122,7 @@ def _machine(
         optimizer_bytes_per_s=_agreed(_optimizer(device, OPTIMISED[kind]), device),
         workspace_bytes=_agreed(workspace, device),
         kernel_bytes=_agreed(kernels, device),
+        n_cores=len(os.sched_getaffinity(0)) if kind == "cpu" else 0,
         measured=True,
     )
 

@@ -18,10 +18,11 @@ from autotune.space.deepspeed import precision_of
 from autotune.trial.lengths import Table, longest
 from autotune.trial.profile import ARITHMETIC, Pass, Profile
 from autotune.trial.request import TrialRequest
+from autotune.trial.workload import Experts
 from autotune.worker.containers import map_tensors, to_device
 from autotune.worker.data import samples, worst
 from autotune.worker.data.loader import Loader
-from autotune.worker.measure import malloc, memory
+from autotune.worker.measure import experts, malloc, memory
 from autotune.worker.measure.batches import counted_tensor
 from autotune.worker.model import model_file, staged
 from autotune.worker.profile import op_counter
@@ -269,6 +270,7 @@ def _assemble(subject: _Subject, passes: dict[str, Pass], **found: Any) -> Profi
     plain = passes["fp32/0"]
     again = passes.get("fp32/1", plain)
     batch = subject.batches[0]
+    mixed = experts.facts(model) or Experts()
     counted = counted_tensor((), batch) if isinstance(batch, Mapping) else counted_tensor((batch,), {})
     return Profile(
         n_parameters=n_parameters,
@@ -285,6 +287,9 @@ def _assemble(subject: _Subject, passes: dict[str, Pass], **found: Any) -> Profi
         lengths=subject.lengths,
         largest_module=max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()),
         cut_short=subject.cut_short,
+        n_expert=mixed.parameters,
+        expert_layers=mixed.layers,
+        experts_per_token=mixed.per_token,
         **found,
     )
 

@@ -17,17 +17,22 @@ NAMES = re.compile(
 )
 
 
-def named(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """Line, condition, and whether it is a statement of its own (an expression's two sides share their line)."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.If | ast.While | ast.IfExp):
-            condition = ast.unparse(node.test)
-            if NAMES.search(condition) and "CUDA_HOME" not in condition:
-                yield (
-                    node.test.lineno if isinstance(node, ast.IfExp) else node.lineno,
-                    condition,
-                    not isinstance(node, ast.IfExp),
-                )
+def named(path: Path) -> Iterator[tuple[int, str, int, bool]]:
+    """Line, condition, the line of its statement, and whether that branches: an expression's two sides share one."""
+    for statement in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(statement, ast.stmt):
+            continue
+        branches = isinstance(statement, ast.If | ast.While)
+        inside = [
+            each
+            for child in ast.iter_child_nodes(statement)
+            if not isinstance(child, ast.stmt)
+            for each in ast.walk(child)
+        ]
+        conditions = [each.test for each in inside if isinstance(each, ast.IfExp)]
+        for test in [*([statement.test] if branches else []), *conditions]:
+            if NAMES.search(ast.unparse(test)):
+                yield test.lineno, ast.unparse(test), statement.lineno, branches and test is statement.test
 
 
 def main() -> int:
@@ -38,18 +43,14 @@ def main() -> int:
         name = str(path.relative_to(ROOT))
         found = covered.get(name, {})
         executed, missing = set(found.get("executed_lines", ())), found.get("missing_branches", [])
-        for line, condition, statement in sorted(named(path)):
+        for line, condition, at, branches in sorted(named(path)):
             n += 1
-            lines = {
-                line,
-                *(range(line - 4, line) if not statement else ()),
-            }  # an expression may begin above its condition
             missed = [
                 f"never {'left' if to < 0 else 'went'} to line {abs(to)}"
-                for at, to in missing
-                if at == line and statement
+                for start, to in missing
+                if start == at and branches
             ]
-            if not lines & executed:
+            if at not in executed:
                 missed = ["never reached"]
             n_missed += bool(missed)
             print(f"{name}:{line}: {condition[:90]}: {', '.join(missed) or 'taken'}")

@@ -27,9 +27,12 @@ import judged
 from common import RESULTS, complete, engine, plain_environment, request_of, write
 
 from autotune.executors.base import Executor
-from autotune.scoring import rates
+from autotune.scoring.estimates import estimate
+from autotune.scoring.measured import Measured
+from autotune.scoring.metrics import measure
 from autotune.space.candidate import Candidate
 from autotune.trial.folder import TrialDir, write_record
+from autotune.trial.result import TrialResult
 from autotune.trial.workload import Script
 
 JUDGED = Path(__file__).parent / "judged.py"
@@ -95,6 +98,21 @@ def trial(executor: Executor, folder: Path, model: str, candidate: Candidate, n_
     return complete(executor, folder, request_of(JUDGED, candidate, world_size=RANKS, script=script, **limits))
 
 
+def claimed(result: TrialResult, candidate: Candidate) -> dict[str, float]:
+    """What autotune prints for a trial that was measured once, as seconds a step with the ends of the 95 % interval."""
+    found = measure(result, None)
+    trial = Measured(
+        trial=0, candidate=candidate, ds_config=candidate.to_deepspeed(), outcome=result.outcome,
+        metrics={name: each.value for name, each in found.items()},
+        ci95={name: (each.low, each.high) for name, each in found.items()},
+    )  # fmt: skip
+    (printed,) = estimate([trial]).measured
+    low, high = printed.ci95["samples_per_s"]
+    assert result.samples_per_step
+    size = result.samples_per_step
+    return {"step_s": size / printed.metrics["samples_per_s"], "low_s": size / high, "high_s": size / low}
+
+
 def judge(number: int, executor: Executor, folder: Path, *, hooks: bool) -> Row:
     """Runs a case; returns what was claimed and what was measured, in seconds a step."""
     model, setting, busy = case(number)
@@ -108,10 +126,7 @@ def judge(number: int, executor: Executor, folder: Path, *, hooks: bool) -> Row:
             trial(executor, folder / f"{number}-hooks", model, candidate, n_steps, max_steps=10**6, min_samples=10**12)
             row["hooked"] = said(TrialDir(folder / f"{number}-hooks").log(0).read_text())
         after = plain(model, candidate, n_steps, folder)
-    rate = rates.rate_of(result, "samples")
-    assert rate is not None and result.samples_per_step
-    size = result.samples_per_step
-    row["claim"] = {"step_s": size / rate.value, "low_s": size / rate.high, "high_s": size / rate.low}
+    row["claim"] = claimed(result, candidate)
     row["steps"] = result.step_times_s
     return row | {"plain": [before, after]}
 

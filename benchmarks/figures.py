@@ -213,6 +213,17 @@ def script_startup(found: Results) -> Rows:
     return [(what, f"{min(seconds):.1f} to {max(seconds):.1f} s")]
 
 
+def large_startup(found: Results) -> Rows:
+    what = f"a warm trial of a model of {found['parameters']:.2g} parameters from disk"
+    ways = found["ways"].items()
+    beyond = ", ".join(f"{row['beyond_s']:.1f} s ({way})" for way, row in ways)
+    moving = ", ".join(f"{row['moving_s']:.1f} s ({way})" for way, row in ways)
+    return [
+        (f"{what}, beyond its steps and reading and moving the weights", beyond),
+        ("reading and moving these weights, in each trial", f"{moving}; under torchrun {found['moved_s']:.1f} s"),
+    ]
+
+
 def gate(found: Results) -> Rows:
     parts = {"faults": "injected faults that the quality gate refuses", "clean": "clean pairs that it refuses"}
     said = {name: text for name, text in parts.items() if name in found}
@@ -414,6 +425,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "driver_overhead": ("python benchmarks/overhead.py driver", driver_overhead),
     "terminal": ("python benchmarks/overhead.py terminal", terminal),
     "script_startup": ("python benchmarks/overhead.py scripts", script_startup),
+    "large_startup": ("python benchmarks/overhead.py large", large_startup),
     "gate": ("python benchmarks/gate.py", gate),
     "time_to_target": ("python benchmarks/time_to_target.py", time_to_target),
     "noise_scale": ("python benchmarks/noise_scale.py", noise_scale),

@@ -4,6 +4,8 @@ Each case writes `results/NAME.json`:
 
     startup    a warm 2-rank ZeRO-1 trial without its steps, against torchrun of the same trial, interleaved
     scripts    a warm trial of a training script beyond its own steps, and what a study of one costs once (goal: < 3 s)
+    large      a warm trial of a model of 1.1 billion parameters from disk, beyond its steps and moving its weights
+               (goal: <= 2 s), beside torchrun of the same script, interleaved; needs 2.2 GB of disk and 8 GB of memory
     executors  what local, Slurm, Ray and ssh cost a 2-rank trial on the loopback of one machine, interleaved
     terminal   processor time of `autotune --help` and of the help of each command, and when `autotune run` first shows something
     driver     driver CPU time per trial (propose, write, read, tell, print) in a study whose trials take no time
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import pty
 import resource
@@ -29,7 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, complete, engine, plain_trial, request_of, write
+from common import ROOT, complete, engine, plain_environment, plain_trial, request_of, write
 from rich.console import Console
 
 from autotune.cli.app import COMMANDS
@@ -48,13 +51,16 @@ from autotune.study.setup.engine import executor_for
 from autotune.study.setup.plan import plan
 from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import records
-from autotune.trial.folder import TrialDir
+from autotune.trial.folder import TrialDir, write_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import TrialResult
+from autotune.trial.workload import Script
+from autotune.worker.measure.breakdown import LONG_STEP_S
 
 CODE_GPT, SMALL = ROOT / "studies" / "code-gpt" / "model.py", ROOT / "tests" / "models" / "ok.py"
-PLAIN_TRIAL = Path(__file__).parent / "plain_trial.py"
+LARGE, PLAIN_TRIAL = Path(__file__).parent / "large_model.py", Path(__file__).parent / "plain_trial.py"
 RANKS, START_UP_STEPS = 2, 7
+LARGE_WAYS = ("model.py", "script")
 ZERO_1 = Candidate(micro_batch_size=8, zero_stage=1)
 Figures = dict[str, Any]
 
@@ -116,6 +122,46 @@ def scripts(folder: Path, rounds: int) -> Figures:
         "once": once,
         "trials": trials,
     }
+
+
+def large(folder: Path, rounds: int) -> Figures:
+    """`moving_s` is the time of `from_pretrained` and `deepspeed.initialize` in the ranks; torchrun's is `moved_s`."""
+    weights, config = folder / "weights", folder / "plain.json"
+    # In a process of its own: this one is to stay small.
+    subprocess.run([sys.executable, "-c", f"import large_model; large_model.write({str(weights)!r})"],
+                   cwd=LARGE.parent, env=plain_environment(), check=True)  # fmt: skip
+    candidate = Candidate(micro_batch_size=1, zero_stage=1, precision="bf16")
+    write_record(config, candidate.to_deepspeed())
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", str(LARGE)]
+    command += [str(weights), str(START_UP_STEPS), "--deepspeed_config", str(config)]
+    script = Script(arguments=(str(weights), "1000", "--deepspeed_config", "{ds_config}"), working_dir=str(folder),
+                    micro_batch_size=1, gradient_accumulation_steps=1, precision="bf16")  # fmt: skip
+    os.environ["LARGE_MODEL"] = str(weights)
+    rows: list[Figures] = []
+    with engine("torch", "deepspeed", "transformers:AutoModelForCausalLM,LlamaConfig") as (executor, _):
+        for number in range(rounds + 1):  # the first round reads the file and imports
+            start = time.perf_counter()
+            done = subprocess.run(command, env=plain_environment(), capture_output=True, text=True, check=False)
+            row: Figures = {"torchrun_s": time.perf_counter() - start}
+            said = [line for line in done.stdout.splitlines() if line.startswith("LARGE")]
+            if not said:
+                raise RuntimeError(done.stderr[-2000:])
+            row |= json.loads(said[0].removeprefix("LARGE"))
+            for name, part in zip(LARGE_WAYS, (None, script), strict=True):
+                request = request_of(LARGE, candidate, world_size=RANKS, max_steps=START_UP_STEPS, script=part)
+                wall_s, result = timed(executor, folder / f"{name}-{number}", request)
+                times = result.step_times_s
+                # After the timed steps come those in which memory is read: two, or one of more than two seconds.
+                n_memory = 2 if times[-1] < LONG_STEP_S else 1
+                steps_s = sum(times) + n_memory * statistics.median(times)
+                moving_s = result.startup_s["build"] + result.startup_s["initialize"]
+                beyond_s = wall_s - steps_s - moving_s
+                row[name] = {"wall_s": wall_s, "steps_s": steps_s, "moving_s": moving_s, "beyond_s": beyond_s}
+            rows.append(row)
+    kept = rows[1:]
+    ways = {way: {key: statistics.median(row[way][key] for row in kept) for key in kept[0][way]} for way in LARGE_WAYS}
+    torchrun = {key: statistics.median(row[key] for row in kept) for key in ("torchrun_s", "moved_s", "steps_s")}
+    return {"parameters": 1.1e9, "ways": ways, **torchrun, "first": rows[0], "rounds": kept}
 
 
 @contextlib.contextmanager
@@ -254,6 +300,7 @@ def _first_word_s(arguments: Sequence[str], folder: Path) -> float:
 CASES: dict[str, tuple[Callable[[Path, int], Figures], int, str]] = {
     "startup": (startup, 5, "startup"),
     "scripts": (scripts, 5, "script_startup"),
+    "large": (large, 3, "large_startup"),
     "executors": (executors, 5, "executor_overhead"),
     "terminal": (terminal, 5, "terminal"),
     "driver": (driver, 200, "driver_overhead"),

@@ -16,6 +16,7 @@ BINDS = {
     "compute": "compute: the matrix products", "traffic": "the memory bandwidth of the device",
     "recompute": "compute: blocks are computed twice to save memory", "communication": "the links between devices",
     "messages": "the links between devices: the latency of many messages",
+    "groups": "the links between devices: what the ranks of a group send each other for a split model",
     "optimizer": "the memory bandwidth: the optimizer's step", "offload": "the link between host and device",
     "launches": "the host: launching operations; a larger micro-batch helps",
     "bookkeeping": "the host: what ZeRO does for each parameter; a larger micro-batch helps",

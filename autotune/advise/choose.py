@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from autotune.advise.forecast import SURE, Forecasts, forecast
 from autotune.errors import UserError
 from autotune.space.candidate import FIELDS, Candidate
 from autotune.space.deepspeed import Scalar
-from autotune.space.degree import SEQUENCE_DEGREE, TENSOR_DEGREE, degrees_of
+from autotune.space.degree import EXPERT_DEGREE, SEQUENCE_DEGREE, TENSOR_DEGREE, degrees_of, ranks_per_replica
 from autotune.space.legality import why_illegal
 from autotune.space.rule import Setting
 from autotune.system.units import format_bytes
@@ -196,7 +195,7 @@ def _candidates(question: Question) -> Iterator[Candidate]:
 
 def _shared(values: Mapping[str, Scalar]) -> int:
     """Ranks that share a copy of the model or a sequence."""
-    return math.prod(degrees_of(values.get).values())
+    return ranks_per_replica(degrees_of(values.get))
 
 
 def _extras(stage: int, devices: Devices, *, splits: bool) -> Iterator[dict[str, Scalar]]:
@@ -204,7 +203,7 @@ def _extras(stage: int, devices: Devices, *, splits: bool) -> Iterator[dict[str,
     yield from _unsplit(stage, devices)
     degree = 2
     while splits and stage <= 1 and degree <= devices.local:
-        for path in (TENSOR_DEGREE, SEQUENCE_DEGREE):
+        for path in (TENSOR_DEGREE, SEQUENCE_DEGREE, EXPERT_DEGREE):
             yield from ({**each, path: degree} for each in itertools.islice(_unsplit(stage, devices), 1))
         degree *= 2
 
@@ -263,13 +262,16 @@ def _top(scores: Floats, table: Forecasts, among: Floats | None = None) -> int:
 def _plainness(candidate: Candidate) -> tuple[int, ...]:
     """How much of a configuration needs a reason: offload, a second copy of weights, stage 3, every k-th block."""
     offloads = (candidate.offload_optimizer != "none") + (candidate.offload_param != "none")
-    parted = candidate.ranks_per_replica
+    parted = candidate.ranks_per_replica * candidate.expert_degree
     return offloads, parted, HPZ in dict(candidate.config), candidate.zero_stage == 3, candidate.checkpoint_every > 1
 
 
 def _kind(candidate: Candidate) -> tuple[object, ...]:
     """What makes configurations differ in kind, and not in size."""
-    hpz, degrees = dict(candidate.config).get(HPZ), (candidate.tensor_degree, candidate.sequence_degree)
+    hpz, degrees = (
+        dict(candidate.config).get(HPZ),
+        (candidate.tensor_degree, candidate.sequence_degree, candidate.expert_degree),
+    )
     offloads = candidate.offload_optimizer, candidate.offload_param
     return candidate.zero_stage, candidate.checkpoint_every, *offloads, hpz, degrees
 

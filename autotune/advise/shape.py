@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autotune.advise.architecture import Architecture
 from autotune.advise.constants import CONSTANTS, Constants
@@ -71,7 +72,21 @@ def profile_of(model: Architecture, how: Training, constants: Constants = CONSTA
         passes={f"{name}/{every}": passes[width, every] for name, width in WIDTHS.items() for every in (0, 1)},
         sizes=_sizes(model), largest_module=model.vocab * model.hidden,
         quantized=parts["blocks"] if how.method == "qlora" else 0,
+        **_mixture(model, how),
     )  # fmt: skip
+
+
+def _mixture(model: Architecture, how: Training) -> dict[str, Any]:
+    """The profile's fields of a mixture whose experts are trained themselves, not through adapters."""
+    if not model.experts or how.method != "full":
+        return {}
+    layers = model.layers - model.dense_layers
+    each = sum(a * b for a, b in model.mlp_matrices(model.expert_intermediate))
+    return {
+        "n_expert": layers * model.experts * each,
+        "expert_layers": layers,
+        "experts_per_token": float(model.active_experts),
+    }
 
 
 def _adapters(model: Architecture, rank: int) -> int:

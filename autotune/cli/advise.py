@@ -37,7 +37,7 @@ class _Question:
 
 
 # Fields of `Setting` that say why a model's layers or sequences cannot be split.
-REFUSALS = ("no_degrees", "no_tensor", "no_sequence", "unlike")
+REFUSALS = ("no_degrees", "no_tensor", "no_sequence", "no_experts", "unlike")
 
 
 def _option(name: str, metavar: str, said: str, *more: str) -> Any:
@@ -201,6 +201,8 @@ def _named(name: str, how: Mapping[str, Any], seq: int | None) -> _Question:
             "heads": shape.heads,
             "kv_heads": shape.kv_heads,
             "no_tensor": "AutoTP does not split the experts of a mixture" if shape.experts else "",
+            "experts": (shape.experts,) if shape.experts else (),
+            "no_experts": "" if profile.n_expert else "the model trains no experts of a mixture themselves",
         },
         notes=tuple(notes),
         may_adapt=how["method"] == "full",

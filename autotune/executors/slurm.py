@@ -15,6 +15,7 @@ from autotune.executors.base import Status, no_turn
 from autotune.executors.cluster import JobState, Refused
 from autotune.executors.node_agent import Spool
 from autotune.executors.options import is_yes, whole
+from autotune.system import files
 from autotune.trial.folder import TrialDir
 
 # Names and descriptions of `--executor-option`.
@@ -71,6 +72,10 @@ WORDS = TAKEN | {
     "BadConstraints": "no node has what was asked for",
 }
 COMMAND_TIMEOUT_S = 60.0
+# What Slurm says of any step that fails; what failed stands above it.
+NO_CAUSE = re.compile(
+    r"Exited with exit code|Terminating|Job step aborted|STEP \S+ ON|Waiting up to|Force Terminated|cpu binding"
+)
 
 
 class Slurm:
@@ -88,6 +93,7 @@ class Slurm:
     def __init__(self, options: dict[str, str], ranks_per_node: int | None, job_name: str) -> None:
         self.options, self.ranks_per_node, self.job_name = options, ranks_per_node, job_name
         self.hold = is_yes(options, "hold")
+        self._logs: dict[str, Path] = {}
         self._exclusive = is_yes(options, "exclusive")
 
     def check(self, nodes: int) -> None:
@@ -115,7 +121,9 @@ class Slurm:
         Raises:
             Refused: sbatch refuses it; quotes sbatch.
         """
-        return self.submit(self._script(spool), spool.path / "job.log", nodes, "--no-requeue")
+        job = self.submit(self._script(spool), spool.path / "job.log", nodes, "--no-requeue")
+        self._logs[job] = spool.path / "job.log"
+        return job
 
     def submit(self, script: str, log: Path, nodes: int, *more: str) -> str:
         """Submits a batch script with what the user's options ask for; returns the job's number.
@@ -151,7 +159,8 @@ class Slurm:
         if done.returncode:
             return self._past(job)
         said = dict(re.findall(r"(\w+)=(\S*)", done.stdout))
-        return standing_of(job, said.get("JobState", ""), said.get("Reason", "None"), said.get("ExitCode", ""))
+        found = standing_of(job, said.get("JobState", ""), said.get("Reason", "None"), said.get("ExitCode", ""))
+        return self._with_last_words(job, found)
 
     def end(self, job: str) -> None:
         """Cancels a job."""
@@ -159,6 +168,14 @@ class Slurm:
 
     def exchange(self, job: str, spool: Spool, folder: TrialDir) -> None:
         """Does nothing: the nodes share this file system."""
+
+    def _with_last_words(self, job: str, found: JobState) -> JobState:
+        """Returns the state of a job with what its log ends with, if its agents failed."""
+        if found.status is not Status.LOST or job not in self._logs:
+            return found
+        lines = (files.tail(self._logs[job], 4096) or b"").decode(errors="replace").splitlines()
+        words = [line.strip() for line in lines if line.strip() and not NO_CAUSE.search(line)]
+        return JobState(found.status, f"{found.reason}: {words[-1]}") if words else found
 
     def _past(self, job: str) -> JobState:
         lost = JobState(Status.TAKEN, f"Slurm no longer knows job {job}")
@@ -224,7 +241,7 @@ class Steps(Slurm):
                 start_new_session=True,
             )  # fmt: skip
         name = f"{self._job}-{step.pid}"
-        self._steps[name] = step
+        self._steps[name], self._logs[name] = step, spool.path / "job.log"
         return name
 
     def standing(self, job: str) -> JobState:
@@ -237,7 +254,8 @@ class Steps(Slurm):
         whole = super().standing(self._job)
         if whole.status is Status.TAKEN:
             return whole
-        return JobState(Status.LOST, f"slurm: a step of job {self._job} ended with status {step.returncode}")
+        ended = f"slurm: a step of job {self._job} ended with status {step.returncode}"
+        return self._with_last_words(job, JobState(Status.LOST, ended))
 
     def end(self, job: str) -> None:
         """Ends a step with all its processes."""

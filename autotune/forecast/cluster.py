@@ -15,7 +15,7 @@ from autotune.system.units import parse_bandwidth, parse_latency
 from autotune.trial.profile import Machine
 
 # Uncertainty (log sd) of links whose rates are stated and not measured: collectives in training may reach less.
-LINK_SD = {"communication": 0.3, "messages": 0.5}
+LINK_SD = {"communication": 0.3, "messages": 0.5, "groups": 0.5}
 MOST_ROWS = 12
 
 
@@ -95,6 +95,7 @@ class Cluster:
         return replace(
             here,
             world_size=n,
+            n_cores=0,  # its ranks have devices
             link_bytes_per_s=link if self.per_node > 1 else self.inter_bytes_per_s or link,
             link_alpha_s=here.link_alpha_s if self.intra_latency_s is None else self.intra_latency_s,
             ranks_per_node=self.per_node if n > self.per_node else 0,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autotune.forecast.communication import within_node_s
+from autotune.forecast.communication import waiting_s, within_node_s
 from autotune.forecast.knobs import Knobs
 from autotune.forecast.memory import memory_terms
 from autotune.forecast.step_time import WITHIN_A_STEP, step_time_terms
@@ -22,6 +22,11 @@ WHOLE_ACTIVATIONS, WHOLE_RECOMPUTED = 10 / 34, 0.6
 ALL_REDUCES_A_LAYER = 4
 # All-to-alls of a layer's attention: queries, keys, values and the result, forward and backward.
 EXCHANGES_A_LAYER = 8
+
+# All-to-alls of a layer's experts: tokens to their experts and back, forward and backward.
+EXPERT_EXCHANGES_A_LAYER = 4
+# Ranks among which nothing that is sharded takes room.
+MANY_RANKS = 2**40
 
 # What a pipeline sends for each micro-batch: activations forward, and their gradient back.
 SENDS_A_MICRO_BATCH = 2
@@ -38,13 +43,14 @@ class Split(NamedTuple):
     sequence: int = 1
     stages: int = 1
     in_flight: int = 1
+    experts: int = 1
 
     @classmethod
     def of(cls, candidate: Candidate) -> Split:
         """The degrees of a candidate; a stage of p holds up to p micro-batches (1F1B)."""
         stages = candidate.pipeline_degree
         in_flight = min(stages, candidate.gradient_accumulation_steps)
-        return cls(candidate.tensor_degree, candidate.sequence_degree, stages, in_flight)
+        return cls(candidate.tensor_degree, candidate.sequence_degree, stages, in_flight, candidate.expert_degree)
 
 
 def cost_terms(
@@ -56,6 +62,8 @@ def cost_terms(
     states, of their work, and of all activations but the residual stream, among N / t data-parallel ranks. A sequence
     group of s ranks has whole weights, 1 / s of the tokens, and shards over all N ranks. A stage of p has 1 / p of all
     of it, holds the activations of up to p of the m micro-batches of a step, and is idle for p - 1 of m + p - 1 turns.
+    An expert group of e ranks holds each expert once: a rank has 1 / e of them, shards these over N / e ranks, and so
+    saves of what ZeRO does not shard.
     """
     by_degree: dict[Split, list[int]] = {}
     for row, candidate in enumerate(candidates):
@@ -64,12 +72,14 @@ def cost_terms(
     for split, own_rows in by_degree.items():
         knobs = Knobs.of([candidates[row] for row in own_rows], base)
         own, there = _of_a_rank(profile, machine, split)
-        times = step_time_terms(knobs, own, there)
+        held, times = memory_terms(knobs, own, there), step_time_terms(knobs, own, there)
+        if split.experts > 1 and profile.n_expert:
+            held, times = _with_experts(knobs, own, there, split.experts, (held, times))
         turns = 1.0 + (split.stages - 1) / knobs.accumulation
         times |= {name: times[name] * turns for name in OF_MICRO_BATCHES}
-        wire_s, latency_s = _within_groups(knobs, profile, machine, split)
-        times["communication"], times["messages"] = times["communication"] + wire_s, times["messages"] + latency_s
-        found.append((own_rows, memory_terms(knobs, own, there), times))
+        # A term of its own: what trials show of ZeRO's messages says little of those within groups.
+        times["groups"] = times["groups"] + _within_groups_s(knobs, profile, machine, split)
+        found.append((own_rows, held, times))
     if len(found) == 1:
         return found[0][1], found[0][2]
     rows = np.concatenate([part[0] for part in found])
@@ -89,9 +99,9 @@ def held_share(profile: Profile, tensor: int) -> float:
 
 def _of_a_rank(profile: Profile, machine: Machine, split: Split) -> tuple[Profile, Machine]:
     """The workload and the machine as a rank of these groups finds them."""
-    if split == Split():
+    tensor, sequence, stages, in_flight, _ = split
+    if tensor == sequence == stages == 1:
         return profile, machine
-    tensor, sequence, stages, in_flight = split
     held = held_share(profile, tensor) / stages
     work = held / sequence
     kept = (WHOLE_ACTIVATIONS + (1 - WHOLE_ACTIVATIONS) / tensor) / sequence * in_flight / stages
@@ -145,37 +155,67 @@ def _pass(whole: Pass, kept: float, work: float, held: float) -> Pass:
     )
 
 
-def _within_groups(knobs: Knobs, profile: Profile, machine: Machine, split: Split) -> tuple[Floats, Floats]:
-    """Seconds on the wire and of latency within the groups of a copy of the model, in an optimizer step.
+def _within_groups_s(knobs: Knobs, profile: Profile, machine: Machine, split: Split) -> Floats:
+    """Seconds that messages take within the groups of a copy of the model, in an optimizer step.
 
     A message is the hidden states of a micro-batch, b s h values. Recomputation runs the forward's half once more.
     """
     none = np.zeros(len(knobs.micro))
-    tensor, sequence, stages, _ = split
-    if tensor == sequence == stages == 1:
-        return none, none
+    tensor, sequence, stages, _, experts = split
+    if split == Split():
+        return none
     layers = float(max(profile.n_blocks, 1))
     again = 1.0 + 0.5 * knobs.recomputed_share(profile.n_blocks)
     sixteen = np.array([name != "fp32" for name in knobs.precision])
     message = knobs.micro * profile.sequence * profile.width * np.where(sixteen, 2.0, 4.0)
     slow = WITHIN_A_STEP.get(machine.accelerator, 1.3)
+    # The hops of a ring wait one after the other, the messages of an all-to-all together.
+    wait_s = waiting_s(machine)
     wire, latency = none, none
     if tensor > 1:
         calls = ALL_REDUCES_A_LAYER * layers * knobs.accumulation * again
         # An all-reduce is two all-gathers' worth of bytes and hops.
         wire = wire + 2.0 * slow * within_node_s(machine, calls * message, np.full(len(none), float(tensor)))
-        latency = latency + 2.0 * (tensor - 1) * machine.link_alpha_s * calls
+        latency = latency + 2.0 * (tensor - 1) * (machine.link_alpha_s + wait_s) * calls
     if sequence > 1:
         calls = EXCHANGES_A_LAYER * layers * knobs.accumulation * again
         between = _between(machine, sequence)
         wire = wire + slow * within_node_s(between, calls * message / sequence, np.full(len(none), float(sequence)))
-        latency = latency + (sequence - 1) * between.link_alpha_s * calls
+        latency = latency + ((sequence - 1) * between.link_alpha_s + wait_s) * calls
     if stages > 1:
         sends = SENDS_A_MICRO_BATCH * (knobs.accumulation + stages - 1)
         between = _between(machine, machine.world_size)  # stages stand one machine after the other
         wire = wire + slow * sends * message / between.link_bytes_per_s
-        latency = latency + between.link_alpha_s * sends
-    return wire, latency
+        latency = latency + (between.link_alpha_s + wait_s) * sends
+    if experts > 1:
+        calls = EXPERT_EXCHANGES_A_LAYER * float(profile.expert_layers) * knobs.accumulation * again
+        between = _between(machine, experts)
+        sent = calls * message * profile.experts_per_token
+        wire = wire + slow * within_node_s(between, sent, np.full(len(none), float(experts)))
+        latency = latency + ((experts - 1) * between.link_alpha_s + wait_s) * calls
+    return wire + latency
+
+
+def _with_experts(
+    knobs: Knobs, profile: Profile, machine: Machine, degree: int, whole: tuple[Terms, Terms]
+) -> tuple[Terms, Terms]:
+    """Memory and time of a rank that holds 1 / e of the experts, from those of one that holds all.
+
+    What ZeRO shards is P / N either way, as each expert is sharded over N / e ranks; what it does not shard has
+    (1 - 1 / e) Pe elements less. The experts' gradients are reduced over N / e ranks.
+    """
+    P, N, e = float(profile.n_parameters), float(machine.world_size), float(degree)
+    gone = round(profile.n_expert * (1 - 1 / e))
+    own = replace(profile, n_parameters=profile.n_parameters - gone, n_trainable=max(0, profile.n_trainable - gone))
+    apart = replace(machine, world_size=MANY_RANKS, ranks_per_node=0)
+    unsharded, left = (memory_terms(knobs, each, apart) for each in (profile, own))
+    memory = {name: np.maximum(0.0, terms - unsharded[name] + left[name]) for name, terms in whole[0].items()}
+    reduced = (N - 1) / N * (P - profile.n_expert) + (N - e) / N * profile.n_expert / e
+    share: Terms = {
+        "optimizer": np.where(knobs.stage == 0, own.n_parameters / P, 1.0),
+        "communication": np.full(len(knobs.micro), reduced / ((N - 1) / N * P)),
+    }
+    return memory, {name: terms * share.get(name, 1.0) for name, terms in whole[1].items()}
 
 
 def _between(machine: Machine, span: int) -> Machine:

@@ -84,6 +84,12 @@ def _degree_changes(candidate: Candidate, baseline: Candidate) -> list[str]:
             f"Pipeline: `PipelineModule(..., num_stages={candidate.pipeline_degree}{method})`; DeepSpeed does not read"
             " the JSON's `pipeline.stages` and `pipeline.partition`."
         )
+    if (degree := candidate.expert_degree) != baseline.expert_degree:
+        found.append(
+            f"Expert degree: the JSON shares the experts of a transformers model out over {degree} ranks (AutoEP); layers"
+            f" of deepspeed.moe take it as `MoE(..., ep_size={degree})`. AutoEP has other names for the experts' weights, so a"
+            " checkpoint from before it is not resumed: give `deepspeed.initialize` the model with its weights loaded."
+        )
     stages = baseline.pipeline_degree
     if tensor != baseline.tensor_degree or candidate.pipeline_degree != stages:
         saved = (

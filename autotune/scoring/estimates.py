@@ -23,8 +23,8 @@ from autotune.trial.result import Outcome
 STEP = "step_time_s"
 # Metrics that are a constant, the trial's own, times or over its step time.
 TIMED = (STEP, "samples_per_s", "tokens_per_s", "padded_tokens_per_s", GOODPUT, "time_to_loss_s")
-# Degrees of freedom that the prior of the noise is worth.
-PRIOR_DEGREES = 8
+# Degrees of freedom that the prior of the noise is worth to a 95 % interval, and the fewest that are counted far out.
+PRIOR_DEGREES = LEAST_FAR_OUT = 8
 # Standard deviations on either side of a normal interval of 90 % and of 95 %.
 Z90, Z95 = 1.645, 1.96
 # An interval of a gain wider than this, high over low, says nothing.
@@ -104,9 +104,11 @@ class Estimates:
         """Differences of two trials' log gains below this are noise, at 95 % over so many comparisons together.
 
         By Bonferroni's inequality, with Student's t that far out: with few degrees of freedom its tails are much heavier
-        than its 95 % interval tells.
+        than its 95 % interval tells. Out there the prior of the noise, which may be off by a factor of two, is worth the one
+        degree that it states, whatever it adds to the coverage of ordinary intervals.
         """
-        share, quantile = timed_share(objectives), step_times.t_quantile(1 - 0.025 / n_compared, self._degrees)
+        degrees = max(LEAST_FAR_OUT, self._degrees - PRIOR_DEGREES + 1)
+        share, quantile = timed_share(objectives), step_times.t_quantile(1 - 0.025 / n_compared, degrees)
         return share * quantile * self.sd(one, other) if share else 0.0
 
     def speedup(self, measured: Measured) -> Gain | None:

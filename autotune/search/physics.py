@@ -129,7 +129,8 @@ class PhysicsSampler(LegalSampler):
         states = (TrialState.COMPLETE, TrialState.PRUNED)
         found = []
         for trial in study.get_trials(deepcopy=False, states=states):
-            with contextlib.suppress(ValueError, KeyError, TypeError, UserError):  # a damaged row teaches nothing
+            with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError, UserError):
+                # A damaged row teaches nothing.
                 found.append(self._as_told(trial))
         return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -30,7 +29,16 @@ from autotune.space.deepspeed import (
     set_path,
     without_auto,
 )
-from autotune.space.degree import DEGREES, PIPELINE_DEGREE, SEQUENCE_DEGREE, TENSOR_DEGREE, degrees_of
+from autotune.space.degree import (
+    DEGREES,
+    EXPERT_DEGREE,
+    EXPERTS_SPLIT,
+    PIPELINE_DEGREE,
+    SEQUENCE_DEGREE,
+    TENSOR_DEGREE,
+    configured_degrees,
+    ranks_per_replica,
+)
 
 # The precision that computes in the same 16 bits and mixes types where an operation needs it.
 AUTOCAST = {"bf16": "torch_autocast", "fp16": "torch_autocast_fp16"}
@@ -124,6 +132,11 @@ class Candidate:
         """Stages of a pipeline, each on a rank of its own."""
         return self.degree(PIPELINE_DEGREE)
 
+    @property
+    def expert_degree(self) -> int:
+        """Ranks over which the experts of a mixture are shared out; they train on samples of their own."""
+        return self.degree(EXPERT_DEGREE)
+
     def degree(self, path: str) -> int:
         """Ranks of a group: the value at a path of `DEGREES`, 1 without."""
         found = next((value for name, value in self.config if name == path), None)
@@ -133,6 +146,11 @@ class Candidate:
     def ranks_per_replica(self) -> int:
         """Ranks that train on the same samples, as they share a copy of the model or a sequence."""
         return self.tensor_degree * self.sequence_degree * self.pipeline_degree
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has the whole model and samples of its own."""
+        return self.ranks_per_replica * self.expert_degree == 1
 
     @property
     def samples_per_rank(self) -> float:
@@ -201,6 +219,8 @@ class Candidate:
         for path, value in self.config:
             if not (data.is_data(path) or torch_settings.is_torch(path)):
                 set_path(config, path, value)
+        if self.expert_degree > 1:
+            set_path(config, EXPERTS_SPLIT, True)
         return config
 
     @property
@@ -248,7 +268,8 @@ class Candidate:
 
 def _drop_degrees(config: DsConfig) -> None:
     """Removes the user's degrees, which candidates carry themselves; settings beside them stay."""
-    for path in DEGREES:
+    switched = (EXPERTS_SPLIT,) if EXPERT_DEGREE in configured_degrees(lambda path: at_path(config, path)) else ()
+    for path in (*DEGREES, *switched):
         section, _, key = path.partition(".")
         if not key:
             config.pop(section, None)
@@ -351,8 +372,8 @@ def from_deepspeed(config: Mapping[str, Any], world_size: int, where: str = "bas
         ConfigError: The batch sizes are missing, contradictory or do not divide by the ranks.
     """
     config = without_auto(dict(config))
-    degrees = degrees_of(lambda path: at_path(config, path))
-    micro, steps = _batch(config, max(1, world_size // math.prod(degrees.values())), where)
+    degrees = configured_degrees(lambda path: at_path(config, path))
+    micro, steps = _batch(config, max(1, world_size // ranks_per_replica(degrees)), where)
     zero = config.get("zero_optimization", {})
     values: dict[str, Scalar] = {
         "micro_batch_size": micro,

@@ -7,12 +7,23 @@ from functools import partial
 
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
-from autotune.space.degree import DEGREES, PARTITION, PIPELINE_DEGREE, SEQUENCE_DEGREE, TENSOR_DEGREE, degrees_of
+from autotune.space.degree import (
+    DEGREES,
+    EXPERT_DEGREE,
+    EXPERTS_SPLIT,
+    PARTITION,
+    PIPELINE_DEGREE,
+    REPLICA_DEGREES,
+    SEQUENCE_DEGREE,
+    TENSOR_DEGREE,
+    configured_degrees,
+)
 from autotune.space.rule import Rule, Setting, older
 
 ZERO = "zero_optimization."
 HPZ = f"{ZERO}zero_hpz_partition_size"
 QUANTISED = tuple(f"{ZERO}zero_quantized_{name}" for name in ("weights", "gradients", "nontrainable_weights"))
+# Settings beside the expert degree.
 EXPERTS = "expert_parallel."
 # Modules whose parameters ZeRO-3 gathers at once, as it must where each step runs other experts of a mixture.
 LEAVES = f"{ZERO}leaf_module.classes"
@@ -31,8 +42,8 @@ def why_unlike(candidate: Candidate, setting: Setting, path: str) -> str:
 
 
 def _is_moved(path: str, candidate: Candidate, _: Mapping[str, Scalar], setting: Setting) -> bool:
-    own = degrees_of(dict(setting.base).get).get(path, 1)
-    why = setting.no_stages if path == PIPELINE_DEGREE else setting.no_degrees
+    own = configured_degrees(dict(setting.base).get).get(path, 1)
+    why = {PIPELINE_DEGREE: setting.no_stages, EXPERT_DEGREE: setting.no_experts}.get(path, setting.no_degrees)
     return bool(why) and candidate.degree(path) != own
 
 
@@ -65,6 +76,7 @@ OF_EACH = tuple(
         (TENSOR_DEGREE, "{tensor}", "{no_degrees}"),
         (SEQUENCE_DEGREE, "{sequence}", "{no_degrees}"),
         (PIPELINE_DEGREE, "{pipeline}", "{no_stages}"),
+        (EXPERT_DEGREE, "{expert}", "{no_experts}"),
     )
     for broken, why in (
         (_is_moved, no),
@@ -80,7 +92,7 @@ DEGREE_RULES: tuple[Rule, ...] = (
          "the pipeline has {n_blocks} layers, too few for {pipeline} stages", (PIPELINE_DEGREE,)),
     Rule(lambda c, k, s: c.pipeline_degree > 1 and c.tensor_degree * c.sequence_degree > 1,
          "stages of a pipeline beside tensor or sequence groups: DeepSpeed splits the layers of a PipelineModule no"
-         " further; leave one of them out", DEGREES),
+         " further; leave one of them out", REPLICA_DEGREES),
     Rule(lambda c, k, s: k.get(PARTITION) is not None and (bool(s.no_stages) or k[PARTITION] not in s.partitions),
          "pipeline.partition: the module's layers are shared out by {partition}; others that are possible:"
          " {other_partitions}", (PARTITION,)),
@@ -90,7 +102,7 @@ DEGREE_RULES: tuple[Rule, ...] = (
          "pipeline.partition: one stage has all layers", (PARTITION, PIPELINE_DEGREE)),
     Rule(lambda c, k, s: bool(why_unfit(c, k, s)), "{why_unfit}", (PIPELINE_DEGREE, PARTITION)),
     Rule(lambda c, k, s: c.tensor_degree > 1 and c.sequence_degree > 1,
-         "tensor and sequence groups at once: DeepSpeed builds the one or the other; leave one of them out", DEGREES),
+         "tensor and sequence groups at once: DeepSpeed builds the one or the other; leave one of them out", REPLICA_DEGREES),
     Rule(lambda c, k, s: c.tensor_degree > 1 and s.ranks_per_node % c.tensor_degree != 0,
          "a tensor group of {tensor} ranks does not fit into machines of {ranks_per_node}: every layer would wait for the"
          " network between them", (TENSOR_DEGREE,)),
@@ -114,7 +126,7 @@ DEGREE_RULES: tuple[Rule, ...] = (
          (SEQUENCE_DEGREE, "zero_stage")),
     Rule(lambda c, k, s: c.sequence_degree > 1 and bool(s.no_sequence), "{no_sequence}", (SEQUENCE_DEGREE,)),
     Rule(lambda c, k, s: c.ranks_per_replica > 1 and (hpz(k) > 1 or any(k.get(path) for path in QUANTISED)),
-         "ZeRO++ beside tensor or sequence groups: its groups know nothing of theirs", (*DEGREES, HPZ, *QUANTISED)),
+         "ZeRO++ beside tensor or sequence groups: its groups know nothing of theirs", (*REPLICA_DEGREES, HPZ, *QUANTISED)),
     Rule(lambda c, k, s: c.sequence_degree > 1 and bool(k.get("data.packing")),
          "data.packing: samples that share a row cannot be told apart where sequences are split over ranks",
          (SEQUENCE_DEGREE, "data.packing")),
@@ -123,7 +135,18 @@ DEGREE_RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: k.get(LEAVES) is not None and older(s, 0, 18, 1),
          "leaf_module is not in DeepSpeed {deepspeed_version}: it came with 0.18.1; call"
          " deepspeed.utils.set_z3_leaf_modules", (LEAVES,)),
-    Rule(lambda c, k, s: any(name.startswith(EXPERTS) for name in k),
-         "expert_parallel: expert groups are not tuned: DeepSpeed's AutoEP (0.19) fails on transformers 5, and the layers of"
-         " deepspeed.moe state their own ep_size; tune the rest", (f"{EXPERTS}*",)),
+    Rule(lambda c, k, s: any(c.expert_degree > 1 and n % c.expert_degree for n in s.experts),
+         "the {experts_named} experts of the model's mixtures do not divide by {expert} ranks", (EXPERT_DEGREE,)),
+    Rule(lambda c, k, s: c.zero_stage == 3 and s.own_experts,
+         "ZeRO stage 3 does not train the expert layers of deepspeed.moe; use stage 0, 1 or 2", ("zero_stage",)),
+    Rule(lambda c, k, s: c.expert_degree > 1 and c.ranks_per_replica > 1,
+         "expert groups beside tensor, sequence or pipeline groups are not tuned; leave one of them out", DEGREES),
+    Rule(lambda c, k, s: c.expert_degree > 1 and (hpz(k) > 1 or any(k.get(path) for path in QUANTISED)),
+         "ZeRO++ beside expert groups: DeepSpeed does not train them together", (EXPERT_DEGREE, HPZ, *QUANTISED)),
+    # Layers of deepspeed.moe have such a group in any script that trains them under ZeRO.
+    Rule(lambda c, k, s: c.expert_degree > 1 and c.zero_stage > 0 and s.own_optimizer and not s.own_experts,
+         "the target's own optimizer has no group for experts, which DeepSpeed needs from ZeRO stage 1 on; state an"
+         " `optimizer` in the DeepSpeed configuration, or use stage 0", (EXPERT_DEGREE, "zero_stage")),
+    Rule(lambda c, k, s: EXPERTS_SPLIT in dict(c.config),
+         "expert_parallel.enabled follows from the expert degree; tune `expert_parallel.autoep_size`", (EXPERTS_SPLIT,)),
 )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 from autotune.space import data
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DTYPES, RETIRED_KEYS, RETIRED_SINCE, STAGE_3_PREFIXES, Scalar, at_path, ops_needed
-from autotune.space.degree import DEGREES, PIPELINE_DEGREE, TENSOR_DEGREE
+from autotune.space.degree import DEGREES, EXPERTS_SPLIT, PIPELINE_DEGREE, REPLICA_DEGREES, TENSOR_DEGREE
 from autotune.space.degree_rules import DEGREE_RULES, HPZ, QUANTISED, hpz, why_unfit, why_unlike
 from autotune.space.ineffective import NO_EFFECT, STAGE_3, STAGES_1_AND_2, why_no_effect
 from autotune.space.rule import Rule, Setting, older
@@ -19,7 +19,7 @@ from autotune.space.torch_settings import TF32
 INHERITED_PATHS = (
     "data_types.grad_accum_dtype", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states",
     "zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path",
-    "optimizer.type", "optimizer.params.torch_adam", "zero_optimization.stage", *DEGREES,
+    "optimizer.type", "optimizer.params.torch_adam", "zero_optimization.stage", *DEGREES, EXPERTS_SPLIT,
     # Only forecasts look at these.
     "communication_data_type", "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm",
     "zero_optimization.contiguous_gradients", "zero_optimization.stage3_prefetch_bucket_size",
@@ -34,7 +34,7 @@ def inherited_settings(base: Mapping[str, Any]) -> tuple[tuple[str, Scalar], ...
 
 
 ZERO = "zero_optimization."
-BATCH = ("micro_batch_size", "gradient_accumulation_steps", *DEGREES)
+BATCH = ("micro_batch_size", "gradient_accumulation_steps", *REPLICA_DEGREES)
 MASTER_WEIGHTS = "bf16.bf16_master_weights_and_grads"
 OPTIMIZER_STATES = "bf16.bf16_optimizer_states"
 GRAD_ACCUM_DTYPE = "data_types.grad_accum_dtype"
@@ -299,6 +299,7 @@ def in_words(rule: Rule, candidate: Candidate, setting: Setting) -> str:
     missing |= {f"cannot_{name}": why for name, why in setting.data_cannot}
     facts = missing | {field.name: getattr(setting, field.name) for field in fields(setting)} | candidate.values()
     facts |= {"tensor": candidate.tensor_degree, "sequence": candidate.sequence_degree}
+    facts |= {"expert": candidate.expert_degree, "experts_named": " and ".join(map(str, setting.experts))}
     facts |= {"pipeline": candidate.pipeline_degree, "why_unfit": why_unfit(candidate, dict(candidate.config), setting)}
     others = [name for name in setting.partitions if name != setting.partition and not setting.no_stages]
     facts |= {"module_classes_named": ", ".join(setting.module_classes)}

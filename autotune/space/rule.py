@@ -43,6 +43,9 @@ class Setting:
         kv_heads: Its heads of keys and values; 0 if unknown.
         no_degrees: Why the target cannot be run with degrees; empty if it can.
         no_tensor: Why its layers cannot be split over ranks; empty if they can.
+        experts: Experts of the model's mixtures, each number once; empty if it has none or they are unknown.
+        no_experts: Why its experts cannot be shared out; empty if they can.
+        own_experts: Its expert layers are DeepSpeed's own (deepspeed.moe).
         no_sequence: Why its sequences cannot be split over ranks; empty if they can.
         module_classes: Classes of the model's modules that have both parameters and modules of their own; empty if unknown.
         unlike: Degrees at which the split model computed something else than the whole one, each with what it was.
@@ -77,6 +80,9 @@ class Setting:
     no_degrees: str = ""
     no_tensor: str = ""
     no_sequence: str = ""
+    experts: tuple[int, ...] = ()
+    no_experts: str = ""
+    own_experts: bool = False
     module_classes: tuple[str, ...] = ()
     unlike: tuple[tuple[str, int, str], ...] = ()
 

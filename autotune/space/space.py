@@ -13,7 +13,7 @@ from typing import Any
 from autotune.errors import nearest
 from autotune.space.candidate import FIELDS, Candidate
 from autotune.space.deepspeed import Scalar
-from autotune.space.degree import DEGREES
+from autotune.space.degree import REPLICA_DEGREES
 from autotune.space.parameter import MOST_KNOBS, Parameter, SpaceError, parse_parameters
 
 BATCH_FIELDS = ("micro_batch_size", "gradient_accumulation_steps")
@@ -117,7 +117,7 @@ class SearchSpace:
                 " choose other --ranks, or let it vary with --global-batch free"
             )
         samples = global_batch / world_size
-        most = max(shared, math.prod(_largest(self, name) for name in DEGREES))
+        most = max(shared, math.prod(_largest(self, name) for name in REPLICA_DEGREES))
         if micro_batch_size is not None and samples * shared % micro_batch_size:
             raise SpaceError(
                 f"the baseline's micro-batch of {micro_batch_size} does not divide the {samples * shared:g} samples of a rank"
@@ -289,7 +289,7 @@ def _largest(space: SearchSpace, name: str) -> int:
 
 def _accumulation(samples_per_rank: float, micro_batch_size: int, values: Mapping[str, Scalar]) -> int:
     """The accumulation that keeps the global batch: ranks that share a copy of the model share its samples."""
-    degrees = (values.get(name) for name in DEGREES)
+    degrees = (values.get(name) for name in REPLICA_DEGREES)
     per_replica = samples_per_rank * math.prod(max(1, n) for n in degrees if isinstance(n, int))
     return max(1, int(per_replica) // micro_batch_size)
 
@@ -302,7 +302,7 @@ def _structures(space: SearchSpace, default: Candidate) -> Iterator[tuple[dict[s
     """Every choice for the parameters that others depend on, with the active ones that nothing depends on."""
     parents = {parent for parameter in space.parameters for parent in parameter.when}
     if space.samples_per_rank is not None and "gradient_accumulation_steps" in parents:
-        parents |= {"micro_batch_size", *(name for name in DEGREES if name in space)}
+        parents |= {"micro_batch_size", *(name for name in REPLICA_DEGREES if name in space)}
     branches = [parameter for parameter in space.parameters if parameter.name in parents]
     leaves = [parameter for parameter in space.parameters if parameter.name not in parents]
 
@@ -372,7 +372,7 @@ def _ordered(parameters: Sequence[Parameter], origin: Mapping[str, str]) -> tupl
     """Parents first, otherwise in the given order."""
     names = {parameter.name for parameter in parameters}
     # With a kept global batch the accumulation follows from the micro-batch, so that is its dependants' parent.
-    derived = ("micro_batch_size", *(name for name in DEGREES if name in names))
+    derived = ("micro_batch_size", *(name for name in REPLICA_DEGREES if name in names))
     stands_in = {} if "gradient_accumulation_steps" in names else {"gradient_accumulation_steps": derived}
     waiting = list(parameters)
     done: list[Parameter] = []

@@ -84,7 +84,7 @@ class TrialMeasurer:
             noise=role == "noise",
             check_gradient=role in ("baseline", "search", "gate")
             and plan.data_parallel == plan.world_size
-            and candidate.ranks_per_replica == 1,
+            and candidate.is_whole,
             min_samples=self._min_samples(role),
             deadline_s=self._deadline_s(candidate),
             device_memory_bytes=spec.device_memory_bytes,

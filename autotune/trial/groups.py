@@ -1,11 +1,11 @@
-"""Groups of ranks that share a copy of the model or a sequence, as a rank saw them."""
+"""Groups of ranks that share a copy of the model, a sequence or experts, as a rank saw them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from autotune.space.candidate import Candidate
-from autotune.space.degree import PIPELINE_DEGREE, SEQUENCE_DEGREE, TENSOR_DEGREE
+from autotune.space.degree import EXPERT_DEGREE, PIPELINE_DEGREE, SEQUENCE_DEGREE, TENSOR_DEGREE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,24 +16,37 @@ class Groups:
         tensor: Ranks over which layers are split.
         sequence: Ranks over which sequences are split.
         pipeline: Stages of a pipeline.
+        expert: Ranks over which the experts of a mixture are shared out.
         data: Ranks, or groups of them, that train on different samples.
         split_modules: Modules that are split over a tensor group.
+        held_experts: Experts of a layer that this rank holds; 0 without expert layers.
+        exchanges: Calls in which tokens were sent to the ranks of their experts.
+        exchanged_bytes: Bytes of all of them, what stayed in the rank included.
         held_parameters: Parameters of this rank's share of the model, before ZeRO shards them.
     """
 
     tensor: int = 1
     sequence: int = 1
     pipeline: int = 1
+    expert: int = 1
     data: int = 1
     split_modules: int = 0
+    held_experts: int = 0
+    exchanges: int = 0
+    exchanged_bytes: int = 0
     held_parameters: int = 0
 
     def mismatch(self, candidate: Candidate) -> str | None:
         """Returns the first degree that differs from the candidate's, in words; None if all were applied."""
         if candidate.tensor_degree > 1 and not self.split_modules:
             return f"{TENSOR_DEGREE}: {candidate.tensor_degree} was asked for, and no module was split over ranks"
-        seen = {TENSOR_DEGREE: self.tensor, SEQUENCE_DEGREE: self.sequence, PIPELINE_DEGREE: self.pipeline}
+        seen = {
+            TENSOR_DEGREE: self.tensor, SEQUENCE_DEGREE: self.sequence, PIPELINE_DEGREE: self.pipeline,
+            EXPERT_DEGREE: self.expert,
+        }  # fmt: skip
         for path, ran in seen.items():
             if (asked := candidate.degree(path)) != ran:
                 return f"{path}: {asked} was asked for, {ran} ran"
+        if candidate.expert_degree > 1 and not self.exchanges:
+            return f"{EXPERT_DEGREE}: {candidate.expert_degree} was asked for, and no token was sent to another rank's experts"
         return None

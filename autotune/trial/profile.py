@@ -81,6 +81,9 @@ class Profile:
         sizes: Distinct sizes of the parameters in elements, each with the number of parameters.
         largest_module: Elements of the largest module's own parameters, which stage 3 gathers at once.
         quantized: Frozen parameters that are held at 4 bits.
+        n_expert: Parameters of the experts of mixtures, of which a token passes a few.
+        expert_layers: Layers that have experts.
+        experts_per_token: Experts that a token passes in such a layer.
         data_bytes: Host memory of the target and its data set.
         input_s_per_sample: Time to draw a sample in a rank.
         cut_short: Passes are missing, since the time for profiling was over; what stands in for them is uncertain.
@@ -107,6 +110,9 @@ class Profile:
     sizes: tuple[tuple[int, int], ...] = ()
     largest_module: int = 0
     quantized: int = 0
+    n_expert: int = 0
+    expert_layers: int = 0
+    experts_per_token: float = 1.0
     data_bytes: float = 0.0
     input_s_per_sample: float = 0.0
     cut_short: bool = False
@@ -122,8 +128,12 @@ class Profile:
 
     @property
     def width(self) -> float:
-        """Returns the width of the hidden states, from P = 12 L h^2 for the parameters in the blocks."""
-        return float(max(1.0, (self.block_share * self.n_parameters / 12 / max(1, self.n_blocks)) ** 0.5))
+        """Returns the width of the hidden states, from P = 12 L h^2 for the parameters in the blocks.
+
+        Beside a mixture of experts, attention alone has 4 of these 12.
+        """
+        in_blocks, squares = self.block_share * self.n_parameters - self.n_expert, 4 if self.n_expert else 12
+        return float(max(1.0, max(0.0, in_blocks / squares / max(1, self.n_blocks)) ** 0.5))
 
     @property
     def longest(self) -> int:
@@ -281,6 +291,7 @@ class Machine:
         ranks_per_node: Ranks of a node; 0 if all are on one. `link_*` then describe the link within a node.
         node_alpha_s: Latency of one message between nodes.
         node_bytes_per_s: Bandwidth between a node and the others, each way, shared by its ranks.
+        n_cores: Cores that the ranks of a node share; 0 where each has a device of its own, or if unknown.
         algorithm: Algorithm of collectives: `ring`, `tree`, `hierarchical`, or `auto` for the faster of the first two.
     """
 
@@ -302,12 +313,13 @@ class Machine:
     ranks_per_node: int = 0
     node_alpha_s: float = 0.0
     node_bytes_per_s: float = 0.0
+    n_cores: int = 0
     algorithm: str = "ring"
 
     @classmethod
     def guess(cls, accelerator: str, world_size: int, n_cores: int = 4) -> Machine:
         """Returns typical rates, which may be wrong by a factor of a few; measurements correct them."""
-        if accelerator == "cuda":
+        if accelerator != "cpu":
             rates = {"fp32": 6e13, "bf16": 3e14, "fp16": 3e14, "torch_autocast": 2e14, "torch_autocast_fp16": 2e14}
             return cls(
                 accelerator=accelerator, world_size=world_size, flops=rates, memory_bytes_per_s=2e12, link_alpha_s=2e-5,

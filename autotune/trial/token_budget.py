@@ -101,8 +101,9 @@ def filled(known: Table, tokens: int, micro: int) -> Filled:
     rng, n = np.random.default_rng(0), max(20, min(MOST_BATCHES, MOST_SAMPLES // micro))
     drawn = map(int, np.ceil(rng.choice(values, (n + POOL_BATCHES) * 2 * micro, p=counts / counts.sum())))
     found = list(itertools.islice(fill(((each, each) for each in drawn), tokens, POOL_BATCHES * micro), n))
-    rows, real = sum(map(len, found)), sum(map(sum, found))
-    return Filled(rows / len(found), sum(len(each) * max(each) for each in found) / len(found), real / len(found))
+    real = sum(map(sum, found)) / len(found)
+    # In the long run samples have the mean length, which those of a simulation miss by chance.
+    return Filled(real / expected(known), sum(len(each) * max(each) for each in found) / len(found), real)
 
 
 def tokens_for(known: Table, micro: int) -> int:

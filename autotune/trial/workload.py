@@ -13,6 +13,8 @@ from autotune.trial.profile import Machine, Profile
 
 # Device memory of a process outside torch's allocator: CUDA's context, modules and libraries.
 CUDA_CONTEXT_BYTES = 600 << 20
+# Share of a device's memory that is in use before a trial, from which on something else must hold it.
+HELD_SHARE = 0.1
 # Families of scripts, by the names in `Probed.family`.
 TRAINER, ACCELERATE = "transformers' Trainer", "Accelerate"
 
@@ -54,12 +56,17 @@ class Environment:
     remarks: tuple[str, ...] = ()
 
     def share_bytes(self, ranks: int) -> float:
-        """Returns the memory of a rank: its device's without CUDA's context, or its share of the host's on a CPU."""
-        return (
-            max(0.0, self.device_memory_bytes - CUDA_CONTEXT_BYTES)
-            if self.accelerator != "cpu"
-            else self.device_memory_bytes / ranks
-        )
+        """Returns the memory of a rank: what its device has left without CUDA's context, or its share of the host's on a CPU."""
+        if self.accelerator == "cpu":
+            return self.device_memory_bytes / ranks
+        held = self.held_by_others_bytes
+        return max(0.0, self.device_memory_bytes - max(held, CUDA_CONTEXT_BYTES))
+
+    @property
+    def held_by_others_bytes(self) -> float:
+        """Memory of the fullest device that other processes hold, with this one's context; 0 where it is hardly any."""
+        held = self.device_memory_bytes - (self.free_memory_bytes or self.device_memory_bytes)
+        return float(held) if self.accelerator != "cpu" and held > HELD_SHARE * self.device_memory_bytes else 0.0
 
 
 def threads_per_rank(n_cores: int, world_size: int, omp_num_threads: str | None) -> int:
@@ -269,6 +276,33 @@ class Pipeline:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The mixtures of experts of a model.
+
+    Attributes:
+        counts: Experts of a layer, each number once.
+        layers: Layers that have experts.
+        parameters: Parameters of all these experts.
+        per_token: Experts that a token passes in a layer.
+        degree: Ranks over which the target itself shares them out.
+        own: The layers are those of deepspeed.moe, whose degree is an argument; DeepSpeed's AutoEP shares out others.
+        why_none: Why they cannot be shared out; empty if they can.
+    """
+
+    counts: tuple[int, ...] = ()
+    layers: int = 0
+    parameters: int = 0
+    per_token: float = 1.0
+    degree: int = 1
+    own: bool = False
+    why_none: str = ""
+
+    def completed(self, config: DsConfig) -> DsConfig:
+        """Returns a DeepSpeed configuration without AutoEP's section, which layers of deepspeed.moe do not read."""
+        return {key: value for key, value in config.items() if key != "expert_parallel"} if self.own else config
+
+
+@dataclass(frozen=True, kw_only=True)
 class Splitting:
     """Facts of a model that decide over how many ranks its layers or its sequences can be split.
 
@@ -320,6 +354,7 @@ class Workload:
         data: Shape of the samples; None if none could be drawn.
         splitting: Facts that decide about degrees; None for a script, which feeds its own ranks.
         pipeline: The `PipelineModule` that the model is; None for another model.
+        experts: Its mixtures of experts; None without any.
     """
 
     n_parameters: int
@@ -342,7 +377,17 @@ class Workload:
     data: DataShape | None = None
     splitting: Splitting | None = None
     pipeline: Pipeline | None = None
+    experts: Experts | None = None
 
     def data_parallel(self, world_size: int) -> int:
         """Returns the ranks without those of a script's own groups; candidates divide out their own degrees."""
         return world_size // (self.script.model_parallel_size if self.script else 1)
+
+    def ds_config(self, candidate: Candidate, base_config: DsConfig) -> DsConfig:
+        """Returns the complete DeepSpeed configuration of a candidate over the user's own."""
+        config = candidate.to_deepspeed(base_config)
+        if self.experts is not None:
+            config = self.experts.completed(config)
+        if self.script is not None:
+            return self.script.completed(config, candidate)
+        return recomputing_in_runs(config, candidate) if self.pipeline is not None else config

@@ -11,16 +11,17 @@ from torch import Tensor, nn
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yields the tensors in nested mappings, sequences, sets and modules."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, nn.Module):
-        yield from value.state_dict().values()
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from tensors_in(inner)
-    elif isinstance(value, list | tuple | set):
-        for inner in value:
-            yield from tensors_in(inner)
+    pending = [value]
+    while pending:  # no recursion, and the commonest types first: it runs in every step of a trial
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple | set):
+            pending += [*value][::-1]
+        elif isinstance(value, nn.Module):
+            pending += [*value.state_dict().values()][::-1]
+        elif isinstance(value, (dict, Mapping)):
+            pending += [*value.values()][::-1]
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:

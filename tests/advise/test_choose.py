@@ -115,6 +115,15 @@ def test_too_little_host_memory_rules_offload_out():
     assert chosen.fits >= SURE and chosen.candidate.offload_optimizer == "cpu"
 
 
+def test_the_experts_of_a_mixture_are_shared_out_where_a_degree_says_so():
+    mixture, dense = asked("mixtral-8x7b"), asked()
+    assert mixture.profile.n_expert == 32 * 8 * 3 * 4096 * 14336 and mixture.profile.experts_per_token == 2
+    assert dense.profile.n_expert == 0
+    sharded = Candidate(micro_batch_size=1, zero_stage=2, precision="bf16")
+    grouped = Candidate.of({**sharded.values(), "expert_parallel.autoep_size": 8})
+    assert peak(grouped, mixture) < peak(sharded, mixture) - 2 * 0.8 * mixture.profile.n_expert
+
+
 def test_a_card_without_bfloat16_gets_fp16():
     assert best(asked("gpt2", "1xT4"))[0].candidate.precision == "fp16"
 

@@ -15,7 +15,7 @@ from support.paths import MODELS, ROOT
 from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.base import Status
-from autotune.executors.cluster import ClusterExecutor, Refused, Spool, settings_for
+from autotune.executors.cluster import ClusterExecutor, JobState, Refused, Spool, settings_for
 from autotune.executors.slurm import Slurm, standing_of
 from autotune.system import processes
 from autotune.trial.folder import TrialDir, write_record
@@ -235,6 +235,21 @@ def test_a_refusal_of_sbatch_is_quoted(sbatch: Path, tmp_path: Path) -> None:
 def test_every_state_of_a_job_means_something(state: str, reason: str, status: Status, words: str) -> None:
     standing = standing_of("7", state, reason, "1:0")
     assert (standing.status, standing.reason) == (status, words)
+
+
+NO_PYTHON = "slurmstepd-n1: error: execve(): /no/python: No such file or directory"
+NO_CAUSE = "srun: error: n1: task 0: Exited with exit code 2\nsrun: launch/slurm: _step_signal: Terminating StepId=4.0"
+
+
+@pytest.mark.parametrize("log", [f"{NO_PYTHON}\n{NO_CAUSE}\n", f"{NO_CAUSE}\n{NO_PYTHON}\n"])
+def test_agents_that_failed_are_told_with_what_slurm_said_of_the_cause(tmp_path, log: str) -> None:
+    engine = Slurm({}, 1, "x")
+    engine._logs["7"] = tmp_path / "job.log"
+    lost, taken = JobState(Status.LOST, "job 7 ended"), JobState(Status.TAKEN, "job 7 ended")
+    assert engine._with_last_words("7", lost) == lost  # it wrote nothing
+    engine._logs["7"].write_text(log)
+    assert engine._with_last_words("7", lost).reason == f"job 7 ended: {NO_PYTHON}"
+    assert engine._with_last_words("7", taken) == taken and engine._with_last_words("8", lost) == lost
 
 
 @pytest.mark.parametrize("options", [{"hold": "maybe"}, {"exclusive": "true"}])

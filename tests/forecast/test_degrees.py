@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from autotune.forecast.degrees import cost_terms, held_share
+from autotune.forecast.step_time import _within_a_step
 from autotune.space.candidate import Candidate
 from autotune.trial.profile import Machine, Profile
 
 TENSOR, SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
 STAGES = "pipeline.stages"
+EXPERTS = "expert_parallel.autoep_size"
 MODEL = Profile.guess(7_000_000_000, 7_000_000_000, 32, sequence=4096)
 NODE = Machine.guess("cuda", 8)
 
@@ -39,7 +41,29 @@ def test_a_tensor_group_shares_weights_states_and_work_and_pays_in_messages():
     assert parted["states"] == pytest.approx(8 * share * whole["states"], rel=1e-6)
     assert parted["activations"] < 0.5 * whole["activations"]
     assert parted_time["compute"] < 0.2 * time["compute"]
-    assert parted_time["communication"] > 0
+    assert parted_time["groups"] > 0
+
+
+def test_an_expert_group_shares_experts_and_pays_in_tokens_sent():
+    mixture = replace(MODEL, n_expert=5_000_000_000, expert_layers=32, experts_per_token=2.0)
+    whole, grouped = ({"micro_batch_size": 1, "zero_stage": s} for s in (1, 1))
+    grouped[EXPERTS] = 4
+    (memory, time) = cost_terms([Candidate.of(values) for values in (whole, grouped)], mixture, NODE)
+    weights, states = memory["weights"], memory["states"]
+    assert weights[1] / weights[0] == pytest.approx(1 - 0.75 * 5 / 7)
+    assert states[1] == pytest.approx(states[0], rel=1e-3)  # ZeRO shards an expert over the ranks that hold it
+    assert memory["activations"][1] == pytest.approx(memory["activations"][0])
+    assert time["compute"][1] == time["compute"][0] and time["groups"][1] > time["groups"][0] == 0
+    at_stage_0 = cost_terms([Candidate.of({**grouped, "zero_stage": 0})], mixture, NODE)[0]
+    assert at_stage_0["states"][0] == pytest.approx(8 * (7e9 - 0.75 * 5e9), rel=1e-3)
+
+
+def test_messages_within_groups_wait_where_ranks_are_more_than_cores():
+    own, shared, enough = (replace(Machine.guess("cpu", 4), n_cores=n) for n in (0, 2, 4))
+    for degree, hops in ((TENSOR, 4 * 32 * 2 * 3), (SEQUENCE, 8 * 32)):
+        plain, waiting, roomy = (totals(machine, **{degree: 4})[1]["groups"] for machine in (own, shared, enough))
+        # A slice of 1.5 ms on two cores, half of it for each hop, as half of the ranks have a core.
+        assert waiting - plain == pytest.approx(hops * 0.75e-3) and roomy == plain
 
 
 def test_a_sequence_group_shares_activations_and_not_weights():
@@ -72,9 +96,14 @@ def test_a_stage_has_its_layers_only_and_waits_while_the_pipeline_fills():
     assert parted["weights"] == pytest.approx(whole["weights"] / 4)
     assert parted["activations"] == pytest.approx(whole["activations"] / 4)
     # One micro-batch passes four stages, of which three wait: as slow as one rank, and nothing is gained.
-    assert parted_time["compute"] == pytest.approx(time["compute"]) and parted_time["communication"] > 0
+    assert parted_time["compute"] == pytest.approx(time["compute"]) and parted_time["groups"] > 0
     deep, deep_time = totals(zero_stage=1, gradient_accumulation_steps=12, **{STAGES: 4})
     alone = totals(zero_stage=1, gradient_accumulation_steps=12)[1]
     assert deep_time["compute"] == pytest.approx(alone["compute"] / 4 * 15 / 12)
     # The first stage holds four micro-batches of its quarter of the layers.
     assert deep["activations"] == pytest.approx(whole["activations"])
+
+
+def test_another_accelerator_is_forecast_as_a_device_rather_than_as_a_cpu():
+    other, gpu = (_within_a_step(Machine.guess(kind, 2)) for kind in ("xpu", "cuda"))
+    assert replace(other, accelerator="cuda") == gpu

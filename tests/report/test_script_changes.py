@@ -54,6 +54,7 @@ CHECKPOINT = "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)"
         ({"precision": "torch_autocast"}, {"precision": "fp32"}, ["`torch.autocast` around the model's forward"]),
         ({"tensor_parallel.autotp_size": 2}, {}, ["num_replicas=world_size // 2, rank=rank // 2", "ds_to_universal"]),
         ({"sequence_parallel_size": 2}, {}, ["sequence_parallel_size=2, micro_batch_size=8", "sp_size=2"]),
+        ({"expert_parallel.autoep_size": 2}, {}, ["the JSON shares the experts", "`MoE(..., ep_size=2)`"]),
         ({}, {"tensor_parallel.autotp_size": 2}, ["saved at a tensor degree of 2 is converted first"]),
         ({"zero_stage": 3}, {}, ["save_checkpoint"]),
         ({}, {"zero_stage": 1}, ["engine.backward(loss)"]),

@@ -278,6 +278,17 @@ def test_a_degree_of_the_users_own_configuration_belongs_to_the_candidate():
     assert plain["tensor_parallel"] == {"preset_model": "llama"} and SEQUENCE not in plain
 
 
+def test_ranks_that_share_experts_train_on_samples_of_their_own():
+    own = {"train_batch_size": 16, "expert_parallel": {"enabled": True, "autoep_size": 2, "use_grouped_mm": False}}
+    candidate = from_deepspeed(own, 4)
+    assert (candidate.expert_degree, candidate.ranks_per_replica, candidate.micro_batch_size) == (2, 1, 4)
+    assert candidate.to_deepspeed(own)["expert_parallel"] == own["expert_parallel"] and not candidate.is_whole
+    assert Candidate(micro_batch_size=4).to_deepspeed(own)["expert_parallel"] == {"use_grouped_mm": False}
+    assert candidate.to_deepspeed({})["expert_parallel"] == {"enabled": True, "autoep_size": 2}
+    idle = {**own, "expert_parallel": {"enabled": False, "autoep_size": 2}}
+    assert from_deepspeed(idle, 4).expert_degree == 1
+
+
 @pytest.mark.parametrize("value", [-2, 1.5, "two", True])
 def test_what_is_no_degree_is_refused_in_a_sentence(value):
     with pytest.raises(ConfigError, match="is no degree: a whole number of ranks"):

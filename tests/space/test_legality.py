@@ -27,7 +27,7 @@ BASE = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True
 # ok.py has four blocks and 2,048 samples.
 HERE = Setting(
     world_size=2, ranks_per_node=2, n_blocks=4, n_samples=2048, global_batch=(1, 64), no_tensor="it has no pairs",
-    no_sequence="it has no attention",
+    no_sequence="it has no attention", no_experts="it has no mixture",
 )  # fmt: skip
 
 
@@ -54,6 +54,7 @@ TENSOR, SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
 STAGES, PARTITION = "pipeline.stages", "pipeline.partition"
 LEAVES = f"{ZERO}leaf_module.classes"
 LLAMA = replace(CPU, world_size=4, ranks_per_node=4, heads=4, kv_heads=2)
+EXPERTS, MIXTURE = "expert_parallel.autoep_size", replace(LLAMA, experts=(4, 6))
 LAYERS = replace(
     CPU, world_size=4, ranks_per_node=4, n_blocks=5, pipeline_stages=2, partition="parameters",
     partitions=("parameters", "uniform"),
@@ -99,7 +100,15 @@ ILLEGAL = [
     ),
     ({STAGES: 2}, replace(LAYERS, unfit=((2, "parameters", "stage 1 is empty"),)), "stage 1 is empty"),
     ({STAGES: 2}, replace(LAYERS, unlike=((STAGES, 2, "the loss is 4.9"),)), "the loss is 4.9"),
-    ({"expert_parallel.autoep_size": 2}, LLAMA, "expert groups are not tuned"),
+    ({EXPERTS: 2}, replace(LLAMA, no_experts="the model has no mixture"), "has no mixture"),
+    ({EXPERTS: 3}, MIXTURE, "a group of 3 ranks does not divide"),
+    ({EXPERTS: 4}, MIXTURE, "the 4 and 6 experts of the model's mixtures do not divide by 4 ranks"),
+    ({EXPERTS: 2, TENSOR: 2}, MIXTURE, "not tuned; leave one of them out"),
+    ({EXPERTS: 2, "zero_stage": 3, f"{ZERO}zero_hpz_partition_size": 2}, MIXTURE, "ZeRO++ beside expert groups"),
+    ({EXPERTS: 2, "zero_stage": 1}, replace(MIXTURE, own_optimizer=True), "no group for experts"),
+    ({EXPERTS: 2}, replace(MIXTURE, unlike=((EXPERTS, 2, "the loss is 4.9"),)), "the loss is 4.9"),
+    ({"zero_stage": 3}, replace(MIXTURE, own_experts=True), "does not train the expert layers of deepspeed.moe"),
+    ({"expert_parallel.enabled": True}, MIXTURE, "follows from the expert degree"),
     ({SEQUENCE: 2, "data.packing": True}, LLAMA, "share a row"),
     ({TENSOR: 2, "zero_stage": 3, f"{ZERO}zero_hpz_partition_size": 2}, LLAMA, "ZeRO++ beside"),
     ({TENSOR: 2}, replace(LLAMA, unlike=((TENSOR, 2, "the loss is 4.9"),)), "the loss is 4.9"),

@@ -13,7 +13,7 @@ from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig, at_path
-from autotune.space.degree import DEGREES, TENSOR_DEGREE, degrees_of
+from autotune.space.degree import DEGREES, EXPERT_DEGREE, EXPERTS_SPLIT, TENSOR_DEGREE, degrees_of
 from autotune.space.degree_rules import DEGREE_RULES
 from autotune.space.legality import why_illegal
 from autotune.space.rule import Setting
@@ -43,12 +43,17 @@ ONE_SHAPE = (
     " length, or build the PipelineModule with dynamic_shape=True"
 )
 # Settings of the base configuration that tell AutoTP what to split.
+NO_EXPERTS = (
+    "the model has no mixture of experts that DeepSpeed shares out: neither layers of deepspeed.moe, nor those of a"
+    " transformers model that its AutoEP knows"
+)
+TOLD_EXPERTS = ("expert_parallel.moe_layer_pattern", "expert_parallel.preset_model")
 TOLD = ("tensor_parallel.partition_config", "tensor_parallel.preset_model")
 
 
 def facts(workload: Workload, base_config: DsConfig, world_size: int) -> dict[str, Any]:
     """Returns the fields of `Setting` that decide over degrees."""
-    splitting, pipeline = workload.splitting, _of_pipeline(workload)
+    splitting, pipeline = workload.splitting, _of_pipeline(workload) | _of_experts(workload, base_config)
     if workload.script is not None or splitting is None:
         return {"no_degrees": SCRIPT if workload.script is not None else "", **pipeline}
     told = any(at_path(base_config, path) for path in TOLD)
@@ -88,10 +93,21 @@ def _of_pipeline(workload: Workload) -> dict[str, Any]:
     }
 
 
+def _of_experts(workload: Workload, base_config: DsConfig) -> dict[str, Any]:
+    """Returns the fields of `Setting` that decide over the experts of a mixture."""
+    mixed = workload.experts
+    told = any(at_path(base_config, path) for path in TOLD_EXPERTS)
+    if mixed is None:
+        return {"no_experts": "" if told else NO_EXPERTS}
+    why = f"the model's experts cannot be shared out: {mixed.why_none}" if mixed.why_none and not told else ""
+    return {"experts": mixed.counts, "no_experts": why, "own_experts": mixed.own}
+
+
 def _beside(base_config: DsConfig, path: str) -> dict[str, Any]:
     """Returns the base configuration's settings in the section of a degree."""
     section = base_config.get(path.partition(".")[0]) if "." in path else None
-    return {name: value for name, value in (section or {}).items() if name != path.partition(".")[2]}
+    own = {each.partition(".")[2] for each in (path, EXPERTS_SPLIT)}
+    return {name: value for name, value in (section or {}).items() if name not in own}
 
 
 def asked(space: SearchSpace, baseline: Candidate) -> list[tuple[str, int]]:
@@ -157,7 +173,11 @@ def _too_large(workload: Workload, setting: Setting) -> float:
 def _compare(
     spec: StudySpec, executor: Executor, path: Path, candidate: Candidate, base_config: DsConfig, setting: Setting
 ) -> TrialResult:
-    told = {"tensor_parallel": beside} if (beside := _beside(base_config, TENSOR_DEGREE)) else {}
+    told = {
+        path.partition(".")[0]: beside
+        for path in (TENSOR_DEGREE, EXPERT_DEGREE)
+        if (beside := _beside(base_config, path))
+    }
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     request = TrialRequest(
         target=str(spec.target), mode="split", candidate=candidate.values(), seed=spec.seed,
@@ -172,5 +192,5 @@ def _said(result: TrialResult) -> str | None:
     if result.outcome is Outcome.COMPLETE:
         return ""
     if result.outcome is Outcome.CRASHED:
-        return f"split so, the model fails: {result.reason}"
+        return f"split so, the model fails (another release of DeepSpeed or of its library may do it): {result.reason}"
     return result.reason if result.outcome is Outcome.NOT_APPLIED else None

@@ -45,6 +45,7 @@ BINDS = {
     "recompute": "recomputation: checkpoint less if memory allows",
     "communication": "communication between the ranks",
     "messages": "the latency of many messages between the ranks: larger buckets",
+    "groups": "what the ranks of a group send each other for a split model: a smaller degree",
     "optimizer": "the optimizer's step: accumulate more micro-batches, or shard it",
     "offload": "the link between host and device",
     "launches": "the fixed cost of each operation: a larger micro-batch",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from autotune.space import data as data_knobs
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate, from_deepspeed
 from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, at_path, check_retired, set_path
-from autotune.space.degree import PIPELINE_DEGREE, degrees_of
+from autotune.space.degree import EXPERT_DEGREE, EXPERTS_SPLIT, PIPELINE_DEGREE, configured_degrees, ranks_per_replica
 from autotune.space.legality import inherited_settings, why_illegal
 from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
@@ -35,7 +34,7 @@ from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
 from autotune.system.machine import check_ranks, emulates_bf16
 from autotune.trial.target import Target, is_yaml
-from autotune.trial.workload import Script, Workload, recomputing_in_runs
+from autotune.trial.workload import Script, Workload
 
 DEFAULT_LEARNING_RATE = 1e-3
 
@@ -78,10 +77,7 @@ class Plan:
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """Returns the complete DeepSpeed configuration of a candidate."""
-        config = candidate.to_deepspeed(self.base_config)
-        if self.workload.script is not None:
-            return self.workload.script.completed(config, candidate)
-        return recomputing_in_runs(config, candidate) if self.workload.pipeline is not None else config
+        return self.workload.ds_config(candidate, self.base_config)
 
     def learning_rate(self) -> LearningRate:
         """How the learning rate follows the batch in this study's trials."""
@@ -97,7 +93,7 @@ class Plan:
         parted = self.workload.pipeline is not None or (
             script is not None and (script.pipeline_stages > 0 or script.expert_parallel)
         )
-        return self.data_parallel == self.world_size and not parted and self.baseline.ranks_per_replica == 1
+        return self.data_parallel == self.world_size and not parted and self.baseline.is_whole
 
     @property
     def splits_batch(self) -> bool:
@@ -321,6 +317,9 @@ def _completed(spec: StudySpec, target: Target, workload: Workload) -> DsConfig:
             config["optimizer"] = {"type": "AdamW", "params": params}
     if workload.pipeline is not None and at_path(config, PIPELINE_DEGREE) is None:
         set_path(config, PIPELINE_DEGREE, workload.pipeline.stages)
+    if workload.experts is not None and workload.experts.degree > 1:
+        set_path(config, EXPERT_DEGREE, workload.experts.degree)
+        set_path(config, EXPERTS_SPLIT, True)
     if follows and workload.float_buffers and "buffer_dtype" not in config.get("data_types", {}):
         set_path(config, "data_types.buffer_dtype", "auto")
     return config
@@ -330,7 +329,8 @@ def _baseline(spec: StudySpec, config: DsConfig, workload: Workload, world_size:
     if not spec.batch_is_configured and workload.script is None:
         most = [spec.global_batch[1]] if isinstance(spec.global_batch, tuple) else []
         most += [workload.n_samples] if workload.n_samples is not None else []
-        copies = max(1, world_size // math.prod(degrees_of(lambda path: at_path(config, path)).values()))
+        degrees_here = configured_degrees(lambda path: at_path(config, path))
+        copies = max(1, world_size // ranks_per_replica(degrees_here))
         micro = max(1, min([DEFAULT_MICRO_BATCH, *(n // copies for n in most)]))
         config = {**config, "train_micro_batch_size_per_gpu": micro}
     own = workload.script.checkpoint_every if workload.script else spec.checkpoint_every

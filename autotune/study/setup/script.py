@@ -217,7 +217,7 @@ def with_movable(
 
     def run(names: Iterable[str], folder: str, probed: Probed) -> TrialResult:
         candidate = Candidate.of({**baseline.values(), **{name: wanted[name] for name in names}})
-        config = probed.completed(candidate.to_deepspeed(probed.ds_config), candidate)
+        config = replace(workload, script=probed).ds_config(candidate, probed.ds_config)
         request = TrialRequest(
             target=str(spec.target), candidate=candidate.values(), ds_config=config, world_size=world_size,
             nodes=spec.nodes_for(world_size), seed=spec.seed, max_steps=2, budget_s=0.0,

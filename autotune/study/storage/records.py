@@ -198,8 +198,7 @@ class StudyRecord:
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """The DeepSpeed configuration of a candidate's trial."""
-        config, probed = candidate.to_deepspeed(self.base_config), self.workload.script
-        config = probed.completed(config, candidate) if probed is not None else config
+        config = self.workload.ds_config(candidate, self.base_config)
         return self.learning_rate.scaled(config, candidate.global_batch_size(self.data_parallel))
 
     @property

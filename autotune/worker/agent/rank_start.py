@@ -56,20 +56,22 @@ def become_rank(
 
 
 def detach(
-    supervisor: int, group: int, answers: int, logs: Sequence[Log], watch: MemoryWatch, others: Sequence[MemoryWatch]
+    supervisor: int, answers: int, logs: Sequence[Log], watch: MemoryWatch, others: Sequence[MemoryWatch]
 ) -> None:
-    """Gives the process a group, signal handlers and output of a rank, and closes the supervisor's descriptors.
+    """Gives the process a session, signal handlers and output of a rank, and closes the supervisor's descriptors.
+
+    Linux shares a busy machine's cores between sessions (autogroups). torchrun gives each rank one, so that two ranks in
+    one session would get half of what they get there.
 
     Args:
         supervisor: PID of the supervisor.
-        group: Process group of the ranks; 0 if this process opens it.
         answers: Descriptor on which the supervisor answers the driver.
         logs: The logs of all ranks started so far; the last one is this rank's.
         watch: The watch over this rank's memory.
         others: Those over other ranks.
     """
     with contextlib.suppress(OSError):
-        os.setpgid(0, group)
+        os.setsid()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:  # it died before the call above
         os._exit(1)

@@ -63,11 +63,6 @@ class _Running:
     max_tasks: int = 0
 
     @property
-    def group(self) -> int:
-        """The ranks' process group, which the first of them opens."""
-        return next(iter(self.ranks.values()), 0)
-
-    @property
     def ended(self) -> bool:
         """Returns whether all ranks have ended."""
         return len(self.codes) == len(self.ranks)
@@ -190,9 +185,7 @@ class RankSupervisor:
         running.logs.append(Log(running.folder.log(rank)))
         others = list(running.watches.values())
         running.watches[rank] = watch = MemoryWatch()
-        detach = functools.partial(
-            rank_start.detach, os.getpid(), running.group, self.answers, running.logs, watch, others
-        )
+        detach = functools.partial(rank_start.detach, os.getpid(), self.answers, running.logs, watch, others)
         variables = rank_start.rank_environment(rank, running.request) | variables | watch.variables()
         descriptor = listener.fileno() if listener is not None else -1
         pid = os.fork()
@@ -202,9 +195,6 @@ class RankSupervisor:
         watch.release()
         running.ranks[rank] = pid
         running.pids.add(pid)
-        # The rank does this too: whichever is first, the group exists before it is needed.
-        with contextlib.suppress(OSError):
-            os.setpgid(pid, running.group)
 
     def _wait_for_meeting_point(self, running: _Running) -> tuple[str, int] | None:
         """Waits for machine 0 to write host and port where the ranks meet; returns None if the trial ends before."""
@@ -260,12 +250,10 @@ class RankSupervisor:
 
     def _kill(self, running: _Running, why: str) -> None:
         running.killed, running.failed_at = running.killed or why, running.failed_at or time.time()
-        if not running.ranks:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(running.group, signal.SIGKILL)
         for rank, pid in running.ranks.items():
-            if rank not in running.codes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            if rank not in running.codes:  # it may not have opened its session yet
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 

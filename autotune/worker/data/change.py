@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autotune.space.data import OF_LOADER
 from autotune.space.deepspeed import Scalar
-from autotune.worker.data.samples import IGNORED, MASKS, is_text
+from autotune.worker.data.samples import IGNORED, is_mask, is_text, real_mask
 from autotune.worker.data.worst import cut_sample
 
 BATCH_CHANGES = ("max_length", "packing", "pad_to_multiple_of")
@@ -64,10 +64,12 @@ def packed(batches: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
     rows: dict[str, list[Tensor]] = {}
     for batch in batches:
         ids = batch["input_ids"]
-        mask = next((batch[name] for name in MASKS if isinstance(batch.get(name), Tensor)), torch.ones_like(ids))
-        real = (mask[0] != 0).nonzero().flatten()
+        mask = real_mask(batch, ids.shape)
+        real = (torch.ones_like(ids) if mask is None else mask)[0].nonzero().flatten()
         for name, value in batch.items():
-            if name not in (*MASKS, "position_ids") and isinstance(value, Tensor) and value.shape[:2] == ids.shape[:2]:
+            if is_mask(name) or name == "position_ids":
+                continue
+            if isinstance(value, Tensor) and value.shape[:2] == ids.shape[:2]:
                 rows.setdefault(name, []).append(value[:, real])
         rows.setdefault("position_ids", []).append(torch.arange(len(real))[None])
         if "labels" in rows and len(real):

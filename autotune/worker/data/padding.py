@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autotune.space.deepspeed import Scalar
 from autotune.trial import lengths, token_budget
-from autotune.worker.data.samples import IGNORED, LENGTHS, MASKS
+from autotune.worker.data.samples import IGNORED, LENGTHS, real_mask
 
 # Rows are padded to the longest if they exceed it by less than this, and all of them together by less than this share.
 MOST_ROUNDED, MOST_EXCESS = 128, 0.25
@@ -29,10 +29,8 @@ def real_lengths(
     loss is taken of there.
     """
     inputs = {**next((value for value in args if isinstance(value, Mapping)), {}), **kwargs}
-    mask = next((inputs[name] for name in MASKS if isinstance(inputs.get(name), Tensor)), None)
-    if mask is not None and mask.shape == tokens.shape:
-        unmasked: Tensor = (mask != 0).sum(dim=1)
-        return unmasked
+    if (real := real_mask(inputs, tokens.shape)) is not None:
+        return real.sum(dim=1)
     stated = next((inputs[name] for name in LENGTHS if isinstance(inputs.get(name), Tensor)), None)
     if stated is not None and stated.dim() == 1 and not stated.is_floating_point():
         lengths_stated: Tensor = stated

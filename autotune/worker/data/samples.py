@@ -18,7 +18,8 @@ from autotune.worker.containers import map_tensors
 # Names, as Hugging Face models use them, of tensors whose leading dimension counts the samples.
 PREFERRED = ("input_ids", "pixel_values", "input_values", "input_features", "inputs_embeds", "inputs", "x")
 # Names of tensors that tell padding from tokens: of the tokens' shape, or one number for each sample.
-MASKS, LENGTHS = ("attention_mask", "padding_mask", "mask"), ("lengths", "input_lengths", "seq_lens", "length")
+# Ones of a mask are tokens; those of a padding mask (`src_key_padding_mask`) may be padding, as in torch.
+MASKS, LENGTHS = ("attention_mask", "mask"), ("lengths", "input_lengths", "seq_lens", "length")
 # Label of a position that no loss is taken of, in torch and transformers.
 IGNORED = -100
 # Samples of a stream that are read; the seconds for reading samples; and those whose fields are described.
@@ -109,13 +110,35 @@ def _only(batch: Any) -> Any:
 def length_of(sample: Any) -> int:
     """Returns the length of a sample: the tokens that its mask or its stated length counts, else its largest dimension."""
     if isinstance(sample, Mapping):
-        mask = next((sample[name] for name in MASKS if _is_row(sample.get(name))), None)
-        if mask is not None:
-            return int((torch.as_tensor(mask) != 0).sum())
+        rows = {
+            name: torch.as_tensor(value)[None] for name, value in sample.items() if is_mask(name) and _is_row(value)
+        }
+        real = next((found for row in rows.values() if (found := real_mask(rows, row.shape)) is not None), None)
+        if real is not None:
+            return int(real.sum())
         stated = next((sample[name] for name in LENGTHS if isinstance(sample.get(name), int)), None)
         if stated is not None:
             return int(stated)
     return size_of(sample) or 1
+
+
+def is_mask(name: object) -> bool:
+    """Returns whether a tensor of this name tells padding from tokens."""
+    return name in MASKS or ("pad" in str(name) and "mask" in str(name))
+
+
+def real_mask(inputs: Mapping[str, Any], shape: Sequence[int]) -> Tensor | None:
+    """Returns where a batch of this shape has tokens, by its mask; None without one."""
+    masks = [value for name, value in inputs.items() if is_mask(name) and isinstance(value, Tensor)]
+    plain = next((inputs[name] for name in MASKS if isinstance(inputs.get(name), Tensor)), None)
+    if plain is not None:
+        return plain != 0 if tuple(plain.shape) == tuple(shape) else None
+    mask = next((mask for mask in masks if mask.dim() == 2 and tuple(mask.shape) == tuple(shape)), None)
+    if mask is None or not mask.numel():
+        return None
+    # A row whose ends are alike has no padding there, as the longest of a batch; else batches are padded on the right.
+    row = (mask[:, 0] == mask[:, -1]).int().argmax().view(1)
+    return mask == mask[:, 0].gather(0, row)
 
 
 def size_of(sample: Any) -> int:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from autotune.worker.containers import map_tensors, tensors_in
 from autotune.worker.data import samples
-from autotune.worker.data.samples import MASKS
 
 
 def batch_of(dataset: Any, collate: Callable[[list[Any]], Any], positions: Sequence[int], n: int, length: int) -> Any:
@@ -135,8 +134,7 @@ def _wide(batch: Any, rows: int) -> list[Tensor]:
 def _mask(batch: Any, rows: int, n: int) -> Tensor | None:
     if not isinstance(batch, Mapping):
         return None
-    found = (batch[name] for name in MASKS if isinstance(batch.get(name), Tensor))
-    return next((mask != 0 for mask in found if tuple(mask.shape) == (rows, n)), None)
+    return samples.real_mask(batch, (rows, n))
 
 
 def _longest_row(batch: Any, rows: int, n: int) -> int:

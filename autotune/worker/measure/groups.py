@@ -1,4 +1,4 @@
-"""The groups of ranks that share a copy of the model or a sequence, read from the running engine."""
+"""The groups of ranks that share a copy of the model, a sequence or experts, read from the running engine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autotune.trial.groups import Groups
+from autotune.worker.measure import experts
 
 # Two sums of equal parameters are equal; a gradient that is not summed over the group moves them apart by a step.
 MOST_DRIFT = 1e-6
@@ -22,6 +23,10 @@ def observe(engine: Any) -> Groups:
         tensor=_tensor_size(engine),
         sequence=int(getattr(engine, "sequence_parallel_size", 1) or 1),
         pipeline=int(getattr(engine, "num_stages", 1)),
+        expert=experts.degree(engine.module),
+        held_experts=experts.held(engine.module),
+        exchanges=experts.sent.calls,
+        exchanged_bytes=experts.sent.n_bytes,
         data=data_parallel(engine),
         split_modules=len(split_modules(engine.module)),
         # ZeRO-3 parts what a rank holds of the model over the data-parallel ranks.

@@ -218,7 +218,7 @@ class Window:
     """Consecutive optimizer steps of this rank between two comparisons of the clocks; its own clock starts at once."""
 
     def __init__(self, engine: Any, ledger: StepLedger) -> None:
-        self._engine, self._ledger = engine, ledger
+        self._engine, self._ledger, self._n_wanted = engine, ledger, ledger.window_steps()
         self._losses: list[torch.Tensor] = []
         self._skipped: list[bool] = []
         self._counts: list[StepCount] = []
@@ -230,6 +230,11 @@ class Window:
 
     def __len__(self) -> int:
         return len(self._losses)
+
+    @property
+    def full(self) -> bool:
+        """Returns whether the ranks are to compare their clocks now."""
+        return len(self._losses) >= self._n_wanted
 
     def add(self, loss: torch.Tensor, count: StepCount) -> None:
         """Ends an optimizer step, which took in what `count` says."""

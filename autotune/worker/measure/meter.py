@@ -95,7 +95,7 @@ class Meter:
         if self.noise is not None:
             report.noise = self.noise.terms(self.candidate.micro_batch_size)
         report.other_cores = self._cores_used_by_others()
-        if (why := report.disturbed) and (report.rank == 0 or memory.cuda):
+        if (why := report.disturbed) and (report.rank == 0 or not memory.on_cpu):
             report.caveats.append(f"the machine was busy: {why} while this trial was timed")
         self._note_lengths()
 
@@ -151,6 +151,10 @@ class Meter:
         """Returns the configuration that ran, and notes it in the report; all ranks take part."""
         taken_in = self.report.taken_in
         found = applied.observe(self.engine, self.batches, self.checkpointer, taken_in, n_copies=self.data_parallel)
+        if found.uneven is not None and self.request.candidate:
+            # What a step holds on average, and not what this trial's steps happened to: global batches are compared by it.
+            micro, steps = self.candidate.micro_batch_size, self.candidate.gradient_accumulation_steps
+            found = replace(found, micro_batch_size=micro, samples_per_step=micro * steps * self.data_parallel)
         self.report.observed = found
         return found
 

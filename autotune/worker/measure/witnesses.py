@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from autotune.space.deepspeed import SECTION_KEYS, Scalar
-from autotune.space.degree import PARTITION, PIPELINE_DEGREE
+from autotune.space.degree import EXPERT_DEGREE, PARTITION, PIPELINE_DEGREE
 from autotune.worker.data import witness as loading
-from autotune.worker.measure import sizes
+from autotune.worker.measure import experts, sizes
 from autotune.worker.measure.groups import exchanges
 from autotune.worker.measure.stages import stages
 from autotune.worker.measure.wire import wire
@@ -394,9 +394,11 @@ WITNESSES: dict[str, Witness] = {
     "gradient_clipping": _equal(lambda engine: float(engine.gradient_clipping()), lambda value: float(str(value))),
     "tensor_parallel.autotp_size": _tensor_parallel,
     "sequence_parallel_size": _sequence_parallel,
+    EXPERT_DEGREE: _equal(lambda engine: experts.degree(engine.module), lambda value: value or 1),
     PIPELINE_DEGREE: _equal(lambda engine: engine.num_stages, lambda value: value or 1),
     PARTITION: _partition,
 }
+_OF_EXPERTS = _only_where(lambda engine: engine.has_moe_layers, "the model has no expert layers")
 # Sections whose settings share one witness; it is made from the name within the section.
 SECTIONS: dict[str, Callable[[str], Witness]] = {
     "compile": _compiled,
@@ -410,10 +412,8 @@ SECTIONS: dict[str, Callable[[str], Witness]] = {
     "hybrid_engine": _only_where(
         lambda engine: "Hybrid" in type(engine).__name__, "the engine is no DeepSpeedHybridEngine"
     ),
-    "expert_parallel": _only_where(lambda engine: engine.has_moe_layers, "the model has no expert layers"),
-    "use_data_before_expert_parallelism": _only_where(
-        lambda engine: engine.has_moe_layers, "the model has no expert layers"
-    ),
+    "expert_parallel": _OF_EXPERTS,
+    "use_data_before_expert_parallelism": _OF_EXPERTS,
     "tensor_parallel": _only_where(lambda engine: engine.autotp_size() > 1, "no module is split over ranks"),
     "seq_parallel_communication_data_type": _only_where(
         lambda engine: int(getattr(engine, "sequence_parallel_size", 1) or 1) > 1, "no sequence is split over ranks"

@@ -19,6 +19,7 @@ from autotune.trial.workload import Environment, Workload
 from autotune.worker.data import samples
 from autotune.worker.data.loader import Loader
 from autotune.worker.device import found_devices
+from autotune.worker.measure import experts
 from autotune.worker.model import model_file, staged
 from autotune.worker.model.split import splitting
 from autotune.worker.rank import versions
@@ -46,6 +47,7 @@ def inspect_model(request: TrialRequest) -> Workload:
     own, rates = _own_optimizer(target, model)
     data = samples.describe(loader.samples(), loader.cannot(model), loader.collate)
     split = splitting(target, model)
+    found = with_experts(found, model)
     return replace(found, optimizer=own, learning_rates=rates, data=data, splitting=split)
 
 
@@ -80,6 +82,20 @@ def workload_of(
         structure=_structure(model, sizes),
         module_classes=_module_classes(model),
         caveats=[] if blocks else ["the model has no repeated block, so activation checkpointing is not tuned"],
+    )
+
+
+def with_experts(workload: Workload, model: torch.nn.Module) -> Workload:
+    """Returns the workload with the mixtures of its model, and the parameters of experts that other ranks hold."""
+    mixed = experts.facts(model)
+    if mixed is None:
+        return workload
+    elsewhere = round(mixed.parameters * (1 - 1 / experts.degree(model)))
+    return replace(
+        workload,
+        n_parameters=workload.n_parameters + elsewhere,
+        n_trainable=workload.n_trainable + elsewhere,
+        experts=mixed,
     )
 
 
@@ -121,7 +137,7 @@ def _environment() -> Environment:
     accelerator, devices = get_accelerator(), found_devices()
     first = devices.each[0] if devices.each else None
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Environment(
+    found = Environment(
         accelerator=devices.accelerator,
         device_name=first.name if first else processor_name(),
         n_devices=len(devices.each) or 1,
@@ -138,6 +154,18 @@ def _environment() -> Environment:
         missing_ops=ops.missing(),
         remarks=tuple(filter(None, [devices.problem, devices.untested, _unlike(devices)])),
     )
+    return replace(found, remarks=(*found.remarks, *_held(found)))
+
+
+def _held(found: Environment) -> list[str]:
+    """What is to be said where other processes hold memory of a device."""
+    if not (held := found.held_by_others_bytes):
+        return []
+    total = found.device_memory_bytes / 2**30
+    return [
+        f"other processes hold {held / 2**30:.1f} of the {total:.1f} GiB of a device, so trials have only the rest: end them"
+        " (`nvidia-smi` lists them), or leave that device out by CUDA_VISIBLE_DEVICES"
+    ]
 
 
 def _computes_in_bf16(capability: str) -> bool:

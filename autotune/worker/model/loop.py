@@ -17,7 +17,7 @@ from autotune.worker.containers import to_device
 from autotune.worker.data import worst
 from autotune.worker.data.loader import Loader
 from autotune.worker.data.witness import watch as loader_watch
-from autotune.worker.measure import batches, recompute
+from autotune.worker.measure import batches, experts, recompute
 from autotune.worker.measure.gradient_check import GradientWatch, perturb
 from autotune.worker.measure.laps import Laps, synchronize
 from autotune.worker.measure.ledger import NotApplied, Window
@@ -123,6 +123,8 @@ def initialize(request: TrialRequest, target: model_file.ModelFile, model: torch
 
     config = {key: value for key, value in request.ds_config.items() if key not in SIDE_EFFECT_KEYS}
     config["steps_per_print"] = 10**9
+    if (mixed := experts.facts(model)) is not None:
+        config = mixed.completed(config)
     deepspeed.init_distributed(dist_init_required=False)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if target.optimizer is not None and "optimizer" not in config:
@@ -135,6 +137,7 @@ def initialize(request: TrialRequest, target: model_file.ModelFile, model: torch
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
     else:
         engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config, mpu=mpu)
+    experts.sent.watch(engine.module)
     return engine
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from autotune.errors import UserError
 from autotune.space.candidate import Candidate
 from autotune.trial.target import defined_names
+from autotune.worker.measure import experts
 from autotune.worker.measure.stages import stages
 
 
@@ -75,13 +76,16 @@ def build_model(target: ModelFile, candidate: Candidate | None = None, seed: int
 
     Args:
         target: The file.
-        candidate: Says how many stages a `PipelineModule` is built with; None for one, which has all layers.
+        candidate: Says how many stages a `PipelineModule` is built with, and over how many ranks layers of deepspeed.moe
+            share out their experts; None for one, which has all of them.
         seed: Of the weights of its layers, which start alike however they are shared out.
 
     Raises:
         WorkloadError: It returns no module.
     """
-    stages.install(candidate or Candidate(micro_batch_size=1))
+    candidate = candidate or Candidate(micro_batch_size=1)
+    stages.install(candidate)
+    experts.layers.install(candidate)
     stages.seed = seed
     model = target.model()
     if not isinstance(model, nn.Module):

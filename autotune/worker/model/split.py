@@ -14,7 +14,7 @@ from autotune.trial.request import TrialRequest
 from autotune.trial.workload import Splitting
 from autotune.worker.containers import to_device
 from autotune.worker.data.loader import Loader
-from autotune.worker.measure import groups
+from autotune.worker.measure import experts, groups
 from autotune.worker.measure.ledger import NotApplied
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.model import model_file, sequence, staged
@@ -93,9 +93,11 @@ def compare_split(recorder: Recorder, request: TrialRequest, rank: int, listener
     batch, _ = loader.next()
     whole_loss, whole_norm = _whole(model, loss_of, batch, request.seed)
     recorder.enter("initialize")
-    if candidate.pipeline_degree > 1:
+    if candidate.pipeline_degree * candidate.expert_degree > 1:
         set_seed(request.seed)
-        model = model_file.build_model(target, candidate, request.seed)
+        weights, model = model.state_dict(), model_file.build_model(target, candidate, request.seed)
+        if candidate.expert_degree > 1:  # a layer with fewer experts may draw other random numbers
+            model.load_state_dict(experts.of_this_rank(model, weights))
     from autotune.worker.model.loop import initialize, sequence_groups_of
 
     sequence_groups = sequence_groups_of(target, model, candidate)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autotune.worker.measure import experts
 from autotune.worker.model.model_file import WorkloadError
 
 # File names of a plain state dict in a folder, and keys under which frameworks put it into a larger file.
@@ -29,6 +30,7 @@ def load(model: nn.Module, path: Path) -> None:
         WorkloadError: There are none, or they do not fit the model.
     """
     found = {name.removeprefix("module."): value for name, value in _state(path).items()}
+    found = experts.of_this_rank(model, found)
     try:
         with _gathered(model, modifier_rank=0):
             missing, unknown = model.load_state_dict(found, strict=False)

@@ -18,10 +18,11 @@ from autotune.space.deepspeed import precision_of
 from autotune.trial.lengths import Table, longest
 from autotune.trial.profile import ARITHMETIC, Pass, Profile
 from autotune.trial.request import TrialRequest
+from autotune.trial.workload import Experts
 from autotune.worker.containers import map_tensors, to_device
 from autotune.worker.data import samples, worst
 from autotune.worker.data.loader import Loader
-from autotune.worker.measure import malloc, memory
+from autotune.worker.measure import experts, malloc, memory
 from autotune.worker.measure.batches import counted_tensor
 from autotune.worker.model import model_file, staged
 from autotune.worker.profile import op_counter
@@ -64,7 +65,7 @@ def profile(request: TrialRequest, accelerator: str) -> Profile:
     state, scratch, for_all = _optimizer(target, request.ds_config, subject.device, caveats)
     return _assemble(
         subject, passes, optimizer_bytes=state, optimizer_scratch=scratch, scratch_for_all=for_all,
-        data_bytes=0.0 if accelerator == "cuda" else float(data_bytes), input_s_per_sample=input_s,
+        data_bytes=float(data_bytes) if accelerator == "cpu" else 0.0, input_s_per_sample=input_s,
         caveats=(*caveats, *subject.caveats, *_of_lengths(subject.lengths)),
     )  # fmt: skip
 
@@ -180,7 +181,7 @@ class _Autocast(nn.Module):
 
 def _subject(target: model_file.ModelFile, loader: Loader, accelerator: str, caveats: list[str]) -> _Subject:
     """Returns the model on fake tensors, or on real ones if that fails."""
-    device = torch.device(accelerator if accelerator == "cuda" else "cpu")
+    device = torch.device(accelerator)
     torch.manual_seed(0)
     for fake, sizes in ((True, FAKE_SIZES), (False, REAL_SIZES)):
         if loader.n_samples is not None and loader.n_samples < sizes[1]:
@@ -269,6 +270,7 @@ def _assemble(subject: _Subject, passes: dict[str, Pass], **found: Any) -> Profi
     plain = passes["fp32/0"]
     again = passes.get("fp32/1", plain)
     batch = subject.batches[0]
+    mixed = experts.facts(model) or Experts()
     counted = counted_tensor((), batch) if isinstance(batch, Mapping) else counted_tensor((batch,), {})
     return Profile(
         n_parameters=n_parameters,
@@ -285,6 +287,9 @@ def _assemble(subject: _Subject, passes: dict[str, Pass], **found: Any) -> Profi
         lengths=subject.lengths,
         largest_module=max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()),
         cut_short=subject.cut_short,
+        n_expert=mixed.parameters,
+        expert_layers=mixed.layers,
+        experts_per_token=mixed.per_token,
         **found,
     )
 

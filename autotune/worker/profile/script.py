@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autotune.trial.profile import ACTIVATION_SCALE, Pass, Profile
-from autotune.trial.workload import Workload
+from autotune.trial.workload import Experts, Workload
 from autotune.worker.measure import batches
 from autotune.worker.profile.model import FUSED_STATES
 from autotune.worker.profile.op_counter import OpCounter
@@ -86,13 +86,14 @@ class ForwardProfile:
             passes["fp32/1"] = self._pass(samples, again, PASS + inside / kept)
         kind = str((ds_config.get("optimizer") or {}).get("type", "adam")).lower()
         sizes = Counter(int(getattr(p, "ds_numel", p.numel())) for p in dict.fromkeys(self._engine.parameters()))
+        mixed = workload.experts or Experts()
         return Profile(
             n_parameters=workload.n_parameters, n_trainable=workload.n_trainable,
             flops_per_sample=max(1.0, plain.flops[1]), activation_bytes_per_sample=plain.kept_bytes[1],
             checkpointed_bytes_per_sample=passes.get("fp32/1", plain).kept_bytes[1],
             n_blocks=workload.n_blocks, sequence=self._sequence, block_share=workload.block_share,
             optimizer_bytes=FUSED_STATES.get(kind, 8.0), passes=passes, sizes=tuple(sorted(sizes.items())),
-            caveats=(CAVEAT,),
+            n_expert=mixed.parameters, expert_layers=mixed.layers, experts_per_token=mixed.per_token, caveats=(CAVEAT,),
         )  # fmt: skip
 
     def _pass(self, samples: float, kept: float, times: float) -> Pass:

@@ -20,11 +20,11 @@ from torch.utils import checkpoint as checkpointing
 from autotune.errors import UserError
 from autotune.space.deepspeed import DTYPES, SIDE_EFFECT_KEYS, DsConfig
 from autotune.trial.workload import Workload
-from autotune.worker.measure import recompute
+from autotune.worker.measure import experts, recompute
 from autotune.worker.measure.gradient_check import GradientWatch, perturb
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.model import model_file, weights
-from autotune.worker.model.inspect import workload_of
+from autotune.worker.model.inspect import with_experts, workload_of
 from autotune.worker.script import ds_config, pipeline
 from autotune.worker.script.context import ScriptContext, ScriptError
 from autotune.worker.script.patching import patch, patch_everywhere, users_caller, users_frame
@@ -113,6 +113,7 @@ class EngineHooks:
             prepared.own_rates = learning_rates(getattr(result[0], "basic_optimizer", None))
             prepared.initialized_at, prepared.config_at = place
             self._follow_rate(result[0], prepared.own_rates)
+            experts.sent.watch(result[0].module)
             self._attach(result[0], prepared)
         return result
 
@@ -130,6 +131,7 @@ class EngineHooks:
         config_source = "" if isinstance(source, dict) else str(source)
         blocks = model_file.find_blocks(model, None)
         workload = workload_of(model, blocks, n_samples=None, client_optimizer=given.get("optimizer") is not None)
+        workload = with_experts(workload, model)
         if isinstance(model, PipelineModule):
             context.family = context.family or "DeepSpeed PipelineModule"
             workload, watch = pipeline.whole(workload, model), pipeline.recompute(context, model, own)

@@ -27,6 +27,7 @@ class Loaders:
         self._draws: collections.Counter[int] = collections.Counter()  # by data set
         self._latest: dict[int, Any] = {}
         self._largest: Any = None
+        self._largest_size = -1
         self._worst: Any = None
         context.feed_worst = self.feed_worst
         context.latest_loader = watch.iterator = lambda: self.trained
@@ -34,7 +35,7 @@ class Loaders:
     @property
     def trained(self) -> Any:
         """Returns the latest iterator over the data set that most batches were drawn from; None without a loader."""
-        return self._latest[self._draws.most_common(1)[0][0]] if self._draws else None
+        return self._latest[max(self._draws, key=self._draws.__getitem__)] if self._draws else None
 
     def feed_worst(self, check: TailCheck) -> Any:
         """Makes loaders of the trained data set yield the worst batch from now on.
@@ -132,8 +133,8 @@ class Loaders:
             return batch
         if self._worst is not None:
             return self._worst
-        if self._largest is None or worst.size_of(batch) > worst.size_of(self._largest):
-            self._largest = batch
+        if (size := worst.size_of(batch)) > self._largest_size:
+            self._largest, self._largest_size = batch, size
         return batch
 
     def _reset(self, original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from autotune.space.deepspeed import DsConfig, at_path, precision_of, without_auto
-from autotune.space.degree import PIPELINE_DEGREE, degrees_of
+from autotune.space.degree import PIPELINE_DEGREE, configured_degrees, ranks_per_replica
 from autotune.system import redaction
 from autotune.trial import lengths
 from autotune.trial.workload import DataShape, Probed, Workload
@@ -88,9 +87,9 @@ def workload_of(
 
 
 def _degree(prepared: PreparedModel) -> int:
-    own = degrees_of(lambda path: at_path(prepared.own_config, path))
+    own = configured_degrees(lambda path: at_path(prepared.own_config, path))
     stages = prepared.workload.pipeline.stages if prepared.workload.pipeline is not None else 1
-    return math.prod((own | {PIPELINE_DEGREE: stages}).values())
+    return ranks_per_replica(own | {PIPELINE_DEGREE: stages})
 
 
 def _data(context: ScriptContext, meter: Meter) -> DataShape | None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from autotune.space import torch_settings
 from autotune.trial.request import TrialRequest
+from autotune.worker.measure import experts
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.measure.stages import stages
 from autotune.worker.rank import connect, identify, prepare_device
@@ -68,6 +69,7 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
     EngineHooks(context, steps.attach).install()
     steps.install()
     stages.install(context.candidate, context.changed)
+    experts.layers.install(context.candidate, context.changed)
     trial_config = context.recorder.folder.ds_config.absolute() if context.candidate is not None else None
     arguments = Arguments(
         context.value,

@@ -188,7 +188,7 @@ class StepHooks:
         loss = total.to(meter.device) / (1 if self._summed else max(1, self._n_backward))
         self._total, self._n_backward = None, 0
         window.add(loss, meter.batches.last)
-        if len(window) < meter.ledger.window_steps():
+        if not window.full:
             return
         meter.enter("")
         window.gather(len(window))

@@ -10,10 +10,11 @@ from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.study.setup import degrees
 from autotune.study.spec.spec import StudySpec
-from autotune.trial.workload import DataShape, Pipeline, Probed, Splitting
+from autotune.trial.workload import DataShape, Experts, Pipeline, Probed, Splitting
 
 TENSOR, SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
 STAGES = "pipeline.stages"
+EXPERTS = "expert_parallel.autoep_size"
 LLAMA = Splitting(heads=4, kv_heads=2, hidden=32)
 
 
@@ -46,6 +47,19 @@ def test_the_degrees_of_a_script_stay_as_they_are():
     own = Setting(world_size=4, ranks_per_node=4, base=((TENSOR, 2),), **facts)
     assert why_illegal(Candidate.of({"micro_batch_size": 1, TENSOR: 2}), own) is None
     assert "give autotune the model as a model.py" in why_illegal(Candidate(micro_batch_size=1), own)
+
+
+def test_experts_are_shared_out_where_deepspeed_can():
+    def of(experts, base=None):
+        facts = degrees.facts(replace(WORKLOAD, splitting=LLAMA, experts=experts), base or {}, 4)
+        setting = Setting(world_size=4, ranks_per_node=4, **facts)
+        return why_illegal(Candidate.of({"micro_batch_size": 1, EXPERTS: 4}), setting)
+
+    assert "no mixture of experts" in of(None)
+    assert of(Experts(counts=(8,), layers=2)) is None and "6 experts" in of(Experts(counts=(6,), layers=2))
+    unknown = Experts(why_none="AutoEP finds no mixture in Net")
+    assert "cannot be shared out: AutoEP finds" in of(unknown)
+    assert of(unknown, {"expert_parallel": {"preset_model": "mixtral"}}) is None
 
 
 def test_degrees_are_those_of_the_space_and_of_the_baseline():

@@ -1,15 +1,22 @@
 """Lengths of rows in batches, and what a step takes in on average over the data set."""
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from autotune.trial import lengths
+from autotune.scoring.rates import as_expected, total_rate
+from autotune.trial import lengths, token_budget
 from autotune.worker.data.padding import expected, padding_id, real_lengths
+from autotune.worker.data.samples import length_of, real_mask
 
 IDS = torch.tensor([[5, 6, 7, 0], [5, 0, 0, 0]])
 INPUTS = {
     "mask": ({"input_ids": IDS, "attention_mask": (IDS > 0).long()}, None),
+    "padding mask of torch": ({"input_ids": IDS, "src_key_padding_mask": IDS == 0}, None),
+    "padding mask of ones": ({"input_ids": IDS, "padding_mask": (IDS > 0).long()}, None),
     "stated lengths": ({"input_ids": IDS, "lengths": torch.tensor([3, 1])}, None),
     "padding token": ({"input_ids": IDS}, 0),
     "labels": ({"input_ids": IDS, "labels": torch.tensor([[-100, 6, 7, -100], [5, -100, -100, -100]])}, None),
@@ -20,6 +27,16 @@ INPUTS = {
 def test_rows_are_as_long_as_what_is_no_padding(inputs, padding):
     found = real_lengths(IDS, (inputs,), {}, padding)
     assert found is not None and found.tolist() == [3, 1]
+
+
+@pytest.mark.parametrize("pads_are_true", [False, True])
+@pytest.mark.parametrize("left", [False, True])
+def test_what_a_padding_mask_means_shows_at_the_ends_of_its_longest_row(pads_are_true, left):
+    real = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool()
+    real = real.flip(1) if left else real
+    found = real_mask({"pad_mask": ~real if pads_are_true else real}, real.shape)
+    assert found.equal(real)
+    assert length_of({"ids": [1, 2, 3], "padding_mask": [0, 0, 1] if pads_are_true else [1, 1, 0]}) == 2
 
 
 def test_without_evidence_nothing_is_said_of_padding():
@@ -60,3 +77,19 @@ def test_nothing_is_expected_where_padding_does_not_follow_from_the_lengths():
     fixed = list(batches(known, 50, 4, width=lambda _: 512))
     characters = lengths.table([80] * 50 + [320] * 50)
     assert expected(known, fixed, 4, 1, {}) == {} == expected(characters, list(batches(known, 50, 4)), 4, 1, {})
+
+
+@pytest.mark.parametrize("two", [(30, 400), (16, 512)])
+def test_the_rate_of_a_token_budget_holds_for_the_long_run_although_a_trial_saw_a_few_batches(two):
+    rng = np.random.default_rng(0)
+    known = lengths.table(rng.choice(two, 4000))
+    tokens = token_budget.tokens_for(known, 8)
+    drawn = ((int(length), int(length)) for _ in range(4) for length in rng.choice(two, 4000))
+    batches = list(itertools.islice(token_budget.fill(drawn, tokens, 256), 1000))
+    sizes = np.array([len(batch) * max(batch) for batch in batches], dtype=float)
+    times = 0.02 + 1e-4 * sizes * rng.lognormal(0, 0.03, len(sizes))
+    seen = [(torch.tensor(batch), max(batch)) for batch in batches[:30]]
+    mean = expected(known, seen, 8, 1, {"token_budget": True})
+    claim = total_rate(as_expected(times[:30], sizes[:30], mean["tokens"]), [mean["samples"]] * 30)
+    assert claim.value == pytest.approx(sum(map(len, batches)) / times.sum(), rel=0.05)
+    assert sum(map(len, batches[:30])) / times[:30].sum() != pytest.approx(claim.value, rel=0.05)

@@ -46,6 +46,18 @@ def test_the_longest_batch_an_evaluation_and_a_checkpoint_are_tried_after_the_me
     assert not (zoo.folder.scratch / "checkpoint").exists()
 
 
+def test_a_token_budget_fills_batches_and_its_worst_one_is_of_the_longest_sample(zoo, write_model):
+    check = TailCheck(longest_at=(100,))
+    result = zoo.run(
+        write_model(MODEL), micro=4, max_steps=12, tail=check, lengths=LENGTHS, changed_from={"data.token_budget": None},
+        **{"data.token_budget": True},
+    )  # fmt: skip
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    assert result.observed.uneven is not None and result.samples_per_step == 8
+    assert result.tail == {"samples": 1, "length": 2048, "elements": 2048}
+    assert any("a batch sampler that fills each micro-batch" in change for change in result.side_changes)
+
+
 def test_a_longest_batch_that_does_not_fit_is_out_of_memory_and_says_which(zoo, write_model):
     check = TailCheck(longest_at=(100,))
     result = zoo.run(

@@ -13,6 +13,7 @@ from autotune.worker.model.sequence import IGNORED, shard
 pytestmark = pytest.mark.process
 
 TENSOR, SEQUENCE, STAGES = "tensor_parallel.autotp_size", "sequence_parallel_size", "pipeline.stages"
+EXPERTS = "expert_parallel.autoep_size"
 LEAVES = "zero_optimization.leaf_module.classes"
 LONG = {"max_steps": 20, "min_samples": 10**9, "budget_s": 60.0}
 
@@ -52,6 +53,17 @@ def test_a_pipeline_in_two_stages_trains_as_one_with_all_layers(zoo):
     groups, before = parted.observed.groups, whole.observed.groups
     assert (groups.pipeline, groups.data, before.pipeline, before.data) == (2, 1, 1, 2)
     assert groups.held_parameters < 0.7 * before.held_parameters
+
+
+def test_experts_that_are_shared_out_over_two_ranks_train_as_in_every_rank(zoo):
+    whole = zoo.run("experts", zero_stage=1, **LONG)
+    shared = zoo.run("experts", zero_stage=1, changed_from={EXPERTS: None}, **{EXPERTS: 2}, **LONG)
+    assert whole.outcome is shared.outcome is Outcome.COMPLETE, whole.reason or shared.reason
+    groups, before = shared.observed.groups, whole.observed.groups
+    assert (groups.expert, groups.held_experts, groups.data) == (2, 2, 2) and groups.exchanges > 0
+    assert (before.expert, before.held_experts, before.exchanges) == (1, 4, 0)
+    assert groups.held_parameters < 0.7 * before.held_parameters
+    assert zoo.run("experts", mode="split", zero_stage=1, **{EXPERTS: 2}).outcome is Outcome.COMPLETE
 
 
 def test_stages_are_compared_with_one_that_has_all_layers(zoo):

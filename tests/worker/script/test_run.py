@@ -14,6 +14,7 @@ from autotune.space.legality import why_illegal
 from autotune.study.setup import plan
 from autotune.study.spec.spec import StudySpec
 from autotune.trial.command import Invocation
+from autotune.trial.request import TailCheck
 from autotune.trial.result import Outcome
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("home")]
@@ -165,6 +166,22 @@ def test_texts_of_any_length_are_counted_step_by_step(bench):
     assert METRICS["tokens_per_s"].of(result, None).value == pytest.approx(
         sum(real[timed]) / sum(result.step_times_s[timed]), rel=0.2
     )
+
+
+def test_batches_of_varying_sizes_are_measured_as_they_come(bench):
+    found = bench.plan("lengths.py", "budget")
+    script = found.workload.script
+    assert script.uneven == (1, 9) and "micro_batch_size" not in script.movable
+    assert found.ds_config(found.baseline)["train_micro_batch_size_per_gpu"] == script.configured_micro_batch_size
+    assert any("the script decides how many samples" in note for note in found.notes)
+    check = TailCheck(longest_at=found.workload.data.longest_at)
+    result = bench.measure(found, steps=20, gradient_accumulation_steps=1, tail=check)
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    assert set(result.taken_in["samples"]) >= {1, 5, 9} and result.tail == {
+        "samples": 1,
+        "length": 512,
+        "elements": 1024,
+    }
 
 
 def test_a_constant_that_is_cut_up_is_to_be_multiplied(bench):

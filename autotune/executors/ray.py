@@ -212,7 +212,10 @@ def _check_listens(address: str) -> None:
 
     Raises:
         Unavailable: Nobody does, or the host is unknown.
+        UserError: It is one of Ray Client.
     """
+    if address.startswith("ray://"):
+        raise UserError(f"--executor ray: {address!r} is an address of Ray Client; give the head's as HOST:PORT")
     host, _, port = address.rpartition(":")
     if not port.isdecimal() or "/" in host:
         return

@@ -319,7 +319,7 @@ class Machine:
     @classmethod
     def guess(cls, accelerator: str, world_size: int, n_cores: int = 4) -> Machine:
         """Returns typical rates, which may be wrong by a factor of a few; measurements correct them."""
-        if accelerator == "cuda":
+        if accelerator != "cpu":
             rates = {"fp32": 6e13, "bf16": 3e14, "fp16": 3e14, "torch_autocast": 2e14, "torch_autocast_fp16": 2e14}
             return cls(
                 accelerator=accelerator, world_size=world_size, flops=rates, memory_bytes_per_s=2e12, link_alpha_s=2e-5,

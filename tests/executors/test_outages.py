@@ -225,8 +225,10 @@ def test_a_cluster_of_ray_at_whose_address_nobody_listens_is_told_at_once():
             _check_listens(address)
     with socket.create_server(("127.0.0.1", 0)) as server:
         _check_listens(f"127.0.0.1:{server.getsockname()[1]}")
-    for address in ("auto", "local", "ray://head:10001"):  # these are Ray's to understand
+    for address in ("auto", "local"):  # these are Ray's to understand
         _check_listens(address)
+    with pytest.raises(UserError, match="give the head's as HOST:PORT"):
+        _check_listens("ray://head:10001")
 
 
 def test_machines_of_ray_whose_driver_died_before_it_started_an_agent_are_taken_away(monkeypatch):

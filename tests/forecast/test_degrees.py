@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from autotune.forecast.degrees import cost_terms, held_share
+from autotune.forecast.step_time import _within_a_step
 from autotune.space.candidate import Candidate
 from autotune.trial.profile import Machine, Profile
 
@@ -101,3 +102,8 @@ def test_a_stage_has_its_layers_only_and_waits_while_the_pipeline_fills():
     assert deep_time["compute"] == pytest.approx(alone["compute"] / 4 * 15 / 12)
     # The first stage holds four micro-batches of its quarter of the layers.
     assert deep["activations"] == pytest.approx(whole["activations"])
+
+
+def test_another_accelerator_is_forecast_as_a_device_rather_than_as_a_cpu():
+    other, gpu = (_within_a_step(Machine.guess(kind, 2)) for kind in ("xpu", "cuda"))
+    assert replace(other, accelerator="cuda") == gpu

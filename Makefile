@@ -21,7 +21,7 @@ export AUTOTUNE_CACHE ?= $(CURDIR)/.cache/autotune
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help install engines demo face bench bench-peers pages pages-current floors newest test test-unit test-smoke test-system \
-  lint format types imports reference check audit plotly clean
+  lint format types imports reference check audit plotly clean test-cuda-build
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1~\2/p' Makefile | tr '~' '\t' | expand -t 20
@@ -91,6 +91,18 @@ newest: ## the same on the newest Python that is installed here, in .cache/newes
 	@$(call small_study,newest)
 	@echo "make newest: $$(.cache/newest/bin/python --version) works"
 
+# torch alone is another one than in .venv, which lends the rest. Three minutes and 5 GB, so it is no part of CI; a folder of wheels
+# for CPUs, as pip may be set up with, would win over the CUDA build.
+test-cuda-build: $(STAMP) ## torch's CUDA build without a device: import, warm ranks, a trial, gpu.sh --pack and --dry-run, in .cache/cuda (5 GB)
+	@test -x .cache/cuda/bin/pip || { mkdir -p .cache && $(RUN) -m venv --clear .cache/cuda \
+	  && echo "import site; site.addsitedir('$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	  >"$$(.cache/cuda/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/rest.pth"; }
+	@.cache/cuda/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda)' 2>/dev/null || PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= \
+	  PIP_EXTRA_INDEX_URL= .cache/cuda/bin/pip install --quiet --no-input --progress-bar off --no-compile --ignore-installed '$(TORCH)' </dev/null
+	@PYTHONPATH=. .cache/cuda/bin/python .ci/cuda_build.py
+	@PYTHON=.cache/cuda/bin/python benchmarks/gpu.sh --pack
+	@PYTHON=.cache/cuda/bin/python benchmarks/gpu.sh --dry-run --out .cache/gpu-cuda-build
+
 # $(1): an environment below .cache that has autotune.
 define small_study
 rm -rf .cache/$(1)-study && mkdir .cache/$(1)-study && cd .cache/$(1)-study && unset PYTHONPATH && export AUTOTUNE_CACHE="$$PWD/cache" \
@@ -110,9 +122,9 @@ test-unit: $(STAMP) ## only the tests that start no process (a minute)
 test-smoke: engines ## one study on each engine, PostgreSQL, pages in a browser, every legal pair of settings: the part of test-system that CI runs
 	@$(RUN) -m pytest -m 'system and smoke' $(PYTEST_ARGS)
 
-test-system: engines ## all tests on Slurm, Ray, ssh, PostgreSQL and in a browser, then floors and newest (before a release; an hour)
+test-system: engines ## all tests on Slurm, Ray, ssh, PostgreSQL and in a browser, then floors, newest and test-cuda-build (before a release; an hour)
 	@$(RUN) -m pytest -m system $(PYTEST_ARGS)
-	@for edge in floors newest; do $(MAKE) --no-print-directory $$edge || exit 1; done
+	@for edge in floors newest test-cuda-build; do $(MAKE) --no-print-directory $$edge || exit 1; done
 
 lint: $(STAMP) ## style and formatting
 	@$(RUN) -m ruff check .

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -78,8 +79,31 @@ def plain_environment() -> dict[str, str]:
     return environment
 
 
+def ran(
+    command: list[str], timeout_s: float, *, cwd: Path | None = None, environment: dict[str, str] | None = None
+) -> tuple[int | None, str]:
+    """Runs a command with everything it starts; returns its status, None where its time was over, and what it said."""
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
+        )  # fmt: skip
+        try:
+            status: int | None = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            status = None
+            os.killpg(process.pid, signal.SIGINT)  # autotune then ends its ranks and writes what it has
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10.0)
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said.seek(0)
+        return status, said.read()
+
+
 def plain_trial(
-    target: Path, ds_config: dict[str, Any], folder: Path, n_steps: int, *, ranks: int = 2
+    target: Path, ds_config: dict[str, Any], folder: Path, n_steps: int, *, ranks: int = 2, timeout_s: float = 3600.0
 ) -> tuple[float, list[float]]:
     """Runs a configuration the ordinary way, torchrun on a hand-written script; returns wall seconds and step times."""
     config = folder / "plain.json"
@@ -87,9 +111,9 @@ def plain_trial(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += [str(Path(__file__).parent / "plain_trial.py"), str(target), str(config), str(n_steps)]
     start = time.perf_counter()
-    done = subprocess.run(command, env=plain_environment(), capture_output=True, text=True, check=False)
+    status, said = ran(command, timeout_s, environment=plain_environment())
     wall = time.perf_counter() - start
-    line = next((line for line in done.stdout.splitlines() if line.startswith("STEPS")), None)
+    line = next((line for line in said.splitlines() if line.startswith("STEPS")), None)
     if line is None:
-        raise RuntimeError(done.stderr[-2000:])
+        raise RuntimeError(f"torchrun ended with status {status}: {said[-2000:]}")
     return wall, json.loads(line.removeprefix("STEPS "))

@@ -1,4 +1,4 @@
-"""Do degrees that `check` calls legal train, and as the whole model does? Five families of tiny models on gloo ranks.
+"""Do degrees that `check` calls legal train, and as the whole model does? Six families of tiny models on gloo ranks.
 
 `python benchmarks/degrees.py [--ranks 4] [--only llama]` plans a study of each family with every degree and ZeRO stage,
 runs each legal candidate for some steps, and compares its losses with those of the same global batch without degrees.
@@ -38,6 +38,9 @@ FAMILIES = {
     "t5": "T5ForConditionalGeneration(T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,"
     " dropout_rate=0, decoder_start_token_id=0))",
     "mixtral": f"MixtralForCausalLM(MixtralConfig({SIZES}, {WIDTHS}, num_local_experts=4))",
+    "deepseek": f"DeepseekV3ForCausalLM(DeepseekV3Config({SIZES}, {WIDTHS}, n_routed_experts=4, num_experts_per_tok=2,"
+    " moe_intermediate_size=32, first_k_dense_replace=1, n_group=1, topk_group=1, q_lora_rank=16, kv_lora_rank=8,"
+    " qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8))",
 }
 TARGET = """
 import torch
@@ -65,7 +68,7 @@ def family(name: str, ranks: int, folder: Path) -> dict[str, Any]:
         dead = feasibility.dead_values(found.full_space, found.baseline, found.setting)
         whole = trial(found, executor, folder / "whole", found.baseline)
         legal = [c for c in found.space.candidates(found.baseline) if why_illegal(c, found.setting) is None]
-        ended = {c.describe(): trial(found, executor, folder / "one", c) for c in legal if c.ranks_per_replica > 1}
+        ended = {c.describe(): trial(found, executor, folder / "one", c) for c in legal if not c.is_whole}
     complete = {name: result for name, result in ended.items() if result.outcome is Outcome.COMPLETE}
     return {
         "legal": len(ended),

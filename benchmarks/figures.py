@@ -51,6 +51,7 @@ def demo(found: Results) -> Rows:
 
 
 def peers(found: Results) -> Rows:
+    found = judged_together(found)
     base = found.get("deepspeed", {})
     if "claim_over_measured" not in base:
         return []
@@ -66,6 +67,33 @@ def peers(found: Results) -> Rows:
             value = f"{row['seconds_of_deepspeed_over_own']:.1f}x; {row['throughput_over_deepspeed']:.2f}x; {gap} off"
             rows.append((f"{what}, beside it: sooner; throughput of the answer; its claim", value))
     return rows
+
+
+def judged_together(found: Results) -> Results:
+    """The results of all tuners, in which those that name one configuration share the throughput that all of them measured for it."""
+    answers = {name: row for name, row in found.items() if "samples_per_s" in row}
+    rates: dict[str, list[float]] = {}
+    for row in answers.values():
+        rates.setdefault(_trained(row), []).append(row["samples_per_s"])
+    shared = {name: statistics.geometric_mean(rates[_trained(row)]) for name, row in answers.items()}
+    together = dict(found)
+    for name, row in answers.items():
+        together[name] = {**row, "samples_per_s": shared[name]}
+        if "claimed_samples_per_s" in row:
+            together[name]["claim_over_measured"] = row["claimed_samples_per_s"] / shared[name]
+        if "deepspeed" in shared:
+            together[name]["throughput_over_deepspeed"] = shared[name] / shared["deepspeed"]
+    return together
+
+
+def _trained(row: Results) -> str:
+    """What a tuner's answer makes of a training run, as far as speed goes: its learning rate and stated defaults left out."""
+    config = {key: value for key, value in row["config"].items() if key != "train_batch_size"}
+    optimizer = config.get("optimizer", {})
+    params = {key: value for key, value in optimizer.get("params", {}).items() if key != "lr"}
+    config |= {"optimizer": {**optimizer, "params": params}, "script": row.get("not_in_the_json") or []}
+    config["zero_optimization"] = {"stage": 0, **config.get("zero_optimization", {})}
+    return json.dumps(config, sort_keys=True)
 
 
 def forecast(found: Results) -> Rows:
@@ -450,8 +478,9 @@ def tuners(found: Results) -> str:
     """Returns the table of whole tuners on one script."""
     heads = "tuner | seconds to its answer | trials | samples/s of its answer under torchrun | its claim over that"
     lines = [f"| {heads} |", "| --- | --- | --- | --- | --- |"]
+    together = judged_together(found)
     for name, words in TUNERS.items():
-        row = found.get(name)
+        row = together.get(name)
         if row is None:
             continue
         if "error" in row:
@@ -479,6 +508,7 @@ def samplers(found: Results) -> str:
 def _peer_aim(found: Results, name: str) -> tuple[str, bool]:
     if "seconds_of_deepspeed_over_own" not in found.get(name, {}):
         return "not measured", False
+    found = judged_together(found)
     sooner, faster = found[name]["seconds_of_deepspeed_over_own"], found[name]["throughput_over_deepspeed"]
     return f"{sooner:.1f}x sooner, {faster:.2f}x the throughput", sooner >= 10 and faster >= 1
 

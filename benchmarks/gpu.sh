@@ -3,15 +3,16 @@
 #
 #   benchmarks/gpu.sh --pack             where there is a network: wheels of what a machine with torch may lack, into .wheels/
 #   benchmarks/gpu.sh [--out DIR] ...    on the machine with the GPU; what else is given goes to gpu.py (--budget, --parts, --sizes)
-#   benchmarks/gpu.sh --dry-run ...      the same code on a CPU and a tiny model
+#   benchmarks/gpu.sh --dry-run ...      the same code on a CPU and a tiny model; with --stand-in on what stands in for a GPU
 #
 # Afterwards, anywhere: python benchmarks/gpu_results.py DIR   writes benchmarks/results/gpu-CARD.json and studies/CARD-MODEL/.
 set -eu
 cd "$(dirname "$0")/.."
 wheels=.wheels
 python=${PYTHON:-python3}
-# What the machine is assumed to have: torch with CUDA, numpy, pandas, scipy, psutil, pyyaml, rich, typer, threadpoolctl, and what they need.
-packages="deepspeed==0.19.8 hjson optuna>=5,<6 alembic mako colorlog sqlalchemy>=2 greenlet pydantic pydantic-core annotated-types
+# What the machine is assumed to have: torch with CUDA, numpy, pandas, scipy, psutil, pyyaml, jinja2, rich, typer, threadpoolctl, and what they need.
+packages="transformers accelerate tokenizers safetensors huggingface-hub hf-xet regex httpx2 httpcore2
+apscheduler tzlocal h11 truststore anyio idna click shellingham deepspeed==0.19.8 hjson optuna>=5,<6 alembic mako colorlog sqlalchemy>=2 greenlet pydantic pydantic-core annotated-types
 typing-inspection typing-extensions plotly>=6 einops msgpack ninja py-cpuinfo nvidia-ml-py tqdm"
 
 if [ "${1:-}" = --pack ]; then
@@ -39,16 +40,19 @@ for name in '''$packages'''.split():
   exit 0
 fi
 
-out=${OUT:-.cache/gpu} dry= previous=
+out=${OUT:-.cache/gpu} dry= stand_in= previous=
 for argument in "$@"; do
+  shift
   [ "$previous" = --out ] && out=$argument
   [ "$argument" = --dry-run ] && dry=yes
   previous=$argument
+  if [ "$argument" = --stand-in ]; then stand_in=yes; else set -- "$@" "$argument"; fi
 done
+[ -z "$stand_in" ] || [ -n "$dry" ] || { echo "gpu.sh: --stand-in goes with --dry-run" >&2; exit 2; }
 mkdir -p "$out"
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
-if ! "$python" -c 'import deepspeed, optuna, pydantic, sqlalchemy' 2>/dev/null && [ -d "$wheels" ]; then
+if [ -d "$wheels" ]; then
   # Only what is missing, so that the machine's own torch and what was built for it stay; one call of pip for all.
   missing=$("$python" -c '
 import sys
@@ -61,8 +65,14 @@ for wheel in sys.argv[1:]:
   [ -z "$missing" ] || "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" $missing
 fi
 export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-[ -z "$dry" ] || export DS_ACCELERATOR=cpu
-"$python" benchmarks/gpu.py --out "$out" "$@" 2>&1 | tee "$out/log.txt"
+if [ -n "$stand_in" ]; then
+  export PYTHONPATH="$PWD/tests/support/stand_in:$PYTHONPATH" DS_ACCELERATOR=cuda CUDA_HOME=/nowhere
+  [ -n "${STAND_IN:-}" ] || export STAND_IN='{"n": 1}'
+elif [ -n "$dry" ]; then
+  export DS_ACCELERATOR=cpu
+fi
+# Whatever hangs, the call ends within ten minutes; the results are on the disk by then.
+timeout --signal=INT --kill-after=15 "${HARD_LIMIT_S:-560}" "$python" benchmarks/gpu.py --out "$out" "$@" 2>&1 | tee "$out/log.txt"
 if [ -n "$dry" ]; then
   "$python" benchmarks/gpu_results.py "$out" --into "$out/analysed"
 fi

@@ -21,6 +21,9 @@ from autotune.system.cards import find_card
 
 ROOT = Path(__file__).parent.parent
 NEAR_BEST = 0.02
+# Parts that write a line for each trial, and those that are commands.
+TRIALS = ("grid", "larger", "honesty trial", "forecast", "limit trial", "kill trial")
+COMMANDS = ("default", "doctor", "search command", "trainer")
 
 Row = dict[str, Any]
 
@@ -42,13 +45,22 @@ def figures(rows: list[Row]) -> dict[str, Any]:
     if system is None:
         raise SystemExit("the run ended before it had looked at the machine: see log.txt beside it")
     models = {row["model"]: row for row in rows if row["part"] == "model"}
-    measured = [row for row in rows if row["part"] in ("grid", "larger", "honesty trial", "ops trial", "limit trial")]
+    measured = [row for row in rows if row["part"] in TRIALS and "model" in row and "outcome" in row]
     card = system["environment"]["device_name"]
+    started = [row for row in rows if row["part"] == "startup" and "warm_s" in row]
     return {
         "card": card,
         "models": {name: model_figures(row, [m for m in measured if m["model"] == name], card) for name, row in models.items()},
         "warm_server": {"forks": not system["cold_reason"], "cold_reason": system["cold_reason"]},
-        "startup": startup([row for row in rows if row["part"] == "startup"]),
+        "startup": {
+            name: startup([row for row in started if row["model"] == name]) for name in dict.fromkeys(r["model"] for r in started)
+        },
+        "commands": [
+            {"words": row["words"], "exit_status": row["outcome"], "seconds": row["seconds"]}
+            for row in rows if row["part"] in COMMANDS and "words" in row
+        ],
+        "kill": next((kill(row) for row in rows if row["part"] == "kill" and "killed" in row), None),
+        "seconds": {row["of"]: row["seconds"] for row in rows if row["part"] == "clock"},
         "limits": [limit(row) for row in rows if row["part"] == "limits"],
         "search": search(rows),
         "honesty": honesty([row for row in rows if row["part"] == "honesty" and "ratio" in row]),
@@ -66,14 +78,17 @@ def figures(rows: list[Row]) -> dict[str, Any]:
 def model_figures(model: Row, rows: list[Row], card: str) -> dict[str, Any]:
     """A model's configurations, and how well they were foretold."""
     complete = [row for row in rows if row["outcome"] == "complete" and row.get("step_time_s")]
-    table = [configuration(row, model, card) for row in complete if row["part"] != "limit trial"]
+    table = [configuration(row, model, card) for row in complete if row["part"] not in ("limit trial", "kill trial")]
     utilised = [row["flops_share"] for row in table if row["flops_share"]]
     events = [row["events_over_wall"] for row in table if row["events_over_wall"]]
     return {
         "parameters": model["profile"]["n_parameters"],
         "flops_per_sample": model["profile"]["flops_per_sample"],
         "rates": {name: model["machine"][name] for name in ("flops", "memory_bytes_per_s", "host_bytes_per_s", "op_s")},
-        "forecast": {name: forecast(complete, name) for name in ("before", "after")},
+        "forecast": {
+            **{name: forecast(complete, name) for name in ("before", "after")},
+            "unseen": forecast([row for row in complete if row["part"] == "forecast"], "after"),
+        },
         "best_flops_share": max(utilised, default=None),
         "events_over_wall": {"median": statistics.median(events), "lowest": min(events), "highest": max(events)}
         if events
@@ -133,12 +148,14 @@ def errors(pairs: list[tuple[dict[str, float], float]]) -> dict[str, float] | No
     return {"error_median": statistics.median(off), "error_p95": p95, "interval_90_holds": holds}
 
 
-def startup(rows: list[Row]) -> dict[str, Any] | None:
-    found = [row for row in rows if "warm_s" in row]
-    if not found:
-        return None
-    warm, plain = (statistics.median(row[name] for row in found) for name in ("warm_s", "torchrun_s"))
-    return {"warm_s": warm, "torchrun_s": plain, "ratio": plain / warm, "rounds": len(found)}
+def startup(rows: list[Row]) -> dict[str, Any]:
+    warm, plain = (statistics.median(row[name] for row in rows) for name in ("warm_s", "torchrun_s"))
+    return {"warm_s": warm, "torchrun_s": plain, "ratio": plain / warm, "rounds": len(rows)}
+
+
+def kill(row: Row) -> dict[str, Any]:
+    """A trial whose rank was killed on a nearly full device, and the next such trial."""
+    return {name: row[name] for name in ("candidate", "killed", "ended_s", "next_trial", "why")}
 
 
 def limit(row: Row) -> dict[str, Any]:
@@ -223,6 +240,11 @@ def main() -> None:
     print(path)
     for file in take_study(arguments.folder, card, (arguments.into or ROOT) / "studies"):
         print(file)
+    failed = [
+        f"{each['words']} ended with {each['exit_status']}" for each in found["commands"] if each["exit_status"] != 0
+    ]
+    if found["measured_on"]["dry_run"] and (wrong := [*found["not_run"], *failed]):
+        raise SystemExit("a dry run leaves nothing out: " + "; ".join(wrong))
 
 
 if __name__ == "__main__":

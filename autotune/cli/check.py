@@ -95,7 +95,7 @@ def print_check(data: Mapping[str, Any], console: Console) -> None:
         blocks = f"{workload['n_blocks']} x {workload['block_class']}, {workload['block_share']:.0%} of the parameters"
         console.print(f"blocks     {blocks}: their activations can be recomputed")
     environment = workload["environment"]
-    console.print(f"machine    {environment['accelerator']}: {environment['device_name']}; {data['ranks']} rank(s)")
+    console.print(f"machine    {_machine(environment)}; {data['ranks']} rank(s)")
     console.print(f"baseline   {data['baseline']['description']}: {data['baseline']['outcome']}", end="")
     if data["baseline"]["peak_memory_bytes"]:
         console.print(f", {data['baseline']['peak_memory_bytes'] / 2**20:,.0f} MiB at the peak of two steps", end="")
@@ -180,3 +180,14 @@ def check_data(found: Plan, result: TrialResult, log: Path) -> dict[str, Any]:
         "n_candidates": found.full_space.size(found.baseline), "n_legal": n_legal, "exact": exact, "knobs": knobs,
         "not_proposed": not_proposed, "notes": found.notes,
     }  # fmt: skip
+
+
+def _machine(environment: dict[str, Any]) -> str:
+    """What trials compute on; of devices their number, capability and memory, too."""
+    if environment["accelerator"] == "cpu":
+        return f"cpu: {environment['device_name']}"
+    capability = f", capability {environment['capability']}" if environment["capability"] else ""
+    memory = f", {environment['device_memory_bytes'] / 2**30:.1f} GiB each"
+    return (
+        f"{environment['accelerator']}: {environment['n_devices']} x {environment['device_name']}{capability}{memory}"
+    )

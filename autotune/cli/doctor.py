@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 OPS = ("fused_adam", "cpu_adam")
 WIDTH = 13  # of the longest name of a finding
 LEAST_SHARED_BYTES = 64 << 20
-# An idle device has at least this share free beside our CUDA context (0.5 GiB); with less, another process uses it.
-LEAST_FREE_SHARE = 0.9
 PROBE = '''\
 """The smallest target there is: shows that a trial can run here."""
 import torch
@@ -179,11 +177,8 @@ def _devices(here: Environment) -> list[Finding]:
     )
     found = [Finding("ok", "device", name), *(Finding("warn", "device", remark) for remark in here.remarks)]
     if (free := here.free_memory_bytes) is not None:
-        total = here.device_memory_bytes
-        full = free < LEAST_FREE_SHARE * total
-        held = "; something else holds the rest: see `nvidia-smi`" if full else ""
-        detail = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free on the fullest device{held}"
-        found.append(Finding("warn" if full else "ok", "device memory", detail))
+        detail = f"{free / 2**30:.1f} of {here.device_memory_bytes / 2**30:.1f} GiB free on the fullest device"
+        found.append(Finding("warn" if here.held_by_others_bytes else "ok", "device memory", detail))
     return found
 
 

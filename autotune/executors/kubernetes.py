@@ -51,6 +51,7 @@ def pod(container: Mapping[str, Any], folder: str, claim: str) -> dict[str, Any]
     mounts = [{"name": "project", "mountPath": folder}, {"name": "shm", "mountPath": "/dev/shm"}]
     return {
         "restartPolicy": "Never",
+        "shareProcessNamespace": True,  # so that something reaps what ranks leave behind, which has no parent
         "containers": [{**container, "workingDir": folder, "volumeMounts": mounts}],
         "volumes": [
             {"name": "project", "persistentVolumeClaim": {"claimName": claim}},

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -79,6 +80,7 @@ class Ray:
         if ray.is_initialized():
             return
         address = self.options.get("address") or os.environ.get("RAY_ADDRESS") or "auto"
+        _check_listens(address)
         try:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
         except Exception as error:  # Ray raises many kinds
@@ -203,6 +205,25 @@ class Ray:
         if not is_yes(self.options, "exclusive") or not fit:
             return bundle
         return bundle | {"CPU": min(node["Resources"].get("CPU", 0.0) for node in fit)}
+
+
+def _check_listens(address: str) -> None:
+    """Refuses an address at which nobody listens: Ray would try it for minutes, and then end the process.
+
+    Raises:
+        Unavailable: Nobody does, or the host is unknown.
+        UserError: It is one of Ray Client.
+    """
+    if address.startswith("ray://"):
+        raise UserError(f"--executor ray: {address!r} is an address of Ray Client; give the head's as HOST:PORT")
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or "/" in host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_TIMEOUT_S).close()
+    except OSError as error:
+        why = error.strerror or error
+        raise Unavailable(f"--executor ray: no cluster answers at {address!r}: {why}; is its head running?") from None
 
 
 class _Group:

@@ -95,6 +95,7 @@ class Cluster:
         return replace(
             here,
             world_size=n,
+            n_cores=0,  # its ranks have devices
             link_bytes_per_s=link if self.per_node > 1 else self.inter_bytes_per_s or link,
             link_alpha_s=here.link_alpha_s if self.intra_latency_s is None else self.intra_latency_s,
             ranks_per_node=self.per_node if n > self.per_node else 0,

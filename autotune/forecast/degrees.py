@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autotune.forecast.communication import within_node_s
+from autotune.forecast.communication import waiting_s, within_node_s
 from autotune.forecast.knobs import Knobs
 from autotune.forecast.memory import memory_terms
 from autotune.forecast.step_time import WITHIN_A_STEP, step_time_terms
@@ -169,28 +169,30 @@ def _within_groups_s(knobs: Knobs, profile: Profile, machine: Machine, split: Sp
     sixteen = np.array([name != "fp32" for name in knobs.precision])
     message = knobs.micro * profile.sequence * profile.width * np.where(sixteen, 2.0, 4.0)
     slow = WITHIN_A_STEP.get(machine.accelerator, 1.3)
+    # The hops of a ring wait one after the other, the messages of an all-to-all together.
+    wait_s = waiting_s(machine)
     wire, latency = none, none
     if tensor > 1:
         calls = ALL_REDUCES_A_LAYER * layers * knobs.accumulation * again
         # An all-reduce is two all-gathers' worth of bytes and hops.
         wire = wire + 2.0 * slow * within_node_s(machine, calls * message, np.full(len(none), float(tensor)))
-        latency = latency + 2.0 * (tensor - 1) * machine.link_alpha_s * calls
+        latency = latency + 2.0 * (tensor - 1) * (machine.link_alpha_s + wait_s) * calls
     if sequence > 1:
         calls = EXCHANGES_A_LAYER * layers * knobs.accumulation * again
         between = _between(machine, sequence)
         wire = wire + slow * within_node_s(between, calls * message / sequence, np.full(len(none), float(sequence)))
-        latency = latency + (sequence - 1) * between.link_alpha_s * calls
+        latency = latency + ((sequence - 1) * between.link_alpha_s + wait_s) * calls
     if stages > 1:
         sends = SENDS_A_MICRO_BATCH * (knobs.accumulation + stages - 1)
         between = _between(machine, machine.world_size)  # stages stand one machine after the other
         wire = wire + slow * sends * message / between.link_bytes_per_s
-        latency = latency + between.link_alpha_s * sends
+        latency = latency + (between.link_alpha_s + wait_s) * sends
     if experts > 1:
         calls = EXPERT_EXCHANGES_A_LAYER * float(profile.expert_layers) * knobs.accumulation * again
         between = _between(machine, experts)
         sent = calls * message * profile.experts_per_token
         wire = wire + slow * within_node_s(between, sent, np.full(len(none), float(experts)))
-        latency = latency + (experts - 1) * between.link_alpha_s * calls
+        latency = latency + ((experts - 1) * between.link_alpha_s + wait_s) * calls
     return wire + latency
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ MOST_FOR_CHOICE = 60
 ROUNDS, STEPS, IMPUTATIONS = 2, 8, 4
 LARGEST_CORRECTION = 4.0
 JITTER = 1e-9
+# What no feature explains of a candidate, beside a trial's noise, and above which similarity two rows are one candidate.
+OWN_SD, SAME = 0.02, 1.0 - 1e-9
 # A trial that lies further than this many standard deviations from what the others foretell counts as more noisy, while
 # such trials are few.
 OUTLYING, MOST_OUTLYING = 2.5, 0.2
@@ -129,11 +132,11 @@ class CalibratedGP:
 
     def __init__(self, linear_sd: Floats, term_sd: Floats, noise: float, smooth: float) -> None:
         self.stated_sd, self.linear_sd, self.term_sd = linear_sd, linear_sd, term_sd
-        self.correction = np.zeros(len(term_sd))
+        self.correction, self.own_sd = np.zeros(len(term_sd)), 0.0
         self.covered, self.n_observed = 0.0, 0
         self._data: Data | None = None
         self._inflation: dict[int, float] = {}
-        self._wider = NARROWEST
+        self._wider, self._loo_error = NARROWEST, 1.0
         self._grid = list(itertools.product(WIDTH, SMOOTH_SD, NOISE_SD))
         typical = np.log([TYPICAL_WIDTH, smooth, noise])
         self._expected = -0.5 * ((np.log(self._grid) - typical) ** 2).sum(axis=1)
@@ -154,15 +157,35 @@ class CalibratedGP:
             if outlying.mean() <= MOST_OUTLYING:
                 self._inflation = dict(zip(data.group[outlying], errors[outlying] / OUTLYING, strict=True))
         n, squares = len(errors), (np.minimum(errors, FAR) ** 2).sum()
-        self._wider = float(np.clip(np.sqrt((squares + PRIOR_ERRORS) / (n + PRIOR_ERRORS)), NARROWEST, WIDEST))
+        self._loo_error = min(WIDEST, float(np.sqrt((squares + PRIOR_ERRORS) / (n + PRIOR_ERRORS))))
+        self._wider = max(NARROWEST, self._loo_error)
 
     def _choose(self, log_weights: Floats) -> None:
         """Takes means over the grid, of variances and of the noise's logarithm: few trials single out no point of it."""
         weights = np.exp(log_weights - log_weights.max())
         weights = weights / weights.sum()
         width, self.smooth_sd, _ = (float(v) for v in np.sqrt(weights @ np.square(self._grid)))
-        self.noise_sd = float(np.exp(weights @ np.log(self._grid)[:, 2]))
-        self.linear_sd = np.concatenate([self.stated_sd[:1], self.stated_sd[1:] * width])
+        self._typical_scales = np.exp(weights @ np.log(self._grid))
+        self.noise_sd = float(self._typical_scales[2])
+        self.linear_sd = self._scaled(width)
+
+    def _scaled(self, width: float) -> Floats:
+        return np.concatenate([self.stated_sd[:1], self.stated_sd[1:] * width])
+
+    def typical(self) -> CalibratedGP:
+        """The same observations under the typical scales.
+
+        An interval has to hold whatever the scales are, so it rests on their mean variances, which the largest dominate.
+        The best of many candidates is overrated by that: its draws rest on the geometric means, and on what each
+        candidate has of its own.
+        """
+        if self._data is None:
+            return self
+        found = copy.copy(self)
+        width, found.smooth_sd, _ = (float(v) for v in self._typical_scales)
+        found.linear_sd, found.own_sd, found._wider = self._scaled(width), OWN_SD, max(1.0, self._loo_error)
+        found.observe(self._data, self._y)
+        return found
 
     def _likelihoods(self, data: Data) -> Floats:
         """Log marginal likelihood of each point of the grid, at the corrections as they stand."""
@@ -188,8 +211,16 @@ class CalibratedGP:
         return np.asarray(same * np.outer(factor, factor), dtype=float)
 
     def _remainder(self, data: Data) -> Floats:
-        kernel = self.smooth_sd**2 * _kernel(data.design.smooth, data.design.smooth)
-        return kernel + self.noise_sd**2 * self._shared(data) + np.diag(data.extra_sd**2 + JITTER)
+        return (
+            self._unexplained(data.design, data.design)
+            + self.noise_sd**2 * self._shared(data)
+            + np.diag(data.extra_sd**2 + JITTER)
+        )
+
+    def _unexplained(self, a: Design, b: Design) -> Floats:
+        """Covariance of what the terms and the linear features leave, noise aside."""
+        alike = _kernel(a.smooth, b.smooth)
+        return np.asarray(self.smooth_sd**2 * alike + self.own_sd**2 * (alike > SAME), dtype=float)
 
     def observe(self, data: Data, y: Floats | None = None) -> None:
         """Conditions on observations; the scales stay.
@@ -199,7 +230,7 @@ class CalibratedGP:
             y: Values in place of `data.y`, where censored ones were filled in.
         """
         y = data.y if y is None else y
-        self._data = data
+        self._data, self._y = data, y
         self._correct(y, data)
         base, shares = self._prior(data.design)
         self._features = np.hstack([data.design.linear * self.linear_sd, shares * self.term_sd])
@@ -242,11 +273,11 @@ class CalibratedGP:
         """Mean and standard deviation of the logarithm in each row; with `noise` of what a trial would measure."""
         base, shares = self._prior(design)
         features = np.hstack([design.linear * self.linear_sd, shares * self.term_sd])
-        prior = (features**2).sum(axis=1) + self.smooth_sd**2
+        prior = (features**2).sum(axis=1) + self.smooth_sd**2 + self.own_sd**2
         more = self.noise_sd if noise else 0.0
         if self._data is None:
             return base, np.hypot(self._wider * np.sqrt(prior), more)
-        cross = features @ self._features.T + self.smooth_sd**2 * _kernel(design.smooth, self._data.design.smooth)
+        cross = features @ self._features.T + self._unexplained(design, self._data.design)
         centre = base - shares @ self.correction + cross @ self._alpha
         explained = scipy.linalg.solve_triangular(self._factor[0], cross.T, lower=True)
         variance = np.maximum(prior - (explained**2).sum(axis=0), 1e-8)
@@ -256,10 +287,10 @@ class CalibratedGP:
         """Joint draws of the logarithm in each row, without a trial's noise: `n` rows, a column for each row of the design."""
         base, shares = self._prior(design)
         features = np.hstack([design.linear * self.linear_sd, shares * self.term_sd])
-        covariance = features @ features.T + self.smooth_sd**2 * _kernel(design.smooth, design.smooth)
+        covariance = features @ features.T + self._unexplained(design, design)
         centre = base
         if self._data is not None:
-            cross = features @ self._features.T + self.smooth_sd**2 * _kernel(design.smooth, self._data.design.smooth)
+            cross = features @ self._features.T + self._unexplained(design, self._data.design)
             centre = base - shares @ self.correction + cross @ self._alpha
             explained = scipy.linalg.solve_triangular(self._factor[0], cross.T, lower=True)
             covariance -= explained.T @ explained

@@ -83,7 +83,7 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
     visits = np.where(stage == 3, (K + 1.0) * PARTITION_OPS, np.where(stage == 2, K, stage) * REDUCE_OPS)
     op_s = machine.op_s if profile.passes else machine.launch_s / OPS_A_BLOCK
     bookkeeping = np.where((N > 1) | (stage == 3), visits, 0.0) * tensors * op_s
-    if machine.accelerator == "cuda":  # the host runs ahead of the device
+    if machine.accelerator != "cpu":  # the host runs ahead of the device
         device = K * (compute + traffic + recompute)
         host = K * launches + bookkeeping
         seen = np.maximum(host - device, EXPOSED_AT_LEAST * host) / np.maximum(host, 1e-12)
@@ -137,7 +137,9 @@ def _between_ranks(knobs: Knobs, profile: Profile, machine: Machine, compute: Fl
 
 def _within_a_step(machine: Machine) -> Machine:
     """The links as collectives find them while everything else goes on."""
-    own, between = WITHIN_A_STEP[machine.accelerator], BETWEEN_NODES[machine.accelerator]
+    own, between = (
+        table["cpu" if machine.accelerator == "cpu" else "cuda"] for table in (WITHIN_A_STEP, BETWEEN_NODES)
+    )
     return replace(
         machine, link_bytes_per_s=machine.link_bytes_per_s / own, node_bytes_per_s=machine.node_bytes_per_s / between
     )

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping
 from autotune.report.data import Data, StudyReport
 from autotune.system.units import format_bytes
 
+# Share of the memory from which on it is told.
+LEAST_SHARE = 0.01
+
 
 def varies(report: StudyReport) -> bool:
     """Whether samples of different lengths were seen."""
@@ -52,5 +55,9 @@ def _beside(report: StudyReport, tail: Mapping[str, int], peak: float | None) ->
     """What the worst batch takes beside ordinary steps, and of what a rank may use."""
     steady, worst, limit = tail.get("steady_bytes"), tail.get("tail_bytes"), report.memory_limit_bytes
     times = f"; {worst / steady:.1f} times an ordinary step's {format_bytes(steady)}" if steady and worst else ""
-    share = f"; {peak / limit:.0%} of the {format_bytes(limit)} that a rank may use" if peak and limit else ""
+    share = (
+        f"; {peak / limit:.0%} of the {format_bytes(limit)} that a rank may use"
+        if peak and limit and peak / limit >= LEAST_SHARE
+        else ""
+    )
     return times + share

@@ -256,6 +256,7 @@ class CandidateOptimizer:
         is no reason to go on.
         """
         state = self._learn(told)
+        state = replace(state, time=state.time.typical())
         open_rows, held = self._open(state, busy), _held_rows(state)
         covered, n_ran = state.time.covered, state.n_ran
         if not len(held) or not open_rows.any():

@@ -143,6 +143,10 @@ DEGREE_RULES: tuple[Rule, ...] = (
          "expert groups beside tensor, sequence or pipeline groups are not tuned; leave one of them out", DEGREES),
     Rule(lambda c, k, s: c.expert_degree > 1 and (hpz(k) > 1 or any(k.get(path) for path in QUANTISED)),
          "ZeRO++ beside expert groups: DeepSpeed does not train them together", (EXPERT_DEGREE, HPZ, *QUANTISED)),
+    # Layers of deepspeed.moe have such a group in any script that trains them under ZeRO.
+    Rule(lambda c, k, s: c.expert_degree > 1 and c.zero_stage > 0 and s.own_optimizer and not s.own_experts,
+         "the target's own optimizer has no group for experts, which DeepSpeed needs from ZeRO stage 1 on; state an"
+         " `optimizer` in the DeepSpeed configuration, or use stage 0", (EXPERT_DEGREE, "zero_stage")),
     Rule(lambda c, k, s: EXPERTS_SPLIT in dict(c.config),
          "expert_parallel.enabled follows from the expert degree; tune `expert_parallel.autoep_size`", (EXPERTS_SPLIT,)),
 )  # fmt: skip

@@ -36,6 +36,8 @@ from autotune.trial.result import RAN, Outcome, TrialResult
 COMPLETED = "completed"
 # Share of a study's time that the leader in its progress may cost (the estimates are cubic in the trials), where once is more than CHEAP_S.
 LEADER_SHARE, CHEAP_S = 0.02, 0.1
+# Phases of ordinary steps, in which memory is read.
+ORDINARY_PHASES = ("steady", "data", "forward", "backward", "step")
 ABANDONED = "the run ended before the trial did"
 # Metrics that become short attributes of a trial: metric, attribute, its unit, decimals.
 READABLE = (
@@ -211,14 +213,11 @@ def _readable_attrs(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, 
 
 
 def _tail(result: TrialResult) -> dict[str, int]:
-    """The worst batch, with the memory of ordinary steps and of the worst batch's."""
-    phases = {"steady_bytes": "steady", "tail_bytes": "tail"}
-    known = {
-        name: result.memory_by_phase_bytes[phase]
-        for name, phase in phases.items()
-        if phase in result.memory_by_phase_bytes
-    }
-    return result.tail | known if result.tail else {}
+    """The worst batch, with the memory of its pass and of ordinary steps."""
+    phases = result.memory_by_phase_bytes
+    ordinary = max((phases[name] for name in ORDINARY_PHASES if name in phases), default=None)
+    known = {"steady_bytes": ordinary, "tail_bytes": phases.get("tail")}
+    return result.tail | {name: size for name, size in known.items() if size is not None} if result.tail else {}
 
 
 def _measured_data(result: TrialResult, score: Score) -> dict[str, Any]:

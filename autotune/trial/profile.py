@@ -291,6 +291,7 @@ class Machine:
         ranks_per_node: Ranks of a node; 0 if all are on one. `link_*` then describe the link within a node.
         node_alpha_s: Latency of one message between nodes.
         node_bytes_per_s: Bandwidth between a node and the others, each way, shared by its ranks.
+        n_cores: Cores that the ranks of a node share; 0 where each has a device of its own, or if unknown.
         algorithm: Algorithm of collectives: `ring`, `tree`, `hierarchical`, or `auto` for the faster of the first two.
     """
 
@@ -312,12 +313,13 @@ class Machine:
     ranks_per_node: int = 0
     node_alpha_s: float = 0.0
     node_bytes_per_s: float = 0.0
+    n_cores: int = 0
     algorithm: str = "ring"
 
     @classmethod
     def guess(cls, accelerator: str, world_size: int, n_cores: int = 4) -> Machine:
         """Returns typical rates, which may be wrong by a factor of a few; measurements correct them."""
-        if accelerator == "cuda":
+        if accelerator != "cpu":
             rates = {"fp32": 6e13, "bf16": 3e14, "fp16": 3e14, "torch_autocast": 2e14, "torch_autocast_fp16": 2e14}
             return cls(
                 accelerator=accelerator, world_size=world_size, flops=rates, memory_bytes_per_s=2e12, link_alpha_s=2e-5,

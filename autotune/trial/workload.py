@@ -13,6 +13,8 @@ from autotune.trial.profile import Machine, Profile
 
 # Device memory of a process outside torch's allocator: CUDA's context, modules and libraries.
 CUDA_CONTEXT_BYTES = 600 << 20
+# Share of a device's memory that is in use before a trial, from which on something else must hold it.
+HELD_SHARE = 0.1
 # Families of scripts, by the names in `Probed.family`.
 TRAINER, ACCELERATE = "transformers' Trainer", "Accelerate"
 
@@ -54,12 +56,17 @@ class Environment:
     remarks: tuple[str, ...] = ()
 
     def share_bytes(self, ranks: int) -> float:
-        """Returns the memory of a rank: its device's without CUDA's context, or its share of the host's on a CPU."""
-        return (
-            max(0.0, self.device_memory_bytes - CUDA_CONTEXT_BYTES)
-            if self.accelerator != "cpu"
-            else self.device_memory_bytes / ranks
-        )
+        """Returns the memory of a rank: what its device has left without CUDA's context, or its share of the host's on a CPU."""
+        if self.accelerator == "cpu":
+            return self.device_memory_bytes / ranks
+        held = self.held_by_others_bytes
+        return max(0.0, self.device_memory_bytes - max(held, CUDA_CONTEXT_BYTES))
+
+    @property
+    def held_by_others_bytes(self) -> float:
+        """Memory of the fullest device that other processes hold, with this one's context; 0 where it is hardly any."""
+        held = self.device_memory_bytes - (self.free_memory_bytes or self.device_memory_bytes)
+        return float(held) if self.accelerator != "cpu" and held > HELD_SHARE * self.device_memory_bytes else 0.0
 
 
 def threads_per_rank(n_cores: int, world_size: int, omp_num_threads: str | None) -> int:

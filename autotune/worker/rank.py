@@ -93,13 +93,13 @@ def watch_memory(recorder: Recorder, request: TrialRequest) -> None:
     """Limits the rank's memory to the stated size; on a CPU otherwise to its share of the free memory."""
     from deepspeed.accelerator import get_accelerator
 
-    limit = request.device_memory_bytes
-    if get_accelerator().device_name() == "cuda":
-        if limit is not None:
+    limit, kind = request.device_memory_bytes, get_accelerator().device_name()
+    if kind != "cpu":
+        cap = getattr(getattr(torch, kind, None), "set_per_process_memory_fraction", None)
+        if limit is not None and cap is not None:
             device = int(os.environ["LOCAL_RANK"])
-            torch.cuda.set_device(device)
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+            get_accelerator().set_device(device)
+            cap(min(1.0, limit / get_accelerator().total_memory(device)), device)
         return
     stated = limit is not None
     share = limit if limit is not None else int(0.9 * psutil.virtual_memory().available / request.ranks_per_node)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import types
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.clusters import free_ports
 from support.instant import Instant, report, runner_of
 
-from autotune.errors import UserError
+from autotune.errors import Unavailable, UserError
 from autotune.executors import base
 from autotune.executors.base import MachinesGone, Status, no_turn
 from autotune.executors.cluster import ClusterExecutor, JobState, Refused, settings_for
 from autotune.executors.node_agent import Spool
-from autotune.executors.ray import NEVER_STARTED, Machine, _Group
+from autotune.executors.ray import NEVER_STARTED, Machine, _check_listens, _Group
 from autotune.executors.ssh import Hosts
 from autotune.space.candidate import Candidate
 from autotune.trial.folder import TrialDir, read_record, write_record
@@ -214,6 +216,19 @@ def test_an_abort_for_lack_of_memory_is_read_from_the_ranks_log(tmp_path):
     assert base.conclude(folder, REQUEST).outcome is Outcome.OOM
     folder.log(0).write_text("terminate called after throwing an instance of 'std::logic_error'\n")
     assert base.conclude(folder, REQUEST).outcome is Outcome.CRASHED
+
+
+def test_a_cluster_of_ray_at_whose_address_nobody_listens_is_told_at_once():
+    (port,) = free_ports(1)
+    for address in (f"127.0.0.1:{port}", f"[::1]:{port}", f"no-such-host.invalid:{port}"):
+        with pytest.raises(Unavailable, match=r"no cluster answers at .*; is its head running\?"):
+            _check_listens(address)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        _check_listens(f"127.0.0.1:{server.getsockname()[1]}")
+    for address in ("auto", "local"):  # these are Ray's to understand
+        _check_listens(address)
+    with pytest.raises(UserError, match="give the head's as HOST:PORT"):
+        _check_listens("ray://head:10001")
 
 
 def test_machines_of_ray_whose_driver_died_before_it_started_an_agent_are_taken_away(monkeypatch):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.commands import autotune
 from support.paths import MODELS, ROOT
 
 from autotune.executors import base
@@ -13,11 +14,10 @@ from autotune.executors.local import LocalExecutor
 from autotune.space.torch_settings import TF32
 from autotune.system import device
 from autotune.trial.folder import TrialDir, read_record
+from autotune.trial.profile import Machine
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
 from autotune.trial.workload import Workload
-
-pytestmark = pytest.mark.process
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "fused": True}}
 H100 = "NVIDIA H100 80GB HBM3"
@@ -60,14 +60,18 @@ def run(folder: Path, *requests: TrialRequest):
         executor.close()
 
 
+@pytest.mark.process
 def test_all_stages_and_offload_run_on_the_devices_of_their_ranks(gpus, tmp_path):
     used = gpus(others=1, busy=0.5, throttled=True)
     host = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     inspect = TrialRequest(target=str(MODELS / "ok.py"), mode="inspect")
     tf32 = replace(request(), candidate=request().candidate | {TF32: True}, changed_from={TF32: None})
-    trials = [*(request(stage) for stage in range(4)), request(3, **host), tf32]
+    stream = {"zero_optimization.overlap_comm": True}
+    beside = replace(request(2), candidate=request(2).candidate | stream, changed_from={next(iter(stream)): None})
+    beside.ds_config["zero_optimization"]["overlap_comm"] = True
+    trials = [*(request(stage) for stage in range(4)), request(3, **host), beside, tf32]
     (seen, *found), server = run(tmp_path, inspect, *trials)
-    assert [each.reason for each in (seen, *found)] == [""] * 7
+    assert [each.reason for each in (seen, *found)] == [""] * 8 and found[-2].observed.unwitnessed == ()
     assert {line["device"] for line in used() if line["what"] == "set_device"} == {0, 1}
     assert server not in {line["pid"] for line in used()} and os.getpid() not in {line["pid"] for line in used()}
     here = read_record(TrialDir(tmp_path / "0").workload, Workload).environment
@@ -82,16 +86,33 @@ def test_all_stages_and_offload_run_on_the_devices_of_their_ranks(gpus, tmp_path
     assert any("device busy 50%" in caveat for caveat in found[0].caveats)
 
 
-@pytest.mark.parametrize("visible", ["1", "GPU-00000001-aaaa-bbbb-cccc-000000000000"])
-def test_no_rank_leaves_the_visible_devices(gpus, tmp_path, monkeypatch, visible):
+@pytest.mark.process
+def test_no_rank_leaves_the_visible_devices(gpus, tmp_path, monkeypatch):
     used = gpus(capability="7.0", name="Tesla V100-SXM2-32GB", memory_gib=32)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-00000001-aaaa-bbbb-cccc-000000000000")
     (_, trial), _ = run(tmp_path, TrialRequest(target=str(MODELS / "ok.py"), mode="inspect"), request(ranks=1))
     assert trial.outcome is Outcome.COMPLETE and {line["device"] for line in used()} == {1}
     here = read_record(TrialDir(tmp_path / "0").workload, Workload).environment
     assert here.n_devices == 1 and here.uuid.startswith("GPU-00000001") and not here.bf16 and here.fp16
 
 
+@pytest.mark.process
+def test_another_accelerator_is_said_to_be_untested_and_never_taken_for_a_cpu(gpus, tmp_path, monkeypatch):
+    used = gpus(kind="xpu", name="Intel(R) Data Center GPU Max 1550")
+    monkeypatch.setenv("DS_ACCELERATOR", "xpu")
+    asked = [TrialRequest(target=str(MODELS / "ok.py"), mode=mode, world_size=n) for mode, n in
+             (("inspect", 1), ("rates", 2), ("profile", 1))]  # fmt: skip
+    found, _ = run(tmp_path, *asked, replace(request(2), device_memory_bytes=40 << 30))
+    assert [each.reason for each in found] == [""] * 4
+    here = read_record(TrialDir(tmp_path / "0").workload, Workload).environment
+    assert (here.accelerator, here.n_devices) == ("xpu", 2) and "never tested" in here.remarks[0]
+    # The counters of the device, rather than growth of the process.
+    assert found[3].reserved_memory_bytes and found[3].alloc_retries == 0
+    assert read_record(TrialDir(tmp_path / "1").machine, Machine).accelerator == "xpu"
+    assert {line["device"] for line in used() if line["what"] == "set_device"} == {0, 1}
+
+
+@pytest.mark.process
 def test_the_driver_asks_a_process_of_its_own_and_tells_devices_apart(gpus, monkeypatch):
     gpus()
     both = device.here()
@@ -103,3 +124,55 @@ def test_the_driver_asks_a_process_of_its_own_and_tells_devices_apart(gpus, monk
     )
     amd = device.ask(os.environ)
     assert amd.each[0].capability == "gfx942" and "ROCm" in amd.untested
+
+
+def of_trials(lines):
+    """What was done with devices, once it is sure that neither driver nor server did anything, and each rank kept to one."""
+    servers, taken = {line["parent"] for line in lines if "serve" in line["argv"] or "torch" in line["argv"]}, {}
+    assert not [line for line in lines if line["pid"] in servers or "autotune.cli" in line["argv"]]
+    for line in lines:
+        if line["what"] == "set_device":
+            taken.setdefault(line["pid"], set()).add(line["device"])
+    assert taken and all(len(devices) == 1 for devices in taken.values())
+    return set.union(*taken.values())
+
+
+@pytest.mark.process
+def test_the_default_study_completes_without_a_toolkit(gpus, tmp_path):
+    """As a newcomer starts it: no configuration, no optimizer in the model, no compiler."""
+    used = gpus()
+    (tmp_path / "model.py").write_text((MODELS / "ok.py").read_text().partition("def optimizer")[0])
+    few = ("--trials", "2", "--quick", "--space", "zero", "--objective", "latency,memory")
+    done = autotune("run", "model.py", *few, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (study,) = (path.parent for path in tmp_path.glob("studies/*/study.yaml"))
+    trials = [json.loads(path.read_text()) for path in sorted(study.glob("trials/[0-9]*/result.json"))]
+    assert [trial["outcome"] for trial in trials] == ["complete"] * 2, [trial["reason"] for trial in trials]
+    config = json.loads((study / "trials" / "0000" / "ds_config.json").read_text())
+    assert config["optimizer"]["params"]["torch_adam"] is True and config["optimizer"]["params"]["fused"] is True
+    assert "rates were not measured" not in done.stderr
+    assert of_trials(used()) == {0, 1}
+
+
+@pytest.mark.system
+def test_slots_report_and_the_commands_about_the_machine_keep_to_the_visible_devices(gpus, tmp_path, monkeypatch):
+    used = gpus(n=4, throttled=True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-00000001-aaaa-bbbb-cccc-000000000000")
+    (tmp_path / "model.py").write_text((MODELS / "ok.py").read_text())
+    few = ("--trials", "6", "--quick", "--space", "batch", "--objective", "throughput,energy")
+    done = autotune("run", "model.py", "--ranks", "1", "--parallel", "2", "--overlap", *few, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert of_trials(used()) == {1, 3}
+    (study,) = (path.parent for path in tmp_path.glob("studies/*/study.yaml"))
+    report = autotune("report", study.name, cwd=tmp_path)
+    assert report.returncode == 0 and H100 in (study / "README.md").read_text(), report.stderr
+    diagnosed = autotune("diagnose", study.name, cwd=tmp_path)
+    assert diagnosed.returncode == 0, diagnosed.stderr
+    again = autotune("changes", study.name, cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    for words in (["probe", "--again"], ["doctor"], ["check", "model.py"], ["status", study.name, "--once"]):
+        said = autotune(*words, cwd=tmp_path)
+        assert said.returncode == 0, (words, said.stdout, said.stderr)
+    assert of_trials(used()) == {1, 3}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # another device is another study's machine
+    assert "device" in autotune("changes", study.name, cwd=tmp_path).stdout

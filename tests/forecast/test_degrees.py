@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from autotune.forecast.degrees import cost_terms, held_share
+from autotune.forecast.step_time import _within_a_step
 from autotune.space.candidate import Candidate
 from autotune.trial.profile import Machine, Profile
 
@@ -57,6 +58,14 @@ def test_an_expert_group_shares_experts_and_pays_in_tokens_sent():
     assert at_stage_0["states"][0] == pytest.approx(8 * (7e9 - 0.75 * 5e9), rel=1e-3)
 
 
+def test_messages_within_groups_wait_where_ranks_are_more_than_cores():
+    own, shared, enough = (replace(Machine.guess("cpu", 4), n_cores=n) for n in (0, 2, 4))
+    for degree, hops in ((TENSOR, 4 * 32 * 2 * 3), (SEQUENCE, 8 * 32)):
+        plain, waiting, roomy = (totals(machine, **{degree: 4})[1]["groups"] for machine in (own, shared, enough))
+        # A slice of 1.5 ms on two cores, half of it for each hop, as half of the ranks have a core.
+        assert waiting - plain == pytest.approx(hops * 0.75e-3) and roomy == plain
+
+
 def test_a_sequence_group_shares_activations_and_not_weights():
     (whole, time), (parted, parted_time) = totals(zero_stage=1), totals(zero_stage=1, **{SEQUENCE: 4})
     assert parted["weights"] == whole["weights"] and parted["states"] == whole["states"]
@@ -93,3 +102,8 @@ def test_a_stage_has_its_layers_only_and_waits_while_the_pipeline_fills():
     assert deep_time["compute"] == pytest.approx(alone["compute"] / 4 * 15 / 12)
     # The first stage holds four micro-batches of its quarter of the layers.
     assert deep["activations"] == pytest.approx(whole["activations"])
+
+
+def test_another_accelerator_is_forecast_as_a_device_rather_than_as_a_cpu():
+    other, gpu = (_within_a_step(Machine.guess(kind, 2)) for kind in ("xpu", "cuda"))
+    assert replace(other, accelerator="cuda") == gpu

@@ -21,6 +21,7 @@ with pytest.MonkeyPatch.context() as patch:  # left on the path, its names would
 
 WHERE = {"date": "2026-01-02", "cores": 2, "processor": "CPU", "versions": {"torch": "2.13.0"}}
 TUNED = {
+    "config": {"train_micro_batch_size_per_gpu": 8},
     "wall_s": 12.4,
     "trials": 16,
     "samples_per_s": 150.0,
@@ -47,6 +48,21 @@ def test_a_result_becomes_rows_on_the_pages(tmp_path):
     assert "2026-01-02, 2 cores of an CPU; torch 2.13.0." in text
     assert "| conv | 10 | `physics` 0.80, `tpe` 0.65 |\n\nMedians of 5 studies. 2026-01-02" in text
     assert "Not measured yet: `make bench-peers SCRIPT=" in text
+
+
+def test_tuners_that_name_one_configuration_share_its_throughput():
+    sizes = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    same = {**sizes, "optimizer": {"type": "AdamW", "params": {"lr": 2e-3}}, "zero_optimization": {"stage": 0}}
+    other = {**sizes, "zero_optimization": {"stage": 3}}
+    found = {
+        name: {"config": config, "samples_per_s": rate, "claimed_samples_per_s": 100.0, "wall_s": 1.0}
+        for name, config, rate in (("deepspeed", sizes, 100.0), ("autotune", same, 121.0), ("tpe", other, 55.0))
+    }
+    together = figures.judged_together({**found, "measured_on": WHERE})
+    assert together["autotune"]["samples_per_s"] == together["deepspeed"]["samples_per_s"] == pytest.approx(110.0)
+    assert together["autotune"]["throughput_over_deepspeed"] == 1.0 and together["measured_on"] == WHERE
+    assert together["tpe"]["throughput_over_deepspeed"] == pytest.approx(0.5)
+    assert together["tpe"]["claim_over_measured"] == pytest.approx(100 / 55)
 
 
 def test_each_result_is_used_and_each_script_is_there():

@@ -27,7 +27,7 @@ BASE = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True
 # ok.py has four blocks and 2,048 samples.
 HERE = Setting(
     world_size=2, ranks_per_node=2, n_blocks=4, n_samples=2048, global_batch=(1, 64), no_tensor="it has no pairs",
-    no_sequence="it has no attention",
+    no_sequence="it has no attention", no_experts="it has no mixture",
 )  # fmt: skip
 
 
@@ -105,6 +105,8 @@ ILLEGAL = [
     ({EXPERTS: 4}, MIXTURE, "the 4 and 6 experts of the model's mixtures do not divide by 4 ranks"),
     ({EXPERTS: 2, TENSOR: 2}, MIXTURE, "not tuned; leave one of them out"),
     ({EXPERTS: 2, "zero_stage": 3, f"{ZERO}zero_hpz_partition_size": 2}, MIXTURE, "ZeRO++ beside expert groups"),
+    ({EXPERTS: 2, "zero_stage": 1}, replace(MIXTURE, own_optimizer=True), "no group for experts"),
+    ({EXPERTS: 2}, replace(MIXTURE, unlike=((EXPERTS, 2, "the loss is 4.9"),)), "the loss is 4.9"),
     ({"zero_stage": 3}, replace(MIXTURE, own_experts=True), "does not train the expert layers of deepspeed.moe"),
     ({"expert_parallel.enabled": True}, MIXTURE, "follows from the expert degree"),
     ({SEQUENCE: 2, "data.packing": True}, LLAMA, "share a row"),

@@ -1,7 +1,51 @@
-"""Records of what is trained: what a script completes in the configuration of a candidate."""
+"""The memory of a rank, and what a script completes in the configuration of a candidate."""
 
+from dataclasses import asdict, replace
+
+import pytest
+from support.instant import ENVIRONMENT
+
+from autotune.cli.check import _machine
 from autotune.space.candidate import Candidate
-from autotune.trial.workload import Probed
+from autotune.trial.workload import CUDA_CONTEXT_BYTES, Probed
+from autotune.worker.model.inspect import _held
+
+GIB = 1 << 30
+DEVICE = replace(
+    ENVIRONMENT,
+    accelerator="cuda",
+    device_name="NVIDIA H100 80GB HBM3",
+    n_devices=2,
+    device_memory_bytes=80 * GIB,
+    capability="9.0",
+)
+
+
+@pytest.mark.parametrize(
+    ("free", "share"),
+    [
+        (None, 80 * GIB - CUDA_CONTEXT_BYTES),
+        (79 * GIB, 80 * GIB - CUDA_CONTEXT_BYTES),  # what a context takes is no other process
+        (30 * GIB, 30 * GIB),
+    ],
+)
+def test_a_rank_has_what_others_leave_it(free, share):
+    here = replace(DEVICE, free_memory_bytes=free)
+    assert here.share_bytes(2) == share
+    said = " ".join(_held(here))
+    assert ("other processes hold 50.0 of the 80.0 GiB" in said) is (free == 30 * GIB) and bool(said) is (
+        free == 30 * GIB
+    )
+
+
+def test_ranks_of_a_host_share_its_memory():
+    assert replace(ENVIRONMENT, device_memory_bytes=8 * GIB, free_memory_bytes=None).share_bytes(4) == 2 * GIB
+    assert not _held(ENVIRONMENT)
+
+
+def test_a_check_names_the_devices_with_capability_and_memory():
+    assert _machine(asdict(DEVICE)) == "cuda: 2 x NVIDIA H100 80GB HBM3, capability 9.0, 80.0 GiB each"
+    assert _machine(asdict(ENVIRONMENT)) == f"cpu: {ENVIRONMENT.device_name}"
 
 
 def test_a_script_whose_batches_vary_in_size_keeps_the_number_that_it_states():

@@ -67,7 +67,7 @@ class Breakdown:
         report = self._recorder.report
         if self._request.traced_steps:
             yield from self._traced(self._request.traced_steps)
-        if self._memory.cuda:  # which was read in the steps before
+        if not self._memory.on_cpu:  # which was read in the steps before
             return
         times_s = report.phase_times_s
         self._memory.read_exactly()

@@ -1,4 +1,4 @@
-"""Step timer: wall clock on a CPU, device events on CUDA."""
+"""Step timer: wall clock, or events on CUDA."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import torch
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for a device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    """Waits for a device, of whatever kind."""
+    if device.type != "cpu":
+        from deepspeed.accelerator import get_accelerator
+
+        get_accelerator().synchronize()
 
 
 class Laps:
-    """Times consecutive steps without waiting for the device: on CUDA, events mark their ends in the stream."""
+    """Times consecutive steps: on CUDA without waiting for the device, since events mark their ends in the stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
         self._laps: list[tuple[str, Any, Any]] = []
         self._last: Any = None
 
@@ -50,6 +52,7 @@ class Laps:
 
     def _now(self) -> Any:
         if not self._cuda:
+            synchronize(self._device)
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()

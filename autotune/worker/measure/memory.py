@@ -6,6 +6,7 @@ import contextlib
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ RLIMIT_SLACK_BYTES = 8 << 30
 
 
 class Memory:
-    """Peak memory by phase: on a CPU growth of resident memory, on CUDA what torch allocated.
+    """Peak memory by phase: on a CPU growth of resident memory, on a device what torch allocated.
 
     On a CPU memory is read in a step of its own, the last one: see `read_exactly`. Until then the C library keeps freed
     memory as it does in any training, so that peaks read high; they stand where no such step came. The timed steps, phase
@@ -26,7 +27,13 @@ class Memory:
     """
 
     def __init__(self, accelerator: str, device_watch: DeviceWatch | None = None) -> None:
-        self.cuda = accelerator == "cuda"
+        self.accelerator = accelerator
+        self.cuda, self.on_cpu = accelerator == "cuda", accelerator == "cpu"
+        self._accelerator: Any = None
+        if not self.on_cpu:
+            from deepspeed.accelerator import get_accelerator
+
+            self._accelerator = get_accelerator()
         self.device_watch = device_watch
         self.peaks: dict[str, int] = {}
         self._phase = "initialize"
@@ -50,7 +57,7 @@ class Memory:
         Phases that come again are read anew. Steps are slower for it, so those that are timed come before.
         """
         self.enter("")
-        if not self.cuda:
+        if self.on_cpu:
             malloc.keep_none()
             self._replaced = set(self.peaks) - {"initialize"}
 
@@ -66,17 +73,20 @@ class Memory:
     @property
     def least_bytes(self) -> int:
         """Returns what the peak is at least, so far."""
-        return max([*self.peaks.values(), self._in_use]) if self.cuda else self._in_use
+        return self._in_use if self.on_cpu else max([*self.peaks.values(), self._in_use])
 
     @property
     def reserved_bytes(self) -> int | None:
-        """Returns the peak bytes that CUDA's caching allocator took from the device; None on a CPU."""
-        return max(self._reserved, torch.cuda.max_memory_reserved()) if self.cuda else None
+        """Returns the peak bytes that torch's caching allocator took from the device; None on a CPU."""
+        return None if self.on_cpu else max(self._reserved, self._read("max_memory_reserved"))
 
     @property
     def alloc_retries(self) -> int | None:
-        """Returns how often CUDA's allocator emptied its cache and tried again; None on a CPU."""
-        return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if self.cuda else None
+        """Returns how often the allocator emptied its cache and tried again; None on a CPU."""
+        if self.on_cpu:
+            return None
+        stats = self._accelerator.memory_stats() or {}
+        return int(stats.get("num_alloc_retries", 0))
 
     @property
     def uuid(self) -> str:
@@ -85,11 +95,15 @@ class Memory:
             return ""
         return uuid_of(torch.cuda.get_device_properties(torch.cuda.current_device()))
 
+    def _read(self, counter: str) -> int:
+        """A counter of the device's allocator; 0 where it has none."""
+        return int(getattr(self._accelerator, counter)() or 0)
+
     def _close(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated()
-            self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
+        if not self.on_cpu:
+            self._accelerator.synchronize()
+            peak = self._read("max_memory_allocated")
+            self._reserved = max(self._reserved, self._read("max_memory_reserved"))
         elif self._phase in ("steady", ""):
             return
         else:
@@ -99,8 +113,8 @@ class Memory:
         self.peaks[self._phase] = max(peak, known)
 
     def _reset(self) -> None:
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
+        if not self.on_cpu:
+            self._accelerator.reset_peak_memory_stats()
             return
         # Freed memory that stays resident would count as in use, and using it again would not count as growth.
         malloc.hand_back()

@@ -95,7 +95,7 @@ class Meter:
         if self.noise is not None:
             report.noise = self.noise.terms(self.candidate.micro_batch_size)
         report.other_cores = self._cores_used_by_others()
-        if (why := report.disturbed) and (report.rank == 0 or memory.cuda):
+        if (why := report.disturbed) and (report.rank == 0 or not memory.on_cpu):
             report.caveats.append(f"the machine was busy: {why} while this trial was timed")
         self._note_lengths()
 

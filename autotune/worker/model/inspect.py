@@ -137,7 +137,7 @@ def _environment() -> Environment:
     accelerator, devices = get_accelerator(), found_devices()
     first = devices.each[0] if devices.each else None
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Environment(
+    found = Environment(
         accelerator=devices.accelerator,
         device_name=first.name if first else processor_name(),
         n_devices=len(devices.each) or 1,
@@ -154,6 +154,18 @@ def _environment() -> Environment:
         missing_ops=ops.missing(),
         remarks=tuple(filter(None, [devices.problem, devices.untested, _unlike(devices)])),
     )
+    return replace(found, remarks=(*found.remarks, *_held(found)))
+
+
+def _held(found: Environment) -> list[str]:
+    """What is to be said where other processes hold memory of a device."""
+    if not (held := found.held_by_others_bytes):
+        return []
+    total = found.device_memory_bytes / 2**30
+    return [
+        f"other processes hold {held / 2**30:.1f} of the {total:.1f} GiB of a device, so trials have only the rest: end them"
+        " (`nvidia-smi` lists them), or leave that device out by CUDA_VISIBLE_DEVICES"
+    ]
 
 
 def _computes_in_bf16(capability: str) -> bool:

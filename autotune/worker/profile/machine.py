@@ -6,6 +6,7 @@ The mode `rates` takes seconds and measures what forecasts need; `machine` does 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -56,15 +57,15 @@ def measure_machine(recorder: Recorder, request: TrialRequest, rank: int, listen
     memory = prepare_device(request)
     recorder.enter("build")
     connect(request, rank, listener, cuda=memory.cuda)
-    device = torch.device("cuda" if memory.cuda else "cpu")
+    device = torch.device(memory.accelerator)
     at_length = request.mode == "machine"
     # First, since its memory is counted from the rank's start.
-    workspace, kernels = (0.0, 0.0) if memory.cuda else _host_memory(request, memory.start_bytes)
+    workspace, kernels = _host_memory(request, memory.start_bytes) if memory.on_cpu else (0.0, 0.0)
     caveats: list[str] = []
     products = (
         _products(device, caveats)
         if at_length
-        else {name: (MATRIX[device.type], _product(device, name)) for name in QUICK_TYPES[device.type]}
+        else {name: (MATRIX[_sizes(device)], _product(device, name)) for name in QUICK_TYPES[_sizes(device)]}
     )
     links = _links(device, request.world_size, at_length=at_length)
     flops = {name: rate for name, (_, rate) in products.items() if name in TYPES}
@@ -80,12 +81,17 @@ def measure_machine(recorder: Recorder, request: TrialRequest, rank: int, listen
     if rank == 0:
         found = Probe(
             machine=machine, device_name=device_name(cuda=memory.cuda),
-            threads=0 if memory.cuda else torch.get_num_threads(),
+            threads=torch.get_num_threads() if memory.on_cpu else 0,
             flops={name: rate for name, (_, rate) in products.items()},
             sizes={name: n for name, (n, _) in products.items()},
             links=tuple(links), loader=loader, data=data, caveats=tuple(caveats),
         )  # fmt: skip
         folder.write_record(recorder.folder.probe, found)
+
+
+def _sizes(device: torch.device) -> str:
+    """The column of sizes for a device: all but CPUs take those of CUDA."""
+    return "cpu" if device.type == "cpu" else "cuda"
 
 
 def _machine(
@@ -96,7 +102,7 @@ def _machine(
     workspace: float,
     kernels: float,
 ) -> Machine:
-    usual, kind = Machine.guess(device.type, world_size), device.type
+    usual, kind = Machine.guess(device.type, world_size), _sizes(device)
     source = torch.empty(COPIED_BYTES[kind] // 4, device=device)
     target = torch.empty_like(source)
     copied = 2.0 * COPIED_BYTES[kind] / _best(lambda: target.copy_(source), device)
@@ -104,7 +110,7 @@ def _machine(
     op_s = _best(lambda: [small.add(1.0) for _ in range(100)], device) / 100
     reduced = next((link for link in links if link.collective == "all_reduce"), None)
     return Machine(
-        accelerator=kind,
+        accelerator=device.type,
         world_size=world_size,
         flops=flops,
         memory_bytes_per_s=_agreed(copied, device),
@@ -116,13 +122,14 @@ def _machine(
         optimizer_bytes_per_s=_agreed(_optimizer(device, OPTIMISED[kind]), device),
         workspace_bytes=_agreed(workspace, device),
         kernel_bytes=_agreed(kernels, device),
+        n_cores=len(os.sched_getaffinity(0)) if kind == "cpu" else 0,
         measured=True,
     )
 
 
 def _product(device: torch.device, name: str, n: int = 0) -> float:
     """Returns the FLOP/s of a square product, the mean over the ranks."""
-    n = n or MATRIX[device.type]
+    n = n or MATRIX[_sizes(device)]
     a, b = (torch.randn(n, n, device=device).to(TYPES[name.removeprefix("tf32") or "fp32"]) for _ in range(2))
     return _agreed(2.0 * n**3 / _best(lambda: a @ b, device), device)
 
@@ -132,11 +139,11 @@ def _products(device: torch.device, caveats: list[str]) -> dict[str, tuple[int, 
     found: dict[str, tuple[int, float]] = {}
     for name in [*TYPES, *(["tf32"] if device.type == "cuda" else [])]:
         torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
-        for n in MATRICES[device.type]:
+        for n in MATRICES[_sizes(device)]:
             try:
                 rate = _product(device, name, n)
             except RuntimeError as error:
-                if n == MATRICES[device.type][0]:
+                if n == MATRICES[_sizes(device)][0]:
                     caveats.append(f"no matrix product in {name}: {str(error).splitlines()[0]}")
                 break
             if rate > found.get(name, (0, 0.0))[1]:
@@ -171,7 +178,7 @@ def _links(device: torch.device, world_size: int, *, at_length: bool) -> list[Li
     """Returns latency and bandwidth of each collective, fitted to messages of several sizes; none for one rank."""
     if world_size == 1:
         return []
-    sizes = [1 << n for n in range(10, LARGEST_MESSAGE[device.type].bit_length(), 2)] if at_length else MESSAGES
+    sizes = [1 << n for n in range(10, LARGEST_MESSAGE[_sizes(device)].bit_length(), 2)] if at_length else MESSAGES
     found = []
     for name in RINGS if at_length else ["all_reduce"]:
         times = [(size, _message_s(device, world_size, name, size, MESSAGE_S if at_length else 0.0)) for size in sizes]

@@ -65,7 +65,7 @@ def profile(request: TrialRequest, accelerator: str) -> Profile:
     state, scratch, for_all = _optimizer(target, request.ds_config, subject.device, caveats)
     return _assemble(
         subject, passes, optimizer_bytes=state, optimizer_scratch=scratch, scratch_for_all=for_all,
-        data_bytes=0.0 if accelerator == "cuda" else float(data_bytes), input_s_per_sample=input_s,
+        data_bytes=float(data_bytes) if accelerator == "cpu" else 0.0, input_s_per_sample=input_s,
         caveats=(*caveats, *subject.caveats, *_of_lengths(subject.lengths)),
     )  # fmt: skip
 
@@ -181,7 +181,7 @@ class _Autocast(nn.Module):
 
 def _subject(target: model_file.ModelFile, loader: Loader, accelerator: str, caveats: list[str]) -> _Subject:
     """Returns the model on fake tensors, or on real ones if that fails."""
-    device = torch.device(accelerator if accelerator == "cuda" else "cpu")
+    device = torch.device(accelerator)
     torch.manual_seed(0)
     for fake, sizes in ((True, FAKE_SIZES), (False, REAL_SIZES)):
         if loader.n_samples is not None and loader.n_samples < sizes[1]:

@@ -1,7 +1,8 @@
 """A stand-in for GPUs, for every process that has this folder on PYTHONPATH: CUDA's faces in torch and DeepSpeed, on a CPU.
 
-`STAND_IN` is JSON: `n`, `name`, `capability`, `memory_gib`, `hip` (a version), `log` (a file that gets a line for each
-device that a process takes). Tensors that ask for `cuda` are made on the CPU; memory is the process's own.
+`STAND_IN` is JSON: `n`, `kind` (DeepSpeed's name of the accelerator), `name`, `capability`, `memory_gib`, `hip` (a version),
+`log` (a file that gets a line for each device that a process takes). Tensors that ask for the device are made on the CPU;
+memory is the process's own.
 """
 
 import contextlib
@@ -14,8 +15,17 @@ import sys
 import time
 import types
 
-GIVEN = {"n": 2, "name": "NVIDIA H100 80GB HBM3", "capability": "9.0", "memory_gib": 80, "hip": None, "log": None}
+GIVEN = {
+    "n": 2,
+    "kind": "cuda",
+    "name": "NVIDIA H100 80GB HBM3",
+    "capability": "9.0",
+    "memory_gib": 80,
+    "hip": None,
+    "log": None,
+}
 GIVEN |= json.loads(os.environ.get("STAND_IN", "{}"))
+KIND = GIVEN["kind"]
 TAKEN = {"initialised": False, "device": 0, "peak": 0}
 
 
@@ -40,7 +50,7 @@ def uuid(index):
 def note(what):
     if GIVEN["log"]:
         physical = visible()[TAKEN["device"]] if visible() else None
-        line = {"what": what, "pid": os.getpid(), "device": physical, "argv": sys.orig_argv[-3:]}
+        line = {"what": what, "pid": os.getpid(), "parent": os.getppid(), "device": physical, "argv": sys.orig_argv}
         with open(GIVEN["log"], "a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -58,6 +68,18 @@ def take(index=None):
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Stream:
+    """A stream on a device that computes at once."""
+
+    def synchronize(self):
+        pass
+
+    wait_stream = wait_event = record_event = lambda self, *_: None
+
+
+Stream.own = Stream()
 
 
 def patch_torch(torch):
@@ -95,6 +117,11 @@ def patch_torch(torch):
         def elapsed_time(self, later):
             return (later.at - self.at) * 1e3
 
+        def query(self):
+            return True
+
+        synchronize = wait = lambda self, *_: None
+
     # Functions of their own: torch's compiler refuses one object under two names.
     def init():
         take()
@@ -117,8 +144,13 @@ def patch_torch(torch):
     }  # fmt: skip
     for name, face in faces.items():
         setattr(torch.cuda, name, face)
+        if KIND != "cuda":
+            setattr(getattr(torch, KIND), name, face)
+    if KIND != "cuda":
+        torch.cuda.is_available, torch.cuda.is_initialized = lambda: False, lambda: False
     torch.cuda.nccl.version = lambda: (2, 27, 3)
-    torch.version.cuda, torch.version.hip = (None, GIVEN["hip"]) if GIVEN["hip"] else ("12.8", None)
+    torch.version.cuda, torch.version.hip = (None, GIVEN["hip"]) if GIVEN["hip"] or KIND != "cuda" else ("12.8", None)
+    torch.version.xpu = "20250101" if KIND == "xpu" else None
     join = torch.distributed.init_process_group
     torch.distributed.init_process_group = lambda backend=None, *args, **more: join("gloo", *args, **more)
 
@@ -132,21 +164,23 @@ def patch_torch(torch):
     ):
         for name in names:
             setattr(place, name, on_the_host(getattr(place, name), torch))
-    torch.Tensor.cuda = lambda self, *_, **__: self
+    torch.Tensor.cuda = torch.Tensor.pin_memory = lambda self, *_, **__: self
+    torch.Tensor.record_stream = lambda self, _: None
 
 
 def on_the_host(function, torch):
     """The function, with the CPU where its caller says `cuda`. No TorchFunctionMode: hooks in backward run outside it."""
 
     def on_cpu(value):
-        if (isinstance(value, torch.device) and value.type == "cuda") or (
-            isinstance(value, str) and value[:4] == "cuda"
+        if (isinstance(value, torch.device) and value.type == KIND) or (
+            isinstance(value, str) and value.partition(":")[0] == KIND
         ):
             return torch.device("cpu")
         return value
 
     @functools.wraps(function)
     def called(*args, **kwargs):
+        kwargs.pop("pin_memory", None)  # which needs an allocator of a real device
         return function(*map(on_cpu, args), **{name: on_cpu(value) for name, value in kwargs.items()})
 
     return called
@@ -159,11 +193,11 @@ def patch_accelerator(module):
     class StandIn(CPU_Accelerator):
         def __init__(self):
             super().__init__()
-            self._name, self._real = "cuda", CUDA_Accelerator.__new__(CUDA_Accelerator)
+            self._name, self._real = KIND, CUDA_Accelerator.__new__(CUDA_Accelerator)
             self._real.class_dict = None
 
         def device_name(self, device_index=None):
-            return "cuda" if device_index is None else f"cuda:{device_index}"
+            return KIND if device_index is None else f"{KIND}:{device_index}"
 
         def device(self, device_index=None):
             return contextlib.nullcontext()
@@ -175,7 +209,28 @@ def patch_accelerator(module):
             return TAKEN["device"]
 
         def current_device_name(self):
-            return f"cuda:{TAKEN['device']}"
+            return f"{KIND}:{TAKEN['device']}"
+
+        def communication_backend_name(self):
+            return "nccl" if KIND == "cuda" else "ccl"
+
+        def synchronize(self, device_index=None):
+            pass
+
+        def total_memory(self, device_index=None):
+            return int(GIVEN["memory_gib"] * 2**30)
+
+        def memory_stats(self, device_index=None):
+            return sys.modules["torch"].cuda.memory_stats()
+
+        def max_memory_allocated(self, device_index=None):
+            return sys.modules["torch"].cuda.max_memory_allocated()
+
+        def max_memory_reserved(self, device_index=None):
+            return sys.modules["torch"].cuda.max_memory_reserved()
+
+        def reset_peak_memory_stats(self, device_index=None):
+            sys.modules["torch"].cuda.reset_peak_memory_stats()
 
         def device_count(self):
             return len(visible())
@@ -194,6 +249,23 @@ def patch_accelerator(module):
 
         def on_accelerator(self, tensor):
             return True
+
+        def is_synchronized_device(self):
+            return False
+
+        def Event(self, **more):
+            return sys.modules["torch"].cuda.Event(**more)
+
+        def Stream(self, *_, **__):
+            return Stream()
+
+        def stream(self, stream):
+            return contextlib.nullcontext()
+
+        def current_stream(self, device_index=None):
+            return Stream.own
+
+        default_stream = current_stream
 
         def op_builder_dir(self):
             return "deepspeed.ops.op_builder"

@@ -61,7 +61,7 @@ class _Adapter:
     # On a CPU, which Accelerate does not know as a device of DeepSpeed
 
     def on_state(self, module: ModuleType) -> None:
-        if self._context.memory.cuda:
+        if not self._context.memory.on_cpu:
             return
 
         def prepare_backend(_original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ class _Adapter:
                 "DeepSpeed: the script is run without it; launch it with"
                 " `accelerate launch --config_file accelerate.yaml` (`autotune export --format accelerate`)."
             )
-        if given.get("cpu") and not self._context.memory.cuda:
+        if given.get("cpu") and self._context.memory.on_cpu:
             given["cpu"] = False  # else Accelerate would not use DeepSpeed
 
     def _accumulation(self, given: dict[str, Any]) -> None:

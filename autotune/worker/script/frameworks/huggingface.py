@@ -97,7 +97,7 @@ class _Adapter:
             original(arguments, *args, **kwargs)
 
         patch(module.TrainingArguments, "__post_init__", post_init)
-        if not self._context.memory.cuda:
+        if self._context.memory.on_cpu:
             from deepspeed.accelerator import get_accelerator
 
             # transformers asks for a GPU; DeepSpeed computes in bfloat16 on CPUs too.
@@ -115,7 +115,7 @@ class _Adapter:
                 setattr(arguments, f"{kind}_steps", NEVER)
         if hasattr(arguments, "eval_on_start"):
             arguments.eval_on_start = False
-        if not self._context.memory.cuda:
+        if self._context.memory.on_cpu:
             arguments.use_cpu = False  # else Accelerate would not use DeepSpeed
         self._inject_deepspeed(arguments)
         if 0 < arguments.max_steps < MIN_STEPS:

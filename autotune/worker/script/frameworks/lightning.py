@@ -49,7 +49,7 @@ class _Adapter:
         os.environ.setdefault("TORCHELASTIC_RUN_ID", "autotune")
         os.environ.setdefault("GROUP_RANK", "0")
         given |= {"devices": int(os.environ["LOCAL_WORLD_SIZE"]), "num_nodes": 1}
-        if not self._context.memory.cuda:
+        if self._context.memory.on_cpu:
             given["accelerator"] = "cpu"
         self._inject_deepspeed(given)
         self._leave_no_traces(given)
@@ -141,7 +141,7 @@ class _Adapter:
     def on_strategy(self, module: ModuleType) -> None:
         kind = module.DeepSpeedStrategy
         patch(kind, "_init_config_if_needed", self._config)
-        if self._context.memory.cuda:
+        if not self._context.memory.on_cpu:
             return
         # On a CPU, which Lightning does not know as a device of DeepSpeed.
         patch(kind, "setup_environment", lambda _original, strategy: super(kind, strategy).setup_environment())  # type: ignore[misc]

@@ -1,0 +1,49 @@
+"""The calibrated model: intervals that hold whatever the scales are, and typical scales for the best of many."""
+
+import numpy as np
+import pytest
+
+from autotune.forecast.regression import OWN_SD, Data, Design, fit
+
+LEVELS = 4
+
+
+def design(n, rng):
+    """Candidates of four knobs with two values each and one size."""
+    levels, size = rng.integers(0, 2, (n, LEVELS)).astype(float), rng.uniform(-2, 2, n)
+    linear = np.column_stack([np.ones(n), size, levels])
+    return Design(terms=np.ones((n, 1)), linear=linear, smooth=np.column_stack([size * 0.4, levels * 0.6]))
+
+
+def learned(rng, n):
+    """A model of `n` trials whose truth has small effects of levels, with 2 % noise."""
+    seen = design(n, rng)
+    y = seen.linear @ np.array([1.0, 0.1, 0.05, -0.05, 0.02, 0.0]) + rng.normal(0, 0.02, n)
+    sd = np.array([2.0, 0.15, *[0.3] * LEVELS])
+    return fit(Data.of(seen, y), sd, np.zeros(1), 0.03), seen
+
+
+def test_typical_scales_are_narrower_than_those_that_an_interval_needs():
+    rng = np.random.default_rng(1)
+    model, seen = learned(rng, 10)
+    typical, unseen = model.typical(), design(200, rng)
+    (mean, sd), (typical_mean, typical_sd) = model.predict(unseen), typical.predict(unseen)
+    assert typical_sd.mean() < 0.9 * sd.mean() and np.abs(typical_mean - mean).max() < 2 * sd.max()
+    drawn = typical.draw(unseen, rng, 2000)
+    assert drawn.std(axis=0) == pytest.approx(typical_sd, rel=0.15)
+    assert model.predict(unseen)[1] == pytest.approx(sd) and model.predict(seen)[1].mean() < sd.mean()
+
+
+def test_what_a_candidate_has_of_its_own_is_only_known_where_it_was_measured():
+    rng = np.random.default_rng(2)
+    model, seen = learned(rng, 40)
+    typical = model.typical()
+    close = Design(terms=seen.terms, linear=seen.linear, smooth=seen.smooth + 1e-3)
+    at, beside = typical.predict(seen)[1], typical.predict(close)[1]
+    assert (beside > at).all() and beside.min() > OWN_SD
+    assert model.predict(close)[1] == pytest.approx(model.predict(seen)[1], rel=0.01)
+
+
+def test_before_any_observation_there_is_but_one_scale():
+    model = fit(None, np.ones(2), np.zeros(1))
+    assert model.typical() is model

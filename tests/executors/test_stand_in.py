@@ -160,7 +160,7 @@ def test_slots_report_and_the_commands_about_the_machine_keep_to_the_visible_dev
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-00000001-aaaa-bbbb-cccc-000000000000")
     (tmp_path / "model.py").write_text((MODELS / "ok.py").read_text())
     few = ("--trials", "6", "--quick", "--space", "batch", "--objective", "throughput,energy")
-    done = autotune("run", "model.py", "--ranks", "1", "--parallel", "2", *few, cwd=tmp_path)
+    done = autotune("run", "model.py", "--ranks", "1", "--parallel", "2", "--overlap", *few, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert of_trials(used()) == {1, 3}
     (study,) = (path.parent for path in tmp_path.glob("studies/*/study.yaml"))

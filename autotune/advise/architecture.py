@@ -338,7 +338,7 @@ def _of_config(config: Mapping[str, Any], path: Path, note: str) -> Architecture
 def _mixture(config: Mapping[str, Any], found: Mapping[str, int]) -> dict[str, int]:
     """What a mixture of experts has beside a dense model."""
     step = int(config.get("interleave_moe_layer_step") or config.get("decoder_sparse_step") or 1)
-    # Where the width of dense blocks has a name of its own, the plain one is that of an expert.
+    # Where the width of dense blocks has another name, the plain one is that of an expert.
     plain = config.get("intermediate_size") if config.get("intermediate_size_mlp") else None
     width = found["expert_intermediate"] or int(plain or found["intermediate"])
     n_shared = config.get("n_shared_experts") or config.get("moe_num_shared_experts") or (1 if plain else 0)

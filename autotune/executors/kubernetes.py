@@ -94,7 +94,7 @@ def _job(job: DriverJob) -> dict[str, Any]:
 
 
 def _job_set(job: DriverJob) -> dict[str, Any]:
-    """Returns the JobSet of several machines: the driver in a pod of its own, and a pod for each machine.
+    """Returns the JobSet of several machines: one pod for the driver, and one for each machine.
 
     The JobSet is over when the driver is. Its headless service gives the pods names; the pods of machines lie on
     different nodes, and are replaced one by one whatever ended them.
@@ -168,7 +168,7 @@ def _ignored(container: str, operator: str, statuses: list[int]) -> dict[str, An
 
 
 def _limits(job: DriverJob, ranks: int) -> dict[str, str]:
-    """Returns what a pod with so many ranks is given."""
+    """Returns the resources of a pod with `ranks` ranks."""
     n_gpus = ranks * whole(job.options, "gpus_per_rank")
     limits = {"nvidia.com/gpu": str(n_gpus)} if n_gpus else {}
     limits |= {"cpu": str(ranks * whole(job.options, "cpus_per_rank"))} if "cpus_per_rank" in job.options else {}

@@ -2,7 +2,7 @@
 
     python -m autotune.executors.pods BOARD
 
-runs in the pod of each machine, whose number is in `JOB_COMPLETION_INDEX`. The driver, in a pod of its own, calls them.
+runs in the pod of each machine, whose number is in `JOB_COMPLETION_INDEX`. The driver, in another pod, calls them.
 """
 
 from __future__ import annotations

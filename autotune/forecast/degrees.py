@@ -25,7 +25,7 @@ EXCHANGES_A_LAYER = 8
 
 # All-to-alls of a layer's experts: tokens to their experts and back, forward and backward.
 EXPERT_EXCHANGES_A_LAYER = 4
-# Ranks among which nothing that is sharded takes room.
+# Sharded over this many ranks, a tensor takes no memory.
 MANY_RANKS = 2**40
 
 # What a pipeline sends for each micro-batch: activations forward, and their gradient back.
@@ -77,7 +77,7 @@ def cost_terms(
             held, times = _with_experts(knobs, own, there, split.experts, (held, times))
         turns = 1.0 + (split.stages - 1) / knobs.accumulation
         times |= {name: times[name] * turns for name in OF_MICRO_BATCHES}
-        # A term of its own: what trials show of ZeRO's messages says little of those within groups.
+        # A separate term: what trials show of ZeRO's messages says little of those within groups.
         times["groups"] = times["groups"] + _within_groups_s(knobs, profile, machine, split)
         found.append((own_rows, held, times))
     if len(found) == 1:
@@ -219,7 +219,7 @@ def _with_experts(
 
 
 def _between(machine: Machine, span: int) -> Machine:
-    """The links of a group over so many ranks, which may span nodes: then each rank has its share of a node's link."""
+    """The links of a group of `span` ranks, which may span nodes: then each rank has its share of a node's link."""
     per_node = machine.ranks_per_node or machine.world_size
     if span <= per_node:
         return machine

@@ -177,7 +177,7 @@ class CalibratedGP:
 
         An interval has to hold whatever the scales are, so it rests on their mean variances, which the largest dominate.
         The best of many candidates is overrated by that: its draws rest on the geometric means, and on what each
-        candidate has of its own.
+        candidate has besides.
         """
         if self._data is None:
             return self

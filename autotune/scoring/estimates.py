@@ -101,7 +101,7 @@ class Estimates:
         return math.hypot(timed, *beyond)
 
     def reach(self, one: Measured, other: Measured, objectives: Sequence[Objective], n_compared: int) -> float:
-        """Differences of two trials' log gains below this are noise, at 95 % over so many comparisons together.
+        """Differences of two trials' log gains below this are noise, at 95 % over `n_compared` comparisons together.
 
         By Bonferroni's inequality, with Student's t that far out: with few degrees of freedom its tails are much heavier
         than its 95 % interval tells. Out there the prior of the noise, which may be off by a factor of two, is worth the one

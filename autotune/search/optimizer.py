@@ -44,8 +44,8 @@ DRAWS, MOST_DRAWN, FINALISTS = 256, 250, 3
 # Each level of a knob whose best candidate may be within this factor of the best by the goal is tried once, if it is
 # likely to fit and complete: a confident prior that is wrong about a level is never corrected otherwise.
 COVERED_WITHIN, LIKELY = 2.5, 0.5
-# By how many standard deviations such a candidate may be better than is expected; and every so many trials one of them
-# is run, while there are any.
+# By how many standard deviations such a candidate may be better than expected; one of them is run every third trial,
+# while there are any.
 OPTIMISM, COVER_EVERY = 2.0, 3
 # What is expected to be this many times behind on every objective of time is tried once in a study, and no more.
 HOPELESS = 3.0

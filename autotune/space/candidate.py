@@ -129,7 +129,7 @@ class Candidate:
 
     @property
     def pipeline_degree(self) -> int:
-        """Stages of a pipeline, each on a rank of its own."""
+        """Stages of a pipeline, one on each rank of a group."""
         return self.degree(PIPELINE_DEGREE)
 
     @property
@@ -149,7 +149,7 @@ class Candidate:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank has the whole model and samples of its own."""
+        """Whether every rank has the whole model and other samples than the next."""
         return self.ranks_per_replica * self.expert_degree == 1
 
     @property

@@ -1,4 +1,4 @@
-"""Errors that nobody foresaw: the whole traceback goes to a file of its own, one sentence names it."""
+"""Errors that nobody foresaw: the whole traceback goes to a file, and one sentence names it."""
 
 from __future__ import annotations
 

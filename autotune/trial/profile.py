@@ -158,7 +158,7 @@ class Profile:
 
         Args:
             micro: Micro-batches.
-            budgeted: Above 0 where a batch holds as many tokens as so many mean samples, and at least one sample.
+            budgeted: Above 0 where a batch holds as many tokens as this many mean samples, and at least one sample.
             limits: Lengths that samples are cut to; infinite for none.
         """
         known = max(self.longest, self.stated)
@@ -291,7 +291,7 @@ class Machine:
         ranks_per_node: Ranks of a node; 0 if all are on one. `link_*` then describe the link within a node.
         node_alpha_s: Latency of one message between nodes.
         node_bytes_per_s: Bandwidth between a node and the others, each way, shared by its ranks.
-        n_cores: Cores that the ranks of a node share; 0 where each has a device of its own, or if unknown.
+        n_cores: Cores that the ranks of a node share; 0 where each has another device, or if unknown.
         algorithm: Algorithm of collectives: `ring`, `tree`, `hierarchical`, or `auto` for the faster of the first two.
     """
 

@@ -38,7 +38,7 @@ class Filled(NamedTuple):
 
 
 def fill(source: Iterable[tuple[int, Sample]], tokens: int, pool: int) -> Iterator[list[Sample]]:
-    """Yields batches of at most so many tokens: a waiting sample, with those nearest to it in length.
+    """Yields batches of at most `tokens` tokens: a waiting sample, with those nearest to it in length.
 
     The sample is drawn in proportion to its length, as short ones come many at once: so what waits keeps the lengths of the
     source, and the first batches are like later ones. One that is longer than the budget makes a batch by itself.
@@ -107,7 +107,7 @@ def filled(known: Table, tokens: int, micro: int) -> Filled:
 
 
 def tokens_for(known: Table, micro: int) -> int:
-    """Returns the budget whose batches hold so many samples on average.
+    """Returns the budget whose batches hold `micro` samples on average.
 
     Args:
         known: Lengths of the samples.

@@ -29,7 +29,7 @@ WIDEST_NORM_RATIO = 2.0
 # Keys of a DeepSpeed configuration that change which numbers are computed, not only where and when.
 NUMERIC_KEYS = (
     "bf16", "fp16", "torch_autocast", "communication_data_type", "gradient_predivide_factor", "prescale_gradients",
-    "expert_parallel",  # AutoEP puts layers of its own in the place of the model's
+    "expert_parallel",  # AutoEP replaces the model's layers with others
 )  # fmt: skip
 # Of `zero_optimization`. They carry the error of one step over to the next: single gradients are off, their sum is not.
 QUANTISED = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")

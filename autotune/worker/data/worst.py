@@ -121,7 +121,7 @@ def stretched(batch: Any, rows: int, length: int) -> Any:
 
 
 def first_rows(batch: Any, rows: int, n: int) -> Any:
-    """Returns the first n samples of a batch of so many rows, the longest one among them."""
+    """Returns the first n samples of a batch of `rows` rows, the longest one among them."""
     longest = _longest_row(batch, rows, max((int(tensor.shape[1]) for tensor in _wide(batch, rows)), default=0))
     kept = [longest, *(row for row in range(rows) if row != longest)][:n]
     return map_tensors(batch, lambda t: t[kept] if t.dim() and t.shape[0] == rows else t)

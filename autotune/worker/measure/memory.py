@@ -21,7 +21,7 @@ RLIMIT_SLACK_BYTES = 8 << 30
 class Memory:
     """Peak memory by phase: on a CPU growth of resident memory, on a device what torch allocated.
 
-    On a CPU memory is read in a step of its own, the last one: see `read_exactly`. Until then the C library keeps freed
+    On a CPU memory is read in one more step, the last one: see `read_exactly`. Until then the C library keeps freed
     memory as it does in any training, so that peaks read high; they stand where no such step came. The timed steps, phase
     `steady`, are not read at all.
     """

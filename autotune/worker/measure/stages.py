@@ -19,7 +19,7 @@ from autotune.trial.workload import Pipeline
 
 DEFAULT_PARTITION = "parameters"  # DeepSpeed's
 OWN_TOPOLOGY = (
-    "pipeline.stages: the module is built with a topology of its own; give `PipelineModule` num_stages instead, and tune"
+    "pipeline.stages: the module is built with its own topology; give `PipelineModule` num_stages instead, and tune"
     " them"
 )
 # More are not asked for: a stage has a rank.

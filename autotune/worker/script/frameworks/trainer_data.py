@@ -87,7 +87,7 @@ class TrainerData:
             (name for name in ("get_train_dataloader", "_get_train_sampler") if _overrides(trainer, Trainer, name)), ""
         )
         if own:
-            return f"{trainer.__name__} has a `{own}` of its own; group by length there"
+            return f"{trainer.__name__} has its own `{own}`; group by length there"
         if not is_map_style(data) or not len(data):
             return "its data set is a stream, which no sampler orders"
         tokens = getattr(getattr(self._trainer, "processing_class", None), "model_input_names", None) or ["input_ids"]
@@ -115,7 +115,7 @@ class TrainerData:
 
 
 def _shuffled(indices: list[int], size: int) -> list[int]:
-    """Returns whole blocks of a list in random order, the same on all ranks; what is left over stays last."""
+    """Returns whole blocks of a list in random order, the same on all ranks; the rest stays last."""
     whole = len(indices) // size * size
     blocks = [indices[i : i + size] for i in range(0, whole, size)]
     random.Random(0).shuffle(blocks)

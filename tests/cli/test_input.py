@@ -304,6 +304,7 @@ values = texts | st.lists(texts, max_size=2) | numbers
     file=st.sampled_from(["model.py", "script.py"]),
     flags=st.dictionaries(st.sampled_from(FLAGS), values, min_size=1, max_size=2),
 )
+@example(file="script.py", flags={"working_dir": "9" * 5000})
 def test_flags_make_a_study_or_are_refused(folder, file, flags):
     said(lambda: StudySpec.of(folder / file, flags).stated_ranks)
 

@@ -137,7 +137,8 @@ def of_trials(lines):
     return set.union(*taken.values())
 
 
-@pytest.mark.process
+@pytest.mark.system
+@pytest.mark.smoke
 def test_the_default_study_completes_without_a_toolkit(gpus, tmp_path):
     """As a newcomer starts it: no configuration, no optimizer in the model, no compiler."""
     used = gpus()

@@ -93,7 +93,8 @@ def test_its_commands_find_presets_and_templates(outside):
 
 def test_the_page_about_the_library_runs_as_it_stands_and_as_a_script_without_a_guard(outside):
     """Three short trials of a small model in real ranks."""
-    found = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    library = PAGE.read_text().partition("\n## From Python\n")[2]
+    found = re.findall(r"```python\n(.*?)```", library, flags=re.DOTALL)
     # Trackers are an extra.
     blocks = "\n".join(block for block in found if "optuna_integration" not in block)
     text, n = re.subn(r"trials=8,", "trials=3, trial_budget_s=0.3, finalists=0,", blocks)

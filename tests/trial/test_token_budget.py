@@ -1,12 +1,10 @@
 """Token budgets: what fills a batch, and the mean batch that follows from the lengths."""
 
 import itertools
-import random
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from autotune.trial import lengths, token_budget
 
@@ -45,9 +43,9 @@ def test_settings_of_the_data_change_what_a_sample_is_padded_to():
 
 def test_the_guides_batch_sampler_keeps_to_the_budget_and_shares_the_samples_out():
     text = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
-    code = text.partition("```python\nclass TokenBatches")[2].partition("\n\n\nloader = ")[0]
-    names = {"torch": torch, "random": random}
-    exec(f"class TokenBatches{code}", names)
+    before, _, after = text.partition("class TokenBatches")
+    names = {}
+    exec(before.rpartition("```python\n")[2] + "class TokenBatches" + after.partition("\n\n\nloader = ")[0], names)
     drawn = CORPORA["log-normal"].tolist()
     shares = [list(names["TokenBatches"](drawn, 600, rank, 2)) for rank in (0, 1)]
     batches = [batch for share in shares for batch in share]

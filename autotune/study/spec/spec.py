@@ -330,7 +330,7 @@ def _check_script(spec: StudySpec) -> None:
     for where, texts in (("-- ARGS", spec.how().arguments), (flag("script_set"), spec.script_set.values())):
         if any(map(redaction.holds_mask, texts)):
             raise SpecError(f"{where}: {NO_SECRET}")
-    if not Path(folder := spec.how().working_dir).is_dir():
+    if not os.path.isdir(folder := spec.how().working_dir):  # pathlib's raises for a name that is too long
         raise SpecError(f"working_dir: there is no folder {folder}, which {target.path.name} is to run in")
     check_templates([*spec.how().arguments, *spec.script_set.values(), spec.command or ""], str(target.path))
     if spec.checkpoint_every:

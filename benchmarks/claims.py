@@ -127,7 +127,6 @@ def judge(number: int, executor: Executor, folder: Path, *, hooks: bool) -> Row:
             row["hooked"] = said(TrialDir(folder / f"{number}-hooks").log(0).read_text())
         after = plain(model, candidate, n_steps, folder)
     row["claim"] = claimed(result, candidate)
-    row["steps"] = result.step_times_s
     return row | {"plain": [before, after]}
 
 

@@ -8,12 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import socket
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -25,8 +20,9 @@ from autotune.executors.base import Status, no_turn
 from autotune.executors.cluster import JobState, Refused
 from autotune.executors.node_agent import Settings, Spool, key_of
 from autotune.executors.options import is_yes
+from autotune.executors.ray_machine import ANSWER_TIMEOUT_S, NEVER_STARTED, Machine, stamp
 from autotune.system import files
-from autotune.trial.folder import TrialDir, read_record, write_record
+from autotune.trial.folder import TrialDir, read_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.target import sources
 
@@ -41,14 +37,9 @@ OPTIONS = {
     "idle": "seconds after which machines whose coordinator is gone are given back (default: 600)",
 }
 NAMESPACE = "autotune"
-ANSWER_TIMEOUT_S = 15.0
-LINGER_S = 20.0
 EXCHANGE_S = 0.2
 # Files that the coordinator, or one machine, writes for all machines.
 FOR_ALL = ("request.json", "ds_config.json", "job.json", "cancel", "master.json")
-
-# What an actor says whose driver was killed before it had asked for an agent; Ray drops the calls of a dead driver.
-NEVER_STARTED = "the run that asked for machines ended before it had started its agents"
 
 
 class Ray:
@@ -92,7 +83,9 @@ class Ray:
 
         Raises:
             Refused: The cluster has too few machines with the needed resources.
+            Unavailable: No cluster answers any more.
         """
+        self.check(nodes)  # the cluster may be another one by now
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -131,6 +124,8 @@ class Ray:
 
     def standing(self, job: str) -> JobState:
         """Returns the state of a placement group and its agents."""
+        if not self._is_connected():
+            return JobState(Status.TAKEN, f"ray: the head of the cluster is gone, and {job} with it")
         from ray.util import placement_group_table
 
         group = self._group(job)
@@ -146,13 +141,13 @@ class Ray:
 
     def end(self, job: str) -> None:
         """Stops the agents and gives the machines back."""
-        import ray
-        from ray.util import remove_placement_group
-
-        group = self._group(job)
+        group = self._group(job) if self._is_connected() else None
         self._groups.pop(job, None)
         if group is None:
             return
+        import ray
+        from ray.util import remove_placement_group
+
         with contextlib.suppress(Exception):  # an actor that does not answer is killed below
             ray.get(
                 [actor.stop.remote() for actor in group.actors], timeout=ANSWER_TIMEOUT_S if group.is_started() else 0.1
@@ -165,9 +160,23 @@ class Ray:
 
     def exchange(self, job: str, spool: Spool, folder: TrialDir) -> None:
         """Copies new files between the trial's folder and the machines without a shared file system."""
-        group = self._group(job)
+        group = self._group(job) if self._is_connected() else None
         if group is not None and group.is_started() and (apart := group.apart()):
             group.carry(spool, folder, apart)
+
+    def _is_connected(self) -> bool:
+        """Returns whether the cluster's head listens; disconnects if not, or Ray ends this process a minute later."""
+        import ray
+
+        if not ray.is_initialized():
+            return False
+        try:
+            _check_listens(ray.get_runtime_context().gcs_address)
+        except Unavailable:
+            self._groups.clear()
+            ray.shutdown()
+            return False
+        return True
 
     def _group(self, job: str) -> _Group | None:
         """Returns the placement group of a job, which another process may have made; None if it is gone."""
@@ -298,139 +307,16 @@ class _Group:
             for name, data in written.items():
                 path = (spool.path if name.startswith("spool/") else folder.path) / name.removeprefix("spool/")
                 files.write_bytes(path, data, sync=False)
-                self._carried[node, path] = _stamp(path)
+                self._carried[node, path] = stamp(path)
 
     def _new(self, node: int, path: Path) -> bytes | None:
         try:
-            if self._carried.get((node, path)) == _stamp(path):
+            if self._carried.get((node, path)) == stamp(path):
                 return None
-            self._carried[node, path] = _stamp(path)
+            self._carried[node, path] = stamp(path)
             return path.read_bytes()
         except FileNotFoundError:
             return None
-
-
-class Machine:
-    """Ray actor on each machine: starts the agent, and copies files if there is no shared file system.
-
-    Args:
-        group: Name of the placement group.
-        node: Number of the machine.
-    """
-
-    def __init__(self, group: str, node: int) -> None:
-        self._group, self._node = group, node
-        self._process: subprocess.Popen[bytes] | None = None
-        self._root: Path | None = None
-        self._log = Path(os.devnull)
-        self._sent: dict[Path, tuple[int, int]] = {}
-
-    def address(self) -> str:
-        """Returns the address of this machine."""
-        import ray
-
-        return str(ray.util.get_node_ip_address())
-
-    def start(self, spool: str, settings: Mapping[str, Any], address: str, shared: bool) -> bool:
-        """Starts the agent; returns `is_apart()`."""
-        place = Spool(Path(spool))
-        if not (shared and place.settings.exists()):
-            self._root = Path(tempfile.mkdtemp(prefix="autotune-ray-"))
-            place = Spool(self._root / "spool")
-            write_record(place.settings, dict(settings), private=True)  # variables may hold tokens
-            place.alive.touch()
-        exported = dict(settings["exported"])
-        environment = os.environ | exported
-        if "OMP_NUM_THREADS" not in exported:
-            environment.pop("OMP_NUM_THREADS", None)  # set by Ray from `cpus_per_rank`
-        command = [sys.executable, "-m", "autotune.executors.node_agent", str(place.path), "--lifeline"]
-        command += ["--node", str(self._node), "--address", address]
-        self._log = place.path / f"agent-{self._node}.log"
-        with open(self._log, "ab") as log:
-            # The agent ends when its standard input is closed, so with this actor.
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment)
-        threading.Thread(target=self._give_back, daemon=True).start()
-        return self._root is not None
-
-    def is_apart(self) -> bool:
-        """Returns whether this machine shares no file system with the coordinator."""
-        return self._root is not None
-
-    def state(self) -> str:
-        """Returns why the agent ended, or that there never was one; empty while it runs."""
-        if self._process is None:
-            return NEVER_STARTED
-        if (code := self._process.poll()) is None:
-            return ""
-        said = files.last_line(self._log)
-        return f"the agent of machine {self._node} ended with status {code}: {said}"
-
-    def stop(self) -> None:
-        """Ends the agent and everything that it runs."""
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(ANSWER_TIMEOUT_S)
-        if self._root is not None:
-            shutil.rmtree(self._root, ignore_errors=True)
-
-    def exchange(self, key: str, orders: str, new: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Writes the coordinator's files of a trial, and returns the files that are new here.
-
-        Args:
-            key: Key of the trial's order.
-            orders: All orders of the spool, as text.
-            new: Files that are new or have changed, by name; the target and its modules under `target/`.
-        """
-        assert self._root is not None
-        spool, folder = Spool(self._root / "spool"), TrialDir(self._root / "trials" / key)
-        for name, data in new.items():
-            files.write_bytes(folder.path / name, data, sync=False)
-        if "request.json" in new:
-            for old in folder.path.parent.iterdir():
-                if old != folder.path:
-                    shutil.rmtree(old, ignore_errors=True)
-            request = json.loads(folder.request.read_text())
-            beside = folder.path / "target" / Path(request["target"]).name
-            if beside.is_file():
-                write_record(folder.request, {**request, "target": str(beside)})
-        spool.alive.touch()
-        text = ""
-        for order in map(json.loads, orders.splitlines()):
-            own = {"run": str(self._root / "trials" / order["key"])} if "run" in order else {}
-            text += json.dumps(order | own) + "\n"
-        if not spool.orders.exists() or spool.orders.read_text() != text:
-            files.write_text(spool.orders, text)
-        return self._news(spool, folder, new)
-
-    def _news(self, spool: Spool, folder: TrialDir, known: Mapping[str, bytes]) -> dict[str, bytes]:
-        there = {f"spool/{spool.node(self._node).name}": spool.node(self._node)}
-        for _ in range(2):  # an exit seen by the first pass was written after the reports, which the second one sees
-            found_now = [path for path in sorted(folder.path.iterdir()) if path.is_file()]
-            there |= {path.name: path for path in found_now if not path.name.startswith(".")}
-        found = {}
-        for name, path in there.items():
-            if name in ("request.json", "ds_config.json", "job.json", "cancel") or name in known or not path.exists():
-                continue
-            if self._sent.get(path) != (stamp := _stamp(path)):
-                self._sent[path] = stamp
-                found[name] = path.read_bytes()
-        return found
-
-    def _give_back(self) -> None:
-        """Gives the machines back to Ray when the agent has ended by itself, because it was idle."""
-        assert self._process is not None
-        self._process.wait()
-        time.sleep(LINGER_S)  # until then a coordinator can ask why the agent ended
-        import ray.util
-
-        with contextlib.suppress(Exception):
-            ray.util.remove_placement_group(ray.util.get_placement_group(self._group))
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_mtime_ns, status.st_size
 
 
 def _number(options: Mapping[str, str], name: str, usual: float) -> float:

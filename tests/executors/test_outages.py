@@ -17,7 +17,8 @@ from autotune.executors import base
 from autotune.executors.base import MachinesGone, Status, no_turn
 from autotune.executors.cluster import ClusterExecutor, JobState, Refused, settings_for
 from autotune.executors.node_agent import Spool
-from autotune.executors.ray import NEVER_STARTED, Machine, _check_listens, _Group
+from autotune.executors.ray import Ray, _check_listens, _Group
+from autotune.executors.ray_machine import NEVER_STARTED, Machine
 from autotune.executors.ssh import Hosts
 from autotune.space.candidate import Candidate
 from autotune.trial.folder import TrialDir, read_record, write_record
@@ -241,3 +242,21 @@ def test_machines_of_ray_whose_driver_died_before_it_started_an_agent_are_taken_
     group = _Group(None, [actor], [machine.is_apart()])
     assert group.failure() == (Status.RUNNING, "")
     assert group.failure() == (Status.TAKEN, NEVER_STARTED)
+
+
+def test_a_run_whose_ray_cluster_lost_its_head_leaves_it_and_is_told_to_come_again(monkeypatch):
+    """Ray ends a process that stays connected to no head after a minute, with no word of ours."""
+    left = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    context = types.SimpleNamespace(gcs_address=address)
+    connected = types.SimpleNamespace(
+        is_initialized=lambda: not left, get_runtime_context=lambda: context, shutdown=lambda: left.append("left")
+    )
+    monkeypatch.setitem(sys.modules, "ray", connected)
+    engine = Ray({"address": address}, None)
+    state = engine.standing("autotune-1")
+    assert (state.status, left) == (Status.TAKEN, ["left"]) and "head of the cluster is gone" in state.reason
+    engine.end("autotune-1")  # asks nobody
+    with pytest.raises(Unavailable, match="is its head running"):
+        engine.check(1)

@@ -214,11 +214,12 @@ def ray_cluster(n_nodes: int = 2) -> Iterator[Any]:
         os.environ["RAY_ADDRESS"] = cluster.address
         yield cluster
     finally:
+        address = str(cluster.address)  # there is none once it is down
         ray.shutdown()
         cluster.shutdown()
         for process in psutil.process_iter(["pid", "cmdline"]):
             ours = process.info["pid"] not in known and any("/ray/" in part for part in process.info["cmdline"] or [])
-            if ours and cluster.address in " ".join(process.info["cmdline"]):
+            if ours and address in " ".join(process.info["cmdline"]):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
         for name, value in before.items():

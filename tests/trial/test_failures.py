@@ -226,7 +226,7 @@ ERROR: Unexpected bus error encountered in worker. This might be caused by insuf
 Error while creating shared memory segment /dev/shm/nccl-YyVr7T (size 33030528), error: No space left on device (28)
 NCCL WARN Call to posix_fallocate failed : No space left on device
 RuntimeError: [enforce fail at inline_container.cc:595] . unexpected pos 576 vs 470 PytorchStreamWriter failed
-OSError: [Errno 28] No space left on device: '/root/.cache/huggingface'
+OSError: [Errno 28] No space left on device: '/scratch/huggingface'
 OSError: [Errno 24] Too many open files
 RuntimeError: received 0 items of ancdata
 OSError: [Errno 122] Disk quota exceeded

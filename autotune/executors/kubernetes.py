@@ -147,7 +147,7 @@ def _driver(job: DriverJob, variables: Mapping[str, str], limits: Mapping[str, s
     return {
         "name": DRIVER,
         "image": job.options["image"],
-        "command": [job.options.get("python", "python"), "-m", "autotune.cli", "run", *job.arguments],
+        "command": [job.options.get("python", "python"), *job.command[1:]],
         "env": _env({**_carried(), **variables}),
         "resources": {"limits": dict(limits)},
     }

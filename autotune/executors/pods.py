@@ -25,7 +25,7 @@ from autotune.errors import UserError
 from autotune.executors.base import Status, no_turn
 from autotune.executors.cluster import JobState, Refused
 from autotune.executors.node_agent import Spool
-from autotune.system import files
+from autotune.system import files, processes
 from autotune.trial.folder import TrialDir
 
 # Variables of the pods: the folder of calls, the number of machines, and the pod's own address.
@@ -191,14 +191,8 @@ class Machine:
     def _leave(self) -> None:
         """Ends the agent and its ranks."""
         agent, self._agent = self._agent, None
-        if agent is None:
-            return
-        agent.terminate()
-        try:
-            agent.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            agent.kill()
-            agent.wait()
+        if agent is not None:
+            processes.stop(agent, STOP_TIMEOUT_S)
 
     def _join(self, call: dict[str, Any]) -> None:
         """Starts the agent, once the first machine has said where the ranks meet."""

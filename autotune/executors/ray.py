@@ -160,7 +160,10 @@ class Ray:
 
     def exchange(self, job: str, spool: Spool, folder: TrialDir) -> None:
         """Copies new files between the trial's folder and the machines without a shared file system."""
-        group = self._group(job) if self._is_connected() else None
+        import ray
+
+        # Asked at every look at a trial, so that whether the head still listens is left to `standing`.
+        group = self._group(job) if ray.is_initialized() else None
         if group is not None and group.is_started() and (apart := group.apart()):
             group.carry(spool, folder, apart)
 

@@ -15,7 +15,7 @@ from autotune.executors.base import Status, no_turn
 from autotune.executors.cluster import JobState, Refused
 from autotune.executors.node_agent import Spool
 from autotune.executors.options import is_yes, whole
-from autotune.system import files
+from autotune.system import files, processes
 from autotune.trial.folder import TrialDir
 
 # Names and descriptions of `--executor-option`.
@@ -260,13 +260,8 @@ class Steps(Slurm):
     def end(self, job: str) -> None:
         """Ends a step with all its processes."""
         step = self._steps.pop(job, None)
-        if step is not None and step.poll() is None:
-            step.terminate()
-            try:
-                step.wait(COMMAND_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                step.kill()
-                step.wait()
+        if step is not None:
+            processes.stop(step, COMMAND_TIMEOUT_S)
 
 
 def standing_of(job: str, state: str, reason: str, code: str) -> JobState:

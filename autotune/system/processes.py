@@ -1,10 +1,11 @@
-"""Processes: check that one is alive, find its descendants, kill those with a mark in their environment."""
+"""Processes: check that one is alive, find its descendants, end it, kill those with a mark in their environment."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import subprocess
 import time
 import uuid
 from collections.abc import Iterator
@@ -40,6 +41,16 @@ def is_alive(process: str) -> bool:
     """Checks that an `identity` still refers to the same process (PIDs are reused; start times differ)."""
     pid, _, since = process.partition(":")
     return pid.isdigit() and since != "" and started(int(pid)) == since
+
+
+def stop(process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    """Ends a child by SIGTERM, by SIGKILL where it has not ended after some seconds; one that has ended is left alone."""
+    process.terminate()
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def run_mark() -> str:

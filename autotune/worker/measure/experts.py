@@ -16,6 +16,8 @@ from autotune.trial.workload import Experts
 
 # The list of experts of a layer of deepspeed.moe, within the names of its parameters.
 LISTED = "deepspeed_experts."
+# What transformers' configurations call the number of experts of a layer.
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 class Layers:
@@ -139,10 +141,6 @@ def _found_by_autoep(model: nn.Module) -> Experts | None:
         parameters=sum(_size(p) for module in within for p in module.parameters()),
         per_token=sum(spec.top_k for spec in specs) / len(specs),
     )
-
-
-# What transformers' configurations call the experts of a layer.
-_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def _size(parameter: nn.Parameter) -> int:

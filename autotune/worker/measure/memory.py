@@ -40,7 +40,7 @@ class Memory:
         self._reserved = self._in_use = 0
         self._replaced: set[str] = set()
         self.start_bytes = 0
-        if not self.cuda:
+        if self.on_cpu:
             malloc.leave_heaps_open()
         self._reset()
         self.start_bytes, self._in_use = resident_bytes(), 0

@@ -172,10 +172,10 @@ def _with_pooled_samples(measured: Sequence[Measured]) -> list[Measured]:
     some = [m for m in measured if m.outcome is Outcome.COMPLETE and all(m.metrics.get(name, 0) > 0 for name in needed)]
     if len(some) < 2:
         return list(measured)
-    step, rate, to_target = (np.log([m.metrics[name] for m in some]) for name in needed)
-    own = [max(0.0, _log_half_width(m, TO_TARGET) - _log_half_width(m, STEP)) for m in some]
+    step, rate, to_target = (np.log(np.array([m.metrics[name] for m in some])) for name in needed)
+    own = np.array([max(0.0, _log_half_width(m, TO_TARGET) - _log_half_width(m, STEP)) for m in some])
     numerics = [(m.candidate.precision, m.numerics_kept) for m in some]
-    mean, sd = samples.pooled(to_target + rate, step + rate, numerics, np.array(own) / Z95)
+    mean, sd = samples.pooled(to_target + rate, step + rate, numerics, own / Z95)
     found = {}
     for m, log_value, reach in zip(some, mean - rate, Z95 * sd, strict=True):
         value, wide = math.exp(log_value), math.exp(reach + _log_half_width(m, STEP))

@@ -21,9 +21,7 @@ LEVEL_SD, CURVE_SD, DOUBLINGS, NUMERICS_SD = 3.0, 1.0, 4.0, 0.1
 NOISE, NOISE_PRIOR = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32), (0.05, 1.0)
 
 
-def pooled(
-    log_samples: Sequence[float], log_batch: Sequence[float], numerics: Sequence[object], own_sd: Sequence[float]
-) -> tuple[Floats, Floats]:
+def pooled(log_samples: Floats, log_batch: Floats, numerics: Sequence[object], own_sd: Floats) -> tuple[Floats, Floats]:
     """Mean and standard deviation of the logarithm of each trial's samples to the target.
 
     Args:
@@ -32,16 +30,16 @@ def pooled(
         numerics: Trials with equal ones compute the same numbers, but for the batch.
         own_sd: Standard deviation of the reading as far as its own run tells.
     """
-    y, x, own = (np.array(values, dtype=float) for values in (log_samples, log_batch, own_sd))
     same = np.array([[a == b for b in numerics] for a in numerics], dtype=float)
-    apart = (x[:, None] - x[None, :]) / np.log(2.0) / DOUBLINGS
+    apart = (log_batch[:, None] - log_batch[None, :]) / np.log(2.0) / DOUBLINGS
     prior = LEVEL_SD**2 + CURVE_SD**2 * np.exp(-0.5 * apart**2) + NUMERICS_SD**2 * same
+    y, level = log_samples - log_samples.mean(), log_samples.mean()
     means, variances, logs = [], [], []
     for noise in NOISE:
-        lower = np.linalg.cholesky(prior + np.diag(noise**2 + own**2))
-        white = np.linalg.solve(lower, np.column_stack([y - y.mean(), prior]))
+        lower = np.linalg.cholesky(prior + np.diag(noise**2 + own_sd**2))
+        white = np.linalg.solve(lower, np.column_stack([y, prior]))
         target, cross = white[:, 0], white[:, 1:]
-        means.append(y.mean() + cross.T @ target)
+        means.append(level + cross.T @ target)
         variances.append(np.diag(prior) - (cross**2).sum(axis=0))
         likelihood = -0.5 * target @ target - np.log(np.diag(lower)).sum()
         logs.append(likelihood - 0.5 * (np.log(noise / NOISE_PRIOR[0]) / NOISE_PRIOR[1]) ** 2)

@@ -25,7 +25,7 @@ from autotune.trial.failures import headline, means_out_of_memory
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import OOM_EXIT_CODE, Outcome, RankReport
 from autotune.worker.agent import temporary
-from autotune.worker.device import driver_version
+from autotune.worker.device import device_of, driver_version
 from autotune.worker.measure.device_load import DeviceWatch
 from autotune.worker.measure.ledger import Diverged, NotApplied
 from autotune.worker.measure.memory import Memory, limit_host_memory, resident_bytes
@@ -111,9 +111,12 @@ def watch_memory(recorder: Recorder, request: TrialRequest) -> None:
     recorder.check_memory = limit_host_memory(start, share, on_excess)
 
 
-def device_name(*, cuda: bool) -> str:
-    """Returns the model of the device, or of the processor if there is none."""
-    return str(torch.cuda.get_device_name()) if cuda else processor_name()
+def device_name() -> str:
+    """Returns the model of this rank's device, or of the processor if there is none."""
+    from deepspeed.accelerator import get_accelerator
+
+    kind = get_accelerator().device_name()
+    return processor_name() if kind == "cpu" else device_of(kind, get_accelerator().current_device()).name
 
 
 def versions(*, cuda: bool) -> dict[str, str]:
@@ -130,8 +133,9 @@ def versions(*, cuda: bool) -> dict[str, str]:
 def identify(report: RankReport, *, cuda: bool) -> None:
     """Notes on which machine, device and libraries a rank runs."""
     libraries = ", ".join(f"{name} {version}" for name, version in versions(cuda=cuda).items())
-    cores = "" if cuda else f", {len(os.sched_getaffinity(0))} cores"
-    report.host, report.machine = socket.gethostname(), f"{device_name(cuda=cuda)}{cores}, {libraries}"
+    name = device_name()
+    cores = f", {len(os.sched_getaffinity(0))} cores" if name == processor_name() else ""
+    report.host, report.machine = socket.gethostname(), f"{name}{cores}, {libraries}"
 
 
 def prepare_device(request: TrialRequest) -> Memory:

@@ -77,8 +77,8 @@ def workload_of(
     )
     if profile is None:
         return workload
-    # The forward that was counted is the first one.
-    first = meter.batches.sizes()[0] if seen.uneven else seen.micro_batch_size
+    # The forward that was counted is the first one; a row of packed samples has as many as were drawn.
+    first = meter.batches.sizes()[0] if seen.uneven else counted
     found = profile.profile(workload, prepared.own_config, first)
     widths = {width for _, width in meter.batches.lengths}
     if found is not None and workload.data is not None and workload.data.varies and len(widths) > 1:
@@ -105,7 +105,8 @@ def _data(context: ScriptContext, meter: Meter) -> DataShape | None:
     cannot = context.data_limits(change.why_not(dataset, collate, meter.engine.module, mapped=mapped, loader=True))
     read = samples.describe(dataset, cannot, collate) if mapped else None
     if read is None:
-        seen = [int(n) for rows, _ in meter.batches.lengths for n in rows.tolist()]
+        known = () if meter.batches.flattened else meter.batches.lengths
+        seen = [int(n) for rows, _ in known for n in rows.tolist()]
         read = replace(batches, cannot=cannot, table=lengths.table(seen) if seen else ())
     return replace(
         read, fields=batches.fields, loader=change.arguments_of(iterator), steps_grouped=context.steps_grouped

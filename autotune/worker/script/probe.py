@@ -41,6 +41,11 @@ def workload_of(
             f"batches hold {least} to {most} samples, {counted} on average, as the script makes them: they are measured as"
             " they come, by all samples and tokens over all time"
         )
+    elif meter.batches.flattened:
+        report.caveats.append(
+            f"the script puts the {counted} samples of a micro-batch one after the other in one row; where it packs several"
+            " into one sample beforehand, tokens/s compare with training that does not, and samples/s do not"
+        )
     elif counted != seen.micro_batch_size:
         report.caveats.append(
             f"samples are counted where the loader draws them, {counted} at a time:"

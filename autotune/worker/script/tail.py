@@ -66,10 +66,16 @@ class ScriptTail:
             self._n_seen = self._tail.n_micro
         return self.reached() or self._n_steps >= MOST_STEPS
 
+    def _samples(self) -> int:
+        """Returns the samples of the worst batch: as many as were drawn where they are one row."""
+        assert self._context.meter is not None
+        batches = self._context.meter.batches
+        return batches.draw_size if batches.flattened and not batches.uneven else self._rows
+
     def finish(self) -> None:
         """Ends the check; all ranks take part."""
         if self._n_seen:
-            self._tail.trained(self._batch, self._rows)
+            self._tail.trained(self._batch, self._samples())
         elif self._context.request.tail is not None and self._context.request.lengths:
             self._context.once(
                 "the longest batch did not reach the engine as its loader yielded it, so whether it fits was not tried"

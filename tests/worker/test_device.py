@@ -58,7 +58,9 @@ def accelerator(monkeypatch):
 def test_devices_that_nothing_shows_are_an_error_and_neither_a_cpu_nor_one_device(monkeypatch, accelerator):
     accelerator("cuda", 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    with pytest.raises(UserError, match=r"'cuda', but no such device is visible \(CUDA_VISIBLE_DEVICES='-1'\); set DS_"):
+    with pytest.raises(
+        UserError, match=r"'cuda', but no such device is visible \(CUDA_VISIBLE_DEVICES='-1'\); set DS_"
+    ):
         device.found_devices()
     written = []
     monkeypatch.setattr(device.os, "dup", lambda _: 99)
@@ -93,7 +95,8 @@ def test_a_server_whose_forks_cannot_use_a_device_does_not_fork(monkeypatch, acc
     monkeypatch.setattr(preload, "_traces", dict)
     monkeypatch.setattr(preload, "tried_in_a_fork", lambda _: "RuntimeError: Cannot re-initialize CUDA")
     assert (
-        preload._unsafe_to_fork({}) == "CUDA does not start in a forked process: RuntimeError: Cannot re-initialize CUDA"
+        preload._unsafe_to_fork({})
+        == "CUDA does not start in a forked process: RuntimeError: Cannot re-initialize CUDA"
     )
     monkeypatch.setattr(preload, "tried_in_a_fork", lambda _: None)
     assert preload._unsafe_to_fork({}) == ""

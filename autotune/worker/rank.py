@@ -190,19 +190,19 @@ def connect(request: TrialRequest, rank: int, listener: int, *, cuda: bool) -> N
         host, port, request.world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False, **own
     )
     backend = "nccl" if cuda else _backend()
-    bound = _bound_device(request.world_size) if cuda else {}
-    dist.init_process_group(backend, store=store, rank=rank, world_size=request.world_size, timeout=timeout, **bound)
+    options: dict[str, Any] = {"device_id": _bound_device(request.world_size)} if cuda else {}
+    dist.init_process_group(backend, store=store, rank=rank, world_size=request.world_size, timeout=timeout, **options)
 
 
-def _bound_device(world_size: int) -> dict[str, torch.device]:
+def _bound_device(world_size: int) -> torch.device | None:
     """The device that NCCL is told, as DeepSpeed tells it where it starts NCCL itself.
 
     Without, a barrier guesses the device from the rank's number, which is wrong where trials leave devices of several
     machines free. Releases before 2.7.1 hang with it (pytorch issue 153960).
     """
     if world_size == 1 or torch.__version__ < "2.7.1":
-        return {}
-    return {"device_id": torch.device("cuda", int(os.environ["LOCAL_RANK"]))}
+        return None
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
 def _backend() -> str:

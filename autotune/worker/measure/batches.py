@@ -250,6 +250,12 @@ class BatchObserver:
         return {(one.first, one.drawn) for micro in self._seen for one in micro}
 
     @property
+    def flattened(self) -> bool:
+        """Returns whether each micro-batch of several samples is one row: samples one after the other, without padding."""
+        rows = {first for first, drawn in self.rows() if drawn is not None and drawn > 1}
+        return rows == {1}
+
+    @property
     def micro_batch_sizes(self) -> set[int]:
         """Returns the sizes of micro-batches; where draws are cut up, without the part that is left over."""
         sizes = self._column("first")

@@ -65,4 +65,3 @@ def _outputs(module: Any, args: Any, kwargs: Any, tokens: Tensor, row: Tensor) -
         torch.manual_seed(0)
         output = module(*changed[0], **changed[1])
     return [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
-

@@ -20,7 +20,7 @@ class Sums(nn.Module):
     def forward(self, input_ids, position_ids):
         begins = (position_ids == 0).cumsum(1)
         allowed = (begins[:, :, None] == begins[:, None]) if self.apart else torch.ones(1, 6, 6, dtype=torch.bool)
-        return {"logits": self.drop((allowed.tril().float() @ input_ids.float()[..., None])), "loss": torch.zeros(())}
+        return {"logits": self.drop(allowed.tril().float() @ input_ids.float()[..., None]), "loss": torch.zeros(())}
 
 
 @pytest.mark.parametrize("by_name", [True, False])

@@ -150,7 +150,7 @@ class FeatureTable:
         )
         if first:
             self.time, self.memory, self.samples, self.batch, self.present = time, memory, samples, batch, present
-            n_levels, n_slopes = present.shape[1], slopes.shape[1]
+            n_levels, n_slopes, n_sizes = present.shape[1], slopes.shape[1], sum(map(len, self.sizes.values()))
             self.time_sd = np.array(
                 [
                     said.time_scale_sd,
@@ -162,11 +162,12 @@ class FeatureTable:
                     *[LEVEL_SD] * n_levels,
                     *[SLOPE_SD] * n_slopes,
                     *[SLOPE_SD / 2] * n_slopes,
-                    *[SIZE_SD] * sum(map(len, self.sizes.values())),
+                    *[SIZE_SD] * n_sizes,
                 ]
             )
             self.time_sd[1:] *= said.doubt  # how fast the machine is as a whole stays open
             self.memory_sd = self.time_sd * MEMORY_SHRINK
+            self.memory_sd[len(self.time_sd) - n_sizes :] = 0.0  # no size of a batch takes less than a smaller one
             self.samples_spread = np.full(2, said.samples_spread)
             self.memory_sd[0] = said.memory_scale_sd
             self.samples_sd = np.array([0.0, *[0.03] * n_levels])

@@ -191,7 +191,8 @@ class LocalExecutor:
         environment = dict(os.environ) | self._own
         if not environment.get("DS_ACCELERATOR"):  # an empty one makes DeepSpeed fail
             environment.pop("DS_ACCELERATOR", None)
-            if device.here(environment).accelerator == "cpu":  # saves DeepSpeed the search for one
+            found = device.here(environment)
+            if found.accelerator == "cpu" and not found.problem:  # saves DeepSpeed the search; ranks tell a problem
                 environment["DS_ACCELERATOR"] = "cpu"
         return (
             environment

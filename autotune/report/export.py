@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ CONFIG_PARAMETERS = {
 # Beginnings of side changes that the flags of a command carry, the second with flags of TrainingArguments.
 CARRIED = ("Command line:",)
 CARRIED_BY_TRAINING_ARGUMENTS = ("TrainingArguments:", "Activation checkpointing:", "DeepSpeed:", "Precision:")
+# A change of the data by a flag of SFTConfig, which is one of TrainingArguments.
+DATA_FLAG = re.compile(r"Data: `(--\w+) (\S+)` instead of")
 
 
 class ExportError(UserError):
@@ -199,6 +202,9 @@ def _command(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, 
     if "bf16" in flags:
         carried += CARRIED_BY_TRAINING_ARGUMENTS
         arguments = _with_training_flags(arguments, pick, base, started, values)
+        for found in filter(None, map(DATA_FLAG.match, changes)):
+            arguments = with_flag(arguments, (found[1],), found[2])
+        changes = [text for text in changes if not DATA_FLAG.match(text)]
     comments, launcher = [f"{EXPORTED_CONFIG} is the same pick in the format `deepspeed`."], list[str]()
     to_launch = any(text.startswith("DeepSpeed:") and "accelerate launch" in text for text in changes)
     if to_launch or how.environment.get("ACCELERATE_USE_DEEPSPEED") == "true":

@@ -34,7 +34,9 @@ KNOBS: dict[str, Knob] = {
     "max_length": Knob("cut samples to {value} tokens", 1, retrains=True),
     "packing": Knob(
         "batches without padding: the samples of a micro-batch one after the other in one row, with `position_ids` that"
-        " begin anew at each (transformers' DataCollatorWithFlattening; TRL's `padding_free=True`)", retrains=True,
+        " begin anew at each (transformers' DataCollatorWithFlattening; TRL's `padding_free=True` with `max_length=None`,"
+        " which cuts no sample)",
+        retrains=True,
     ),
     "token_budget": Knob(
         "a batch sampler that fills each micro-batch with samples of similar length up to {value:,} tokens, padding included"

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from autotune.errors import UserError, unknown
 
-# Names of another card: a part of one, or one with lower clocks under a name that holds the full one's.
-_OTHER = {"mig", "laptop", "mobile", "d"}
+# Words that make a name another card's: a part of one (MIG), one with other clocks or another chip. A number with such a
+# letter is a virtual one's share of memory (`A100-10C`).
+_OTHER = {"mig", "laptop", "mobile", "q", "d", "ti", "super", "blackwell"}
+_VIRTUAL = re.compile(r"\d+[abcq]")
 # The column that a precision computes in; torch's autocast multiplies in the 16-bit type that it names.
 _COLUMNS = {"torch_autocast": "bf16", "torch_autocast_fp16": "fp16"}
 
@@ -74,9 +76,14 @@ def find_card(device_name: str, memory_bytes: float | None = None) -> Card | Non
         memory_bytes: Memory of the device, which tells cards of one name apart.
     """
     words = _words(device_name)
-    if words & _OTHER:
+    if any(map(_VIRTUAL.fullmatch, words)):
         return None
-    found = [(max(map(len, held)), card) for card in cards() if (held := [a for a in card.aliases if a <= words])]
+    other = words & _OTHER
+    found = [
+        (max(map(len, held)), card)
+        for card in cards()
+        if (held := [alias for alias in card.aliases if other <= alias <= words])
+    ]
     if not found:
         return None
     most = max(n for n, _ in found)

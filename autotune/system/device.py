@@ -25,6 +25,9 @@ CHOOSE = {
     "npu": ("ASCEND_RT_VISIBLE_DEVICES",),
     "hpu": ("HABANA_VISIBLE_MODULES", "HABANA_VISIBLE_DEVICES"),
 }
+# Their values that hide all devices; the word is Slurm's, where a job was given none.
+NO_DEVICE = ("", "-1", "NoDevFiles")
+MEAN_CPU = "set DS_ACCELERATOR=cpu to mean the CPU"
 VARIABLES = ("DS_ACCELERATOR", *(name for names in CHOOSE.values() for name in names))
 # Packages that bring torch an accelerator, beside those that its own build may have.
 _PLUGINS = ("intel_extension_for_pytorch", "torch_npu", "torch_mlu", "torch_sdaa", "torch_supa", "torch_xmlir",
@@ -105,7 +108,7 @@ def here(environment: Mapping[str, str] | None = None) -> Devices:
     if (stated := variables.get("DS_ACCELERATOR")) == "cpu":
         return Devices()
     if not stated and not _may_use_accelerator():
-        return Devices(problem=_cpu_build_problem())
+        return Devices(problem="" if hidden(variables) else _cpu_build_problem())
     path = cache_dir() / "devices" / f"{_key(variables)}.json"
     try:
         return from_data(json.loads(path.read_text()))
@@ -147,6 +150,16 @@ def chosen(accelerator: str, n_devices: int, environment: Mapping[str, str]) -> 
     return variable, (listed or list(map(str, range(n_devices))))[:n_devices]
 
 
+def stated_choice(environment: Mapping[str, str]) -> str:
+    """Returns the variables that choose among devices with the user's values; empty where there are none."""
+    return ", ".join(f"{name}={environment[name]!r}" for name in VARIABLES[1:] if name in environment)
+
+
+def hidden(environment: Mapping[str, str]) -> bool:
+    """Returns whether the user hides all devices."""
+    return any(environment.get(name, "?").strip() in NO_DEVICE for name in VARIABLES[1:])
+
+
 def unused_device() -> str:
     """Returns what kind of device this machine has by the files of its driver; empty without one."""
     return next((what for files, what in _DRIVER_FILES.items() if any(_glob(files))), "")
@@ -156,7 +169,7 @@ def _cpu_build_problem() -> str:
     found, version = unused_device(), _torch_build()["version"]
     return found and (
         f"this machine has {found}, but torch {version} is built for CPUs only: install a build of torch for it"
-        " (https://pytorch.org/get-started), or set DS_ACCELERATOR=cpu to mean the CPU"
+        f" (https://pytorch.org/get-started), or {MEAN_CPU}"
     )
 
 

@@ -8,17 +8,19 @@ from autotune.trial.result import Outcome
 
 # Memory that ran out, by every name that torch, CUDA, NCCL, the C++ library and Linux give it.
 _OUT_OF_MEMORY = re.compile(
-    r"out[ _]of[ _]((device|host|gpu|cuda)[ _])?memory\b|(not enough|insufficient) (free |device |gpu |host )?memory"
+    r"out of ((device|host|gpu|cuda) )?memory\b|out_of_((device|host|gpu|cuda)_)?memory\b(?!['\"])"
+    r"|(not enough|insufficient) (free |device |gpu |host )?(memory|V?RAM)\b|enough GPU RAM to fit|memory (is )?exhausted"
     r"|OutOfMemory(Error)?(:|\s*\Z)|(cuda|hip)ErrorOutOfMemory|more memory than is available|running low on memory|memory not available"
     r"|(can't|cannot|could not|unable to|failed to) allocate (?!memory in static TLS).*(memory|byte|\d ?[KMG]i?B)"
     r"|error allocating .*byte|(error|failure) (in|of|during) memory allocation|allocation of [\d.]+ ?\w* ?(bytes )?failed"
-    r"|\boom[-_ ]kill|exceeded (job|step) memory limit|memalign\(?\)? failed|HSA_STATUS_ERROR_OUT_OF_RESOURCES"
-    r"|std::bad_alloc|bad allocation|memory allocation (fail|error)|PT_DEVMEM.*allocation failed|resource allocation failed"
-    r"|malloc of size \d+ failed|large alloc \d+ bytes == \((nil|0x0|nullptr)\)|zeMemAlloc\w* failed|CUDA driver error: 2\b"
+    r"|\boom[-_ ]?kill|\boom_score_adj|exceeded ((job|step) )?memory limit|TERM_MEMLIMIT|\bmem \d+kb exceeded limit"
+    r"|memalign\(?\)? failed|HSA_STATUS_ERROR_OUT_OF_RESOURCES|could not create a memory\b(?! desc)"
+    r"|std::bad_alloc|bad allocation|memory allocation (fail|error)|PT_DEVMEM.*allocation.* failed|resource allocation failed"
+    r"|(m|c|re)alloc of size \d+ failed|large alloc \d+ bytes == \((nil|0x0|nullptr)\)|zeMemAlloc\w* failed|CUDA driver error: 2\b"
     r"|failed to apply for memory|memory limit exceeded|(error code is|result ?=|error code,?) ?207001\b"
-    r"|(CUBLAS|CUSOLVER|CUSPARSE|CUDNN|CUFFT|HIPBLAS|ROCBLAS|MIOPEN|HIPFFT)_?(STATUS_?)?\w*"
-    r"(ALLOC(ATION)?_?FAILED|MEMORY_ERROR)"
-    r"|(cuda|hip)ErrorMemoryAllocation|ERROR_RT_MEMORY_ALLOCATION|\b(PI|UR)(_RESULT)?_ERROR_OUT_OF_RESOURCES"
+    r"|\bERR\d{5} \w+ memory error|Invalid buffer size: [\d.]+ ?[KMGT]i?B|\w_?alloc(ation)?_?fail(ed|ure)"
+    r"|(ROCBLAS|MIOPEN)_?(STATUS_?)?MEMORY_ERROR"
+    r"|(cuda|hip)ErrorMemoryAllocation|ERROR_RT_MEMORY_ALLOCATION|\b(PI|UR|CL)(_RESULT)?(_ERROR)?_OUT_OF_RESOURCES"
     r"|(cuda|hip)(Malloc|HostAlloc|MallocHost|HostMalloc|HostRegister)\w* failed"
     r"|Failed to (CUDA|HIP) (c|m|host )?alloc|NCCL.*malloc failed"
     r"|Unable to allocate .* for an array|defaultCPUAllocator|pin(ned|_)? ?memory.*(alloc|resource)"
@@ -36,10 +38,12 @@ _MAYBE_OUT_OF_MEMORY = re.compile(
 # Memory of the host rather than of an accelerator: pinned, of loaders and offloaded states, or under the kernel's or a
 # scheduler's limit.
 _HOST_MEMORY = re.compile(
-    r"defaultCPUAllocator|alloc_cpu|(?<!driver\.)(?<!memory\.)\b(Array|Arrow)?MemoryError\b|_ArrayMemoryError|std::bad_alloc|was aborted"
-    r"|\[Errno 12\]|\bENOMEM\b|m(em)?align\b|\bmmap\b|ibv_reg_mr|\bfork\b|pinned|HostAlloc|HostMalloc|MallocHost|HostRegister"
-    r"|host[ _]alloc|host[ _]memory|for an array with shape|oom[-_ ]kill|by the kernel|cgroup|(job|step) memory limit"
-    r"|running low on memory|malloc of size|large alloc|jemalloc|libgomp|OpenMP|virtual memory|memory allocation of \d+ bytes",
+    r"defaultCPUAllocator|alloc_cpu|(?<!driver\.)(?<!memory\.)\b(Array|Arrow)?MemoryError\b(?!: std::bad_alloc: \w)|_ArrayMemoryError"
+    r"|std::bad_alloc(?!: (out_of_memory|cuda|hip))|was aborted|\[Errno 12\]|os error 12\b|\bENOMEM\b"
+    r"|m(em)?align\b|\bmmap\b|\bmlock\b|\bibv_\w+|\bfork\b|\bpin(ned|ning)?\b(?! memory thread)|MallocHost|Host(M?Alloc|Register)"
+    r"|host[ _]alloc|host[ _]memory|for an array with shape|oom[-_ ]?kill|by the kernel|killed process|cgroup|memory limit\b(?! exceeded)"
+    r"|TERM_MEMLIMIT|exceeded limit|\bsrun: |running low on memory|alloc of size|large alloc|jemalloc|\bmalloc\(\)|libgomp|OpenMP"
+    r"|virtual memory|(?<!cuda )(?<!device )(?<!gpu )memory allocation of \d+ bytes",
     re.IGNORECASE,
 )
 # A device with a larger free share is not full.

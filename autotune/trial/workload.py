@@ -13,6 +13,8 @@ from autotune.trial.profile import Machine, Profile
 
 # Device memory of a process outside torch's allocator: CUDA's context, modules and libraries.
 CUDA_CONTEXT_BYTES = 600 << 20
+# The same of NCCL's channels where ranks talk: 544 MB with two A100, 688 MB with four (NVIDIA/nccl issue 964).
+NCCL_BYTES = 700 << 20
 # Share of a device's memory that is in use before a trial, from which on something else must hold it.
 HELD_SHARE = 0.1
 # Families of scripts, by the names in `Probed.family`.
@@ -56,11 +58,11 @@ class Environment:
     remarks: tuple[str, ...] = ()
 
     def share_bytes(self, ranks: int) -> float:
-        """Returns the memory of a rank: what its device has left without CUDA's context, or its share of the host's on a CPU."""
+        """Returns the memory of a rank: its device's without that of CUDA's context, NCCL and others; on a CPU its share."""
         if self.accelerator == "cpu":
             return self.device_memory_bytes / ranks
-        held = self.held_by_others_bytes
-        return max(0.0, self.device_memory_bytes - max(held, CUDA_CONTEXT_BYTES))
+        held = max(self.held_by_others_bytes, CUDA_CONTEXT_BYTES) + (NCCL_BYTES if ranks > 1 else 0)
+        return max(0.0, self.device_memory_bytes - held)
 
     @property
     def held_by_others_bytes(self) -> float:

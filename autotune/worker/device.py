@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from autotune.system.device import CHOOSE, Device, Devices, unused_device
+from autotune.errors import UserError
+from autotune.system.device import MEAN_CPU, Device, Devices, hidden, stated_choice, unused_device
 
 # Versions of kernel drivers, by the file that states them.
 _DRIVERS = {"/proc/driver/nvidia/version": r"Kernel Module\D*([0-9][0-9.]+)", "/sys/module/amdgpu/version": r"(\S+)"}
@@ -22,25 +23,37 @@ def main() -> int:
     """Prints the devices as one line of JSON; returns an exit status."""
     answers = os.dup(1)
     os.dup2(2, 1)  # libraries print to standard output, too
-    found = found_devices()
+    try:
+        found = found_devices()
+    except UserError as error:
+        found = Devices(problem=str(error))
     os.write(answers, json.dumps(asdict(found)).encode() + b"\n")
     return 0
 
 
 def found_devices() -> Devices:
-    """Returns what trials compute on here; initialises the accelerator."""
+    """Returns what trials compute on here; initialises the accelerator.
+
+    Raises:
+        UserError: DeepSpeed is told to compute on devices of which none is visible.
+    """
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
     kind = str(accelerator.device_name())
     if kind == "cpu":
         return Devices(problem=_why_cpu())
-    each = tuple(_device(accelerator, kind, index) for index in range(accelerator.device_count()))
+    each = tuple(device_of(kind, index) for index in range(accelerator.device_count()))
+    if not each:
+        why = f" ({choice})" if (choice := stated_choice(os.environ)) else ""
+        raise UserError(f"DeepSpeed is to compute on {kind!r}, but no such device is visible{why}; {MEAN_CPU}")
     return Devices(accelerator=kind, each=each, driver=driver_version(), platform=_platform())
 
 
-def _device(accelerator: Any, kind: str, index: int) -> Device:
-    """One device; what its library does not state stays empty."""
+def device_of(kind: str, index: int) -> Device:
+    """Returns one device of DeepSpeed's accelerator; what its library does not state stays empty."""
+    from deepspeed.accelerator import get_accelerator
+
     properties: Any = None
     with contextlib.suppress(Exception):
         properties = getattr(torch, kind).get_device_properties(index)
@@ -52,7 +65,7 @@ def _device(accelerator: Any, kind: str, index: int) -> Device:
     memory = getattr(properties, "total_memory", 0)
     if not memory:
         with contextlib.suppress(Exception):
-            memory = accelerator.total_memory(index)
+            memory = get_accelerator().total_memory(index)
     return Device(name=name, uuid=uuid_of(properties), capability=capability, memory_bytes=int(memory or 0))
 
 
@@ -82,15 +95,16 @@ def _platform() -> str:
 
 def _why_cpu() -> str:
     """Why DeepSpeed computes on the CPU although there is a device; empty without one, or where the user wants that."""
-    hidden = [name for names in CHOOSE.values() for name in names if os.environ.get(name, "?").strip() in ("", "-1")]
     found = unused_device()
-    if not found or hidden or os.environ.get("DS_ACCELERATOR") == "cpu":
+    if not found or hidden(os.environ) or os.environ.get("DS_ACCELERATOR") == "cpu":
         return ""
     why = f"torch {torch.__version__} is not built for it: install a build that is"
-    if torch.version.cuda or torch.version.hip:
+    if choice := stated_choice(os.environ):
+        why = f"{choice} leaves none visible: name one that is here"
+    elif torch.version.cuda or torch.version.hip:
         try:
             torch.cuda.init()
             why = "DeepSpeed does not take it: set DS_ACCELERATOR=cuda"
         except Exception as error:
             why = f"torch {torch.__version__} ({_platform()}) cannot use it: {str(error).strip().splitlines()[0]}"
-    return f"this machine has {found}, but {why}; or set DS_ACCELERATOR=cpu to mean the CPU"
+    return f"this machine has {found}, but {why}; or {MEAN_CPU}"

@@ -25,7 +25,7 @@ from autotune.trial.failures import headline, means_out_of_memory
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import OOM_EXIT_CODE, Outcome, RankReport
 from autotune.worker.agent import temporary
-from autotune.worker.device import driver_version
+from autotune.worker.device import device_of, driver_version
 from autotune.worker.measure.device_load import DeviceWatch
 from autotune.worker.measure.ledger import Diverged, NotApplied
 from autotune.worker.measure.memory import Memory, limit_host_memory, resident_bytes
@@ -90,17 +90,12 @@ def _free_share() -> float | None:
 
 
 def watch_memory(recorder: Recorder, request: TrialRequest) -> None:
-    """Limits the rank's memory to the stated size; on a CPU otherwise to its share of the free memory."""
+    """Limits the rank's memory on a CPU to the stated size, otherwise to its share of the free memory."""
     from deepspeed.accelerator import get_accelerator
 
-    limit, kind = request.device_memory_bytes, get_accelerator().device_name()
-    if kind != "cpu":
-        cap = getattr(getattr(torch, kind, None), "set_per_process_memory_fraction", None)
-        if limit is not None and cap is not None:
-            device = int(os.environ["LOCAL_RANK"])
-            get_accelerator().set_device(device)
-            cap(min(1.0, limit / get_accelerator().total_memory(device)), device)
-        return
+    if get_accelerator().device_name() != "cpu":
+        return  # `prepare_device` does so, once it has looked at the device
+    limit = request.device_memory_bytes
     stated = limit is not None
     share = limit if limit is not None else int(0.9 * psutil.virtual_memory().available / request.ranks_per_node)
     start = resident_bytes()
@@ -116,9 +111,12 @@ def watch_memory(recorder: Recorder, request: TrialRequest) -> None:
     recorder.check_memory = limit_host_memory(start, share, on_excess)
 
 
-def device_name(*, cuda: bool) -> str:
-    """Returns the model of the device, or of the processor if there is none."""
-    return str(torch.cuda.get_device_name()) if cuda else processor_name()
+def device_name() -> str:
+    """Returns the model of this rank's device, or of the processor if there is none."""
+    from deepspeed.accelerator import get_accelerator
+
+    kind = get_accelerator().device_name()
+    return processor_name() if kind == "cpu" else device_of(kind, get_accelerator().current_device()).name
 
 
 def versions(*, cuda: bool) -> dict[str, str]:
@@ -135,8 +133,9 @@ def versions(*, cuda: bool) -> dict[str, str]:
 def identify(report: RankReport, *, cuda: bool) -> None:
     """Notes on which machine, device and libraries a rank runs."""
     libraries = ", ".join(f"{name} {version}" for name, version in versions(cuda=cuda).items())
-    cores = "" if cuda else f", {len(os.sched_getaffinity(0))} cores"
-    report.host, report.machine = socket.gethostname(), f"{device_name(cuda=cuda)}{cores}, {libraries}"
+    name = device_name()
+    cores = f", {len(os.sched_getaffinity(0))} cores" if name == processor_name() else ""
+    report.host, report.machine = socket.gethostname(), f"{name}{cores}, {libraries}"
 
 
 def prepare_device(request: TrialRequest) -> Memory:
@@ -144,9 +143,11 @@ def prepare_device(request: TrialRequest) -> Memory:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    watch = DeviceWatch() if get_accelerator().device_name() == "cuda" else None  # before this rank is on the device
-    if get_accelerator().device_name() != "cpu":
-        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+    accelerator = get_accelerator()
+    kind = accelerator.device_name()
+    watch = DeviceWatch() if kind == "cuda" else None  # before this rank is on the device
+    if kind != "cpu":
+        _take_device(accelerator, request.device_memory_bytes)
     if any(name.startswith("activation_checkpointing.") for name in request.changed_from):
         recomputations.watch()
     if (tf32 := request.candidate.get(torch_settings.TF32)) is not None:
@@ -156,7 +157,16 @@ def prepare_device(request: TrialRequest) -> Memory:
     torch.set_num_threads(workload.threads_per_rank(n_cores, request.ranks_per_node, os.environ.get("OMP_NUM_THREADS")))
     # This op serves inference only, and on a CPU each rank would leave 66 MiB in /dev/shm.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return Memory(get_accelerator().device_name(), watch)
+    return Memory(kind, watch)
+
+
+def _take_device(accelerator: Any, limit_bytes: int | None) -> None:
+    """Makes the rank's device the current one, and limits what its allocator may take of it."""
+    device = int(os.environ["LOCAL_RANK"])
+    accelerator.set_device(device)
+    cap = getattr(getattr(torch, accelerator.device_name(), None), "set_per_process_memory_fraction", None)
+    if limit_bytes is not None and cap is not None:
+        cap(min(1.0, limit_bytes / accelerator.total_memory(device)), device)
 
 
 def connect(request: TrialRequest, rank: int, listener: int, *, cuda: bool) -> None:
@@ -180,7 +190,19 @@ def connect(request: TrialRequest, rank: int, listener: int, *, cuda: bool) -> N
         host, port, request.world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False, **own
     )
     backend = "nccl" if cuda else _backend()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=request.world_size, timeout=timeout)
+    options: dict[str, Any] = {"device_id": _bound_device(request.world_size)} if cuda else {}
+    dist.init_process_group(backend, store=store, rank=rank, world_size=request.world_size, timeout=timeout, **options)
+
+
+def _bound_device(world_size: int) -> torch.device | None:
+    """The device that NCCL is told, as DeepSpeed tells it where it starts NCCL itself.
+
+    Without, a barrier guesses the device from the rank's number, which is wrong where trials leave devices of several
+    machines free. Releases before 2.7.1 hang with it (pytorch issue 153960).
+    """
+    if world_size == 1 or torch.__version__ < "2.7.1":
+        return None
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
 def _backend() -> str:

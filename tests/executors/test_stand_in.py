@@ -69,7 +69,13 @@ def test_all_stages_and_offload_run_on_the_devices_of_their_ranks(gpus, tmp_path
     stream = {"zero_optimization.overlap_comm": True}
     beside = replace(request(2), candidate=request(2).candidate | stream, changed_from={next(iter(stream)): None})
     beside.ds_config["zero_optimization"]["overlap_comm"] = True
-    trials = [*(request(stage) for stage in range(4)), request(3, **host), beside, tf32]
+    trials = [
+        replace(request(), device_memory_bytes=40 << 30),
+        *map(request, range(1, 4)),
+        request(3, **host),
+        beside,
+        tf32,
+    ]
     (seen, *found), server = run(tmp_path, inspect, *trials)
     assert [each.reason for each in (seen, *found)] == [""] * 8 and found[-2].observed.unwitnessed == ()
     assert {line["device"] for line in used() if line["what"] == "set_device"} == {0, 1}

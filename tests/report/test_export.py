@@ -311,6 +311,15 @@ def test_training_arguments_are_those_of_the_winner_and_no_others():
     assert "accumulation" not in export(pick(CANDIDATES[2]), BASE, "command", 2, started)
 
 
+def test_changes_of_the_data_that_flags_carry_are_in_the_command():
+    how = replace(STARTED.invocation, arguments=("--bf16", "--max_length", "1024"))
+    changed = ("Data: `--max_length 128` instead of 1024.", "Data: `--pad_to_multiple_of 8` instead of None.")
+    started = replace(STARTED, flags=HF, invocation=how)
+    text = export(pick(CANDIDATES[1]) | {"script_side_changes": changed}, BASE, "command", 2, started)
+    assert "--max_length 128 " in text.splitlines()[-1] and "--pad_to_multiple_of 8" in text.splitlines()[-1]
+    assert "# Data" not in text
+
+
 @pytest.mark.parametrize(
     ("stated", "said"),
     [

@@ -27,7 +27,9 @@ def test_a_drivers_name_means_one_card(name, card):
 @pytest.mark.parametrize(
     "name",
     ["NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D",
-     "NVIDIA A1000", "AMD EPYC 7763", "NVIDIA GeForce GTX 1080", ""],
+     "NVIDIA A1000", "NVIDIA GeForce RTX 3080 Ti", "NVIDIA GeForce RTX 4080 SUPER", "GRID A100-10C", "NVIDIA A10-24Q",
+     "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "NVIDIA GeForce RTX 3080 with Max-Q Design", "Tesla V100S-PCIE-32GB",
+     "AMD EPYC 7763", "NVIDIA GeForce GTX 1080", ""],
 )  # fmt: skip
 def test_a_part_of_a_card_and_an_unknown_one_have_no_peak(name):
     assert find_card(name) is None

@@ -50,6 +50,7 @@ def test_a_device_that_this_torch_cannot_use_is_one_sentence(monkeypatch, files)
     found = device.here({})
     said = found.problem
     assert found.accelerator == "cpu" and bool(said) == ("/dev/null" in files)
+    assert device.here({"CUDA_VISIBLE_DEVICES": "-1"}).problem == ""  # hidden on purpose
     assert not said or ("NVIDIA GPU" in said and "built for CPUs only" in said and "DS_ACCELERATOR=cpu" in said)
 
 

@@ -110,6 +110,16 @@ UCX ERROR failed to allocate memory
 NVSHMEM: nvshmem_malloc failed: out of memory
 torch.cuda.OutOfMemoryError
 CUDACachingAllocator: expandable segment could not be mapped: CUDA_ERROR_OUT_OF_MEMORY
+ValueError: Some modules are dispatched on the CPU or the disk. Make sure you have enough GPU RAM to fit the quantized
+RuntimeError: Alloc: CL_MEM_OBJECT_ALLOCATION_FAILURE
+ERR00006 PTA memory error
+RuntimeError: FATAL ERROR :: MODULE:PT_DEVMEM Workspace Allocation Of Size ::61203283968 Failed!
+MemoryError: std::bad_alloc: out_of_memory: CUDA error at: /rmm/mr/device/cuda_memory_resource.hpp:70
+std::bad_alloc: cudaErrorMemoryAllocation: out of memory
+GPU memory exhausted
+CUDA memory allocation of 268435456 bytes failed
+RuntimeError: Invalid buffer size: 24.00 GB
+could not create a memory
 """.splitlines()
 HOST_MEMORY_OUT = """\
 NCCL error: unhandled system error\\nLast error:\\nFailed to CUDA host alloc 4194304 bytes
@@ -153,6 +163,18 @@ mmap: Cannot allocate memory
 RuntimeError: unable to mmap 8388608000 bytes from file </model.safetensors>: Cannot allocate memory (12)
 safetensors_rust.SafetensorError: Error while deserializing header: memory allocation of 1073741824 bytes failed
 memory allocation of 4294967296 bytes failed
+srun: error: node07: task 3: Out Of Memory
+slurmstepd: error: Step 77.0 exceeded memory limit (135000000 > 134217728), being killed
+Killed process 22187 (python3) total-vm:98123456kB, anon-rss:62345678kB, oom_score_adj:1000
+Out of memory: Killed process 22187 (python3)
+Command terminated with exit code 137: container was OOMKilled
+safetensors: Cannot allocate memory (os error 12)
+malloc(): could not allocate 4096 bytes
+mlock failed: Cannot allocate memory
+ibv_create_cq failed: Cannot allocate memory
+PBS: job killed: mem 131072000kb exceeded limit 125829120kb
+TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.
+pyarrow.lib.ArrowMemoryError: realloc of size 8589934592 failed
 """.splitlines()
 FULL_DEVICE = """\
 CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`
@@ -263,6 +285,11 @@ warning: memory allocation statistics could not be read
 ValueError: The model's max seq len is larger than the maximum number of tokens that can be stored in KV cache
 AttributeError: 'NoneType' object has no attribute 'max_memory_allocated'
 IndexError: list index out of range; memory bank 3
+KeyError: 'out_of_memory'
+RuntimeError: Cannot re-initialize CUDA in forked subprocess
+UR_RESULT_ERROR_DEVICE_LOST
+AssertionError: expert allocation failed: 8 experts do not divide 3 ranks
+Native API failed. Native API returns: -30 (PI_ERROR_INVALID_VALUE)
 """.splitlines()
 
 

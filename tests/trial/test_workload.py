@@ -7,7 +7,7 @@ from support.instant import ENVIRONMENT
 
 from autotune.cli.check import _machine
 from autotune.space.candidate import Candidate
-from autotune.trial.workload import CUDA_CONTEXT_BYTES, Probed
+from autotune.trial.workload import CUDA_CONTEXT_BYTES, NCCL_BYTES, Probed
 from autotune.worker.model.inspect import _held
 
 GIB = 1 << 30
@@ -31,7 +31,8 @@ DEVICE = replace(
 )
 def test_a_rank_has_what_others_leave_it(free, share):
     here = replace(DEVICE, free_memory_bytes=free)
-    assert here.share_bytes(2) == share
+    assert here.share_bytes(1) == share
+    assert here.share_bytes(2) == share - NCCL_BYTES
     said = " ".join(_held(here))
     assert ("other processes hold 50.0 of the 80.0 GiB" in said) is (free == 30 * GIB) and bool(said) is (
         free == 30 * GIB

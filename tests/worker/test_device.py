@@ -1,11 +1,15 @@
 """Where a device is not used, one sentence says why; what ranks do only on a CPU is left out on any accelerator."""
 
+import json
+import os
 import types
 
 import pytest
 import torch
 
-from autotune.worker import device
+from autotune.errors import UserError
+from autotune.system.machine import processor_name
+from autotune.worker import device, rank
 from autotune.worker.agent import preload
 from autotune.worker.script.frameworks import accelerate, huggingface, lightning
 
@@ -30,24 +34,86 @@ def test_a_device_that_is_not_used_is_told_with_the_reason(monkeypatch, cuda, in
     monkeypatch.setattr(torch.version, "hip", None, raising=False)
     monkeypatch.setattr(torch.cuda, "init", init)
     assert "this machine has an NVIDIA GPU, but " in device._why_cpu() and said in device._why_cpu()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
-    assert device._why_cpu() == ""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert "CUDA_VISIBLE_DEVICES='7' leaves none visible" in device._why_cpu()
+    for hides_all in ("", " -1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hides_all)
+        assert device._why_cpu() == ""
+
+
+class Accelerator:
+    """DeepSpeed's face of devices of some kind."""
+
+    def __init__(self, kind, n):
+        self.device_count, self.current_device = lambda: n, lambda: 0
+        self.device_name, self.total_memory, self.is_available = lambda: kind, lambda index: 32 << 30, lambda: n > 0
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    """Makes DeepSpeed name another accelerator."""
+    return lambda *given: monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: Accelerator(*given))
+
+
+def test_devices_that_nothing_shows_are_an_error_and_neither_a_cpu_nor_one_device(monkeypatch, accelerator):
+    accelerator("cuda", 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    with pytest.raises(
+        UserError, match=r"'cuda', but no such device is visible \(CUDA_VISIBLE_DEVICES='-1'\); set DS_"
+    ):
+        device.found_devices()
+    written = []
+    monkeypatch.setattr(device.os, "dup", lambda _: 99)
+    monkeypatch.setattr(device.os, "dup2", lambda *_: None)
+    monkeypatch.setattr(device.os, "write", lambda _, line: written.append(json.loads(line)))
+    assert device.main() == 0 and "no such device is visible" in written[0]["problem"]
+
+
+def test_a_device_of_another_kind_has_its_own_name(accelerator, monkeypatch):
+    accelerator("npu", 2)
+    properties = types.SimpleNamespace(get_device_properties=lambda _: types.SimpleNamespace(name="Ascend910B3"))
+    monkeypatch.setattr(torch, "npu", properties, raising=False)
+    assert rank.device_name() == "Ascend910B3"
+    assert [(each.name, each.memory_bytes) for each in device.found_devices().each] == [("Ascend910B3", 32 << 30)] * 2
+    accelerator("cpu", 0)
+    assert rank.device_name() == processor_name()
 
 
 def test_a_server_that_has_touched_a_device_does_not_fork(monkeypatch):
+    monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
+    assert preload._traces()[0] == "initialised XPU"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.xpu, "is_initialized", lambda: False)
     assert preload._traces()[0] == "initialised CUDA"
 
 
-def test_a_server_whose_forks_cannot_use_cuda_does_not_fork(monkeypatch):
+def test_a_server_whose_forks_cannot_use_a_device_does_not_fork(monkeypatch, accelerator):
+    accelerator("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "init", raises)
+    with pytest.raises(RuntimeError, match="too old"):
+        preload._start_device({})
     monkeypatch.setattr(preload, "_traces", dict)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(preload, "tried_in_a_fork", lambda _: "RuntimeError: Cannot re-initialize CUDA")
     assert (
-        preload._unsafe_to_fork() == "CUDA does not start in a forked process: RuntimeError: Cannot re-initialize CUDA"
+        preload._unsafe_to_fork({})
+        == "CUDA does not start in a forked process: RuntimeError: Cannot re-initialize CUDA"
     )
     monkeypatch.setattr(preload, "tried_in_a_fork", lambda _: None)
-    assert preload._unsafe_to_fork() == ""
+    assert preload._unsafe_to_fork({}) == ""
+    accelerator("cpu", 0)
+    monkeypatch.delattr(preload, "tried_in_a_fork")
+    assert preload._unsafe_to_fork({}) == ""
+
+
+def test_a_server_counts_no_parts_of_cards_which_would_start_cuda_in_it(monkeypatch, accelerator):
+    accelerator("cuda", 1)
+    seen = []
+    monkeypatch.setattr(torch.cuda, "init", lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-5a1,MIG-7b2")
+    parts = preload.hide_parts()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0" and preload.hide_parts() == {}
+    preload._start_device(parts)
+    assert seen == ["MIG-5a1,MIG-7b2"]
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

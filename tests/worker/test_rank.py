@@ -27,6 +27,23 @@ def test_the_store_stands_on_the_agents_socket_in_a_way_that_torch_2_6_knows(mon
 
 
 @pytest.mark.parametrize(
+    ("version", "world_size", "bound"),
+    [("2.13.0+cu128", 4, torch.device("cuda", 1)), ("2.6.0+cu124", 4, None), ("2.13.0", 1, None)],
+)
+def test_nccl_is_told_the_ranks_device_and_does_not_guess_it(monkeypatch, version, world_size, bound):
+    """Rank 3 of two machines with more than two devices each would be taken for device 3."""
+    given = {}
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "3", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
+    monkeypatch.setattr(dist.distributed_c10d, "default_pg_timeout", dist.distributed_c10d.default_pg_timeout)
+    monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.update(more, backend=backend))
+    rank.connect(TrialRequest(target="model.py", world_size=world_size), min(3, world_size - 1), -1, cuda=True)
+    assert (given["backend"], given["device_id"]) == ("nccl", bound)
+
+
+@pytest.mark.parametrize(
     ("error", "outcome", "reason"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB\nsecond line"), Outcome.OOM,

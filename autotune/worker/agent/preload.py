@@ -11,12 +11,14 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
+
+from autotune.system.device import CHOOSE
 
 # DeepSpeed imports these inside `initialize`, at 2.4 CPU-seconds a rank. Releases differ in which they have.
 LAZY_MODULES = (
@@ -67,11 +69,24 @@ class Preloaded:
     culprits: dict[str, str] = field(default_factory=dict)
 
 
-def preload(modules: Sequence[str]) -> Preloaded:
+def hide_parts() -> dict[str, str]:
+    """Hides the names of parts of cards (MIG) from this process; returns the variables with which ranks see them.
+
+    Torch counts whole cards by NVML, but to count parts it starts CUDA, which does not survive a fork.
+    """
+    stated = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not stated.startswith("MIG-"):
+        return {}
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    return {"CUDA_VISIBLE_DEVICES": stated}
+
+
+def preload(modules: Sequence[str], parts: Mapping[str, str]) -> Preloaded:
     """Imports everything that ranks need.
 
     Args:
         modules: What the user's target imports, as `module` or `module:name,name`.
+        parts: Variables of ranks alone; see `hide_parts`.
     """
     sys.path.insert(0, os.getcwd())
     for variable, value in NO_THREADS.items():
@@ -87,7 +102,7 @@ def preload(modules: Sequence[str]) -> Preloaded:
     except Exception as error:
         return Preloaded(f"DeepSpeed could not be imported ahead: {type(error).__name__}: {error}")
     culprits = _import_all(modules)
-    cold = _unsafe_to_fork()
+    cold = _unsafe_to_fork(parts)
     if cold and before:
         cold = f"Python itself, as it is set up here, {_listed(before.values())}"
     elif cold and (watch.found or culprits):
@@ -192,13 +207,14 @@ class _Watch(importlib.abc.MetaPathFinder):
 
 
 def _traces() -> dict[int, str]:
-    """Returns what this process has that does not survive a fork: threads by their numbers, CUDA by 0, and words."""
+    """Returns what this process has that does not survive a fork: threads by their numbers, a device by 0, and words."""
     threads = {thread.native_id: f"started the thread `{thread.name}`" for thread in threading.enumerate()}
     tasks = [int(task) for task in os.listdir("/proc/self/task") if int(task) != os.getpid()]
     found = {task: threads.get(task) or f"started the native thread `{_task_name(task)}`" for task in tasks}
     torch: Any = sys.modules.get("torch")
-    if hasattr(torch, "cuda") and torch.cuda.is_initialized():
-        found[0] = "initialised CUDA"
+    for kind in CHOOSE:
+        if getattr(getattr(torch, kind, None), "is_initialized", bool)():
+            found[0] = f"initialised {kind.upper()}"
     return found
 
 
@@ -213,15 +229,28 @@ def _task_name(task: int) -> str:
     return str(task)
 
 
-def _unsafe_to_fork() -> str:
+def _unsafe_to_fork(parts: Mapping[str, str]) -> str:
     """Returns why a process forked from this one could not run a rank; empty if it can."""
     if found := _traces():
         return f"something {_listed(found.values())}"
-    import torch
+    from deepspeed.accelerator import get_accelerator
 
-    if torch.cuda.is_available() and (failure := tried_in_a_fork(torch.cuda.init)) is not None:
-        return f"CUDA does not start in a forked process: {failure}"
+    kind = get_accelerator().device_name()
+    if kind != "cpu" and (failure := tried_in_a_fork(lambda: _start_device(parts))) is not None:
+        return f"{kind.upper()} does not start in a forked process: {failure}"
     return ""
+
+
+def _start_device(parts: Mapping[str, str]) -> None:
+    """Starts the accelerator, in a process of its own: to count devices may be enough to start it."""
+    os.environ.update(parts)
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    start = getattr(getattr(torch, accelerator.device_name(), None), "init", None)
+    if start is not None and accelerator.is_available():
+        start()
 
 
 def tried_in_a_fork(run: Callable[[], object]) -> str | None:

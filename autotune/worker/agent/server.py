@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune.worker.agent import network, ops
-from autotune.worker.agent.preload import Preloaded, preload, preload_more
+from autotune.worker.agent.preload import Preloaded, hide_parts, preload, preload_more
 from autotune.worker.agent.supervisor import RankSupervisor
 
 
@@ -31,14 +31,16 @@ def serve(modules: Sequence[str], left_out: str = "") -> int:
     answers = os.dup(1)
     os.dup2(2, 1)
     ops.remove_stale_locks()
-    found = preload(modules)
+    parts = hide_parts()
+    found = preload(modules, parts)
     if found.cold and found.culprits:
+        os.environ.update(parts)
         _start_without(modules, found, left_out, answers)
     if not found.cold:
         from autotune.worker import random_fills
 
         random_fills.open_store()
-    supervisor = RankSupervisor(warm=not found.cold, commands=0, answers=answers)
+    supervisor = RankSupervisor(warm=not found.cold, commands=0, answers=answers, variables=parts)
     _answer(answers, {"ready": True, "warm": supervisor.warm, "reason": _slow_start(found.cold, left_out)})
     for command in _commands(0):
         if "run" in command:

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,10 +102,11 @@ class RankSupervisor:
         warm: Fork the ranks from this process instead of starting a new Python for each.
         commands: Descriptor that commands come from; its end means that the driver has died.
         answers: Descriptor for answers, which ranks must not write to.
+        variables: Variables of ranks alone.
     """
 
-    def __init__(self, *, warm: bool, commands: int, answers: int) -> None:
-        self.warm = warm
+    def __init__(self, *, warm: bool, commands: int, answers: int, variables: Mapping[str, str]) -> None:
+        self.warm, self._variables = warm, variables
         self.commands, self.answers = commands, answers
         self.orphaned = False
         self.imported: list[str] = []
@@ -186,7 +187,8 @@ class RankSupervisor:
         others = list(running.watches.values())
         running.watches[rank] = watch = MemoryWatch()
         detach = functools.partial(rank_start.detach, os.getpid(), self.answers, running.logs, watch, others)
-        variables = rank_start.rank_environment(rank, running.request) | variables | watch.variables()
+        own = rank_start.rank_environment(rank, running.request)
+        variables = {**self._variables, **own, **variables, **watch.variables()}
         descriptor = listener.fileno() if listener is not None else -1
         pid = os.fork()
         if pid == 0:

@@ -81,6 +81,8 @@ def expected(
     accumulation: int,
     changes: Mapping[str, Scalar],
     grouped: int = 1,
+    *,
+    flattened: bool = False,
 ) -> dict[str, float]:
     """Returns the tokens that a rank's optimizer step takes in on average over the data set, by name in `taken_in`.
 
@@ -94,12 +96,13 @@ def expected(
         accumulation: Micro-batches of a step.
         changes: The candidate's settings of the data.
         grouped: Micro-batches among which the samples are sorted by length.
+        flattened: The samples of a micro-batch are one row, without padding.
     """
     known = lengths.cut(known, int(str(changes["max_length"]))) if "max_length" in changes else known
     rows = _rows(seen)
     if changes.get("token_budget"):
         return _expected_of_budget(known, seen, micro, accumulation, changes)
-    if changes.get("packing"):
+    if flattened:
         return _expected_packed(known, rows, micro, accumulation)
     if len(known) < 2 or len(rows) < 2 or any(len(each) != micro for each, _ in seen):
         return {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autotune.space.deepspeed import Scalar
 from autotune.worker.data.change import arguments_of
+from autotune.worker.data.separation import why_mixed
 
 
 class Watch:
@@ -20,6 +21,7 @@ class Watch:
         iterator: Returns the iterator over a DataLoader's batches; None where there is none.
         lengths: Of the micro-batches so far: the lengths of the rows, and the length that they are padded to.
         rows: Returns the rows and the samples of the micro-batches so far.
+        row: The arguments of the latest forward of a packed row, and its tokens; None where none was seen.
         accumulation: Micro-batches of a step.
         grouped: Micro-batches among which the samples are sorted by length.
     """
@@ -29,6 +31,7 @@ class Watch:
         self.iterator: Callable[[], Any] = lambda: self.loader.workers if self.loader is not None else None
         self.lengths: Sequence[tuple[Tensor | list[int], int]] = ()
         self.rows: Callable[[], set[tuple[int, int | None]]] = set
+        self.row: Callable[[], tuple[tuple[Any, ...], Mapping[str, Any], Tensor] | None] = lambda: None
         self.accumulation = self.grouped = 1
 
 
@@ -37,6 +40,8 @@ watch = Watch()
 
 def witness(name: str) -> Callable[[Any, Scalar], str | None]:
     """Returns the witness of a setting; it says why the setting did not act, or nothing where it did."""
+    if name == "packing":
+        return _packed
     return lambda _engine, value: _WITNESSES.get(name, _of_loader(name))(value)
 
 
@@ -63,11 +68,14 @@ def _multiple(value: Scalar) -> str | None:
     return f"a batch is padded to {other} tokens" if other is not None else None
 
 
-def _packed(value: Scalar) -> str | None:
+def _packed(engine: Any, value: Scalar) -> str | None:
     rows = {rows for rows, samples in watch.rows() if samples is not None and samples > 1}
     if not rows:
         raise KeyError("no batch of several samples was seen")
-    return None if rows == {1} else f"batches have {max(rows)} rows"
+    if rows != {1}:
+        return f"batches have {max(rows)} rows"
+    row, watch.row = watch.row(), lambda: None  # asked once
+    return why_mixed(engine.module, *row) if row is not None else None
 
 
 def _grouped(value: Scalar) -> str | None:
@@ -104,6 +112,6 @@ def _seen() -> Sequence[tuple[Tensor | list[int], int]]:
 
 
 _WITNESSES: dict[str, Callable[[Scalar], str | None]] = {
-    "max_length": _max_length, "pad_to_multiple_of": _multiple, "packing": _packed, "group_by_length": _grouped,
+    "max_length": _max_length, "pad_to_multiple_of": _multiple, "group_by_length": _grouped,
     "token_budget": _of_budget,
 }  # fmt: skip

@@ -128,6 +128,8 @@ class BatchObserver:
         self._draws_vary, self._ends_said = False, 0
         # Of each micro-batch: the lengths of its rows, and the length that they are padded to.
         self.lengths: list[tuple[Tensor | list[int], int]] = []
+        # The latest row that may hold several samples.
+        self.row: tuple[tuple[Any, ...], Mapping[str, Any], Tensor] | None = None
         self._padding = padding_id(getattr(engine, "module", None))
         engine.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
@@ -157,6 +159,7 @@ class BatchObserver:
         self._elements += sum(one.numel() for one in tensors_in((args, dict(kwargs))))
         is_text = tensor is not None and len(shape) == 2 and tensor.dtype in (torch.int64, torch.int32)
         tokens = self._tokens_of(tensor, args, kwargs) if tensor is not None and is_text else (0, 0)
+        self.row = (args, kwargs, tensor) if tensor is not None and is_text and shape[0] == 1 else None
         for i in range(0 if self._fresh else 1, 2):
             self._tokens[i], self._real_tokens[i] = self._tokens[i] + tokens[0], self._real_tokens[i] + tokens[1]
         if self._fresh:
@@ -250,6 +253,12 @@ class BatchObserver:
     def rows(self) -> set[tuple[int, int | None]]:
         """Returns the rows and the drawn samples of the micro-batches so far."""
         return {(one.first, one.drawn) for micro in self._seen for one in micro}
+
+    @property
+    def flattened(self) -> bool:
+        """Returns whether each micro-batch of several samples is one row: samples one after the other, without padding."""
+        rows = {first for first, drawn in self.rows() if drawn is not None and drawn > 1}
+        return rows == {1}
 
     @property
     def micro_batch_sizes(self) -> set[int]:

@@ -23,8 +23,9 @@ from autotune.worker.measure.recorder import Recorder
 
 # Ranks compare clocks once a window, not after each step: waiting for the device and for each other would hide what
 # overlaps between steps (the next batch is drawn while the device computes), and a rank that is late in one step could
-# not catch up in the next. A window has at least two steps, unless a step takes seconds.
-WINDOW_S = 0.2
+# not catch up in the next. A window has at least two steps, unless a step takes seconds. On a device, which a training
+# keeps busy without a pause, each window begins with the time until it has its first batch: there they are longer.
+WINDOW_S = {"cpu": 0.2, "device": 0.5}
 LONG_STEP_S = 2.0
 MAX_WINDOW_STEPS = 100
 # fp16 starts at a loss scale of 2^16 and halves it at each skip.
@@ -65,6 +66,7 @@ class StepLedger:
     ) -> None:
         self.recorder, self.report, self.request = recorder, recorder.report, request
         self.device, self.noise = device, noise
+        self._window_s = WINDOW_S["cpu" if device.type == "cpu" else "device"]
         candidate = Candidate.of(request.candidate or {"micro_batch_size": 1})
         self._micro_batch_size = candidate.micro_batch_size
         self._global_batch_size = candidate.micro_batch_size * candidate.gradient_accumulation_steps * n_replicas
@@ -81,7 +83,7 @@ class StepLedger:
         if len(times) < step_times.SETUP_STEPS:
             return 1
         limit = MAX_WINDOW_STEPS if self.elapsed_s < self.request.budget_s else MIN_STEPS - len(times)
-        wanted = max(int(WINDOW_S / max(times[-1], 1e-6)), 2 if times[-1] < LONG_STEP_S else 1)
+        wanted = max(int(self._window_s / max(times[-1], 1e-6)), 2 if times[-1] < LONG_STEP_S else 1)
         return max(1, min(limit, wanted, self.request.max_steps - len(times)))
 
     def gather(

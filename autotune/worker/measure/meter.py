@@ -56,7 +56,7 @@ class Meter:
         self.take_apart, self.enter = breakdown.begin, breakdown.enter
         self.afterwards: Callable[[], Iterator[None]] = breakdown.steps
         self._concluded = False
-        watch.lengths, watch.rows = batches.lengths, batches.rows
+        watch.lengths, watch.rows, watch.row = batches.lengths, batches.rows, lambda: batches.row
         watch.accumulation = self.candidate.gradient_accumulation_steps
         memory.enter("first_step")
 
@@ -104,10 +104,11 @@ class Meter:
         seen, candidate = self.batches.lengths, self.candidate
         # A script's own sampler decides what comes together.
         unknown = self.batches.uneven and "token_budget" not in candidate.data_changes
-        self.report.lengths = {} if "packing" in candidate.data_changes else padding.histogram(seen)
+        # A flattened micro-batch is a row that no sample has the length of.
+        self.report.lengths = {} if self.batches.flattened else padding.histogram(seen)
         own = padding.expected(
             () if unknown else self.request.lengths, seen, candidate.micro_batch_size, candidate.gradient_accumulation_steps,
-            candidate.data_changes, watch.grouped,
+            candidate.data_changes, watch.grouped, flattened=self.batches.flattened,
         )  # fmt: skip
         self.report.expected = {name: each * self.data_parallel for name, each in own.items()}
 

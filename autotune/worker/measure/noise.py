@@ -59,7 +59,8 @@ class NoiseMeter:
         """
         micro, self._in_step = self._in_step, []
         norm = engine.get_global_grad_norm()
-        whole = torch.as_tensor(float(norm), device=engine.device).square() if norm is not None else own
+        # A norm that is a tensor is not waited for.
+        whole = torch.as_tensor(norm, device=engine.device).float().square() if norm is not None else own
         if skipped or whole is None or len(micro) != self.accumulation:
             self._steps.append(None)
             return

@@ -136,6 +136,9 @@ def _environment() -> Environment:
 
     accelerator, devices = get_accelerator(), found_devices()
     first = devices.each[0] if devices.each else None
+    least = min(
+        (each.capability for each in devices.each), key=_by_age, default=""
+    )  # a trial can what all its devices can
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found = Environment(
         accelerator=devices.accelerator,
@@ -143,12 +146,12 @@ def _environment() -> Environment:
         n_devices=len(devices.each) or 1,
         # A trial has as much as its smallest device.
         device_memory_bytes=min((each.memory_bytes for each in devices.each), default=host_bytes),
-        bf16=_computes_in_bf16(first.capability) if first else bool(accelerator.is_bf16_supported()),
+        bf16=_computes_in_bf16(least),
         fp16=bool(accelerator.is_fp16_supported()),
         n_cores=len(os.sched_getaffinity(0)),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         versions=versions(cuda=devices.accelerator == "cuda"),
-        capability=first.capability if first else "",
+        capability=least,
         uuid=first.uuid if first else "",
         free_memory_bytes=_free_memory_bytes(len(devices.each)),
         missing_ops=ops.missing(),
@@ -166,6 +169,12 @@ def _held(found: Environment) -> list[str]:
         f"other processes hold {held / 2**30:.1f} of the {total:.1f} GiB of a device, so trials have only the rest: end them"
         " (`nvidia-smi` lists them), or leave that device out by CUDA_VISIBLE_DEVICES"
     ]
+
+
+def _by_age(capability: str) -> tuple[float, str]:
+    """Compute capabilities in order, 9.0 before 10.0."""
+    number = capability.replace(".", "", 1).isdigit()
+    return (float(capability) if number else 0.0, capability)
 
 
 def _computes_in_bf16(capability: str) -> bool:

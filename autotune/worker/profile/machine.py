@@ -80,7 +80,7 @@ def measure_machine(recorder: Recorder, request: TrialRequest, rank: int, listen
     data = _own_data(request, rank, device) if request.target else None
     if rank == 0:
         found = Probe(
-            machine=machine, device_name=device_name(cuda=memory.cuda),
+            machine=machine, device_name=device_name(),
             threads=torch.get_num_threads() if memory.on_cpu else 0,
             flops={name: rate for name, (_, rate) in products.items()},
             sizes={name: n for name, (n, _) in products.items()},

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autotune.trial.profile import ACTIVATION_SCALE, Pass, Profile
 from autotune.trial.workload import Experts, Workload
+from autotune.worker.data.worst import length_in
 from autotune.worker.measure import batches
 from autotune.worker.profile.model import FUSED_STATES
 from autotune.worker.profile.op_counter import OpCounter
@@ -27,7 +28,7 @@ class ForwardProfile:
         self._engine, self._blocks = engine, blocks
         self._counter: OpCounter | None = None
         self._done = False
-        self._sequence = 1
+        self._shape: tuple[int, ...] = ()
         self._inside: dict[int, tuple[int, int]] = {}
         self._entered: dict[int, int] = {}
         self._hooks = [
@@ -41,8 +42,7 @@ class ForwardProfile:
         if self._done or self._counter is not None or not torch.is_grad_enabled() or not engine.training:
             return
         counted = batches.counted_tensor(args, kwargs)
-        if counted is not None and counted.dim() > 1:
-            self._sequence = int(counted.shape[1])
+        self._shape = tuple(counted.shape) if counted is not None else ()
         self._counter = OpCounter(
             [*engine.parameters(), *engine.buffers(), *(a for a in args if isinstance(a, Tensor))]
         )
@@ -91,7 +91,7 @@ class ForwardProfile:
             n_parameters=workload.n_parameters, n_trainable=workload.n_trainable,
             flops_per_sample=max(1.0, plain.flops[1]), activation_bytes_per_sample=plain.kept_bytes[1],
             checkpointed_bytes_per_sample=passes.get("fp32/1", plain).kept_bytes[1],
-            n_blocks=workload.n_blocks, sequence=self._sequence, block_share=workload.block_share,
+            n_blocks=workload.n_blocks, sequence=length_in(self._shape, micro_batch_size) or 1, block_share=workload.block_share,
             optimizer_bytes=FUSED_STATES.get(kind, 8.0), passes=passes, sizes=tuple(sorted(sizes.items())),
             n_expert=mixed.parameters, expert_layers=mixed.layers, experts_per_token=mixed.per_token, caveats=(CAVEAT,),
         )  # fmt: skip

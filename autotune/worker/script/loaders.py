@@ -51,14 +51,21 @@ class Loaders:
                 self._context.once("the script decides how long its batches are, so --max-length was not tried")
             self._worst = worst.heaviest(iterator, self._largest)
             return self._worst
-        dataset, n = iterator._dataset, meter.batches.draw_size
-        chosen = iterator._auto_collation and check.longest_at and n and is_map_style(dataset)
-        self._worst = (
-            worst.batch_of(dataset, iterator._collate_fn, check.longest_at, n, check.length)
-            if chosen
-            else worst.stretched(self._largest, worst.rows_of(self._largest), check.length)
-        )
+        self._worst = self._longest(iterator, meter.batches.draw_size, check)
         return self._worst
+
+    def _longest(self, iterator: Any, n: int, check: TailCheck) -> Any:
+        """Returns a batch of the n longest samples, or of a stream the largest batch, stretched."""
+        if not (iterator._auto_collation and check.longest_at and n and is_map_style(iterator._dataset)):
+            return worst.stretched(self._largest, worst.rows_of(self._largest), check.length)
+        try:
+            return worst.batch_of(iterator._dataset, iterator._collate_fn, check.longest_at, n, check.length)
+        except Exception as error:
+            if not check.length:
+                raise
+            why = f"longer samples cannot be collated ({type(error).__name__}: {error})"
+            self._context.once(f"--max-length was not tried: {why}")
+            return worst.batch_of(iterator._dataset, iterator._collate_fn, check.longest_at, n, 0)
 
     def install(self) -> None:
         """Patches torch's loader and its iterators.

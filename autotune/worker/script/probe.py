@@ -10,6 +10,7 @@ from autotune.space.deepspeed import DsConfig, at_path, precision_of, without_au
 from autotune.space.degree import PIPELINE_DEGREE, configured_degrees, ranks_per_replica
 from autotune.system import redaction
 from autotune.trial import lengths
+from autotune.trial.result import Observed
 from autotune.trial.workload import DataShape, Probed, Workload
 from autotune.worker.data import change, samples
 from autotune.worker.measure.meter import Meter
@@ -37,17 +38,8 @@ def workload_of(
     """
     seen, engine, report = meter.observe(), meter.engine, context.report
     counted = seen.loader_batch_size or seen.micro_batch_size
-    if seen.uneven is not None:
-        least, most = seen.uneven
-        report.caveats.append(
-            f"batches hold {least} to {most} samples, {counted} on average, as the script makes them: they are measured as"
-            " they come, by all samples and tokens over all time"
-        )
-    elif counted != seen.micro_batch_size:
-        report.caveats.append(
-            f"samples are counted where the loader draws them, {counted} at a time:"
-            f" the leading dimension at the engine's forward is {seen.micro_batch_size or 'not constant'}"
-        )
+    if how := _how_counted(seen, flattened=meter.batches.flattened):
+        report.caveats.append(how)
     probed = Probed(
         ds_config=redaction.without_secrets(_with_dtype(context, prepared.own_config, seen.dtype)),
         micro_batch_size=counted,
@@ -79,13 +71,35 @@ def workload_of(
     )
     if profile is None:
         return workload
-    # The forward that was counted is the first one.
-    first = meter.batches.sizes()[0] if seen.uneven else seen.micro_batch_size
+    # The forward that was counted is the first one; a row of packed samples has as many as were drawn.
+    first = meter.batches.sizes()[0] if seen.uneven else counted
     found = profile.profile(workload, prepared.own_config, first)
     widths = {width for _, width in meter.batches.lengths}
     if found is not None and workload.data is not None and workload.data.varies and len(widths) > 1:
         found = replace(found, lengths=workload.data.table)
     return replace(workload, profile=found)
+
+
+def _how_counted(seen: Observed, *, flattened: bool) -> str:
+    """Returns how samples are counted where that is not by the leading dimension at the engine's forward; else empty."""
+    counted = seen.loader_batch_size or seen.micro_batch_size
+    if seen.uneven is not None:
+        least, most = seen.uneven
+        return (
+            f"batches hold {least} to {most} samples, {counted} on average, as the script makes them: they are measured as"
+            " they come, by all samples and tokens over all time"
+        )
+    if counted == seen.micro_batch_size:
+        return ""
+    if flattened:
+        return (
+            f"the script puts the {counted} samples of a micro-batch one after the other in one row; where it packs several"
+            " into one sample beforehand, tokens/s compare with training that does not, and samples/s do not"
+        )
+    return (
+        f"samples are counted where the loader draws them, {counted} at a time:"
+        f" the leading dimension at the engine's forward is {seen.micro_batch_size or 'not constant'}"
+    )
 
 
 def _degree(prepared: PreparedModel) -> int:
@@ -107,7 +121,8 @@ def _data(context: ScriptContext, meter: Meter) -> DataShape | None:
     cannot = context.data_limits(change.why_not(dataset, collate, meter.engine.module, mapped=mapped, loader=True))
     read = samples.describe(dataset, cannot, collate) if mapped else None
     if read is None:
-        seen = [int(n) for rows, _ in meter.batches.lengths for n in torch.as_tensor(rows).tolist()]
+        known = () if meter.batches.flattened else meter.batches.lengths
+        seen = [int(n) for rows, _ in known for n in torch.as_tensor(rows).tolist()]
         read = replace(batches, cannot=cannot, table=lengths.table(seen) if seen else ())
     return replace(
         read, fields=batches.fields, loader=change.arguments_of(iterator), steps_grouped=context.steps_grouped

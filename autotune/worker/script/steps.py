@@ -146,7 +146,7 @@ class StepHooks:
         self._meter.backward()
         self._note_loss(loss)
         self._meter.enter("step")
-        if self._tail is not None and self._tail.reached:
+        if self._tail is not None and self._tail.reached():
             self._end_tail()
 
     def _note_loss(self, loss: Any) -> None:

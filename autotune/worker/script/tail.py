@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from autotune.worker.measure.batches import counted_tensor
 from autotune.worker.measure.tail import Tail
 from autotune.worker.script.context import ScriptContext
@@ -47,22 +50,32 @@ class ScriptTail:
         self._n_seen += 1
         self._inputs, self._rows = (args, kwargs), int(tensor.shape[0])
 
-    @property
     def reached(self) -> bool:
-        """Returns whether the worst batch has been trained on, with the gradients of an earlier one where there are."""
-        return self._n_seen >= self._tail.n_micro
+        """Returns whether all ranks have trained on the worst batch, with the gradients of an earlier one where there are.
+
+        A batch of the same shape may come to one rank by chance, as rows that are packed full do.
+        """
+        seen = torch.tensor(self._n_seen, device=self._tail.engine.device)
+        dist.all_reduce(seen, op=dist.ReduceOp.MIN)
+        return int(seen) >= self._tail.n_micro
 
     def step(self) -> bool:
-        """Notes an optimizer step; returns whether the check is over, although the worst batch did not come."""
+        """Notes an optimizer step; returns whether the check is over, on all ranks."""
         self._n_steps += 1
         if hasattr(self._tail.engine, "train_batch"):  # a pipeline, whose micro-batches are not seen one by one
             self._n_seen = self._tail.n_micro
-        return self.reached or self._n_steps >= MOST_STEPS
+        return self.reached() or self._n_steps >= MOST_STEPS
+
+    def _samples(self) -> int:
+        """Returns the samples of the worst batch: as many as were drawn where they are one row."""
+        assert self._context.meter is not None
+        batches = self._context.meter.batches
+        return batches.draw_size if batches.flattened and not batches.uneven else self._rows
 
     def finish(self) -> None:
         """Ends the check; all ranks take part."""
         if self._n_seen:
-            self._tail.trained(self._batch, self._rows)
+            self._tail.trained(self._batch, self._samples())
         elif self._context.request.tail is not None and self._context.request.lengths:
             self._context.once(
                 "the longest batch did not reach the engine as its loader yielded it, so whether it fits was not tried"

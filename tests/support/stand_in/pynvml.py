@@ -6,7 +6,7 @@
 import time
 from types import SimpleNamespace
 
-from sitecustomize import GIVEN, uuid
+from sitecustomize import GIVEN, TAKEN, uuid
 
 NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
 nvmlClocksThrottleReasonSwPowerCap = 4
@@ -39,7 +39,7 @@ def nvmlDeviceGetMemoryInfo(handle):
 
 
 def nvmlDeviceGetComputeRunningProcesses(handle):
-    return [SimpleNamespace(pid=1)] * GIVEN.get("others", 0)
+    return [SimpleNamespace(pid=1)] * (GIVEN.get("others", 0) + TAKEN["initialised"])
 
 
 def nvmlDeviceGetUtilizationRates(handle):

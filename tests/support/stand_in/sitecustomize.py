@@ -152,7 +152,12 @@ def patch_torch(torch):
     torch.version.cuda, torch.version.hip = (None, GIVEN["hip"]) if GIVEN["hip"] or KIND != "cuda" else ("12.8", None)
     torch.version.xpu = "20250101" if KIND == "xpu" else None
     join = torch.distributed.init_process_group
-    torch.distributed.init_process_group = lambda backend=None, *args, **more: join("gloo", *args, **more)
+
+    def init_process_group(backend=None, *args, device_id=None, **more):
+        assert device_id is None or device_id.index == TAKEN["device"]
+        join("gloo", *args, **more)
+
+    torch.distributed.init_process_group = init_process_group
 
     factories = (
         "arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "ones",

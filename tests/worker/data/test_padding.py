@@ -65,6 +65,13 @@ def test_the_mean_step_follows_from_the_data_set_although_a_trial_saw_no_long_sa
     assert found["tokens"] == pytest.approx(8 * (64 + (1 - 0.998**4) * (2048 - 64)))
 
 
+def test_rows_that_a_script_flattens_itself_are_told_by_the_sum_of_their_samples():
+    known = lengths.table([16] * 50 + [64] * 50)
+    rows = [(torch.tensor([4 * 40 + n]), 4 * 40 + n) for n in (-8, 0, 8)]
+    assert expected(known, rows, 4, 2, {}, flattened=True) == {"tokens": 8 * 40, "real_tokens": 8 * 40}
+    assert expected(known, rows, 4, 2, {}) == {}
+
+
 def test_grouped_samples_are_padded_less():
     known = lengths.table([16] * 50 + [64] * 50)
     seen = list(batches(known, 50, 4))

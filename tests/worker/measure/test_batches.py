@@ -238,6 +238,15 @@ def test_batches_of_varying_sizes_count_as_they_come(packed):
     assert seen.parts == 0 and not seen.last.ragged
 
 
+def test_samples_of_a_micro_batch_in_one_row_are_flattened_and_a_single_sample_is_not():
+    for drawn, flattened in ((4, True), (1, False)):
+        engine = FakeEngine(accumulation=1)
+        for length in (40, 37):
+            engine.train(torch.zeros(1, length, dtype=torch.long), drawn=drawn)
+        assert engine.observer.flattened is flattened and engine.observer.samples_per_step == {drawn}
+        assert engine.observer.last.real_tokens == 37
+
+
 def test_several_draws_make_one_micro_batch():
     loop = Loop()
     for _ in range(4):

@@ -86,6 +86,13 @@ def test_ranks_compare_their_clocks_often_enough_and_not_after_each_short_step(l
         assert ledger.window_steps() == n_steps
 
 
+def test_a_device_is_stopped_for_a_comparison_less_often(ledger):
+    """Its queue is empty afterwards, which a training that goes on does not see."""
+    on_device = ledgers.StepLedger(ledger.recorder, ledger.request, torch.device("cuda"), 2)
+    on_device.report.step_times_s = [0.1] * 3
+    assert (on_device.window_steps(), ledger.window_steps()) == (5, 2)
+
+
 def test_what_the_budget_leaves_is_no_more_than_an_interval_needs(ledger):
     add(ledger, 9e5, 0.001)
     assert ledger.window_steps() == ledgers.MAX_WINDOW_STEPS

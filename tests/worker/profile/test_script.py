@@ -30,7 +30,7 @@ class Engine(nn.Module):
         return self.module(*args)
 
 
-def sketched(model, x, config=None):
+def sketched(model, x, config=None, samples=SAMPLES):
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     sketch, engine = None, Engine(model)
     sketch = ForwardProfile(engine, blocks)
@@ -38,7 +38,7 @@ def sketched(model, x, config=None):
         engine(x)  # an evaluation before training is not what is looked for
     for _ in range(2):
         engine(x).square().mean().backward()
-    return sketch.profile(WORKLOAD, config or {}, len(x))
+    return sketch.profile(WORKLOAD, config or {}, samples)
 
 
 def test_one_forward_gives_what_backward_needs_and_a_third_of_the_products():
@@ -53,6 +53,13 @@ def test_one_forward_gives_what_backward_needs_and_a_third_of_the_products():
     assert 0.7 < peak[0] / whole.peak_bytes < 1.3
     assert again.kept_bytes[1] < 0.7 * plain.kept_bytes[1] and again.flops[1] > 1.2 * plain.flops[1]
     assert found.sequence == 16 and found.sizes == ((WIDTH, 3), (4 * WIDTH, 3), (4 * WIDTH * WIDTH, 6))
+
+
+def test_samples_in_one_row_share_what_was_counted():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Block(), Block()), torch.randn(SAMPLES, 16, WIDTH)
+    rows, one = sketched(model, x), sketched(model, x.view(1, -1, WIDTH), samples=SAMPLES)
+    assert one.sequence == rows.sequence == 16 and one.flops_per_sample == rows.flops_per_sample
 
 
 def test_16_bit_weights_are_reported_as_the_fp32_that_formulas_scale_down():

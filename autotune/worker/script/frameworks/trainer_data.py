@@ -19,6 +19,7 @@ GROUPED = "group_by_length"
 STEPS_GROUPED = 50
 # Arguments of TRL's SFTConfig for the length that samples are cut to, by version, and for packing.
 LENGTH_ARGUMENTS, PACKING = ("max_length", "max_seq_length"), "packing"
+MULTIPLE = "pad_to_multiple_of"
 
 
 class TrainerData:
@@ -63,20 +64,11 @@ class TrainerData:
             return found
         arguments = self._trainer.args
         found = {name: why for name, why in found.items() if name != GROUPED}
+        if hasattr(arguments, MULTIPLE) and hasattr(self._trainer.data_collator, MULTIPLE):
+            found.pop(MULTIPLE, None)
         if why := self._why_not_grouped():
             found[GROUPED] = why
-        if getattr(arguments, PACKING, False) is True:
-            packed = f"the script packs its samples already (`{PACKING}=True`)"
-            length = "the length of the rows decides how many samples a step holds; set it in the script"
-            found |= {
-                PACKING: packed,
-                GROUPED: packed,
-                "pad_to_multiple_of": packed,
-                "max_length": f"{packed}; {length}",
-            }
-        elif getattr(arguments, "padding_free", False) is True:
-            found |= dict.fromkeys((PACKING, "pad_to_multiple_of"), "batches have no padding (`padding_free=True`)")
-        return found
+        return found | _of_own_packing(arguments)
 
     def _why_not_grouped(self) -> str:
         """Why the Trainer's own sampler would not group samples by length; empty if it would."""
@@ -114,6 +106,19 @@ class TrainerData:
         return _shuffled(indices, batch_size * context.request.world_size)
 
 
+def _of_own_packing(arguments: Any) -> dict[str, str]:
+    """Returns the settings of the data that TRL's own packing rules out, each with the reason."""
+    if getattr(arguments, PACKING, False) is True:
+        packed = f"the script packs its samples already (`{PACKING}=True`)"
+        length = "the length of the rows decides how many samples a step holds; set it in the script"
+        return dict.fromkeys((PACKING, GROUPED, MULTIPLE), packed) | {"max_length": f"{packed}; {length}"}
+    if getattr(arguments, "padding_free", False) is True:
+        free = "batches have no padding (`padding_free=True`)"
+        cut = "TRL cuts no samples for `padding_free=True`; cut them before the trainer gets them"
+        return dict.fromkeys((PACKING, GROUPED, MULTIPLE), free) | {"max_length": cut}
+    return {}
+
+
 def _shuffled(indices: list[int], size: int) -> list[int]:
     """Returns whole blocks of a list in random order, the same on all ranks; the rest stays last."""
     whole = len(indices) // size * size
@@ -132,6 +137,8 @@ def _arguments_of(arguments: Any, name: str, value: Scalar) -> dict[str, Scalar]
     prepared = not (getattr(arguments, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
     if name == "max_length" and hasattr(arguments, PACKING) and prepared:
         return {argument: value for argument in LENGTH_ARGUMENTS if hasattr(arguments, argument)}
+    if name == MULTIPLE and hasattr(arguments, name):
+        return {name: value}
     argument = TRAINER_ARGUMENTS.get(name, "")
     return {argument: value} if hasattr(arguments, argument) else {}
 

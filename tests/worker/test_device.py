@@ -112,11 +112,18 @@ def test_a_rank_looks_at_its_device_before_it_takes_it_and_then_keeps_to_its_lim
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     monkeypatch.setitem(vars(deepspeed.ops), "__compatible_ops__", {})
     monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     request = TrialRequest(target="model.py", device_memory_bytes=limit)
     assert rank.prepare_device(request) == "cuda"
     assert done == ["looked", 1, *([(share, 1)] if share else [])]
     rank.watch_memory(None, request)  # of a device it is the allocator that keeps to the limit
     assert done[3:] == []
+    accelerator("cuda", 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    with pytest.raises(
+        UserError, match=r"2 ranks on a machine with 1 visible devices \(CUDA_VISIBLE_DEVICES='2'\): start"
+    ):
+        rank.prepare_device(request)
 
 
 def test_a_server_that_has_touched_a_device_does_not_fork(monkeypatch):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autotune.space.deepspeed import Scalar
 from autotune.worker.data.change import arguments_of
+from autotune.worker.data.separation import why_mixed
 
 
 class Watch:
@@ -19,6 +21,7 @@ class Watch:
         iterator: Returns the iterator over a DataLoader's batches; None where there is none.
         lengths: Of the micro-batches so far: the lengths of the rows, and the length that they are padded to.
         rows: Returns the rows and the samples of the micro-batches so far.
+        row: The arguments of the latest forward of a packed row, and its tokens; None where none was seen.
         accumulation: Micro-batches of a step.
         grouped: Micro-batches among which the samples are sorted by length.
     """
@@ -26,8 +29,9 @@ class Watch:
     def __init__(self) -> None:
         self.loader: Any = None
         self.iterator: Callable[[], Any] = lambda: self.loader.workers if self.loader is not None else None
-        self.lengths: Sequence[tuple[Tensor, int]] = ()
+        self.lengths: Sequence[tuple[Tensor | list[int], int]] = ()
         self.rows: Callable[[], set[tuple[int, int | None]]] = set
+        self.row: Callable[[], tuple[tuple[Any, ...], Mapping[str, Any], Tensor] | None] = lambda: None
         self.accumulation = self.grouped = 1
 
 
@@ -36,6 +40,8 @@ watch = Watch()
 
 def witness(name: str) -> Callable[[Any, Scalar], str | None]:
     """Returns the witness of a setting; it says why the setting did not act, or nothing where it did."""
+    if name == "packing":
+        return _packed
     return lambda _engine, value: _WITNESSES.get(name, _of_loader(name))(value)
 
 
@@ -51,7 +57,9 @@ def _of_loader(name: str) -> Callable[[Scalar], str | None]:
 def _max_length(value: Scalar) -> str | None:
     # A packed row holds all samples of its micro-batch.
     packed = max((samples or 1 for rows, samples in watch.rows() if rows == 1), default=1)
-    longest = max((int(rows.max()) / (packed if len(rows) == 1 else 1) for rows, _ in _seen()), default=0)
+    longest = max(
+        (int(torch.as_tensor(rows).max()) / (packed if len(rows) == 1 else 1) for rows, _ in _seen()), default=0
+    )
     return f"a sample of {longest:.0f} tokens was trained on" if longest > int(str(value)) else None
 
 
@@ -60,11 +68,14 @@ def _multiple(value: Scalar) -> str | None:
     return f"a batch is padded to {other} tokens" if other is not None else None
 
 
-def _packed(value: Scalar) -> str | None:
+def _packed(engine: Any, value: Scalar) -> str | None:
     rows = {rows for rows, samples in watch.rows() if samples is not None and samples > 1}
     if not rows:
         raise KeyError("no batch of several samples was seen")
-    return None if rows == {1} else f"batches have {max(rows)} rows"
+    if rows != {1}:
+        return f"batches have {max(rows)} rows"
+    row, watch.row = watch.row(), lambda: None  # asked once
+    return why_mixed(engine.module, *row) if row is not None else None
 
 
 def _grouped(value: Scalar) -> str | None:
@@ -94,13 +105,13 @@ def sampler_of(iterator: Any) -> Any:
     return sampler
 
 
-def _seen() -> Sequence[tuple[Tensor, int]]:
+def _seen() -> Sequence[tuple[Tensor | list[int], int]]:
     if not watch.lengths:
         raise KeyError("nothing tells the batches' tokens from padding")
     return watch.lengths
 
 
 _WITNESSES: dict[str, Callable[[Scalar], str | None]] = {
-    "max_length": _max_length, "pad_to_multiple_of": _multiple, "packing": _packed, "group_by_length": _grouped,
+    "max_length": _max_length, "pad_to_multiple_of": _multiple, "group_by_length": _grouped,
     "token_budget": _of_budget,
 }  # fmt: skip

@@ -56,7 +56,7 @@ class Meter:
         self.take_apart, self.enter = breakdown.begin, breakdown.enter
         self.afterwards: Callable[[], Iterator[None]] = breakdown.steps
         self._concluded = False
-        watch.lengths, watch.rows = batches.lengths, batches.rows
+        watch.lengths, watch.rows, watch.row = batches.lengths, batches.rows, lambda: batches.row
         watch.accumulation = self.candidate.gradient_accumulation_steps
         memory.enter("first_step")
 

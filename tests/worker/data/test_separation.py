@@ -1,0 +1,45 @@
+"""Whether the samples of a packed row are kept apart by the model that trains on them."""
+
+import pytest
+import torch
+from torch import nn
+
+from autotune.worker.data import witness
+from autotune.worker.data.separation import why_mixed
+
+TOKENS, POSITIONS = torch.tensor([[5, 6, 7, 8, 9, 4]]), torch.tensor([[0, 1, 2, 0, 1, 2]])
+
+
+class Sums(nn.Module):
+    """Sums what came before, of the whole row or of each sample."""
+
+    def __init__(self, *, apart):
+        super().__init__()
+        self.apart, self.drop = apart, nn.Dropout(0.1)
+
+    def forward(self, input_ids, position_ids):
+        begins = (position_ids == 0).cumsum(1)
+        allowed = (begins[:, :, None] == begins[:, None]) if self.apart else torch.ones(1, 6, 6, dtype=torch.bool)
+        return {"logits": self.drop(allowed.tril().float() @ input_ids.float()[..., None]), "loss": torch.zeros(())}
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_model_whose_samples_see_one_another_in_a_row_is_told(by_name):
+    args, kwargs = ((), {"input_ids": TOKENS, "position_ids": POSITIONS}) if by_name else ((TOKENS, POSITIONS), {})
+    assert "see one another" in why_mixed(Sums(apart=False), args, kwargs, TOKENS)
+    assert why_mixed(Sums(apart=True), args, kwargs, TOKENS) is None
+
+
+def test_a_row_of_one_sample_tells_nothing():
+    kwargs = {"input_ids": TOKENS, "position_ids": torch.arange(6)[None]}
+    assert why_mixed(Sums(apart=False), (), kwargs, TOKENS) is None
+
+
+def test_packing_did_not_act_where_samples_are_mixed(monkeypatch):
+    kwargs = {"input_ids": TOKENS, "position_ids": POSITIONS}
+    monkeypatch.setattr(witness.watch, "rows", lambda: {(1, 2)})
+    for apart in (True, False):
+        monkeypatch.setattr(witness.watch, "row", lambda: ((), kwargs, TOKENS))
+        engine = nn.Module()
+        engine.module = Sums(apart=apart)
+        assert (witness.witness("packing")(engine, True) is None) is apart

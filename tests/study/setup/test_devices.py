@@ -65,7 +65,7 @@ def test_slots_have_disjoint_devices_by_the_users_names_or_disjoint_cores(monkey
     found = replace(plan_of(spec_of(space=[SPACE])), workload=replace(WORKLOAD, environment=GPUS), world_size=2)
     assert parallel.device_shares(found, 2) == [["3", "MIG-a"], ["1", "0"]]
     with pytest.raises(
-        UserError, match="--parallel 3: trials of 2 rank.s. need disjoint devices, and this machine has 4"
+        UserError, match=r"--parallel 3: trials of 2 rank.s. need disjoint devices, and this machine has 4"
     ):
         parallel.device_shares(found, 3)
     slot = parallel.SlicedExecutor(found, ["1", "0"], None)

@@ -112,7 +112,7 @@ def test_the_answer_for_other_devices_names_them_and_rests_on_their_data_sheet(k
     assert h100[0].endswith("bf16, ZeRO 0, 2 rank(s), on 2 x H100-80GB") and "79.1 GiB: fits" in h100[2]
     assert any("nothing was measured on it" in line and "data sheet" in line for line in h100)
     assert lines("H100", ranks=16)[0].endswith("16 rank(s), on 2 nodes of 8 x H100-80GB")
-    with pytest.raises(UserError, match="this cannot run on 1 x V100-SXM-32GB: .*bfloat16"):
+    with pytest.raises(UserError, match=r"this cannot run on 1 x V100-SXM-32GB: .*bfloat16"):
         lines("V100-32GB", "precision=bf16")
     with pytest.raises(UserError, match=r"--device: unknown card 'RTX 3080 Ti'; the nearest are [^;]*$"):
         lines("RTX 3080 Ti")

@@ -58,6 +58,7 @@ class Meter:
         self._concluded = False
         watch.lengths, watch.rows, watch.row = batches.lengths, batches.rows, lambda: batches.row
         watch.accumulation = self.candidate.gradient_accumulation_steps
+        watch.micro_batch_size = self.candidate.micro_batch_size
         memory.enter("first_step")
 
     def begin(self) -> None:
@@ -108,7 +109,7 @@ class Meter:
         self.report.lengths = {} if self.batches.flattened else padding.histogram(seen)
         own = padding.expected(
             () if unknown else self.request.lengths, seen, candidate.micro_batch_size, candidate.gradient_accumulation_steps,
-            candidate.data_changes, watch.grouped, flattened=self.batches.flattened,
+            candidate.data_changes, watch.grouped, flattened=self.batches.flattened, per_row=watch.per_row,
         )  # fmt: skip
         self.report.expected = {name: each * self.data_parallel for name, each in own.items()}
 

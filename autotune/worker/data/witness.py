@@ -46,8 +46,8 @@ watch = Watch()
 
 def witness(name: str) -> Callable[[Any, Scalar], str | None]:
     """Returns the witness of a setting; it says why the setting did not act, or nothing where it did."""
-    if name == "packing":
-        return _packed
+    if name in ("packing", "token_budget"):
+        return _packed if name == "packing" else _of_budget
     return lambda _engine, value: _WITNESSES.get(name, _of_loader(name))(value)
 
 
@@ -78,7 +78,12 @@ def _packed(engine: Any, value: Scalar) -> str | None:
         raise KeyError("no batch of several samples was seen")
     if rows != {1}:
         return f"batches have {max(rows)} rows"
-    row, watch.row = watch.row(), lambda: None  # asked once
+    return _mixed(engine)
+
+
+def _mixed(engine: Any) -> str | None:
+    """Says why the samples of a row are not kept apart; it is looked at once."""
+    row, watch.row = watch.row(), lambda: None
     return why_mixed(engine.module, *row) if row is not None else None
 
 
@@ -104,9 +109,9 @@ def _in_rows(micro_batch_size: int) -> str | None:
     return None
 
 
-def _of_budget(value: Scalar) -> str | None:
+def _of_budget(engine: Any, value: Scalar) -> str | None:
     if watch.row_tokens:
-        return _in_rows(watch.micro_batch_size)
+        return _in_rows(watch.micro_batch_size) or _mixed(engine)
     budget = watch.loader.token_budget if watch.loader is not None else 0
     if not watch.lengths and len({samples for _, samples in watch.rows()}) > 1:
         return None  # nothing tells tokens, but batches are of no one number of samples
@@ -130,5 +135,4 @@ def _seen() -> Sequence[tuple[Tensor, int]]:
 
 _WITNESSES: dict[str, Callable[[Scalar], str | None]] = {
     "max_length": _max_length, "pad_to_multiple_of": _multiple, "group_by_length": _grouped,
-    "token_budget": _of_budget,
 }  # fmt: skip

@@ -85,8 +85,9 @@ class TrainerData:
             found.pop(MULTIPLE, None)
         if why := self._why_not_grouped():
             found[GROUPED] = why
-        if (why := trl_packing.why_not(self._trainer, data)) is not None:
-            found[BUDGET] = found.get("packing") or why or self._why_no_rows()
+        no_rows = trl_packing.why_not(self._trainer, data)
+        if no_rows is not None:
+            found[BUDGET] = found.get("packing") or no_rows or self._why_no_rows()
         return {name: why for name, why in (found | trl_packing.of_own(arguments)).items() if why}
 
     def _why_no_rows(self) -> str:

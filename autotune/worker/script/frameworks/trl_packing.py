@@ -30,7 +30,7 @@ def row_tokens(known: lengths.Table, micro: int) -> int:
 def in_rows(arguments: Any, tokens: int) -> dict[str, Scalar]:
     """Returns the arguments that pack training samples into rows of a number of tokens."""
     wanted = {PACKING: True, STRATEGY: WHOLE_SAMPLES, **length_arguments(arguments, tokens)}
-    if hasattr(arguments, "eval_packing") and arguments.eval_packing is None:
+    if str(arguments.eval_strategy).rpartition(".")[2].lower() != "no" and arguments.eval_packing is None:
         wanted["eval_packing"] = False  # evaluation stays as it is
     return {name: value for name, value in wanted.items() if getattr(arguments, name) != value}
 

@@ -93,7 +93,7 @@ def trial(executor: Executor, folder: Path, model: str, candidate: Candidate, n_
     script = Script(
         arguments=(model, str(n_steps), "--deepspeed_config", "{ds_config}"), working_dir=str(folder.parent),
         micro_batch_size=candidate.micro_batch_size,
-        gradient_accumulation_steps=candidate.gradient_accumulation_steps,
+        gradient_accumulation_steps=candidate.gradient_accumulation_steps, precision=candidate.precision,
     )  # fmt: skip
     return complete(executor, folder, request_of(JUDGED, candidate, world_size=RANKS, script=script, **limits))
 

@@ -1,6 +1,6 @@
 """What autotune does on a GPU: forecasts, limits, search, overhead and honesty, each result written as it comes (see `gpu.sh`).
 
-`python benchmarks/gpu.py --out DIR [--budget 530] [--parts grid,search] [--sizes gpt-125m] [--dry-run]` writes
+`python benchmarks/gpu.py --out DIR [--budget 490] [--parts grid,search] [--sizes gpt-125m] [--dry-run]` writes
 `DIR/results.jsonl`, one line a result, and `DIR/study.tar.gz`; `gpu_results.py` makes figures of them. The parts come
 in order of what they tell for their time, so that whoever stops the call has lost the least. Each has a limit of its own,
 and looks at the clock before each of its trials. On a CPU a tiny model goes the same way (`--dry-run`).
@@ -19,6 +19,7 @@ import tarfile
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -80,7 +81,7 @@ class Run:
             self.part(part, lambda part=part: getattr(self, part)(*first))  # type: ignore[misc]
         within = [part for part in PARTS if part in parts and part not in (*COMMANDS, "larger")]
         if within:
-            with self.bench(*first) as bench:
+            with self.written("bench"), self.bench(*first) as bench:
                 bench.executor.start()
                 self.system(bench)
                 for part in within:
@@ -97,11 +98,18 @@ class Run:
         if not self.dry and self.until - began < LEAST_S:
             self.output.write(name, error="not run: the time was over")
             return
-        try:
+        with self.written(name):
             run()
-        except Exception as error:
-            self.output.write(name, error=f"{type(error).__name__}: {error}"[:2000])
         self.output.write("clock", of=name, seconds=time.monotonic() - began)
+
+    @contextlib.contextmanager
+    def written(self, name: str) -> Iterator[None]:
+        """Writes what goes wrong, and where, in place of ending the call."""
+        try:
+            yield
+        except Exception as error:
+            where = traceback.format_exc()[-4000:]
+            self.output.write(name, error=f"{type(error).__name__}: {error}"[:2000], where=where)
 
     def default(self, name: str, size: Size) -> None:
         """The first thing that a user does: `autotune run model.py`, without a configuration or a toolkit."""
@@ -202,7 +210,8 @@ class Run:
                 bench.found.spec.target, bench.found.ds_config(candidate), bench.folder, steps + SETTLING, ranks=1,
                 timeout_s=60.0 if self.dry else max(20.0, self.left_s),
             )  # fmt: skip
-            plain_s, claimed_s = float(np.mean(times[SETTLING:])), float(np.mean(result.step_times_s))
+            plain_s, timed = float(np.mean(times[SETTLING:])), result.step_times_s[result.steps.n_warmup :]
+            claimed_s = float(np.mean(timed))
             row = {"candidate": candidate.values(), "claimed_s": claimed_s, "plain_s": plain_s, "plain_steps": steps}
             self.output.write("honesty", **row, ratio=plain_s / claimed_s)
 
@@ -348,7 +357,7 @@ class Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--budget", type=float, default=530.0, help="seconds, after which nothing is begun")
+    parser.add_argument("--budget", type=float, default=490.0, help="seconds, after which nothing is begun")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--sizes", default="", help=f"of {', '.join(SIZES)}; the first is the one that is searched")
     parser.add_argument("--dry-run", action="store_true", help="the same with tiny models, on a CPU or a stand-in")

@@ -1,5 +1,5 @@
 #!/bin/sh
-# What autotune does on a GPU, in one call and without a network: ten minutes at most, each result written as it comes.
+# What autotune does on a GPU, in one call and without a network: nine minutes at most, each result written as it comes.
 #
 #   benchmarks/gpu.sh --pack             where there is a network: wheels of what a machine with torch may lack, into .wheels/
 #   benchmarks/gpu.sh [--out DIR] ...    on the machine with the GPU; what else is given goes to gpu.py (--budget, --parts, --sizes)
@@ -8,7 +8,7 @@
 # Afterwards, anywhere: python benchmarks/gpu_results.py DIR   writes benchmarks/results/gpu-CARD.json and studies/CARD-MODEL/.
 set -eu
 cd "$(dirname "$0")/.."
-wheels=.wheels
+wheels=${WHEELS:-.wheels}
 python=${PYTHON:-python3}
 # What the machine is assumed to have: torch with CUDA, numpy, pandas, scipy, psutil, pyyaml, jinja2, rich, typer, threadpoolctl, and what they need.
 packages="transformers accelerate tokenizers safetensors huggingface-hub hf-xet regex httpx2 httpcore2
@@ -35,6 +35,7 @@ for name in '''$packages'''.split():
   # shellcheck disable=SC2086
   "$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version "$target" --implementation cp "$@" -d "$wheels" $pins
   size=$(du -sm "$wheels" | cut -f1)
+  echo "$target" >"$wheels/python"
   echo "$wheels: $(ls "$wheels" | wc -l) wheels for Python $target, $size MiB"
   [ "$size" -le 60 ] || { echo "more than 60 MiB: too much to carry along" >&2; exit 1; }
   exit 0
@@ -53,6 +54,11 @@ mkdir -p "$out"
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 if [ -d "$wheels" ]; then
+  "$python" -c '
+import sys
+have, packed = "%d.%d" % sys.version_info[:2], open(sys.argv[1]).read().strip()
+if have != packed: sys.exit(f"gpu.sh: the wheels are for Python {packed}, and this is {have}: TARGET_PYTHON={have} benchmarks/gpu.sh --pack")
+' "$wheels/python"
   # Only what is missing, so that the machine's own torch and what was built for it stay; one call of pip for all.
   missing=$("$python" -c '
 import sys
@@ -71,8 +77,8 @@ if [ -n "$stand_in" ]; then
 elif [ -n "$dry" ]; then
   export DS_ACCELERATOR=cpu
 fi
-# Whatever hangs, the call ends within ten minutes; the results are on the disk by then.
-timeout --signal=INT --kill-after=15 "${HARD_LIMIT_S:-560}" "$python" benchmarks/gpu.py --out "$out" "$@" 2>&1 | tee "$out/log.txt"
+# Whatever hangs, the call ends within nine minutes; the results are on the disk by then.
+timeout --signal=INT --kill-after=15 "${HARD_LIMIT_S:-520}" "$python" benchmarks/gpu.py --out "$out" "$@" 2>&1 | tee "$out/log.txt"
 if [ -n "$dry" ]; then
   "$python" benchmarks/gpu_results.py "$out" --into "$out/analysed"
 fi

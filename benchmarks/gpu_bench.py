@@ -184,7 +184,7 @@ def write_study(folder: Path, size: Size, *, dry: bool) -> Path:
     text, n = re.subn(r"^LAYERS, WIDTH.*$", size.line, MODEL.read_text(), flags=re.MULTILINE)
     assert n == 1, "gpu_model.py has no line of sizes"
     (folder / "model.py").write_text(text)
-    optimizer = {"type": "AdamW", "params": {"lr": 3e-4, "torch_adam": True}}
+    optimizer = {"type": "AdamW", "params": {"lr": 3e-4, "torch_adam": True, "fused": True}}
     config = {"train_micro_batch_size_per_gpu": size.micro, "bf16": {"enabled": True}, "optimizer": optimizer}
     study = {
         "target": "model.py", "ranks": 1, "base_config": config, "global_batch": "free", "seed": 0,

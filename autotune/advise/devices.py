@@ -127,9 +127,8 @@ def device_card(name: str, stated: Mapping[str, float], option: str = "--gpus") 
     if card is None:
         if not (memory and flops):
             near = closest(name.lower(), {each.name.lower(): each.name for each in cards()})
-            raise UserError(
-                f"{option}: unknown card {name!r}; the nearest are {', '.join(near)}; or state --device-memory and --peak-flops"
-            )
+            more = "; or state --device-memory and --peak-flops" if option == "--gpus" else ""
+            raise UserError(f"{option}: unknown card {name!r}; the nearest are {', '.join(near)}{more}")
         # Typical ratios of current cards without NVLink.
         card = Card(
             name=name, aliases=(), memory_bytes=round(memory), usable_bytes=memory, memory_bytes_per_s=flops / 200,
@@ -141,7 +140,17 @@ def device_card(name: str, stated: Mapping[str, float], option: str = "--gpus") 
     return replace(card, usable_bytes=memory or card.usable_bytes, flops=rates)
 
 
-def read_gpus(text: str, nodes: int | None = None) -> tuple[int, int, str]:
+def read_devices(text: str, option: str = "--gpus") -> Devices:
+    """Returns the devices of a text such as `8xA100-40` or `H100`.
+
+    Raises:
+        UserError: It is no such text, or names an unknown card.
+    """
+    count, per_node, name = read_gpus(text, option=option)
+    return Devices(card=device_card(name, {}, option), count=count, per_node=per_node)
+
+
+def read_gpus(text: str, nodes: int | None = None, option: str = "--gpus") -> tuple[int, int, str]:
     """Devices in all, devices of a node, and the card's name of a text such as `8xA100-40`, `2x8xH100` or `4090`.
 
     Raises:
@@ -153,7 +162,7 @@ def read_gpus(text: str, nodes: int | None = None) -> tuple[int, int, str]:
         text = f"{behind[2]}x{behind[1]}"
     match = GPUS.fullmatch(text.strip())
     if match is None or not match[3][0].isalnum():
-        raise UserError(f"--gpus {text}: devices are needed, as in 8xA100-40, 2x8xH100 or 4x4090")
+        raise UserError(f"{option} {text}: devices are needed, as in 8xA100-40, 2x8xH100 or 4x4090")
     first, second, name = match.groups()
     if second is None and WHOLE_NODE.search(name):
         first, second = first or "1", str(PER_NODE)
@@ -164,12 +173,12 @@ def read_gpus(text: str, nodes: int | None = None) -> tuple[int, int, str]:
             (int(first), int(second)) if second is not None and first is not None else (1, int(first or second or 1))
         )
         if nodes is not None and many > 1:
-            raise UserError(f"--gpus {text} --nodes {nodes}: the nodes are there twice; leave one out")
+            raise UserError(f"{option} {text} --nodes {nodes}: the nodes are there twice; leave one out")
         per_node, count = each, each * (nodes or many)
     if not (1 <= count <= MOST_DEVICES and per_node >= 1):
-        raise UserError(f"--gpus {text}: {count} devices; between 1 and {MOST_DEVICES:,} are needed")
+        raise UserError(f"{option} {text}: {count} devices; between 1 and {MOST_DEVICES:,} are needed")
     if count > per_node and count % per_node:
         raise UserError(
-            f"--gpus {text}: {count} devices are no whole number of nodes of {per_node}; state them, as in 2x8xH100"
+            f"{option} {text}: {count} devices are no whole number of nodes of {per_node}; state them, as in 2x8xH100"
         )
     return count, per_node, name

@@ -24,21 +24,29 @@ def predict(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A knob, over the baseline's value.")
     ] = None,
     *,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            "--device", metavar="8xH100", help="Devices to answer for, by their data sheet, in place of this machine's."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print memory, step time and throughput of a configuration, each with its interval, and what binds.
 
     Raises:
-        UserError: A knob or value is wrong, or the configuration cannot run here.
+        UserError: A knob, value or device is wrong, or the configuration cannot run there.
     """
     from autotune.report.progress import ProgressView
 
     with ProgressView() as view:
         view.opening(target)
+        from autotune.advise.devices import read_devices
         from autotune.study.setup.capture import wanted_study
         from autotune.study.setup.forecasts import foresee
         from autotune.study.setup.plan import studies_folder
 
         wanted, _ = wanted_study(target, settings, view)
-        answer = foresee(wanted, read_settings(knobs or ()), studies_folder(Path(target)), view)
+        on = read_devices(gpus, "--device") if gpus is not None else None
+        answer = foresee(wanted, read_settings(knobs or ()), studies_folder(Path(target)), view, on)
     print(json.dumps(answer.to_data(), indent=1) if as_json else "\n".join(answer.lines()))

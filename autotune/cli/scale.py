@@ -223,12 +223,8 @@ def scale(
         logged.doing(f"scaling of {wanted.name}: importing torch and DeepSpeed once")
         with executor_for(wanted, folder, view.waits) as executor:
             found = plan(wanted, executor, folder)
-            environment = found.workload.environment
-            if environment.accelerator != "cpu" and environment.n_devices < on_each:
-                raise UserError(
-                    f"scale: {on_each} ranks need as many devices; this machine has {environment.n_devices}"
-                )
-            notes += [*found.notes, *found.workload.caveats, *([threads] if environment.accelerator == "cpu" else [])]
+            on_cpu = found.workload.environment.accelerator == "cpu"
+            notes += [*found.notes, *found.workload.caveats, *([threads] if on_cpu else [])]
             ways, note = configurations(found.baseline, counts, mode)
             runs, failures = measure(found, executor, folder, list(ways.values()), rounds, logged)
     noise = noise_samples(wanted.name, wanted.storage, studies)

@@ -22,6 +22,9 @@ MOST_LEVELS = 5
 MICRO_SD, BEND_SD, ACCUMULATION_SD, LEVEL_SD, SLOPE_SD = 0.15, 0.02, 0.1, 0.3, 0.15
 # Kernels work in tiles: a micro-batch that is odd, or no multiple of 8, may cost more than its samples say.
 TILE_SD = 0.15
+# What each micro-batch and number of micro-steps has of its own: no curve shows which sizes a machine likes. Knobs with
+# more sizes than this have none.
+SIZE_SD, MOST_SIZES = 0.15, 16
 MEMORY_SHRINK = 0.6
 # A change of level is as far as a few doublings of the batch.
 LEVEL_DISTANCE, DOUBLING = 0.6, 0.4
@@ -105,6 +108,7 @@ class FeatureTable:
             for name, values in own.items()
             if name not in self.numeric
         }
+        self.sizes = {name: _sizes(knobs.get(name, ())) for name in batch}
         self.candidates: list[Candidate] = []
         self.accumulations: set[int] = set()
         self.row: dict[Candidate, int] = {}
@@ -132,7 +136,7 @@ class FeatureTable:
         one = np.ones(len(new))
         sizes = np.array([c.micro_batch_size for c in new])
         linear = np.column_stack(
-            [one, micro, micro**2, steps, sizes % 2 != 0, sizes % 8 != 0, present, slopes, slopes**2]
+            [one, micro, micro**2, steps, sizes % 2 != 0, sizes % 8 != 0, present, slopes, slopes**2, self._own(new)]
         )
         smooth = np.column_stack([micro * DOUBLING, steps * DOUBLING, present * LEVEL_DISTANCE, slopes])
         relative = batch / self.reference.samples_per_rank
@@ -146,7 +150,7 @@ class FeatureTable:
         )
         if first:
             self.time, self.memory, self.samples, self.batch, self.present = time, memory, samples, batch, present
-            n_levels, n_slopes = present.shape[1], slopes.shape[1]
+            n_levels, n_slopes, n_sizes = present.shape[1], slopes.shape[1], sum(map(len, self.sizes.values()))
             self.time_sd = np.array(
                 [
                     said.time_scale_sd,
@@ -158,10 +162,12 @@ class FeatureTable:
                     *[LEVEL_SD] * n_levels,
                     *[SLOPE_SD] * n_slopes,
                     *[SLOPE_SD / 2] * n_slopes,
+                    *[SIZE_SD] * n_sizes,
                 ]
             )
             self.time_sd[1:] *= said.doubt  # how fast the machine is as a whole stays open
             self.memory_sd = self.time_sd * MEMORY_SHRINK
+            self.memory_sd[len(self.time_sd) - n_sizes :] = 0.0  # no size of a batch takes less than a smaller one
             self.samples_spread = np.full(2, said.samples_spread)
             self.memory_sd[0] = said.memory_scale_sd
             self.samples_sd = np.array([0.0, *[0.03] * n_levels])
@@ -185,6 +191,11 @@ class FeatureTable:
                     table[row, start + column] = 1.0
             start += len(levels)
         return table
+
+    def _own(self, candidates: Sequence[Candidate]) -> Floats:
+        """One column for each size of the batch's knobs, 1 where a candidate has it."""
+        columns = [np.equal(_column(candidates, name), size) for name, sizes in self.sizes.items() for size in sizes]
+        return np.array(columns, dtype=float).T.reshape(len(candidates), len(columns))
 
     def _slopes(self, candidates: Sequence[Candidate]) -> Floats:
         """Numeric knobs on a scale of -1 to 1; where one is not active, nothing."""
@@ -230,6 +241,12 @@ def _column(candidates: Sequence[Candidate], name: str) -> list[Any]:
 def _is_numeric(values: Sequence[Scalar]) -> bool:
     numbers = [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0]
     return len(numbers) > MOST_LEVELS and len(numbers) == len([v for v in values if v is not None])
+
+
+def _sizes(values: Sequence[Scalar]) -> list[int]:
+    """The sizes that are told apart each."""
+    found = sorted({v for v in values if isinstance(v, int) and not isinstance(v, bool)})
+    return found if 1 < len(found) <= MOST_SIZES else []
 
 
 def _middle(values: Sequence[Scalar]) -> tuple[float, float]:

@@ -13,16 +13,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autotune.scoring import posterior, step_times
+from autotune.scoring import posterior, samples, step_times
 from autotune.scoring.measured import Measured, improvement
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
 from autotune.scoring.posterior import Posterior, Readings
 from autotune.trial.result import Outcome
 
-STEP = "step_time_s"
+STEP, TO_TARGET = "step_time_s", "time_to_loss_s"
 # Metrics that are a constant, the trial's own, times or over its step time.
-TIMED = (STEP, "samples_per_s", "tokens_per_s", "padded_tokens_per_s", GOODPUT, "time_to_loss_s")
+TIMED = (STEP, "samples_per_s", "tokens_per_s", "padded_tokens_per_s", GOODPUT, TO_TARGET)
 # Degrees of freedom that the prior of the noise is worth to a 95 % interval, and the fewest that are counted far out.
 PRIOR_DEGREES = LEAST_FAR_OUT = 8
 # Standard deviations on either side of a normal interval of 90 % and of 95 %.
@@ -144,6 +144,8 @@ def estimate(measured: Sequence[Measured]) -> Estimates:
     Args:
         measured: Every told trial with its re-measurements, in the order of their numbers.
     """
+    raw = {m.trial: m for m in measured}
+    measured = _with_pooled_samples(measured)
     timed = [m for m in measured if m.outcome in (Outcome.COMPLETE, Outcome.DIVERGED) and m.metrics.get(STEP, 0) > 0]
     rows = {m.trial: i for i, m in enumerate(timed)}
     readings = _readings(timed)
@@ -161,7 +163,26 @@ def estimate(measured: Sequence[Measured]) -> Estimates:
         step = math.exp(found.mean[row]), quantile * math.sqrt(max(0.0, found.cov[row, row]))
         estimated.append(_estimated(m, *step, quantile * found.noise_sd, beyond))
     baseline = next((m for m in estimated if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
-    return Estimates(estimated, {m.trial: m for m in measured}, baseline, found, rows, degrees, beyond)
+    return Estimates(estimated, raw, baseline, found, rows, degrees, beyond)
+
+
+def _with_pooled_samples(measured: Sequence[Measured]) -> list[Measured]:
+    """The trials with the time to the target that their own step time and the samples of all trials together make."""
+    needed = [STEP, "samples_per_s", TO_TARGET]
+    some = [m for m in measured if m.outcome is Outcome.COMPLETE and all(m.metrics.get(name, 0) > 0 for name in needed)]
+    if len(some) < 2:
+        return list(measured)
+    step, rate, to_target = (np.log(np.array([m.metrics[name] for m in some])) for name in needed)
+    own = np.array([max(0.0, _log_half_width(m, TO_TARGET) - _log_half_width(m, STEP)) for m in some])
+    numerics = [(m.candidate.precision, m.numerics_kept) for m in some]
+    mean, sd = samples.pooled(to_target + rate, step + rate, numerics, own / Z95)
+    found = {}
+    for m, log_value, reach in zip(some, mean - rate, Z95 * sd, strict=True):
+        value, wide = math.exp(log_value), math.exp(reach + _log_half_width(m, STEP))
+        found[m.trial] = replace(
+            m, metrics={**m.metrics, TO_TARGET: value}, ci95={**m.ci95, TO_TARGET: (value / wide, value * wide)}
+        )
+    return [found.get(m.trial, m) for m in measured]
 
 
 def _readings(timed: Sequence[Measured]) -> Readings:

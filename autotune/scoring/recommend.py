@@ -15,8 +15,9 @@ from autotune.scoring.objective import Objective
 from autotune.scoring.reasons import checked, drift, named, passed_by, words
 from autotune.space.candidate import differing
 
-# Trials whose gains differ by less than 1 % are alike: the one that changes least is recommended.
-TIE = 0.01
+# Trials whose estimated gains differ by less than this are alike: the one that changes least is recommended. Half of the
+# 1 % that it may cost, since the estimates are not exact.
+TIE = 0.005
 # Name of the pick for the best trial that only a trial can run, where it beats those that the user can.
 OUT_OF_REACH = "out_of_reach"
 MEMORY = "peak_memory_bytes"
@@ -243,7 +244,7 @@ def _confirmed(best: Measured, sound: Sequence[Measured], estimates: Estimates, 
 
 
 def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence[Objective]) -> tuple[Measured, str]:
-    """The best of the trials that were measured again, if any; of those within 1 % of it the one that changes least.
+    """The best of the trials that were measured again, if any; of those within `TIE` of it the one that changes least.
 
     The baseline stays unless the best is shown to be better.
     """

@@ -40,7 +40,7 @@ Bound = tuple[str, Literal["min", "max"], float]
 
 # A trial that ran out of memory needed at least this multiple of the limit.
 OVER_LIMIT = 1.02
-HINGE_AT, HINGE_SD, HINGE_SQUARE_SD, HINGE_END = 0.85, 0.7, 3.0, 0.3
+HINGE_AT, HINGE_SD, HINGE_SQUARE_SD, HINGE_END = 0.85, 2.0, 10.0, 0.3
 # A value that followed from another accumulation's trial: besides that trial's noise, per doubling.
 DERIVED_SD = 0.03
 # Rows beside its own that the accumulations of one trial are worth, and the trials, newest first, that get them: cost

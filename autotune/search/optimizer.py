@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.forecast.features import FeatureTable, Prior, knobs_of
-from autotune.search import acquisition
+from autotune.search import acquisition, exploration
 from autotune.search.model import Bound, CostModel, TransferredCorrections, learn
 from autotune.search.observation import Observation
 from autotune.space.candidate import Candidate
@@ -41,12 +41,8 @@ LEADING = 5000
 ENOUGH_TRIALS, ENOUGH_COVERED = 8, 0.75
 # The loss of stopping: drawn so often, over this many candidates, if the best few measured ones are measured again.
 DRAWS, MOST_DRAWN, FINALISTS = 256, 250, 3
-# Each level of a knob whose best candidate may be within this factor of the best by the goal is tried once, if it is
-# likely to fit and complete: a confident prior that is wrong about a level is never corrected otherwise.
-COVERED_WITHIN, LIKELY = 2.5, 0.5
-# By how many standard deviations such a candidate may be better than expected; one of them is run every third trial,
-# while there are any.
-OPTIMISM, COVER_EVERY = 2.0, 3
+# One trial in so many is for what must be tried before the model may be believed, while there is any.
+EXPLORE_EVERY = 3
 # What is expected to be this many times behind on every objective of time is tried once in a study, and no more.
 HOPELESS = 3.0
 # A trial must be expected to gain this share of what stopping may lose, or it is not worth its time.
@@ -98,7 +94,7 @@ class Outlook:
             the best of those measured, the best few of which are measured again.
         next_gain: The same for the one candidate that promises most: what one more trial may gain.
         n_left: Candidates that were looked at and may be run.
-        covered_levels: Whether no level of a knob that may be good is untried.
+        explored: Whether no level of a knob that may be good is untried, and nothing that may be the best is unknown.
         n_ran: Trials that told a step time: that completed, or were stopped early.
         covered: Share of the step times that lie in their 90 % interval, each foretold from the other trials.
     """
@@ -106,7 +102,7 @@ class Outlook:
     loss: float
     next_gain: float
     n_left: int
-    covered_levels: bool
+    explored: bool
     n_ran: int
     covered: float
 
@@ -114,7 +110,7 @@ class Outlook:
         """Whether stopping loses less than `below`, or no trial is worth its time, by a model that has foretold well so far."""
         trusted = self.n_ran >= ENOUGH_TRIALS and self.covered >= ENOUGH_COVERED
         little = self.loss < below or self.next_gain < WORTH_A_TRIAL * below
-        return trusted and self.covered_levels and self.n_left > 0 and little
+        return trusted and self.explored and self.n_left > 0 and little
 
 
 class CandidateOptimizer:
@@ -256,29 +252,28 @@ class CandidateOptimizer:
         is no reason to go on.
         """
         state = self._learn(told)
-        state = replace(state, time=state.time.typical())
+        typical = replace(state, time=state.time.typical())
         open_rows, held = self._open(state, busy), _held_rows(state)
         covered, n_ran = state.time.covered, state.n_ran
         if not len(held) or not open_rows.any():
             loss = 0.0 if len(held) else math.inf
             return Outlook(
-                loss=loss, next_gain=loss, n_left=int(open_rows.sum()), n_ran=n_ran, covered=covered, covered_levels=True
+                loss=loss, next_gain=loss, n_left=int(open_rows.sum()), n_ran=n_ran, covered=covered, explored=True
             )  # fmt: skip
         rng = np.random.default_rng(len(told))
         rows = self._pool(state, open_rows, rng)
         fits = state.fits(rows)
         n_left = int((fits >= min(chance_needed(told), LAST_RESORT)).sum())
-        mean, sd = state.goal(rows, self.shares)
+        allowed = fits * state.held(rows) * state.completes(rows)
+        explored = not exploration.needed(state, self.shares, rows, allowed, held).any()
+        mean, sd = typical.goal(rows, self.shares)
         hopeful = np.argsort(mean - 2 * sd)[:MOST_DRAWN]
         measured = np.array(sorted(set(held)), dtype=np.intp)
-        measured = measured[np.argsort(state.goal(measured, self.shares)[0])][:MOST_DRAWN]
-        rows, allowed = rows[hopeful], (fits * state.held(rows) * state.completes(rows))[hopeful]
-        drawn = state.draw_goal(np.concatenate([measured, rows]), self.shares, rng, DRAWS)
+        measured = measured[np.argsort(typical.goal(measured, self.shares)[0])][:MOST_DRAWN]
+        rows, allowed = rows[hopeful], allowed[hopeful]
+        drawn = typical.draw_goal(np.concatenate([measured, rows]), self.shares, rng, DRAWS)
         loss, next_gain = _loss_of_stopping(drawn[:, : len(measured)], drawn[:, len(measured) :], allowed, rng)
-        return Outlook(
-            loss=loss, next_gain=next_gain, n_left=n_left, n_ran=n_ran, covered=covered,
-            covered_levels=not self._untried(state, rows, allowed).any(),
-        )  # fmt: skip
+        return Outlook(loss=loss, next_gain=next_gain, n_left=n_left, n_ran=n_ran, covered=covered, explored=explored)
 
     # Learning
 
@@ -330,7 +325,7 @@ class CandidateOptimizer:
         return rows[np.unique(np.concatenate(chosen))]
 
     def _worth(self, state: CostModel, rows: Rows, allowed: Floats, n_told: int) -> Floats:
-        """The acquisition whose turn it is: levels that nothing had, the hypervolume, the goal, one objective."""
+        """The acquisition whose turn it is: what must be tried, the hypervolume, the goal, one objective."""
         mean, sd = state.costs(rows)
         if not len(state.rows):
             return np.exp(-_regret(state, rows))
@@ -344,13 +339,16 @@ class CandidateOptimizer:
             # next.
             expected = mean @ self.shares
             return np.asarray(np.exp(expected.min() - expected), dtype=float)
-        untried, cycle = self._untried(state, rows, allowed), 2 * n_metrics + 2
+        cycle = 2 * n_metrics + 2
         turn = n_told % cycle
         # The first trials are for what the forecast holds to be best; what they show tells which levels may be as good.
-        if n_told >= cycle - 1 and n_told % COVER_EVERY == COVER_EVERY - 1 and untried.any():
-            # A candidate with several of them saves trials, and one that is hopeful besides may be the answer.
-            expected = mean @ self.shares
-            return np.asarray(untried * np.exp(expected.min() - expected), dtype=float)
+        if n_told >= cycle - 1 and n_told % EXPLORE_EVERY == EXPLORE_EVERY - 1:
+            needed = exploration.needed(state, self.shares, rows, allowed, held)
+            if needed.any():
+                return needed
+            # The front has had its turns by then; what is left may still change the answer.
+            if n_told >= 2 * cycle:
+                turn = cycle - 1
         if n_metrics > 1 and turn % 2 == 0:
             rng = np.random.default_rng(n_told)
             gain = acquisition.hypervolume_improvement(mean, sd, seen[acquisition.front_of(seen)], rng)
@@ -358,13 +356,6 @@ class CandidateOptimizer:
                 return gain
         share = np.eye(n_metrics)[turn // 2] if turn < 2 * n_metrics else self.shares
         return acquisition.expected_improvement(mean @ share, sd @ share, float((seen @ share).min()))
-
-    def _untried(self, state: CostModel, rows: Rows, allowed: Floats) -> Floats:
-        """Levels of each row that no trial had; only of rows that may be near the best by the goal, and are likely to run."""
-        tried = self.catalogue.present[sorted(state.known)].any(axis=0)
-        mean, sd = state.goal(rows, self.shares)
-        near = (mean - OPTIMISM * sd - mean.min() < math.log(COVERED_WITHIN)) & (allowed >= LIKELY)
-        return np.asarray(near * self.catalogue.present[rows][:, ~tried].sum(axis=1), dtype=float)
 
 
 def chance_needed(told: Sequence[Observation]) -> float:

@@ -24,6 +24,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             pending += [*value.values()][::-1]
 
 
+def number_in(tensor: Tensor) -> Tensor | float:
+    """Returns the one number of a tensor, or the tensor if it is a device's, since reading that would wait for it.
+
+    On a CPU nothing of the heap is kept so: a small block that outlives its step has the C library hand back, and fault in
+    anew, hundreds of pages in each of the next ones.
+    """
+    return tensor.detach().reshape(()) if tensor.device.type != "cpu" else tensor.item()
+
+
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """Returns a copy of nested mappings and sequences with every tensor changed; mappings become dicts."""
     if isinstance(value, Tensor):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from autotune.errors import UserError
 from autotune.space import torch_settings
+from autotune.system.device import stated_choice
 from autotune.system.machine import processor_name
 from autotune.trial import workload
 from autotune.trial.failures import headline, means_out_of_memory
@@ -162,7 +163,13 @@ def prepare_device(request: TrialRequest) -> Memory:
 
 def _take_device(accelerator: Any, limit_bytes: int | None) -> None:
     """Makes the rank's device the current one, and limits what its allocator may take of it."""
-    device = int(os.environ["LOCAL_RANK"])
+    device, n_devices = int(os.environ["LOCAL_RANK"]), accelerator.device_count()
+    if device >= n_devices:
+        choice = f" ({stated})" if (stated := stated_choice(os.environ)) else ""
+        raise UserError(
+            f"{os.environ['LOCAL_WORLD_SIZE']} ranks on a machine with {n_devices} visible devices{choice}: start fewer ranks,"
+            " or make more devices visible"
+        )
     accelerator.set_device(device)
     cap = getattr(getattr(torch, accelerator.device_name(), None), "set_per_process_memory_fraction", None)
     if limit_bytes is not None and cap is not None:

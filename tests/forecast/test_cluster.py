@@ -6,12 +6,14 @@ import math
 import re
 import shutil
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support.commands import autotune, one_sentence
 from support.paths import BENCHMARKS, MODELS
 
+from autotune.cli import project
 from autotune.errors import UserError
 from autotune.forecast import cluster
 from autotune.forecast.cluster import Cluster, Projector
@@ -192,6 +194,14 @@ def test_so_many_devices_that_the_table_would_be_long_begin_with_more():
 def test_a_cluster_that_cannot_be_is_refused_with_the_remedy(what, said):
     with pytest.raises(UserError, match=said):
         replace(CLUSTER, **what)
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_a_study_on_a_cpu_says_that_a_clusters_devices_are_not_forecast(accelerator):
+    inputs = SimpleNamespace(machine=replace(HERE, accelerator=accelerator), world_size=2)
+    last = SimpleNamespace(impossible="", fits=None, world_size=16)
+    notes = list(project._notes(CLUSTER, inputs, last, 3))
+    assert any("the study ran on a CPU" in note for note in notes) is (accelerator == "cpu")
 
 
 def test_a_study_on_one_rank_knows_no_link():

@@ -138,6 +138,25 @@ def test_a_part_begins_nothing_that_its_time_has_no_room_for(tmp_path):
     assert sum(list(gpu.PARTS.values())[:3]) <= 240  # what tells most is there by then
 
 
+def test_what_goes_wrong_is_written_with_its_place_and_the_next_part_follows(tmp_path, monkeypatch):
+    run = gpu.Run(gpu_bench.Output(tmp_path), tmp_path, dry=True, budget_s=60.0)
+    monkeypatch.setattr(gpu.StudySpec, "load", lambda *_: 1 / 0)
+    run.all({"gpt-tiny": gpu_bench.TINY["gpt-tiny"], "gpt-small": gpu_bench.TINY["gpt-small"]}, ["grid", "larger"])
+    rows = gpu_results.read(tmp_path)
+    assert [row["part"] for row in rows] == ["bench", "larger", "clock", "end"]
+    assert all("ZeroDivisionError" in row["error"] and "in bench" in row["where"] for row in rows[:2])
+
+
+@pytest.mark.process
+def test_wheels_for_another_python_are_refused_before_anything_is_installed(tmp_path):
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / "python").write_text("3.1\n")
+    environment = os.environ | {"PYTHON": sys.executable, "WHEELS": str(tmp_path / "wheels")}
+    command = [str(BENCHMARKS / "gpu.sh"), "--dry-run", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1 and "the wheels are for Python 3.1, and this is 3." in done.stderr
+
+
 @pytest.mark.process
 def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path):
     loop = f"import time; print('begun', flush=True); time.sleep(60)  # {tmp_path}"

@@ -8,6 +8,8 @@ from support.instant import ENVIRONMENT, SPACE, WORKLOAD
 from autotune.retune import fingerprint
 from autotune.retune.fingerprint import Fingerprint, changes, lines, narrowed, opened, touched
 from autotune.space.space import SearchSpace
+from autotune.system.device import Device, Devices
+from autotune.system.machine import processor_name
 from autotune.trial.workload import DataShape, Workload
 
 ASKED = {
@@ -32,6 +34,22 @@ def of(workload: Workload = BEFORE, ranks: int = 2, **asked: object) -> Fingerpr
 
 def environment(**changed: object) -> Workload:
     return replace(BEFORE, environment=replace(ENVIRONMENT, **changed))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("was", "found", "device"),
+    [
+        ("cuda", Devices(accelerator="cuda", driver="570", each=(Device(name="H100"),) * 2), "H100"),
+        ("cuda", Devices(), None),  # a processor does not compare with a device
+        ("cpu", Devices(), processor_name()),
+    ],
+)
+def test_what_is_here_is_compared_with_what_was_there(monkeypatch, tmp_path, was, found, device):
+    monkeypatch.setattr(Fingerprint, "of", lambda _: Fingerprint(values={"accelerator": was}))
+    monkeypatch.setattr("autotune.system.device.here", lambda: found)
+    values = fingerprint.here(None, tmp_path / "gone.py").values  # type: ignore[arg-type]
+    assert values["accelerator"] == found.accelerator and values.get("device") == device
+    assert values.get("devices") == (2 if found.each else None) and values.get("driver") == (found.driver or None)
 
 
 def test_nothing_changed_is_nothing_to_say():

@@ -16,12 +16,14 @@ import time
 import zoneinfo
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sqlalchemy
 import tzlocal
 import yaml
 from apscheduler.triggers.cron import CronTrigger
+from support.instant import ENVIRONMENT, WORKLOAD
 
 from autotune.cli import schedule as commands
 from autotune.errors import UserError
@@ -345,6 +347,14 @@ def test_folder_and_environment_are_quoted_for_each_scheduler(two):
     for form in schedule_export.FORMS:
         with pytest.raises(UserError, match="cannot be written into a schedule"):
             schedule_export.export(form, two, Path("/data/x\n* * * * * touch pwned"), None)
+
+
+@pytest.mark.parametrize(("accelerator", "n_gpus"), [("cuda", 2), ("cpu", 0)])
+def test_a_pod_needs_a_gpu_for_each_rank_of_a_study_on_gpus(monkeypatch, accelerator, n_gpus):
+    workload = replace(WORKLOAD, environment=replace(ENVIRONMENT, accelerator=accelerator))
+    kept = SimpleNamespace(record=SimpleNamespace(world_size=2, workload=workload))
+    monkeypatch.setattr("autotune.session.open_study", lambda *_: kept)
+    assert commands._gpus_of("s", None) == n_gpus
 
 
 @pytest.mark.parametrize("n_gpus", [0, 4])

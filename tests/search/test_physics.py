@@ -475,3 +475,36 @@ def test_a_level_that_may_be_good_is_tried_however_sure_the_prior_is():
         )
     best = max(told, key=lambda t: t.metrics["samples_per_s"])
     assert (best.candidate.zero_stage, best.candidate.micro_batch_size) == (3, 16)
+
+
+def test_a_size_that_a_machine_likes_better_than_any_curve_says_is_learned():
+    """Micro-batches of 3 are a third faster; it shows at one stage, and is believed of the other."""
+    candidates = [Candidate(micro_batch_size=m, zero_stage=s) for m in (1, 2, 3, 4, 6, 8) for s in (0, 1)]
+    flat_rate = lambda some: from_logs(np.log([c.micro_batch_size for c in some]), np.zeros(len(some)))  # noqa: E731
+    guide = CandidateOptimizer(candidates, flat_rate, ["samples_per_s"], reference=candidates[0])
+    rate = {c: 1.5 if c.micro_batch_size == 3 else 1.0 for c in candidates}
+    seen = [c for c in candidates if c.zero_stage == 0 or c.micro_batch_size != 3]
+    told = [Observation(candidate=c, metrics={"step_time_s": c.micro_batch_size / rate[c]}) for c in seen]
+    other = Candidate(micro_batch_size=3, zero_stage=1)
+    between = Candidate(micro_batch_size=4, zero_stage=1)
+    (liked, plain), _ = guide.beliefs(told, [other, between]).log_step_time
+    assert (math.log(3) - liked) - (math.log(4) - plain) > 0.5 * math.log(1.5)
+
+
+def test_what_may_be_the_best_and_is_not_known_keeps_a_study_from_ending():
+    candidates = [Candidate(micro_batch_size=m, zero_stage=s) for m in (1, 2, 4, 8, 16) for s in (1, 3)]
+
+    def prior(some):
+        """Stage 3 has a cost of its own, which is hardly known: much where the batch is small, nothing where it is large."""
+        work = np.array([float(c.micro_batch_size) for c in some])
+        own = np.array([0.5 * (c.zero_stage == 3) for c in some])
+        said = from_logs(np.log(work), np.zeros(len(some)))
+        return replace(said, time_terms=np.column_stack([work, own + 1e-9]), time_spread=np.array([0.1, 1.5]))
+
+    guide = CandidateOptimizer(candidates, prior, ["step_time_s"], reference=candidates[0])
+    seen = [c for c in candidates if c.zero_stage == 1 or c.micro_batch_size == 16]
+    told = [Observation(candidate=c, metrics={"step_time_s": float(c.micro_batch_size)}) for c in seen]
+    told += [Observation(candidate=c, metrics={"step_time_s": float(c.micro_batch_size)}) for c in seen[:3]]
+    assert not guide.outlook(told).explored
+    smallest = Candidate(micro_batch_size=1, zero_stage=3)
+    assert guide.outlook([*told, Observation(candidate=smallest, metrics={"step_time_s": 1.1})]).explored

@@ -113,6 +113,11 @@ def test_ops_are_kept_by_kind_of_device_and_toolkit(asked, monkeypatch, tmp_path
         device, "here", lambda _: Devices(accelerator="cuda", each=(Device(name="x", capability="7.0"),))
     )
     assert len({here, with_toolkit, toolkit.extensions_dir({"CUDA_HOME": "/nowhere"})}) == 3
+    monkeypatch.setattr(device, "here", lambda _: Devices())
+    monkeypatch.setattr(toolkit, "USUAL_TOOLKITS", ())
+    assert toolkit.extensions_dir({"CUDA_HOME": "/nowhere"}) == toolkit.extensions_dir({"CUDA_HOME": str(tmp_path)})
+    assert toolkit.build_environment({"PATH": str(tmp_path / "bin")})["CUDA_HOME"] == str(tmp_path)
+    assert "CUDA_HOME" not in toolkit.build_environment({"CUDA_HOME": str(tmp_path)})
 
 
 def test_pips_headers_are_offered_after_the_toolkits_own(monkeypatch, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 from support.instant import ENVIRONMENT
 
 from autotune.cli.check import _machine
+from autotune.cli.doctor import _devices
 from autotune.space.candidate import Candidate
 from autotune.trial.workload import CUDA_CONTEXT_BYTES, NCCL_BYTES, Probed
 from autotune.worker.model.inspect import _held
@@ -47,6 +48,17 @@ def test_ranks_of_a_host_share_its_memory():
 def test_a_check_names_the_devices_with_capability_and_memory():
     assert _machine(asdict(DEVICE)) == "cuda: 2 x NVIDIA H100 80GB HBM3, capability 9.0, 80.0 GiB each"
     assert _machine(asdict(ENVIRONMENT)) == f"cpu: {ENVIRONMENT.device_name}"
+
+
+def test_the_doctor_names_the_devices_their_free_memory_and_what_speaks_against_them():
+    held = replace(DEVICE, uuid="GPU-1", remarks=("the devices differ",), free_memory_bytes=30 * GIB)
+    found = [(each.verdict, each.detail) for each in _devices(held)]
+    assert found == [
+        ("ok", "2 x cuda: NVIDIA H100 80GB HBM3, capability 9.0, GPU-1"),
+        ("warn", "the devices differ"),
+        ("warn", "30.0 of 80.0 GiB free on the fullest device"),
+    ]
+    assert [each.detail for each in _devices(ENVIRONMENT)] == ["2 x cpu: stub"]
 
 
 def test_a_script_whose_batches_vary_in_size_keeps_the_number_that_it_states():

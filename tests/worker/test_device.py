@@ -4,11 +4,13 @@ import json
 import os
 import types
 
+import deepspeed
 import pytest
 import torch
 
 from autotune.errors import UserError
 from autotune.system.machine import processor_name
+from autotune.trial.request import TrialRequest
 from autotune.worker import device, rank
 from autotune.worker.agent import preload
 from autotune.worker.script.frameworks import accelerate, huggingface, lightning
@@ -77,6 +79,51 @@ def test_a_device_of_another_kind_has_its_own_name(accelerator, monkeypatch):
     assert [(each.name, each.memory_bytes) for each in device.found_devices().each] == [("Ascend910B3", 32 << 30)] * 2
     accelerator("cpu", 0)
     assert rank.device_name() == processor_name()
+
+
+def test_amds_architecture_stands_for_a_capability(accelerator, monkeypatch):
+    accelerator("cuda", 1)
+    found = types.SimpleNamespace(name="AMD Instinct MI300X", gcnArchName="gfx942:sramecc+:xnack-", major=9, minor=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    for hip, capability in (("6.2.41133", "gfx942"), (None, "9.4")):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        assert device.device_of("cuda", 0).capability == capability
+
+
+@pytest.mark.parametrize(
+    ("asked", "backend"), [(("cpu", 0), "gloo"), (("xpu", 1), "ccl"), (("npu", 1), "hccl"), (("hpu", 1), "hccl")]
+)
+def test_ranks_talk_by_the_backend_of_their_accelerator(accelerator, monkeypatch, asked, backend):
+    accelerator(*asked)
+    monkeypatch.setattr(Accelerator, "communication_backend_name", lambda _: backend, raising=False)
+    assert rank._backend() == backend
+
+
+@pytest.mark.parametrize(("limit", "share"), [(16 << 30, 0.5), (64 << 30, 1.0), (None, None)])
+def test_a_rank_looks_at_its_device_before_it_takes_it_and_then_keeps_to_its_limit(
+    monkeypatch, accelerator, limit, share
+):
+    done = []
+    accelerator("cuda", 2)
+    monkeypatch.setattr(Accelerator, "set_device", lambda _, index: done.append(index), raising=False)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: done.append(given))
+    monkeypatch.setattr(rank, "DeviceWatch", lambda: done.append("looked"))
+    monkeypatch.setattr(rank, "Memory", lambda kind, _: kind)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setitem(vars(deepspeed.ops), "__compatible_ops__", {})
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    request = TrialRequest(target="model.py", device_memory_bytes=limit)
+    assert rank.prepare_device(request) == "cuda"
+    assert done == ["looked", 1, *([(share, 1)] if share else [])]
+    rank.watch_memory(None, request)  # of a device it is the allocator that keeps to the limit
+    assert done[3:] == []
+    accelerator("cuda", 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    with pytest.raises(
+        UserError, match=r"2 ranks on a machine with 1 visible devices \(CUDA_VISIBLE_DEVICES='2'\): start"
+    ):
+        rank.prepare_device(request)
 
 
 def test_a_server_that_has_touched_a_device_does_not_fork(monkeypatch):

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from autotune.advise.devices import Devices
 from autotune.errors import UserError
 from autotune.forecast.predictor import Forecast, ForecastInputs, Predictor, probability_below, settings_of
 from autotune.forecast.regression import STOPPED_SD, interval_sd
@@ -32,7 +33,7 @@ from autotune.trial.folder import TrialDir
 from autotune.trial.profile import Machine, Profile
 from autotune.trial.result import RAN, Outcome
 from autotune.trial.target import Target
-from autotune.trial.workload import Workload
+from autotune.trial.workload import Environment, Workload
 
 # Probability from which a configuration counts as fitting.
 SURE = 0.95
@@ -166,7 +167,9 @@ class Answer:
         yield from (f"note: {note}" for note in self.notes)
 
 
-def foresee(spec: StudySpec, settings: Mapping[str, Scalar], studies: Path, view: EventSink = SILENT) -> Answer:
+def foresee(
+    spec: StudySpec, settings: Mapping[str, Scalar], studies: Path, view: EventSink = SILENT, on: Devices | None = None
+) -> Answer:
     """Returns the forecast for a configuration of a target.
 
     Args:
@@ -174,19 +177,20 @@ def foresee(spec: StudySpec, settings: Mapping[str, Scalar], studies: Path, view
         settings: Knobs that differ from the baseline's.
         studies: Folder of the studies, whose trials correct the forecast.
         view: Sink for progress.
+        on: Devices to answer for by their data sheet, in place of this machine's.
 
     Raises:
-        UserError: A knob or value is wrong, or the configuration cannot run here.
+        UserError: A knob or value is wrong, or the configuration cannot run there.
     """
     for name, value in settings.items():
         check_setting(name, value, name)
     Candidate.of({"micro_batch_size": 1, **settings})  # refuses a wrong knob before anything is profiled
-    found = foresee_workload(spec, view)
+    found = foresee_workload(spec, view, on)
     candidate = Candidate.of({**found.baseline.values(), **settings})
     if (reason := why_illegal(candidate, replace(found.setting, global_batch=None))) is not None:
-        raise UserError(f"this cannot run here: {reason}")
+        raise UserError(f"this cannot run {f'on {on.describe()}' if on else 'here'}: {reason}")
     predictor = Predictor(found.profile, found.machine, settings_of(found.base_config))
-    measured = measured_in(studies / spec.name, spec.target, found.world_size)
+    measured = {} if on else measured_in(studies / spec.name, spec.target, found.world_size)
     for other, metrics in measured.items():
         predictor.learn(other, **metrics, machine=found.machine)
     limit = float(spec.device_memory_bytes or found.share_bytes)
@@ -202,8 +206,13 @@ def foresee(spec: StudySpec, settings: Mapping[str, Scalar], studies: Path, view
     )  # fmt: skip
 
 
-def foresee_workload(spec: StudySpec, view: EventSink = SILENT) -> ForecastInputs:
-    """Returns the inputs of forecasts for a target on this machine, measured by ranks where the cache lacks them.
+def foresee_workload(spec: StudySpec, view: EventSink = SILENT, on: Devices | None = None) -> ForecastInputs:
+    """Returns the inputs of forecasts for a target, measured by ranks on this machine where the cache lacks them.
+
+    Args:
+        spec: The default study of the target.
+        view: Sink for progress.
+        on: Devices whose data sheet takes the place of this machine's rates.
 
     Raises:
         UserError: The target cannot be profiled.
@@ -212,10 +221,14 @@ def foresee_workload(spec: StudySpec, view: EventSink = SILENT) -> ForecastInput
     workload, notes = _known(spec, target, view)
     if workload.script is not None and workload.script.pipeline_stages:
         raise UserError(f"{spec.target}: pipelines cannot be predicted; `autotune run` measures them")
+    if on is not None:
+        on = on.of(spec.ranks or on.count)
+        workload = replace(workload, machine=on.machine(), environment=_of_card(workload.environment, on))
+        notes = [*notes, f"rates and memory are those of the data sheet ({on.card.source}): nothing was measured on it"]
     environment, (world_size, local) = workload.environment, _ranks(spec, workload)
     base_config, baseline, setting = grounds(spec, target, replace(workload, n_samples=None), world_size)
     machine = workload.machine or Machine.guess(environment.accelerator, local, environment.n_cores)
-    if local != world_size:
+    if local != world_size and on is None:
         machine = replace(machine, world_size=world_size)
         notes = [
             *notes,
@@ -227,8 +240,18 @@ def foresee_workload(spec: StudySpec, view: EventSink = SILENT) -> ForecastInput
     return ForecastInputs(
         profile=reaching,
         machine=machine, world_size=world_size, base_config=base_config, baseline=baseline, setting=setting,
-        share_bytes=environment.share_bytes(local), notes=notes,
-        device=f"{environment.device_name} ({environment.accelerator})",
+        # On devices of a data sheet the forecast holds what context and NCCL take.
+        share_bytes=on.memory_bytes if on else environment.share_bytes(local), notes=notes,
+        device=on.describe() if on else f"{environment.device_name} ({environment.accelerator})",
+    )  # fmt: skip
+
+
+def _of_card(here: Environment, on: Devices) -> Environment:
+    """The environment of a study on other devices, with this machine's libraries."""
+    return replace(
+        here, accelerator="cuda", device_name=on.card.name, n_devices=on.local, device_memory_bytes=on.card.memory_bytes,
+        bf16="bf16" in on.card.flops, fp16=True, capability=on.card.capability, free_memory_bytes=None, missing_ops={},
+        remarks=(),
     )  # fmt: skip
 
 

@@ -61,18 +61,22 @@ def padding_id(module: Any) -> int | None:
     return next((m.padding_idx for m in modules if isinstance(m, nn.Embedding) and m.padding_idx is not None), None)
 
 
-def histogram(seen: Sequence[tuple[Tensor, int]]) -> dict[str, int]:
+def histogram(seen: Sequence[tuple[Tensor | list[int], int]]) -> dict[str, int]:
     """Returns how many rows have lengths in each class."""
     return lengths.histogram(_rows(seen).tolist())
 
 
-def _rows(seen: Sequence[tuple[Tensor, int]]) -> np.ndarray:
-    return torch.cat([rows for rows, _ in seen]).cpu().numpy().astype(int) if seen else np.array([], dtype=int)
+def _rows(seen: Sequence[tuple[Tensor | list[int], int]]) -> np.ndarray:
+    return (
+        torch.cat([torch.as_tensor(rows) for rows, _ in seen]).cpu().numpy().astype(int)
+        if seen
+        else np.array([], dtype=int)
+    )
 
 
 def expected(
     known: lengths.Table,
-    seen: Sequence[tuple[Tensor, int]],
+    seen: Sequence[tuple[Tensor | list[int], int]],
     micro: int,
     accumulation: int,
     changes: Mapping[str, Scalar],
@@ -110,7 +114,7 @@ def expected(
     # Samples of one length come together, so that a micro-batch tells hardly more than one of them.
     if not _alike(known, rows, len(seen) if grouped > 1 else len(rows)):
         return {}
-    highest = np.array([float(each.max()) for each, _ in seen])
+    highest = np.array([float(torch.as_tensor(each).max()) for each, _ in seen])
     padded = np.array([float(width) for _, width in seen])
     excess = padded - highest
     if (excess < 0).any() or (excess >= MOST_ROUNDED).any() or excess.mean() > MOST_EXCESS * highest.mean():
@@ -122,7 +126,7 @@ def expected(
 
 def _expected_of_budget(
     known: lengths.Table,
-    seen: Sequence[tuple[Tensor, int]],
+    seen: Sequence[tuple[Tensor | list[int], int]],
     micro: int,
     accumulation: int,
     changes: Mapping[str, Scalar],

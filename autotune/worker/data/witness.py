@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autotune.space.deepspeed import Scalar
@@ -34,7 +35,7 @@ class Watch:
     def __init__(self) -> None:
         self.loader: Any = None
         self.iterator: Callable[[], Any] = lambda: self.loader.workers if self.loader is not None else None
-        self.lengths: Sequence[tuple[Tensor, int]] = ()
+        self.lengths: Sequence[tuple[Tensor | list[int], int]] = ()
         self.rows: Callable[[], set[tuple[int, int | None]]] = set
         self.row: Callable[[], tuple[tuple[Any, ...], Mapping[str, Any], Tensor] | None] = lambda: None
         self.row_tokens, self.per_row = 0, 0.0
@@ -63,7 +64,9 @@ def _of_loader(name: str) -> Callable[[Scalar], str | None]:
 def _max_length(value: Scalar) -> str | None:
     # A packed row holds all samples of its micro-batch.
     packed = max((samples or 1 for rows, samples in watch.rows() if rows == 1), default=1)
-    longest = max((int(rows.max()) / (packed if len(rows) == 1 else 1) for rows, _ in _seen()), default=0)
+    longest = max(
+        (int(torch.as_tensor(rows).max()) / (packed if len(rows) == 1 else 1) for rows, _ in _seen()), default=0
+    )
     return f"a sample of {longest:.0f} tokens was trained on" if longest > int(str(value)) else None
 
 
@@ -127,7 +130,7 @@ def sampler_of(iterator: Any) -> Any:
     return sampler
 
 
-def _seen() -> Sequence[tuple[Tensor, int]]:
+def _seen() -> Sequence[tuple[Tensor | list[int], int]]:
     if not watch.lengths:
         raise KeyError("nothing tells the batches' tokens from padding")
     return watch.lengths

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from autotune.worker.containers import tensors_in
+from autotune.worker.containers import number_in, tensors_in
 from autotune.worker.data.padding import padding_id, real_lengths
 from autotune.worker.data.samples import PREFERRED, of_batch
 
@@ -80,7 +80,7 @@ class StepCount:
 
     samples: int = 0
     tokens: int = 0
-    real_tokens: Tensor | int = 0
+    real_tokens: Tensor | float = 0
     elements: int = 0
     ragged: Ragged = Ragged.NO
 
@@ -119,7 +119,7 @@ class BatchObserver:
         self._micro: list[MicroBatch] = []
         self._fresh = True
         self._tokens = [0, 0]
-        self._real_tokens: list[Tensor | int] = [0, 0]
+        self._real_tokens: list[Tensor | float] = [0, 0]
         self._elements = self._n_backward = 0
         self._seen: dict[tuple[MicroBatch, ...], None] = {}
         self._n_first = self._n_every = 0
@@ -127,9 +127,10 @@ class BatchObserver:
         self._latest: collections.deque[MicroBatch] = collections.deque(maxlen=N_LENGTHS)
         self._draws_vary, self._ends_said = False, 0
         # Of each micro-batch: the lengths of its rows, and the length that they are padded to.
-        self.lengths: list[tuple[Tensor, int]] = []
-        # The latest row that may hold several samples.
+        self.lengths: list[tuple[Tensor | list[int], int]] = []
+        # The latest row that may hold several samples, before steps are timed.
         self.row: tuple[tuple[Any, ...], Mapping[str, Any], Tensor] | None = None
+        self._keeps_row = True
         self._padding = padding_id(getattr(engine, "module", None))
         engine.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
@@ -159,7 +160,8 @@ class BatchObserver:
         self._elements += sum(one.numel() for one in tensors_in((args, dict(kwargs))))
         is_text = tensor is not None and len(shape) == 2 and tensor.dtype in (torch.int64, torch.int32)
         tokens = self._tokens_of(tensor, args, kwargs) if tensor is not None and is_text else (0, 0)
-        self.row = (args, kwargs, tensor) if tensor is not None and is_text and shape[0] == 1 else None
+        if self._keeps_row and tensor is not None and is_text:
+            self.row = (args, kwargs, tensor) if shape[0] == 1 else None
         for i in range(0 if self._fresh else 1, 2):
             self._tokens[i], self._real_tokens[i] = self._tokens[i] + tokens[0], self._real_tokens[i] + tokens[1]
         if self._fresh:
@@ -172,7 +174,9 @@ class BatchObserver:
         self._n_every += rows
         self._fresh = False
 
-    def _tokens_of(self, tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, Tensor | int]:
+    def _tokens_of(
+        self, tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[int, Tensor | float]:
         """Returns the tokens of a micro-batch, with and without padding, and notes the lengths of its rows."""
         rows = real_lengths(tensor, args, kwargs, self._padding)
         if rows is None and tensor.shape[0] == 1:  # packed, or a single sample: nothing to pad to
@@ -180,8 +184,8 @@ class BatchObserver:
         if rows is None:
             return tensor.numel(), tensor.numel()
         if len(self.lengths) < N_LENGTHS and self._fresh:
-            self.lengths.append((rows, tensor.shape[1]))
-        return tensor.numel(), rows.sum()
+            self.lengths.append((rows if rows.device.type != "cpu" else rows.tolist(), tensor.shape[1]))
+        return tensor.numel(), number_in(rows.sum())
 
     def drew(self, n_samples: int | None, batch: Any = None, *, varies: bool = False) -> None:
         """Notes the samples that a loader drew for a coming micro-batch; None if their number is not known.
@@ -205,6 +209,10 @@ class BatchObserver:
     def forget_draws(self) -> None:
         """Drops the draws so far, which belong to no coming micro-batch."""
         self._ahead.clear()
+
+    def forget_row(self) -> None:
+        """Keeps no row of tokens from now on."""
+        self.row, self._keeps_row = None, False
 
     def backward(self) -> None:
         """Notes a backward call."""

@@ -15,6 +15,7 @@ from autotune.scoring.convergence.noise_scale import falling, noise_scale_of
 from autotune.space.candidate import Candidate
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
+from autotune.worker.containers import number_in
 from autotune.worker.measure.batches import TAKEN_IN, Ragged, StepCount
 from autotune.worker.measure.laps import Laps, synchronize
 from autotune.worker.measure.noise import NoiseMeter
@@ -89,7 +90,7 @@ class StepLedger:
         self,
         laps_s: Sequence[float],
         cpu_s: float,
-        losses: Sequence[torch.Tensor],
+        losses: Sequence[torch.Tensor | float],
         *,
         skipped: Sequence[bool],
         counts: Sequence[StepCount],
@@ -221,7 +222,7 @@ class Window:
 
     def __init__(self, engine: Any, ledger: StepLedger) -> None:
         self._engine, self._ledger, self._n_wanted = engine, ledger, ledger.window_steps()
-        self._losses: list[torch.Tensor] = []
+        self._losses: list[torch.Tensor | float] = []
         self._skipped: list[bool] = []
         self._counts: list[StepCount] = []
         self._skipped_before = engine.skipped_steps
@@ -238,10 +239,10 @@ class Window:
         """Returns whether the ranks are to compare their clocks now."""
         return len(self._losses) >= self._n_wanted
 
-    def add(self, loss: torch.Tensor, count: StepCount) -> None:
+    def add(self, loss: torch.Tensor | float, count: StepCount) -> None:
         """Ends an optimizer step, which took in what `count` says."""
         self._laps.lap()
-        self._losses.append(loss)
+        self._losses.append(number_in(loss) if isinstance(loss, torch.Tensor) else loss)
         self._skipped.append(self._engine.skipped_steps > self._skipped_before)
         self._skipped_before = self._engine.skipped_steps
         self._counts.append(count)

@@ -90,9 +90,7 @@ class Memory:
 
     @property
     def uuid(self) -> str:
-        """Returns the identifier of this rank's device; empty on a CPU and where torch does not tell."""
-        if not self.cuda:
-            return ""
+        """Returns the identifier of this rank's CUDA device; empty where torch does not tell."""
         return uuid_of(torch.cuda.get_device_properties(torch.cuda.current_device()))
 
     def _read(self, counter: str) -> int:

@@ -114,7 +114,8 @@ def _messages_and_work(events: Sequence[Any], *, cuda: bool) -> tuple[list[Inter
         kernels = [
             event
             for event in events
-            if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(MARK)
+            # A range that somebody named, as the optimizer's step, spans what lies between kernels, too.
+            if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
         ]
         told = [(event, bool(KERNEL_MESSAGES.search(event.name))) for event in kernels]
     else:

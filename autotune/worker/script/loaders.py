@@ -108,12 +108,12 @@ class Loaders:
         original(*bound.args, **bound.kwargs)
 
     def _next_index(self, original: Callable[..., Any], iterator: Any) -> Any:
-        from torch.utils.data.dataloader import _DatasetKind
-
         index = original(iterator)
-        queue = iterator.__dict__.setdefault("_autotune_draws", collections.deque())
+        queue = iterator.__dict__.get("_autotune_draws")
+        if queue is None:
+            queue = iterator.__dict__["_autotune_draws"] = collections.deque()
         # From a stream the last draw may yield fewer samples than it asks for.
-        known = hasattr(index, "__len__") and iterator._dataset_kind != _DatasetKind.Iterable
+        known = hasattr(index, "__len__") and not isinstance(iterator._dataset, torch.utils.data.IterableDataset)
         queue.append(len(index) if known else None)
         return index
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from autotune.space.deepspeed import DsConfig, at_path, precision_of, without_auto
 from autotune.space.degree import PIPELINE_DEGREE, configured_degrees, ranks_per_replica
 from autotune.system import redaction
@@ -121,7 +123,7 @@ def _data(context: ScriptContext, meter: Meter) -> DataShape | None:
     cannot = context.data_limits(of_loader, read)
     if read is None:
         known = () if meter.batches.flattened else meter.batches.lengths
-        seen = [int(n) for rows, _ in known for n in rows.tolist()]
+        seen = [int(n) for rows, _ in known for n in torch.as_tensor(rows).tolist()]
         read = replace(batches, table=lengths.table(seen) if seen else ())
     return replace(
         read,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from autotune.trial import folder
 from autotune.worker import random_fills, rank
+from autotune.worker.containers import number_in
 from autotune.worker.measure.batches import N_CHECKSUMS, BatchObserver
 from autotune.worker.measure.ledger import MIN_STEPS, Window
 from autotune.worker.measure.meter import Meter
@@ -37,7 +39,7 @@ class StepHooks:
         self._profile: ForwardProfile | None = None
         self._window: Window | None = None
         self._afterwards: Iterator[None] | None = None
-        self._total: torch.Tensor | None = None
+        self._total: torch.Tensor | float | None = None
         self._n_backward = 0
         self._tail: ScriptTail | None = None
         self._begun = self._reached = self._summed = self._plain_backward = False
@@ -150,7 +152,7 @@ class StepHooks:
     def _note_loss(self, loss: Any) -> None:
         self._n_backward += 1
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            value = loss.detach().float().reshape(())
+            value = number_in(loss.float())
             self._total = value if self._total is None else self._total + value
 
     def _engine_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -184,8 +186,8 @@ class StepHooks:
             return
         meter, window = self._meter, self._window
         assert window is not None
-        total = self._total if self._total is not None else torch.full((), float("nan"), device=meter.device)
-        loss = total.to(meter.device) / (1 if self._summed else max(1, self._n_backward))
+        total = self._total if self._total is not None else math.nan
+        loss = total / (1 if self._summed else max(1, self._n_backward))
         self._total, self._n_backward = None, 0
         window.add(loss, meter.batches.last)
         if not window.full:

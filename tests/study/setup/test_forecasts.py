@@ -103,6 +103,22 @@ def test_the_library_says_a_wrong_knob_in_one_sentence(known, settings, words):
 
 
 @pytest.mark.process
+def test_the_answer_for_other_devices_names_them_and_rests_on_their_data_sheet(known, capsys):
+    def lines(gpus, *settings, **overrides):
+        predict_command.predict(str(TARGET), overrides, settings, gpus=gpus, as_json=False)
+        return capsys.readouterr().out.splitlines()
+
+    h100 = lines("2xH100-80GB", "precision=bf16", ranks=None)
+    assert h100[0].endswith("bf16, ZeRO 0, 2 rank(s), on 2 x H100-80GB") and "79.1 GiB: fits" in h100[2]
+    assert any("nothing was measured on it" in line and "data sheet" in line for line in h100)
+    assert lines("H100", ranks=16)[0].endswith("16 rank(s), on 2 nodes of 8 x H100-80GB")
+    with pytest.raises(UserError, match=r"this cannot run on 1 x V100-SXM-32GB: .*bfloat16"):
+        lines("V100-32GB", "precision=bf16")
+    with pytest.raises(UserError, match=r"--device: unknown card 'RTX 3080 Ti'; the nearest are [^;]*$"):
+        lines("RTX 3080 Ti")
+
+
+@pytest.mark.process
 def test_people_get_a_waterfall_a_verdict_and_what_binds(known, capsys):
     predict(TARGET, {"device_memory_bytes": "1GiB"}, ["micro_batch_size=64"], as_json=False)
     text = capsys.readouterr().out

@@ -17,6 +17,7 @@ def event(name, start, end, *, kernels=(), own=None, children=(), on=DeviceType.
         kernels=[SimpleNamespace(duration=duration) for duration in kernels],
         self_cpu_time_total=end - start if own is None else own,
         cpu_children=list(children),
+        is_user_annotation=name.startswith((MARK, "Optimizer.")),
     )
 
 
@@ -57,7 +58,7 @@ def test_on_a_device_time_is_that_of_the_kernels_that_an_operation_started():
             event("aten::fill_", 7, 8, kernels=[2]), event("c10d::allreduce_", 9, 12, kernels=[40]),
             event("gemm", 10, 70, on=cuda), event("elementwise", 70, 80, on=cuda),
             event("ncclDevKernel_AllReduce", 50, 90, on=cuda),
-            event(MARK + "backward", 10, 95, on=cuda),
+            event(MARK + "backward", 10, 95, on=cuda), event("Optimizer.step#AdamW.step", 10, 95, on=cuda),
         ],
         1, cuda=True, file="t",
     )  # fmt: skip

@@ -163,9 +163,10 @@ def test_texts_of_any_length_are_counted_step_by_step(bench):
     assert set(tokens) == {16 * 16, 8 * 16 + 8 * 512} and set(real) == {16 * 16, 15 * 16 + 512}
     assert result.taken_in["samples"] == [16] and result.tokens_per_step == round(sum(tokens) / 20)
     timed = slice(result.steps.n_warmup, None)
-    assert METRICS["tokens_per_s"].of(result, None).value == pytest.approx(
-        sum(real[timed]) / sum(result.step_times_s[timed]), rel=0.2
-    )
+    # Counting the longest step's tokens at an ordinary step's time would be 16 times as many; steps that a busy machine
+    # interrupts are cut, and may be half of this short trial's time.
+    total = sum(real[timed]) / sum(result.step_times_s[timed])
+    assert total / 2 < METRICS["tokens_per_s"].of(result, None).value < 2 * total
 
 
 def test_batches_of_varying_sizes_are_measured_as_they_come(bench):

@@ -1,0 +1,49 @@
+"""Samples to the target, pooled over trials."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.made_up import CONVERGENCE, measured
+
+from autotune.scoring.estimates import estimate
+from autotune.scoring.samples import pooled
+
+pytestmark = pytest.mark.unit
+
+
+def curve(log_batch):
+    return np.log(1e6 * (1 + np.exp(log_batch) / 128))
+
+
+def test_the_noise_of_single_loss_curves_is_averaged_over_all_trials():
+    rng = np.random.default_rng(0)
+    log_batch = np.log(2.0) * rng.integers(2, 9, 30)
+    read = curve(log_batch) + rng.normal(0, 0.05, 30)
+    mean, sd = pooled(read, log_batch, ["bf16"] * 30, np.zeros(30))
+    off, own = (np.std(values - curve(log_batch)) for values in (mean, read))
+    assert off < 0.5 * own
+    assert np.mean(np.abs(mean - curve(log_batch)) < 2 * sd) > 0.85
+
+
+def test_other_numerics_that_train_worse_are_not_averaged_away():
+    rng = np.random.default_rng(1)
+    log_batch, numerics = np.full(20, np.log(32.0)), ["fp32", "bf16"] * 10
+    worse = np.tile([0.0, 0.3], 10)
+    mean, _ = pooled(curve(log_batch) + worse + rng.normal(0, 0.03, 20), log_batch, numerics, np.zeros(20))
+    assert mean[1] - mean[0] == pytest.approx(0.3, abs=0.06)
+
+
+def test_a_lucky_loss_curve_does_not_make_a_trial_the_best():
+    trials = [with_time_to_loss(n, lucky) for n, lucky in enumerate([1.0, 1.04, 0.93, 0.97, 0.85, 1.05, 1.02, 0.96])]
+    found = estimate(trials)
+    lucky = found.gain(found.measured[4], found.measured[1], CONVERGENCE.metric)
+    assert lucky is not None and not lucky.told
+    assert lucky.factor == pytest.approx(1.0, abs=0.05)
+    assert found.raw[4].metrics[CONVERGENCE.metric] == trials[4].metrics[CONVERGENCE.metric]
+
+
+def with_time_to_loss(number, factor):
+    """A trial of one batch with others' step time, whose loss curve read that factor."""
+    trial = measured(number)
+    return replace(trial, metrics={**trial.metrics, CONVERGENCE.metric: 100.0 * factor})

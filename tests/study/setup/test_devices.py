@@ -1,0 +1,95 @@
+"""What a study makes of the devices that it finds: ranks, the default optimizer, notes, and disjoint shares of them."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from support.instant import ENVIRONMENT, SPACE, WORKLOAD, plan_of, spec_of
+from support.paths import MODELS
+
+from autotune.errors import UserError
+from autotune.study import parallel
+from autotune.study.setup import plan as planning
+from autotune.study.spec.spec import StudySpec
+from autotune.system import device
+from autotune.trial.workload import Environment
+
+GPUS = replace(
+    ENVIRONMENT,
+    accelerator="cuda",
+    device_name="NVIDIA H100 80GB HBM3",
+    n_devices=4,
+    device_memory_bytes=80 << 30,
+    fp16=True,
+    capability="9.0",
+)
+
+
+@pytest.fixture
+def planned(monkeypatch, tmp_path):
+    """Returns the plan of a study on a machine with these devices."""
+
+    def make(environment: Environment, **changes):
+        workload = replace(WORKLOAD, environment=environment)
+        monkeypatch.setattr(planning, "inspect_workload", lambda *_: workload)
+        (tmp_path / "model.py").write_text((MODELS / "ok.py").read_text().partition("def optimizer")[0])
+        spec = StudySpec.of(tmp_path / "model.py", {"name": "s", "space": [SPACE], **changes})
+        return planning.plan(spec, SimpleNamespace(cold_reason=""), tmp_path)
+
+    return make
+
+
+def test_a_study_takes_all_devices_and_never_more(planned):
+    assert planned(GPUS).world_size == 4
+    with pytest.raises(UserError, match="--ranks asks for 5 ranks: this machine has 4 devices"):
+        planned(GPUS, ranks=5)
+    with pytest.raises(UserError, match="each of the 2 machines has 4 devices"):
+        planned(GPUS, ranks=10, executor="slurm", nodes=2)
+
+
+@pytest.mark.parametrize(("environment", "fused"), [(GPUS, True), (replace(GPUS, accelerator="xpu"), None)])
+def test_the_default_optimizer_is_fused_where_that_is_known_to_help(planned, environment, fused):
+    params = planned(environment).base_config["optimizer"]["params"]
+    assert params["torch_adam"] is True and params.get("fused") is fused
+
+
+def test_a_cpu_says_that_ranks_share_cores_and_that_bf16_is_slow(planned, monkeypatch):
+    monkeypatch.setattr(planning, "emulates_bf16", lambda: True)
+    notes = " ".join(planned(ENVIRONMENT, ranks=4).notes)
+    assert "4 ranks share 2 cores" in notes and "no fast bf16" in notes
+    assert planned(GPUS).notes == []
+
+
+def test_slots_have_disjoint_devices_by_the_users_names_or_disjoint_cores(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,MIG-a,1,0")
+    found = replace(plan_of(spec_of(space=[SPACE])), workload=replace(WORKLOAD, environment=GPUS), world_size=2)
+    assert parallel.device_shares(found, 2) == [["3", "MIG-a"], ["1", "0"]]
+    with pytest.raises(
+        UserError, match=r"--parallel 3: trials of 2 rank.s. need disjoint devices, and this machine has 4"
+    ):
+        parallel.device_shares(found, 3)
+    slot = parallel.SlicedExecutor(found, ["1", "0"], None)
+    assert slot._own["CUDA_VISIBLE_DEVICES"] == "1,0" and slot._cores == []
+    monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: {0, 2, 5})
+    on_cpu = replace(found, workload=WORKLOAD)
+    assert parallel.device_shares(on_cpu, 3) == [["0"], ["2"], ["5"]]
+    assert parallel.SlicedExecutor(on_cpu, ["2"], None)._cores == [2]
+    with pytest.raises(UserError, match="disjoint cores, and this machine has 3"):
+        parallel.device_shares(on_cpu, 4)
+
+
+@pytest.mark.parametrize(
+    ("stated", "found", "set_to"),
+    [
+        ({}, device.Devices(), "cpu"),
+        ({}, device.Devices(problem="the driver is too old"), None),  # a rank asks again, and says so
+        ({}, device.Devices(accelerator="cuda", each=(device.Device(name="x"),)), None),
+        ({"DS_ACCELERATOR": ""}, device.Devices(), "cpu"),
+        ({"DS_ACCELERATOR": "xpu"}, device.Devices(accelerator="xpu"), "xpu"),
+    ],
+)
+def test_trials_are_told_the_cpu_only_where_nothing_else_is_there(monkeypatch, tmp_path, stated, found, set_to):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr(device, "here", lambda *_: found)
+    executor = parallel.LocalExecutor([], tmp_path / "log", stated)
+    assert executor._environment().get("DS_ACCELERATOR") == set_to

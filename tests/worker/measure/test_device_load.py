@@ -1,0 +1,87 @@
+"""What NVIDIA's library tells of a rank's device, and what is left where it does not tell."""
+
+import sys
+import types
+
+import pytest
+
+from autotune.worker.measure import device_load
+from autotune.worker.measure.device_load import DeviceWatch
+
+
+def refused(*_):
+    raise RuntimeError("Not Supported")
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """A library that knows one device, and its clock; attributes may be replaced."""
+    clock = types.SimpleNamespace(now=10.0)
+    found = types.SimpleNamespace(
+        clock=clock, NVML_CLOCK_SM=1, NVML_TEMPERATURE_GPU=0, nvmlClocksThrottleReasonSwPowerCap=4,
+        nvmlClocksThrottleReasonHwSlowdown=8, nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda _: "handle", nvmlDeviceGetHandleByUUID=lambda _: "handle",
+        nvmlDeviceGetUUID=lambda _: b"GPU-a", nvmlDeviceGetMemoryInfo=lambda _: types.SimpleNamespace(free=70 << 30),
+        nvmlDeviceGetComputeRunningProcesses=lambda _: [1, 2],
+        nvmlDeviceGetUtilizationRates=lambda _: types.SimpleNamespace(gpu=40),
+        nvmlDeviceGetClockInfo=lambda *_: 1200, nvmlDeviceGetMaxClockInfo=lambda *_: 1980,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda _: 4 | 8, nvmlDeviceGetTemperature=lambda *_: 61,
+        nvmlDeviceGetTotalEnergyConsumption=lambda _: 1e3 * 300 * clock.now, nvmlDeviceGetPowerUsage=lambda _: 450e3,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", found)
+    monkeypatch.setattr(device_load, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    return found
+
+
+def watched(nvml, uuid="GPU-a", seconds=2.0):
+    watch = DeviceWatch()
+    watch.begin(uuid)
+    nvml.clock.now += seconds
+    return watch.end()
+
+
+def test_power_is_the_mean_over_the_timed_steps_and_others_are_those_before_the_rank(nvml):
+    watch = DeviceWatch()
+    nvml.nvmlDeviceGetComputeRunningProcesses = lambda _: [1, 2, "this rank"]
+    watch.begin("GPU-a")
+    nvml.clock.now += 2.0
+    load = watch.end()
+    assert (load.uuid, load.free_bytes, load.n_others, load.used_by_others) == ("GPU-a", 70 << 30, 2, 0.4)
+    assert load.power_w == pytest.approx(300) and load.temperature_c == 61
+    assert (load.sm_clock_mhz, load.max_sm_clock_mhz, load.throttled_by) == (
+        1200,
+        1980,
+        ("the power limit", "heat or power"),
+    )
+
+
+def test_a_device_without_an_energy_counter_tells_one_moments_power(nvml):
+    nvml.nvmlDeviceGetTotalEnergyConsumption = refused
+    assert watched(nvml).power_w == 450
+    nvml.nvmlDeviceGetPowerUsage = refused
+    assert watched(nvml).power_w is None
+    assert watched(nvml, seconds=0.0).power_w is None
+
+
+def test_alone_on_a_device_nobody_keeps_it_busy(nvml):
+    nvml.nvmlDeviceGetComputeRunningProcesses = lambda _: []
+    assert watched(nvml).used_by_others == 0.0
+
+
+def test_of_a_part_of_a_card_what_is_not_told_stays_unknown(nvml):
+    for name in ("ClockInfo", "UtilizationRates", "CurrentClocksThrottleReasons", "Temperature"):
+        setattr(nvml, f"nvmlDeviceGet{name}", refused)
+    load = watched(nvml, "MIG-b")
+    assert (load.uuid, load.free_bytes, load.n_others, load.used_by_others) == ("MIG-b", None, None, None)
+    assert (load.sm_clock_mhz, load.temperature_c, load.throttled_by) == (None, None, ())
+
+
+@pytest.mark.parametrize("without", ["library", "driver", "uuid", "handle"])
+def test_without_the_library_or_its_driver_or_a_name_there_is_no_load(nvml, monkeypatch, without):
+    if without == "library":
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    elif without == "driver":
+        nvml.nvmlInit = refused
+    elif without == "handle":
+        nvml.nvmlDeviceGetHandleByUUID = refused
+    assert watched(nvml, "" if without == "uuid" else "GPU-a") is None

@@ -64,7 +64,7 @@ class Meter:
     def begin(self) -> None:
         """Ends the warm-up: from here on steps are timed and memory is that of the steady state."""
         self.check_applied()
-        self.batches.forget_row()
+        self.batches.row, self.batches.keeps_row = None, False
         self.memory.enter("steady")
         if self.request.rivals:
             self.ledger.peak_bytes = self._highest_peak()

@@ -214,7 +214,7 @@ def script_startup(found: Results) -> Rows:
 
 
 def large_startup(found: Results) -> Rows:
-    what = f"a warm trial of a model of {found['parameters']:.2g} parameters from disk"
+    what = f"a warm trial of a model of {found['parameters'] / 1e9:.1f} billion parameters from disk"
     ways = found["ways"].items()
     beyond = ", ".join(f"{row['beyond_s']:.1f} s ({way})" for way, row in ways)
     moving = ", ".join(f"{row['moving_s']:.1f} s ({way})" for way, row in ways)

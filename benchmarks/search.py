@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import functools
 import io
+import json
 import multiprocessing
 import os
 import statistics
@@ -273,9 +274,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=KINDS, default=[kind for kind in KINDS if kind != "gp"])
     parser.add_argument("--name", default="search", help="results/NAME.json is written")
     parser.add_argument("--longer", type=float, default=1.0, help="times as many steps a trial as were measured")
+    parser.add_argument("--merge", action="store_true", help="keep what other samplers reached in an earlier run")
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     arguments = parser.parse_args()
-    results: dict[str, Any] = {}
+    kept = common.RESULTS / f"{arguments.name}.json"
+    results: dict[str, Any] = json.loads(kept.read_text())["tables"] if arguments.merge and kept.exists() else {}
     for table in arguments.tables or sorted(
         path for path in TABLES.glob("*.yaml") if path.with_suffix(".csv.gz").exists()
     ):

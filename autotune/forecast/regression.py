@@ -27,7 +27,7 @@ ROUNDS, STEPS, IMPUTATIONS = 2, 8, 4
 LARGEST_CORRECTION = 4.0
 JITTER = 1e-9
 # What no feature explains of a candidate, beside a trial's noise, and above which similarity two rows are one candidate.
-OWN_SD, SAME = 0.02, 1.0 - 1e-9
+OWN_SD, SAME = 0.01, 1.0 - 1e-9
 # A trial that lies further than this many standard deviations from what the others foretell counts as more noisy, while
 # such trials are few.
 OUTLYING, MOST_OUTLYING = 2.5, 0.2

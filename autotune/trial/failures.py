@@ -42,8 +42,8 @@ _HOST_MEMORY = re.compile(
     r"|std::bad_alloc(?!: (out_of_memory|cuda|hip))|was aborted|\[Errno 12\]|os error 12\b|\bENOMEM\b"
     r"|m(em)?align\b|\bmmap\b|\bmlock\b|\bibv_\w+|\bfork\b|\bpin(ned|ning)?\b(?! memory thread)|MallocHost|Host(M?Alloc|Register)"
     r"|host[ _]alloc|host[ _]memory|for an array with shape|oom[-_ ]?kill|by the kernel|killed process|cgroup|memory limit\b(?! exceeded)"
-    r"|TERM_MEMLIMIT|exceeded limit|\bsrun: |running low on memory|alloc of size|large alloc|jemalloc|\bmalloc(\(\)| failed)|\boomd\b|libgomp|OpenMP"
-    r"|virtual memory|(?<!cuda )(?<!device )(?<!gpu )memory allocation of \d+ bytes",
+    r"|TERM_MEMLIMIT|exceeded limit|\bsrun: |running low on memory|alloc of size|large alloc|jemalloc|\bmalloc(\(\)| failed)"
+    r"|\boomd\b|libgomp|OpenMP|virtual memory|(?<!cuda )(?<!device )(?<!gpu )memory allocation of \d+ bytes",
     re.IGNORECASE,
 )
 # A device with a larger free share is not full.

@@ -63,8 +63,10 @@ class Loaders:
         except Exception as error:
             if not check.length:
                 raise
-            why = f"longer samples cannot be collated ({type(error).__name__}: {error})"
-            self._context.once(f"--max-length was not tried: {why}")
+            meter = self._context.meter
+            packs = meter is not None and meter.batches.flattened
+            why = "the script packs rows of its own length" if packs else f"the script collates none: {error}"
+            self._context.once(f"longer samples were not tried (--max-length): {why}")
             return worst.batch_of(iterator._dataset, iterator._collate_fn, check.longest_at, n, 0)
 
     def install(self) -> None:

@@ -35,7 +35,6 @@ for name in '''$packages'''.split():
   # shellcheck disable=SC2086
   "$python" -m pip download --quiet --no-deps --only-binary=:all: --python-version "$target" --implementation cp "$@" -d "$wheels" $pins
   size=$(du -sm "$wheels" | cut -f1)
-  echo "$target" >"$wheels/python"
   echo "$wheels: $(ls "$wheels" | wc -l) wheels for Python $target, $size MiB"
   [ "$size" -le 60 ] || { echo "more than 60 MiB: too much to carry along" >&2; exit 1; }
   exit 0
@@ -54,18 +53,18 @@ mkdir -p "$out"
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 if [ -d "$wheels" ]; then
-  "$python" -c '
-import sys
-have, packed = "%d.%d" % sys.version_info[:2], open(sys.argv[1]).read().strip()
-if have != packed: sys.exit(f"gpu.sh: the wheels are for Python {packed}, and this is {have}: TARGET_PYTHON={have} benchmarks/gpu.sh --pack")
-' "$wheels/python"
   # Only what is missing, so that the machine's own torch and what was built for it stay; one call of pip for all.
   missing=$("$python" -c '
-import sys
+import re, sys
 from importlib import metadata
+have = "%d.%d" % sys.version_info[:2]
 for wheel in sys.argv[1:]:
     try: metadata.version(wheel.rpartition("/")[2].split("-")[0])
-    except metadata.PackageNotFoundError: print(wheel)
+    except metadata.PackageNotFoundError:
+        for_python = re.search(r"-cp3(\d+)-cp", wheel)
+        if for_python and "3." + for_python[1] != have:
+            sys.exit(f"gpu.sh: {wheel} is not for this Python: pack with TARGET_PYTHON={have} benchmarks/gpu.sh --pack")
+        print(wheel)
 ' "$wheels"/*.whl)
   # shellcheck disable=SC2086
   [ -z "$missing" ] || "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target "$site" $missing
@@ -77,8 +76,9 @@ if [ -n "$stand_in" ]; then
 elif [ -n "$dry" ]; then
   export DS_ACCELERATOR=cpu
 fi
-# Whatever hangs, the call ends within nine minutes; the results are on the disk by then.
-timeout --signal=INT --kill-after=15 "${HARD_LIMIT_S:-520}" "$python" benchmarks/gpu.py --out "$out" "$@" 2>&1 | tee "$out/log.txt"
+# Whatever hangs, the call ends within nine minutes; the results are on the disk by then. A dry run leaves nothing out.
+[ -n "$dry" ] && limit=900 || limit=520
+timeout --signal=INT --kill-after=15 "${HARD_LIMIT_S:-$limit}" "$python" benchmarks/gpu.py --out "$out" "$@" 2>&1 | tee "$out/log.txt"
 if [ -n "$dry" ]; then
   "$python" benchmarks/gpu_results.py "$out" --into "$out/analysed"
 fi

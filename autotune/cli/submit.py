@@ -31,6 +31,7 @@ def submit(
     from autotune.executors import kubernetes, ray, slurm
     from autotune.executors import submit as engines
     from autotune.executors.driver_job import DriverJob
+    from autotune.executors.options import check_names
     from autotune.study.setup.capture import wanted_study
     from autotune.study.setup.plan import studies_folder
 
@@ -39,8 +40,7 @@ def submit(
     wanted, _ = wanted_study(target, {**settings, "executor": "local" if executor == "kubernetes" else executor})
     options = wanted.executor_options
     known = {"slurm": slurm.OPTIONS, "ray": ray.OPTIONS, "kubernetes": kubernetes.OPTIONS}[executor]
-    if name := next((each for each in options if each not in known), None):
-        raise UserError(f"--executor-option {unknown(name, known)}")
+    check_names(executor, options, known)
     job = DriverJob(
         name=wanted.name,
         arguments=run_arguments(sys.argv[2:], executor),

@@ -1,10 +1,22 @@
-"""Values of `--executor-option`: numbers, seconds, yes or no."""
+"""The `--executor-option`s: their names, and values that are numbers, seconds, yes or no."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autotune.errors import UserError
+from autotune.errors import UserError, nearest
+
+
+def check_names(executor: str, options: Mapping[str, str], known: Mapping[str, str]) -> None:
+    """Checks that an executor knows all options.
+
+    Raises:
+        UserError: It does not know one.
+    """
+    for name in options:
+        if name not in known:
+            every = ", ".join(known) or "none"
+            raise UserError(f"--executor-option {name}: unknown to {executor}.{nearest(name, known)} Known: {every}")
 
 
 def seconds(options: Mapping[str, str], name: str, usual: float) -> float:

@@ -249,9 +249,10 @@ def _with_training_flags(
     flags = started.flags
     for name in ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing"):
         arguments = without_flag(arguments, flags.get(name, ()))
+    in_rows = "token_budget" in Candidate.of(pick["candidate"]).data_changes  # then a micro-batch is one row
     for flag, *rest in _training_flags(Candidate.of(pick["candidate"]), deepspeed_config(pick, base)):
         field = TRAINING_FIELDS.get(flag, "")
-        stays = started.baseline.get(field) == values.get(field, "")
+        stays = started.baseline.get(field) == values.get(field, "") and not (in_rows and rest == ["1"])
         if not stays or has_flag(arguments, (flag,)):
             arguments = with_flag(arguments, (flag,), rest[0] if rest else None)
     rate = training_rate(deepspeed_config(pick, base))

@@ -62,13 +62,7 @@ def _padding(evidence: Evidence, computing: float) -> list[str]:
     ]
     micro = int(evidence.seen.candidate.get("micro_batch_size") or 1)
     if "token_budget" not in evidence.data_cannot and evidence.lengths and micro > 1:
-        plain, filled = _per_sample(evidence, micro)
-        factor = 1 / (1 - min(1.0, computing) * (1 - filled / plain))
-        if factor > WORTH_FROM:
-            notes.append(
-                f"with batches of a number of tokens in place of {micro} samples, a sample would be padded to {filled:,.0f} tokens"
-                f" on average instead of {plain:,.0f}: up to {factor:.2f}x less time (data.token_budget)"
-            )
+        notes += _budgeted(evidence, micro, min(1.0, computing))
     n_grouped = int(evidence.seen.candidate.get("gradient_accumulation_steps") or 1) * evidence.steps_grouped
     if n_grouped > 1 and "group_by_length" not in evidence.data_cannot and evidence.lengths:
         plain, grouped = (lengths.mean_width(evidence.lengths, micro, n) for n in (1, n_grouped))
@@ -81,10 +75,24 @@ def _padding(evidence: Evidence, computing: float) -> list[str]:
     return notes
 
 
-def _per_sample(evidence: Evidence, micro: int) -> tuple[float, float]:
-    """Tokens of a sample with its padding: in batches of a number of samples, and of a number of tokens."""
-    mean = token_budget.filled(evidence.lengths, token_budget.tokens_for(evidence.lengths, micro), micro)
-    return lengths.mean_width(evidence.lengths, micro), mean.tokens / mean.samples
+def _budgeted(evidence: Evidence, micro: int, computing: float) -> list[str]:
+    """A note on batches of a number of tokens: of samples of similar length, or rows that a script's trainer packs."""
+    plain, mean = lengths.mean_width(evidence.lengths, micro), lengths.expected(evidence.lengths)
+    if evidence.loader:
+        filled, fewest = mean, math.ceil(lengths.longest(evidence.lengths) / mean)
+        how = "packed into rows of a number of tokens by the script's trainer"
+        knob = "data.token_budget" + (f", from a micro-batch of {fewest} on" if fewest > micro else "")
+    else:
+        batch = token_budget.filled(evidence.lengths, token_budget.tokens_for(evidence.lengths, micro), micro)
+        filled, how = batch.tokens / batch.samples, f"with batches of a number of tokens in place of {micro} samples"
+        knob = "data.token_budget"
+    factor = 1 / (1 - computing * (1 - filled / plain))
+    if factor <= WORTH_FROM:
+        return []
+    return [
+        f"{how}, a sample would take {filled:,.0f} tokens on average instead of {plain:,.0f}:"
+        f" up to {factor:.2f}x less time ({knob})"
+    ]
 
 
 def _steps(n: int) -> str:

@@ -162,6 +162,13 @@ DATA_RULES = (
          (f"{DATA}token_budget", f"{DATA}group_by_length")),
     Rule(lambda c, k, s: _asked(k, "token_budget") is not None and c.micro_batch_size == 1,
          f"{DATA}token_budget: a micro-batch of one sample has no padding", ("micro_batch_size", f"{DATA}token_budget")),
+    Rule(lambda c, k, s: _asked(k, "token_budget") is not None and c.micro_batch_size < s.fewest_in_row,
+         f"{DATA}token_budget: a row of {{micro_batch_size}} mean samples would cut the longest one;"
+         " one of {fewest_in_row} holds it", ("micro_batch_size", f"{DATA}token_budget")),
+    Rule(lambda c, k, s: _asked(k, "token_budget") is not None and s.fewest_in_row > 0
+         and any(_asked(k, name) is not None for name in ("max_length", "pad_to_multiple_of")),
+         f"{DATA}max_length and {DATA}pad_to_multiple_of: TRL does neither where it packs",
+         (f"{DATA}token_budget", f"{DATA}max_length", f"{DATA}pad_to_multiple_of")),
     Rule(lambda c, k, s: _asked(k, "token_budget") is not None and (s.pipeline_stages > 0 or c.pipeline_degree > 1),
          f"{DATA}token_budget: the stages of a pipeline take micro-batches of one size",
          (PIPELINE_DEGREE, f"{DATA}token_budget")),

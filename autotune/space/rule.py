@@ -37,6 +37,7 @@ class Setting:
         lengths: Lengths of the shortest and the longest sample; 0 where they are not known.
         loader: Arguments of the target's own DataLoader.
         data_cannot: Settings of the data that the target cannot follow, each with the reason.
+        fewest_in_row: Samples from which on a row of so many mean ones holds the longest whole; 0 where that is no matter.
         steps_grouped: Optimizer steps whose samples are sorted together where samples are grouped by length.
         missing_ops: DeepSpeed's compiled ops that cannot be built, each with why and the remedy.
         heads: Attention heads of the model; 0 if unknown.
@@ -73,6 +74,7 @@ class Setting:
     lengths: tuple[int, int] = (0, 0)
     loader: tuple[tuple[str, Scalar], ...] = ()
     data_cannot: tuple[tuple[str, str], ...] = ()
+    fewest_in_row: int = 0
     steps_grouped: int = 1
     missing_ops: tuple[tuple[str, str], ...] = ()
     heads: int = 0

@@ -10,9 +10,9 @@ from autotune.trial.result import Outcome
 _OUT_OF_MEMORY = re.compile(
     r"out of ((device|host|gpu|cuda) )?memory\b|out_of_((device|host|gpu|cuda)_)?memory\b(?!['\"])"
     r"|(not enough|insufficient) (free |device |gpu |host )?(memory|V?RAM)\b|enough GPU RAM to fit|memory (is )?exhausted"
-    r"|OutOfMemory(Error)?(:|\s*\Z)|(cuda|hip)ErrorOutOfMemory|more memory than is available|running low on memory|memory not available"
+    r"|OutOfMemory(Error)?(:|\(|\s*\Z)|(cuda|hip)ErrorOutOfMemory|more memory than is available|running low on memory|memory not available"
     r"|(can't|cannot|could not|unable to|failed to) allocate (?!memory in static TLS).*(memory|byte|\d ?[KMG]i?B)"
-    r"|error allocating .*byte|(error|failure) (in|of|during) memory allocation|allocation of [\d.]+ ?\w* ?(bytes )?failed"
+    r"|error allocating .*byte|(error|failure) (in|of|during) memory allocation|allocation of (size ?:*)?[\d.]+ ?\w* ?(bytes )?failed"
     r"|\boom[-_ ]?kill|\boom_score_adj|exceeded ((job|step) )?memory limit|TERM_MEMLIMIT|\bmem \d+kb exceeded limit"
     r"|memalign\(?\)? failed|HSA_STATUS_ERROR_OUT_OF_RESOURCES|could not create a memory\b(?! desc)"
     r"|std::bad_alloc|bad allocation|memory allocation (fail|error)|PT_DEVMEM.*allocation.* failed|resource allocation failed"
@@ -42,8 +42,8 @@ _HOST_MEMORY = re.compile(
     r"|std::bad_alloc(?!: (out_of_memory|cuda|hip))|was aborted|\[Errno 12\]|os error 12\b|\bENOMEM\b"
     r"|m(em)?align\b|\bmmap\b|\bmlock\b|\bibv_\w+|\bfork\b|\bpin(ned|ning)?\b(?! memory thread)|MallocHost|Host(M?Alloc|Register)"
     r"|host[ _]alloc|host[ _]memory|for an array with shape|oom[-_ ]?kill|by the kernel|killed process|cgroup|memory limit\b(?! exceeded)"
-    r"|TERM_MEMLIMIT|exceeded limit|\bsrun: |running low on memory|alloc of size|large alloc|jemalloc|\bmalloc\(\)|libgomp|OpenMP"
-    r"|virtual memory|(?<!cuda )(?<!device )(?<!gpu )memory allocation of \d+ bytes",
+    r"|TERM_MEMLIMIT|exceeded limit|\bsrun: |running low on memory|alloc of size|large alloc|jemalloc|\bmalloc(\(\)| failed)"
+    r"|\boomd\b|libgomp|OpenMP|virtual memory|(?<!cuda )(?<!device )(?<!gpu )memory allocation of \d+ bytes",
     re.IGNORECASE,
 )
 # A device with a larger free share is not full.

@@ -230,6 +230,8 @@ class Probed:
         if self.uneven is not None and self.configured_micro_batch_size is not None:
             # No number is right, and frameworks compare it with their own.
             config["train_micro_batch_size_per_gpu"] = self.configured_micro_batch_size
+        if "token_budget" in candidate.data_changes:
+            config["train_micro_batch_size_per_gpu"] = 1  # a row that holds the samples of a micro-batch
         if self.pipeline_stages:
             config = recomputing_in_runs(config, candidate, self.checkpoint_every)
         return config

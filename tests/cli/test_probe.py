@@ -34,6 +34,16 @@ def test_small_messages_tell_the_latency_however_long_the_large_ones_take():
     assert found.alpha_s == pytest.approx(1e-5, rel=0.2) and found.error < 0.2
 
 
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_a_device_has_a_link_to_its_host(accelerator):
+    machine = replace(Machine.guess(accelerator, 1), host_bytes_per_s=5e10)
+    found = Probe(
+        machine=machine, device_name="x", threads=0, flops={}, sizes={}, links=(), loader=(), data=None, caveats=()
+    )
+    said = "\n".join(probe.lines(found, kept=False))
+    assert ("from the host      50.0 GB/s" in said) is (accelerator == "cuda")
+
+
 def test_times_that_do_not_grow_leave_no_negative_bandwidth():
     found = fit("all_gather", 4, [(size, 1e-3 * (1 - 0.01 * i)) for i, size in enumerate(SIZES)])
     assert found.alpha_s > 0 and found.bytes_per_s > 0 and found.seconds(1 << 30) < 1.0

@@ -166,7 +166,7 @@ def test_the_command_submits_with_its_options(tmp_path, models, monkeypatch) -> 
     assert first["command"][3:] == ["run", "model.py", "--study", "s", "--nodes", "2", "--ranks", "4"]
     assert second["resources"]["limits"] == {"nvidia.com/gpu": "2"}
     done = CliRunner().invoke(app, ["submit", *given, *own, "--executor-option", "imag=i"])
-    assert "unknown 'imag'. Did you mean 'image'?" in str(done.exception)
+    assert "imag: unknown to kubernetes. Did you mean 'image'?" in str(done.exception)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,11 @@ def test_what_is_here_is_compared_with_what_was_there(monkeypatch, tmp_path, was
     assert values.get("devices") == (2 if found.each else None) and values.get("driver") == (found.driver or None)
 
 
+def test_cores_and_threads_of_a_host_are_no_part_of_a_study_on_devices():
+    values = of(environment(accelerator="cuda")).values
+    assert "cores" not in values and "threads" not in values and of().values["cores"] == 2
+
+
 def test_nothing_changed_is_nothing_to_say():
     assert changes(of(), of()) == []
 

@@ -30,3 +30,9 @@ def test_padding_says_what_packing_and_grouping_would_bring():
     _, _, more = data_notes(replace(EVIDENCE, padding=0.5, lengths=lengths, steps_grouped=50), 0.0, 1.0)
     assert "sorted by length within 50 steps" in more
     assert data_notes(replace(EVIDENCE, padding=0.01), 0.0, 1.0) == []
+
+
+def test_rows_of_a_scripts_trainer_are_named_with_the_micro_batch_that_holds_the_longest_sample():
+    lengths = ((10.0, 90), (110.0, 10))
+    _, said, _ = data_notes(replace(EVIDENCE, padding=0.5, lengths=lengths, loader={"num_workers": 0}), 0.0, 1.0)
+    assert "20 tokens on average instead of 29" in said and "from a micro-batch of 6 on" in said

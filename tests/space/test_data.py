@@ -51,6 +51,8 @@ POINTLESS = [
     ({"group_by_length": True, "token_budget": True, "gradient_accumulation_steps": 2}, Setting(), "together already"),
     ({"token_budget": True, "micro_batch_size": 1}, Setting(), "of one sample"),
     ({"token_budget": True}, Setting(pipeline_stages=2), "of one size"),
+    ({"token_budget": True}, Setting(fewest_in_row=9), "one of 9 holds it"),
+    ({"token_budget": True, "max_length": 64}, Setting(fewest_in_row=2), "neither where it packs"),
     *(({name: KNOBS[name].least is None or 8}, ALIKE, "one length") for name in AGAINST_PADDING),
     *(({name: KNOBS[name].least is None or 8}, NOTHING, f"no {name}") for name in KNOBS),
     *(

@@ -120,6 +120,8 @@ GPU memory exhausted
 CUDA memory allocation of 268435456 bytes failed
 RuntimeError: Invalid buffer size: 24.00 GB
 could not create a memory
+[Rank:3] FATAL ERROR :: MODULE:SYNHELPER workspace Allocation of size ::12345678 failed!
+OutOfMemoryError()
 """.splitlines()
 HOST_MEMORY_OUT = """\
 NCCL error: unhandled system error\\nLast error:\\nFailed to CUDA host alloc 4194304 bytes
@@ -175,6 +177,8 @@ ibv_create_cq failed: Cannot allocate memory
 PBS: job killed: mem 131072000kb exceeded limit 125829120kb
 TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.
 pyarrow.lib.ArrowMemoryError: realloc of size 8589934592 failed
+python: malloc failed: Cannot allocate memory
+systemd-oomd: Killed /user.slice due to memory pressure: out of memory
 """.splitlines()
 FULL_DEVICE = """\
 CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`

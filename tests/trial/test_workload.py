@@ -1,12 +1,14 @@
 """The memory of a rank, and what a script completes in the configuration of a candidate."""
 
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
-from support.instant import ENVIRONMENT
+from support.instant import ENVIRONMENT, WORKLOAD
 
 from autotune.cli.check import _machine
 from autotune.cli.doctor import _devices
+from autotune.report.load import _threads
 from autotune.space.candidate import Candidate
 from autotune.trial.workload import CUDA_CONTEXT_BYTES, NCCL_BYTES, Probed
 from autotune.worker.model.inspect import _held
@@ -43,6 +45,13 @@ def test_a_rank_has_what_others_leave_it(free, share):
 def test_ranks_of_a_host_share_its_memory():
     assert replace(ENVIRONMENT, device_memory_bytes=8 * GIB, free_memory_bytes=None).share_bytes(4) == 2 * GIB
     assert not _held(ENVIRONMENT)
+
+
+def test_the_threads_of_a_rank_are_told_of_studies_on_a_cpu_alone():
+    kept = [
+        SimpleNamespace(workload=replace(WORKLOAD, environment=each), world_size=2) for each in (ENVIRONMENT, DEVICE)
+    ]
+    assert [_threads(each) for each in kept] == [1, None]
 
 
 def test_a_check_names_the_devices_with_capability_and_memory():

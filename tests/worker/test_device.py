@@ -13,6 +13,7 @@ from autotune.system.machine import processor_name
 from autotune.trial.request import TrialRequest
 from autotune.worker import device, rank
 from autotune.worker.agent import preload
+from autotune.worker.measure import trace, witnesses
 from autotune.worker.script.frameworks import accelerate, huggingface, lightning
 
 
@@ -90,6 +91,19 @@ def test_amds_architecture_stands_for_a_capability(accelerator, monkeypatch):
         assert device.device_of("cuda", 0).capability == capability
 
 
+@pytest.mark.parametrize(("hip", "named"), [("6.2.41133", {"rocm": "6.2.41133"}), (None, {"cuda": "12.8"})])
+def test_a_result_names_the_platform_that_torch_was_built_for(monkeypatch, hip, named):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.version, "cuda", None if hip else "12.8")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    monkeypatch.setattr(rank, "driver_version", lambda: "570.86")
+    found = rank.versions(cuda=True)
+    assert (
+        found.items() >= (named | {"nccl": "2.27.3", "driver": "570.86"}).items()
+        and len({"rocm", "cuda"} & set(found)) == 1
+    )
+
+
 @pytest.mark.parametrize(
     ("asked", "backend"), [(("cpu", 0), "gloo"), (("xpu", 1), "ccl"), (("npu", 1), "hccl"), (("hpu", 1), "hccl")]
 )
@@ -139,6 +153,9 @@ def test_a_server_whose_forks_cannot_use_a_device_does_not_fork(monkeypatch, acc
     monkeypatch.setattr(torch.cuda, "init", raises)
     with pytest.raises(RuntimeError, match="too old"):
         preload._start_device({})
+    accelerator("cuda", 0)
+    preload._start_device({})  # nothing to start
+    accelerator("cuda", 1)
     monkeypatch.setattr(preload, "_traces", dict)
     monkeypatch.setattr(preload, "tried_in_a_fork", lambda _: "RuntimeError: Cannot re-initialize CUDA")
     assert (
@@ -161,6 +178,59 @@ def test_a_server_counts_no_parts_of_cards_which_would_start_cuda_in_it(monkeypa
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0" and preload.hide_parts() == {}
     preload._start_device(parts)
     assert seen == ["MIG-5a1,MIG-7b2"]
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_steps_are_traced_on_a_host_and_on_a_device(tmp_path, kind):
+    tracer = trace.Tracer(tmp_path, 0, cuda=kind == "cuda")
+    tracer.enter("forward")
+    torch.ones(64, 64) @ torch.ones(64, 64)
+    found = tracer.finish(1)
+    assert (tmp_path / found.file).stat().st_size and found.spans_s["forward"] > 0
+    assert bool(found.operations) is (kind == "cpu")  # without a device there is no kernel
+
+
+@pytest.mark.parametrize(
+    ("synchronized", "value", "said"),
+    [(True, True, "no streams"), (True, False, "no streams"), (False, True, "stream")],
+)
+def test_nothing_overlaps_on_a_device_without_streams(accelerator, monkeypatch, synchronized, value, said):
+    accelerator("xpu", 1)
+    monkeypatch.setattr(Accelerator, "is_synchronized_device", lambda _: synchronized, raising=False)
+    monkeypatch.setattr(Accelerator, "default_stream", lambda _: "own", raising=False)
+    optimizer = types.SimpleNamespace(reduce_and_partition_stream="own")
+    engine = types.SimpleNamespace(zero_optimization_stage=lambda: 3, optimizer=optimizer)
+    found = witnesses._overlap(engine, value)
+    assert said in found and isinstance(found, witnesses.Idle) is not value
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_script_that_asks_for_the_cpu_gets_deepspeed_on_one_and_keeps_its_wish_on_a_device(
+    monkeypatch, tmp_path, on_cpu
+):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    for name in ("TORCHELASTIC_RUN_ID", "GROUP_RANK"):
+        monkeypatch.setenv(name, "0")
+    context = types.SimpleNamespace(
+        memory=types.SimpleNamespace(on_cpu=on_cpu), scratch=tmp_path, candidate=None, request=TrialRequest(target="t"),
+        value=lambda _: None,
+    )  # fmt: skip
+    given = {"cpu": True}
+    accelerate._Adapter(context)._inject_deepspeed(given)
+    assert given["cpu"] is not on_cpu
+    arguments = types.SimpleNamespace(
+        use_cpu=True, deepspeed="ds.json", max_steps=-1, eval_strategy="no", save_strategy="no"
+    )
+    huggingface._Adapter(context)._prepare(arguments)
+    assert arguments.use_cpu is not on_cpu
+    lightnings = lightning._Adapter(context, "lightning")
+    for name in ("_inject_deepspeed", "_leave_no_traces", "_lift_limits"):
+        monkeypatch.setattr(lightnings, name, lambda _: None)
+    seen = {}
+    lightnings._trainer(lambda _, **given: seen.update(given), None)
+    assert seen.get("accelerator") == ("cpu" if on_cpu else None) and seen["devices"] == 1
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

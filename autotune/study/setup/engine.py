@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from autotune.errors import UserError, nearest
+from autotune.errors import UserError
 from autotune.executors import cluster, pods
 from autotune.executors.base import Executor
 from autotune.executors.cluster import ClusterExecutor, Engine
 from autotune.executors.local import LocalExecutor
-from autotune.executors.options import seconds
+from autotune.executors.options import check_names, seconds
 from autotune.executors.ssh import read_hostfile
 from autotune.study.spec.spec import StudySpec
 
@@ -38,24 +38,24 @@ def executor_of(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] =
         case "slurm":
             from autotune.executors import slurm
 
-            _check(spec.executor, options, slurm.OPTIONS)
+            check_names(spec.executor, options, slurm.OPTIONS)
             inside = "SLURM_JOB_ID" in os.environ and options.get("allocation", "auto") == "auto"
             engine = (slurm.Steps if inside else slurm.Slurm)(options, ranks_per_node, f"autotune-{spec.name}")
         case "ray":
             from autotune.executors import ray
 
-            _check(spec.executor, options, ray.OPTIONS)
+            check_names(spec.executor, options, ray.OPTIONS)
             engine = ray.Ray(options, ranks_per_node)
         case _ if spec.hostfile is not None:
             from autotune.executors import ssh
 
-            _check("a hostfile", options, ssh.OPTIONS)
+            check_names("a hostfile", options, ssh.OPTIONS)
             engine = ssh.Hosts(options, list(read_hostfile(spec.hostfile)))
         case _ if nodes > 1 and pods.BOARD in os.environ:
-            _check("the pods of a JobSet", options, pods.OPTIONS)
+            check_names("the pods of a JobSet", options, pods.OPTIONS)
             engine = pods.Pods(options)
         case _:
-            _check(spec.executor, options, {})
+            check_names(spec.executor, options, {})
             if nodes > 1:
                 raise UserError(
                     "--nodes: several machines take --executor slurm or ray, --hostfile, or `autotune submit --executor"
@@ -67,13 +67,6 @@ def executor_of(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] =
         engine, folder / "trials" / "agents", cluster.settings_for(target.imports, environment, idle_s), nodes, on_queue,
         patience_s=spec.patience_s,
     )  # fmt: skip
-
-
-def _check(executor: str, options: Mapping[str, str], known: Mapping[str, str]) -> None:
-    for name in options:
-        if name not in known:
-            every = ", ".join(known) or "none"
-            raise UserError(f"--executor-option {name}: unknown to {executor}.{nearest(name, known)} Known: {every}")
 
 
 @contextlib.contextmanager

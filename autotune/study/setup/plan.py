@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from autotune.study.setup.script import (
 from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
 from autotune.system.machine import check_ranks, emulates_bf16
+from autotune.trial.lengths import expected
 from autotune.trial.target import Target, is_yaml
 from autotune.trial.workload import Script, Workload
 
@@ -275,7 +277,9 @@ def _of_data(workload: Workload) -> dict[str, Any]:
     # Lengths of which only some samples' are known bound nothing.
     ends = (shortest, data.longest) if data.whole or data.varies else (0, 0)
     cannot = tuple(data.cannot.items())
+    in_row = math.ceil(data.longest / max(1.0, expected(data.table))) if workload.script is not None else 0
     return {
+        "fewest_in_row": in_row,
         "lengths": ends, "loader": tuple(data.loader.items()), "data_cannot": cannot, "steps_grouped": data.steps_grouped,
     }  # fmt: skip
 

@@ -83,6 +83,7 @@ def expected(
     grouped: int = 1,
     *,
     flattened: bool = False,
+    per_row: float = 0.0,
 ) -> dict[str, float]:
     """Returns the tokens that a rank's optimizer step takes in on average over the data set, by name in `taken_in`.
 
@@ -97,9 +98,13 @@ def expected(
         changes: The candidate's settings of the data.
         grouped: Micro-batches among which the samples are sorted by length.
         flattened: The samples of a micro-batch are one row, without padding.
+        per_row: Samples of a row on average, where rows are packed beforehand.
     """
     known = lengths.cut(known, int(str(changes["max_length"]))) if "max_length" in changes else known
     rows = _rows(seen)
+    if per_row:
+        found = _expected_packed(known, rows, per_row, accumulation)
+        return found and {"samples": per_row * accumulation, **found}
     if changes.get("token_budget"):
         return _expected_of_budget(known, seen, micro, accumulation, changes)
     if flattened:
@@ -136,7 +141,7 @@ def _expected_of_budget(
     return {name: accumulation * each for name, each in found.items()}
 
 
-def _expected_packed(known: lengths.Table, rows: np.ndarray, micro: int, accumulation: int) -> dict[str, float]:
+def _expected_packed(known: lengths.Table, rows: np.ndarray, micro: float, accumulation: int) -> dict[str, float]:
     """The same of batches in one row, if their lengths may be sums of samples of the known lengths."""
     if len(known) < 2 or len(rows) < 2:
         return {}

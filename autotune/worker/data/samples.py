@@ -147,6 +147,12 @@ def size_of(sample: Any) -> int:
     return max((size for _, shape, _ in _fields(sample if named is None else named, "") for size in shape), default=0)
 
 
+def samples_in(batch: Any) -> int | None:
+    """Returns the samples of a packed batch, by its positions that begin anew; None without any."""
+    positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
+    return int((positions == 0).sum()) if isinstance(positions, Tensor) else None
+
+
 def _is_row(value: Any) -> bool:
     return (isinstance(value, Tensor) and value.dim() == 1) or (
         isinstance(value, list) and bool(value) and isinstance(value[0], int)

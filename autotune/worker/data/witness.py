@@ -12,6 +12,9 @@ from autotune.space.deepspeed import Scalar
 from autotune.worker.data.change import arguments_of
 from autotune.worker.data.separation import why_mixed
 
+# Share by which the mean samples of a row may differ from those of the micro-batch that it stands for.
+MOST_OFF = 0.05
+
 
 class Watch:
     """What the loader of a trial shows.
@@ -22,6 +25,9 @@ class Watch:
         lengths: Of the micro-batches so far: the lengths of the rows, and the length that they are padded to.
         rows: Returns the rows and the samples of the micro-batches so far.
         row: The arguments of the latest forward of a packed row, and its tokens; None where none was seen.
+        row_tokens: Tokens that a framework packs into a row at most; 0 where it packs none.
+        per_row: Samples of such a row, on average over the data set.
+        micro_batch_size: Samples of a micro-batch, as it was asked for.
         accumulation: Micro-batches of a step.
         grouped: Micro-batches among which the samples are sorted by length.
     """
@@ -32,7 +38,8 @@ class Watch:
         self.lengths: Sequence[tuple[Tensor | list[int], int]] = ()
         self.rows: Callable[[], set[tuple[int, int | None]]] = set
         self.row: Callable[[], tuple[tuple[Any, ...], Mapping[str, Any], Tensor] | None] = lambda: None
-        self.accumulation = self.grouped = 1
+        self.row_tokens, self.per_row = 0, 0.0
+        self.accumulation = self.grouped = self.micro_batch_size = 1
 
 
 watch = Watch()
@@ -40,8 +47,8 @@ watch = Watch()
 
 def witness(name: str) -> Callable[[Any, Scalar], str | None]:
     """Returns the witness of a setting; it says why the setting did not act, or nothing where it did."""
-    if name == "packing":
-        return _packed
+    if name in ("packing", "token_budget"):
+        return _packed if name == "packing" else _of_budget
     return lambda _engine, value: _WITNESSES.get(name, _of_loader(name))(value)
 
 
@@ -74,7 +81,12 @@ def _packed(engine: Any, value: Scalar) -> str | None:
         raise KeyError("no batch of several samples was seen")
     if rows != {1}:
         return f"batches have {max(rows)} rows"
-    row, watch.row = watch.row(), lambda: None  # asked once
+    return _mixed(engine)
+
+
+def _mixed(engine: Any) -> str | None:
+    """Says why the samples of a row are not kept apart; it is looked at once."""
+    row, watch.row = watch.row(), lambda: None
     return why_mixed(engine.module, *row) if row is not None else None
 
 
@@ -89,7 +101,20 @@ def _grouped(value: Scalar) -> str | None:
     )
 
 
-def _of_budget(value: Scalar) -> str | None:
+def _in_rows(micro_batch_size: int) -> str | None:
+    """Says why TRL's packing did not make rows of a micro-batch's samples each."""
+    if any(rows != 1 for rows, _ in watch.rows()) or max(width for _, width in _seen()) > watch.row_tokens:
+        return f"batches are no rows of up to {watch.row_tokens:,} tokens"
+    if abs(watch.per_row / micro_batch_size - 1) > MOST_OFF:
+        return (
+            f"rows of {watch.row_tokens:,} tokens hold {watch.per_row:.1f} samples on average, not {micro_batch_size}"
+        )
+    return None
+
+
+def _of_budget(engine: Any, value: Scalar) -> str | None:
+    if watch.row_tokens:
+        return _in_rows(watch.micro_batch_size) or _mixed(engine)
     budget = watch.loader.token_budget if watch.loader is not None else 0
     if not watch.lengths and len({samples for _, samples in watch.rows()}) > 1:
         return None  # nothing tells tokens, but batches are of no one number of samples
@@ -113,5 +138,4 @@ def _seen() -> Sequence[tuple[Tensor | list[int], int]]:
 
 _WITNESSES: dict[str, Callable[[Scalar], str | None]] = {
     "max_length": _max_length, "pad_to_multiple_of": _multiple, "group_by_length": _grouped,
-    "token_budget": _of_budget,
 }  # fmt: skip

@@ -154,8 +154,9 @@ def rows_of(batch: Any) -> int:
 
 
 def size_of(batch: Any) -> int:
-    """Returns the elements of all tensors of a batch."""
-    return sum(tensor.numel() for tensor in tensors_in(batch))
+    """Returns the elements of all tensors of a batch, without those of one dimension, such as where packed samples end."""
+    tensors = list(tensors_in(batch))
+    return sum(tensor.numel() for tensor in [one for one in tensors if one.dim() > 1] or tensors)
 
 
 def length_in(shape: tuple[int, ...], samples: int) -> int:

@@ -100,6 +100,8 @@ class BatchObserver:
     Attributes:
         last: The latest optimizer step.
         uneven: The argument; a probe sets it when it finds that they vary.
+        row: The latest row that may hold several samples: the arguments of its forward, and its tokens.
+        keeps_row: Rows are noted; not while steps are timed.
     """
 
     def __init__(self, engine: Any, *, forgiving: bool = False, uneven: bool = False, shards: int = 1) -> None:
@@ -128,8 +130,8 @@ class BatchObserver:
         self._draws_vary, self._ends_said = False, 0
         # Of each micro-batch: the lengths of its rows, and the length that they are padded to.
         self.lengths: list[tuple[Tensor | list[int], int]] = []
-        # The latest row that may hold several samples.
         self.row: tuple[tuple[Any, ...], Mapping[str, Any], Tensor] | None = None
+        self.keeps_row = True
         self._padding = padding_id(getattr(engine, "module", None))
         engine.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
@@ -159,7 +161,8 @@ class BatchObserver:
         self._elements += sum(one.numel() for one in tensors_in((args, dict(kwargs))))
         is_text = tensor is not None and len(shape) == 2 and tensor.dtype in (torch.int64, torch.int32)
         tokens = self._tokens_of(tensor, args, kwargs) if tensor is not None and is_text else (0, 0)
-        self.row = (args, kwargs, tensor) if tensor is not None and is_text and shape[0] == 1 else None
+        if self.keeps_row and tensor is not None and is_text:
+            self.row = (args, kwargs, tensor) if shape[0] == 1 else None
         for i in range(0 if self._fresh else 1, 2):
             self._tokens[i], self._real_tokens[i] = self._tokens[i] + tokens[0], self._real_tokens[i] + tokens[1]
         if self._fresh:

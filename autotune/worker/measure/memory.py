@@ -52,14 +52,13 @@ class Memory:
         self._reset()
 
     def read_exactly(self) -> None:
-        """Has what is freed from now on, on a CPU, handed back at once, so that peaks are those of memory in use.
+        """On a CPU: has what is freed from now on handed back at once, so that peaks are those of memory in use.
 
         Phases that come again are read anew. Steps are slower for it, so those that are timed come before.
         """
         self.enter("")
-        if self.on_cpu:
-            malloc.keep_none()
-            self._replaced = set(self.peaks) - {"initialize"}
+        malloc.keep_none()
+        self._replaced = set(self.peaks) - {"initialize"}
 
     def finish(self) -> dict[str, int]:
         """Ends the last phase; returns peak bytes by phase."""

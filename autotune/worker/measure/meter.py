@@ -58,11 +58,13 @@ class Meter:
         self._concluded = False
         watch.lengths, watch.rows, watch.row = batches.lengths, batches.rows, lambda: batches.row
         watch.accumulation = self.candidate.gradient_accumulation_steps
+        watch.micro_batch_size = self.candidate.micro_batch_size
         memory.enter("first_step")
 
     def begin(self) -> None:
         """Ends the warm-up: from here on steps are timed and memory is that of the steady state."""
         self.check_applied()
+        self.batches.row, self.batches.keeps_row = None, False
         self.memory.enter("steady")
         if self.request.rivals:
             self.ledger.peak_bytes = self._highest_peak()
@@ -108,7 +110,7 @@ class Meter:
         self.report.lengths = {} if self.batches.flattened else padding.histogram(seen)
         own = padding.expected(
             () if unknown else self.request.lengths, seen, candidate.micro_batch_size, candidate.gradient_accumulation_steps,
-            candidate.data_changes, watch.grouped, flattened=self.batches.flattened,
+            candidate.data_changes, watch.grouped, flattened=self.batches.flattened, per_row=watch.per_row,
         )  # fmt: skip
         self.report.expected = {name: each * self.data_parallel for name, each in own.items()}
 

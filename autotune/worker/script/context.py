@@ -13,6 +13,7 @@ from autotune.errors import UserError
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import OWNED_PATHS, DsConfig
 from autotune.trial.request import TailCheck, TrialRequest
+from autotune.trial.workload import DataShape
 from autotune.worker import rank
 from autotune.worker.containers import tensors_in, to_device
 from autotune.worker.measure.memory import Memory
@@ -49,7 +50,7 @@ class ScriptContext:
         feed_worst: Makes its loaders yield the worst batch from now on; returns that batch, None where none was drawn.
         latest_loader: Returns the iterator of its DataLoader; None without one.
         steps_grouped: Optimizer steps whose samples are sorted together where samples are grouped by length.
-        data_by_framework: Settings of the data that a framework's own arguments carry, and the change in words.
+        data_by_framework: Settings of the data that a framework's own arguments carry, and the changes in words.
         data_limits: Returns the settings of the data that cannot be followed, each with the reason, as a framework
             corrects those of its DataLoader.
     """
@@ -73,15 +74,22 @@ class ScriptContext:
         self.feed_worst: Callable[[TailCheck], Any] = lambda _: None
         self.latest_loader: Callable[[], Any] = lambda: None
         self.steps_grouped = 1
-        self.data_by_framework: dict[str, str] = {}
-        self.data_limits: Callable[[dict[str, str]], dict[str, str]] = dict
+        self.data_by_framework: dict[str, list[str]] = {}
+        self.data_limits: Callable[[dict[str, str], DataShape | None], dict[str, str]] = lambda found, _: found
 
     def value(self, field: str) -> tuple[int, int] | None:
         """Returns a field's value in the untouched script and in the candidate; None if equal or set by the user."""
         if self.candidate is None or field in self.script.carried:
             return None
         was, wanted = getattr(self.script, field), getattr(self.candidate, field)
+        if field == "micro_batch_size" and self.in_rows:
+            wanted = 1
         return (was, wanted) if was and was != wanted else None
+
+    @property
+    def in_rows(self) -> bool:
+        """Returns whether the candidate has a token budget: a framework packs the samples of a micro-batch into one row."""
+        return self.candidate is not None and "token_budget" in self.candidate.data_changes
 
     def drawn(self) -> tuple[int, int] | None:
         """Returns the samples that a loader draws at once, in the untouched script and in the candidate; None if equal.

@@ -13,7 +13,7 @@ from autotune.space import data
 from autotune.trial.request import TailCheck
 from autotune.worker.data import change as change_data
 from autotune.worker.data import worst
-from autotune.worker.data.samples import is_map_style
+from autotune.worker.data.samples import is_map_style, samples_in
 from autotune.worker.data.witness import watch
 from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.patching import patch, users_caller
@@ -63,8 +63,10 @@ class Loaders:
         except Exception as error:
             if not check.length:
                 raise
-            why = f"longer samples cannot be collated ({type(error).__name__}: {error})"
-            self._context.once(f"--max-length was not tried: {why}")
+            meter = self._context.meter
+            packs = meter is not None and meter.batches.flattened
+            why = "the script packs rows of its own length" if packs else f"the script collates none: {error}"
+            self._context.once(f"longer samples were not tried (--max-length): {why}")
             return worst.batch_of(iterator._dataset, iterator._collate_fn, check.longest_at, n, 0)
 
     def install(self) -> None:
@@ -98,8 +100,9 @@ class Loaders:
         changes = self._context.candidate.data_changes if self._context.candidate is not None else {}
         for name, value in changes.items():
             # A loader of the script's own does not look at what its framework was told.
-            carried = "" if place else self._context.data_by_framework.get(name)
-            self._context.changed(carried or data.in_words(name, value))
+            carried = [] if place else self._context.data_by_framework.get(name, [])
+            for words in carried or [data.in_words(name, value)]:
+                self._context.changed(words)
         change_data.apply_to(bound.arguments, {
             name: value for name, value in changes.items()
             if place or name in data.OF_LOADER or name not in self._context.data_by_framework
@@ -127,8 +130,12 @@ class Loaders:
         queue = iterator.__dict__.get("_autotune_draws")
         n_samples = queue.popleft() if queue else None
         batch = self._noted(iterator, batch)
+        in_rows = self._context.in_rows and iterator is self.trained
+        if in_rows:
+            n_samples = samples_in(batch)
         if meter is not None:
-            meter.batches.drew(n_samples, batch, varies=_vary(iterator, n_samples) and iterator is self.trained)
+            varies = in_rows or (_vary(iterator, n_samples) and iterator is self.trained)
+            meter.batches.drew(n_samples, batch, varies=varies)
         return batch
 
     def _noted(self, iterator: Any, batch: Any) -> Any:

@@ -118,14 +118,19 @@ def _data(context: ScriptContext, meter: Meter) -> DataShape | None:
         return replace(batches, cannot=change.why_not(None, list, None, mapped=False, loader=False))
     dataset, collate = iterator._dataset, iterator._collate_fn
     mapped = samples.is_map_style(dataset) and iterator._auto_collation
-    cannot = context.data_limits(change.why_not(dataset, collate, meter.engine.module, mapped=mapped, loader=True))
-    read = samples.describe(dataset, cannot, collate) if mapped else None
+    read = samples.describe(dataset, {}, collate) if mapped else None
+    of_loader = change.why_not(dataset, collate, meter.engine.module, mapped=mapped, loader=True)
+    cannot = context.data_limits(of_loader, read)
     if read is None:
         known = () if meter.batches.flattened else meter.batches.lengths
         seen = [int(n) for rows, _ in known for n in torch.as_tensor(rows).tolist()]
-        read = replace(batches, cannot=cannot, table=lengths.table(seen) if seen else ())
+        read = replace(batches, table=lengths.table(seen) if seen else ())
     return replace(
-        read, fields=batches.fields, loader=change.arguments_of(iterator), steps_grouped=context.steps_grouped
+        read,
+        fields=batches.fields,
+        cannot=cannot,
+        loader=change.arguments_of(iterator),
+        steps_grouped=context.steps_grouped,
     )
 
 

@@ -54,7 +54,7 @@ class StepHooks:
     def attach(self, engine: Any, prepared: PreparedModel) -> None:
         """Starts to measure an engine."""
         context, self._prepared = self._context, prepared
-        uneven = context.script.uneven
+        uneven = context.script.uneven or context.in_rows
         batches = BatchObserver(engine, forgiving=not uneven, uneven=uneven)
         meter = Meter(
             context.recorder, context.request, engine, batches, context.memory, prepared.watch, prepared.noise,

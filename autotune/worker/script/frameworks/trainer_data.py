@@ -9,17 +9,17 @@ from typing import Any
 
 from autotune.space.data import TRAINER_ARGUMENTS
 from autotune.space.deepspeed import Scalar
+from autotune.trial.workload import DataShape
 from autotune.worker.data.samples import is_map_style
 from autotune.worker.data.witness import watch
 from autotune.worker.script.context import ScriptContext
+from autotune.worker.script.frameworks import trl_packing
 from autotune.worker.script.patching import after_import, patch_everywhere
 
 GROUPED = "group_by_length"
 # Steps whose samples its sampler sorts together.
 STEPS_GROUPED = 50
-# Arguments of TRL's SFTConfig for the length that samples are cut to, by version, and for packing.
-LENGTH_ARGUMENTS, PACKING = ("max_length", "max_seq_length"), "packing"
-MULTIPLE = "pad_to_multiple_of"
+MULTIPLE, BUDGET = "pad_to_multiple_of", "token_budget"
 
 
 class TrainerData:
@@ -42,13 +42,17 @@ class TrainerData:
     def begin(self, trainer: Any) -> None:
         """Notes the Trainer that trains."""
         self._trainer, self._context.steps_grouped = trainer, STEPS_GROUPED
+        if watch.row_tokens:
+            watch.per_row = trl_packing.samples_per_row(trainer)
 
     def prepare(self, arguments: Any) -> None:
         """Sets a Trainer's arguments as the candidate asks, before it derives anything from them."""
         changes = self._context.candidate.data_changes if self._context.candidate is not None else {}
         for name, value in changes.items():
-            for argument, wanted in _arguments_of(arguments, name, value).items():
-                self._set(arguments, name, argument, wanted)
+            wanted = self._rows(arguments) if name == BUDGET else _arguments_of(arguments, name, value)
+            self._context.data_by_framework |= {name: []} if wanted else {}
+            for argument, each in wanted.items():
+                self._set(arguments, name, argument, each)
         if changes and not arguments.dataloader_num_workers:  # refused without workers
             arguments.dataloader_prefetch_factor, arguments.dataloader_persistent_workers = None, False
 
@@ -56,10 +60,23 @@ class TrainerData:
         was = getattr(arguments, argument)
         setattr(arguments, argument, wanted)
         kind = "TrainingArguments" if name in TRAINER_ARGUMENTS else "Data"
-        self._context.data_by_framework[name] = f"{kind}: `--{argument} {wanted}` instead of {was}."
+        self._context.data_by_framework[name].append(f"{kind}: `--{argument} {wanted}` instead of {was}.")
 
-    def limits(self, found: dict[str, str]) -> dict[str, str]:
-        """Returns the settings of the data that cannot be followed, as the Trainer corrects those of its DataLoader."""
+    def _rows(self, arguments: Any) -> dict[str, Scalar]:
+        """Returns the arguments of TRL's packing, for rows that hold a micro-batch's samples on average."""
+        context = self._context
+        if context.candidate is None or not hasattr(arguments, trl_packing.STRATEGY):
+            return {}
+        watch.row_tokens = trl_packing.row_tokens(context.request.lengths, context.candidate.micro_batch_size)
+        return trl_packing.in_rows(arguments, watch.row_tokens)
+
+    def limits(self, found: dict[str, str], data: DataShape | None) -> dict[str, str]:
+        """Returns the settings of the data that cannot be followed, as the Trainer corrects those of its DataLoader.
+
+        Args:
+            found: Those of its DataLoader, each with the reason.
+            data: The shape of the data set; None where it could not be read.
+        """
         if self._trainer is None:
             return found
         arguments = self._trainer.args
@@ -68,7 +85,14 @@ class TrainerData:
             found.pop(MULTIPLE, None)
         if why := self._why_not_grouped():
             found[GROUPED] = why
-        return found | _of_own_packing(arguments)
+        no_rows = trl_packing.why_not(self._trainer, data)
+        if no_rows is not None:
+            found[BUDGET] = found.get("packing") or no_rows or self._why_no_rows()
+        return {name: why for name, why in (found | trl_packing.of_own(arguments)).items() if why}
+
+    def _why_no_rows(self) -> str:
+        carried = "micro_batch_size" in self._context.script.carried
+        return "a row is a micro-batch of its own, and the command states the micro-batch" if carried else ""
 
     def _why_not_grouped(self) -> str:
         """Why the Trainer's own sampler would not group samples by length; empty if it would."""
@@ -106,19 +130,6 @@ class TrainerData:
         return _shuffled(indices, batch_size * context.request.world_size)
 
 
-def _of_own_packing(arguments: Any) -> dict[str, str]:
-    """Returns the settings of the data that TRL's own packing rules out, each with the reason."""
-    if getattr(arguments, PACKING, False) is True:
-        packed = f"the script packs its samples already (`{PACKING}=True`)"
-        length = "the length of the rows decides how many samples a step holds; set it in the script"
-        return dict.fromkeys((PACKING, GROUPED, MULTIPLE), packed) | {"max_length": f"{packed}; {length}"}
-    if getattr(arguments, "padding_free", False) is True:
-        free = "batches have no padding (`padding_free=True`)"
-        cut = "TRL cuts no samples for `padding_free=True`; cut them before the trainer gets them"
-        return dict.fromkeys((PACKING, GROUPED, MULTIPLE), free) | {"max_length": cut}
-    return {}
-
-
 def _shuffled(indices: list[int], size: int) -> list[int]:
     """Returns whole blocks of a list in random order, the same on all ranks; the rest stays last."""
     whole = len(indices) // size * size
@@ -135,8 +146,8 @@ def _arguments_of(arguments: Any, name: str, value: Scalar) -> dict[str, Scalar]
             {"train_sampling_strategy": GROUPED} if hasattr(arguments, "train_sampling_strategy") else {GROUPED: True}
         )
     prepared = not (getattr(arguments, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
-    if name == "max_length" and hasattr(arguments, PACKING) and prepared:
-        return {argument: value for argument in LENGTH_ARGUMENTS if hasattr(arguments, argument)}
+    if name == "max_length" and hasattr(arguments, trl_packing.PACKING) and prepared:
+        return trl_packing.length_arguments(arguments, int(str(value)))
     if name == MULTIPLE and hasattr(arguments, name):
         return {name: value}
     argument = TRAINER_ARGUMENTS.get(name, "")

@@ -23,3 +23,21 @@ def test_rows_that_trl_packs_are_counted_as_samples_without_padding_up_to_the_wo
     assert result.tail["length"] == 128 and result.tail["samples"] == result.observed.loader_batch_size == 4
     assert result.taken_in["real_tokens"] == result.taken_in["tokens"] and not result.lengths
     assert result.expected["tokens"] == pytest.approx(result.observed.tokens_per_step, rel=0.05)
+
+
+def test_a_token_budget_is_trls_packing_with_as_many_samples_a_step_on_average(bench):
+    found = bench.plan("trl_sft.py", "--max_length", "128", "--per_device_train_batch_size", "8")
+    data, cannot = found.workload.data, dict(found.setting.data_cannot)
+    assert not {"packing", "token_budget", "max_length", "pad_to_multiple_of"} & set(cannot)
+    mean = sum(length * n for length, n in data.table) / data.n_seen
+    result = bench.measure(
+        found, steps=8, tail=TailCheck(longest_at=data.longest_at), lengths=data.table, zero_stage=2,
+        config=(("data.token_budget", True),), changed_from={"data.token_budget": None},
+    )  # fmt: skip
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    said, tokens = " ".join(result.side_changes), round(8 * mean)
+    for flag in ("--packing True", f"--max_length {tokens}", "--per_device_train_batch_size 1"):
+        assert f"`{flag}` instead of" in said
+    assert result.observed.samples_per_step == 8 == pytest.approx(result.expected["samples"], rel=0.05)
+    assert result.taken_in["tokens"] == result.taken_in["real_tokens"] and len(set(result.taken_in["samples"])) > 1
+    assert result.tail["length"] == tokens and result.expected["tokens"] == pytest.approx(tokens, rel=0.05)

@@ -440,7 +440,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "executor_overhead": ("python benchmarks/overhead.py executors", executor_overhead),
     "coordinators": ("python benchmarks/coordinators.py --seconds 5", coordinators),
     "estimates": ("python benchmarks/estimates.py", estimates),
-    "stopping": ("python benchmarks/stopping.py --seeds 5", stopping),
+    "stopping": ("python benchmarks/stopping.py --seeds 10", stopping),
     "retune": ("python benchmarks/retune.py --seeds 3", retune),
     "chaos": ("python tests/support/chaos.py", chaos),
     "outages": ("python tests/support/outages.py slurm", outages),

@@ -76,6 +76,7 @@ PARTS: dict[str, Part] = {
     "fp16": Part(label="fp16 support", touches=MEMORY, opens=True),
     "driver": Part(label="device driver"),
     "cuda": Part(label="CUDA"),
+    "rocm": Part(label="ROCm"),
     "nccl": Part(label="NCCL", touches=(*SHARDING, *BATCH)),
     "torch": Part(label="torch", differs=_version_differs),
     "deepspeed": Part(label="DeepSpeed", touches=(*SHARDING, *NUMERICS, *BATCH), differs=_version_differs),

@@ -126,7 +126,8 @@ def versions(*, cuda: bool) -> dict[str, str]:
 
     found = {"python": platform.python_version(), "torch": torch.__version__, "deepspeed": deepspeed.__version__}
     if cuda:
-        found |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        name, version = ("rocm", torch.version.hip) if torch.version.hip else ("cuda", torch.version.cuda)
+        found |= {name: str(version), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
         found |= {"driver": driver} if (driver := driver_version()) else {}
     return found
 

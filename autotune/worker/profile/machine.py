@@ -62,14 +62,16 @@ def measure_machine(recorder: Recorder, request: TrialRequest, rank: int, listen
     # First, since its memory is counted from the rank's start.
     workspace, kernels = _host_memory(request, memory.start_bytes) if memory.on_cpu else (0.0, 0.0)
     caveats: list[str] = []
-    products = (
-        _products(device, caveats)
+    kind = _sizes(device)
+    names, sizes = (
+        ([*TYPES, *(["tf32"] if device.type == "cuda" else [])], MATRICES[kind])
         if at_length
-        else {name: (MATRIX[_sizes(device)], _product(device, name)) for name in QUICK_TYPES[_sizes(device)]}
+        else (QUICK_TYPES[kind], (MATRIX[kind],))
     )
+    products = _products(device, names, sizes, caveats)
     links = _links(device, request.world_size, at_length=at_length)
     flops = {name: rate for name, (_, rate) in products.items() if name in TYPES}
-    sixteen = flops["bf16"]
+    sixteen = flops.get("bf16", flops.get("fp16", flops["fp32"]))  # old devices multiply in no bf16
     flops = {"fp16": sixteen, "torch_autocast": sixteen, "torch_autocast_fp16": flops.get("fp16", sixteen)} | flops
     machine = _machine(device, request.world_size, flops, links, workspace, kernels)
     if not at_length:
@@ -127,23 +129,24 @@ def _machine(
     )
 
 
-def _product(device: torch.device, name: str, n: int = 0) -> float:
+def _product(device: torch.device, name: str, n: int) -> float:
     """Returns the FLOP/s of a square product, the mean over the ranks."""
-    n = n or MATRIX[_sizes(device)]
     a, b = (torch.randn(n, n, device=device).to(TYPES[name.removeprefix("tf32") or "fp32"]) for _ in range(2))
     return _agreed(2.0 * n**3 / _best(lambda: a @ b, device), device)
 
 
-def _products(device: torch.device, caveats: list[str]) -> dict[str, tuple[int, float]]:
-    """Returns size and rate of the fastest product of each type; on a GPU also of tf32."""
+def _products(
+    device: torch.device, names: Sequence[str], sizes: Sequence[int], caveats: list[str]
+) -> dict[str, tuple[int, float]]:
+    """Returns size and rate of the fastest product of each type that the device multiplies in."""
     found: dict[str, tuple[int, float]] = {}
-    for name in [*TYPES, *(["tf32"] if device.type == "cuda" else [])]:
+    for name in names:
         torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
-        for n in MATRICES[_sizes(device)]:
+        for n in sizes:
             try:
                 rate = _product(device, name, n)
             except RuntimeError as error:
-                if n == MATRICES[_sizes(device)][0]:
+                if n == sizes[0]:
                     caveats.append(f"no matrix product in {name}: {str(error).splitlines()[0]}")
                 break
             if rate > found.get(name, (0, 0.0))[1]:

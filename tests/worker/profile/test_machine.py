@@ -5,6 +5,7 @@ import torch
 
 from autotune.trial.folder import TrialDir, read_record
 from autotune.trial.links import Probe
+from autotune.trial.profile import Machine
 from autotune.trial.request import TrialRequest
 from autotune.worker.measure.memory import Memory
 from autotune.worker.measure.recorder import Recorder
@@ -22,8 +23,29 @@ def alone(monkeypatch):
     for name, value in {"BUDGET_S": 0.01, "LOADER_S": 0.0, "LOADER_WORKERS": (0,)}.items():
         monkeypatch.setattr(machine, name, value)
     monkeypatch.setitem(machine.MATRICES, "cpu", (16, 32))
+    monkeypatch.setitem(machine.MATRIX, "cpu", 16)
     for sizes in (machine.COPIED_BYTES, machine.OPTIMISED):
         monkeypatch.setitem(sizes, "cpu", 1 << 12)
+
+
+@pytest.mark.parametrize("mode", ["rates", "machine"])
+def test_a_device_that_multiplies_in_no_bf16_has_all_other_rates(alone, monkeypatch, tmp_path, mode):
+    product = machine._product
+
+    def without(device, name, n):
+        if name == "bf16":
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx`")
+        return product(device, name, n)
+
+    monkeypatch.setattr(machine, "_product", without)
+    request = TrialRequest(target="", world_size=1, mode=mode)
+    machine.measure_machine(Recorder(TrialDir(tmp_path), 0), request, 0, -1)
+    if mode == "rates":
+        rates = read_record(TrialDir(tmp_path).machine, Machine).flops
+        assert rates["torch_autocast"] == rates["fp32"] > 0 and "bf16" not in rates
+    else:
+        probe = read_record(TrialDir(tmp_path).probe, Probe)
+        assert probe.machine.flops["torch_autocast"] > 0 and "no matrix product in bf16" in probe.caveats[0]
 
 
 def test_a_probe_holds_every_rate_and_names_the_processor(alone, tmp_path):

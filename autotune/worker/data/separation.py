@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,13 +17,13 @@ from autotune.worker.containers import map_tensors, tensors_in
 ROUNDING = 0.02
 
 
-def why_mixed(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: Tensor) -> str | None:
+def why_mixed(engine: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: Tensor) -> str | None:
     """Returns why the samples of packed rows are not kept apart; None where they are. All ranks take part.
 
     The row goes forward twice, with other tokens in its first sample, and the outputs of the others are compared.
 
     Args:
-        module: The model.
+        engine: The DeepSpeed engine.
         args: Positional arguments of its latest forward.
         kwargs: The named ones.
         tokens: The tensor among them that holds the row.
@@ -29,7 +31,8 @@ def why_mixed(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tok
     second, n = _second(args, kwargs, tuple(tokens.shape)), tokens.shape[1]
     other = tokens.clone()
     other[:, :second] = tokens.flip(1)[:, :second]
-    own, changed = (_outputs(module, args, kwargs, tokens, row) for row in (tokens, other))
+    with _arithmetic(engine):
+        own, changed = (_outputs(engine.module, args, kwargs, tokens, row) for row in (tokens, other))
     apart = torch.zeros((), device=tokens.device)
     for one, two in zip(own, changed, strict=True):
         per_token = one.dim() > 1 and one.shape[0] == 1 and one.shape[1] in (n, n - 1)  # a loss leaves the last one out
@@ -55,6 +58,13 @@ def _second(args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: tuple[int, 
         if int(tensor[0, 0]) == 0 and bool(begins.any()) and bool((begins | (steps == 1)).all()):
             return int(begins.int().argmax()) + 1
     return 0
+
+
+def _arithmetic(engine: Any) -> AbstractContextManager[Any]:
+    """Returns the context of autocasting in which an engine's forward runs."""
+    if not getattr(engine, "torch_autocast_enabled", bool)():
+        return contextlib.nullcontext()
+    return torch.autocast(torch.device(engine.device).type, dtype=engine.torch_autocast_dtype())
 
 
 def _outputs(module: Any, args: Any, kwargs: Any, tokens: Tensor, row: Tensor) -> list[Tensor]:

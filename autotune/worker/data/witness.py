@@ -87,7 +87,7 @@ def _packed(engine: Any, value: Scalar) -> str | None:
 def _mixed(engine: Any) -> str | None:
     """Says why the samples of a row are not kept apart; it is looked at once."""
     row, watch.row = watch.row(), lambda: None
-    return why_mixed(engine.module, *row) if row is not None else None
+    return why_mixed(engine, *row) if row is not None else None
 
 
 def _grouped(value: Scalar) -> str | None:

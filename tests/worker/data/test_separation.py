@@ -1,5 +1,7 @@
 """Whether the samples of a packed row are kept apart by the model that trains on them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -23,16 +25,20 @@ class Sums(nn.Module):
         return {"logits": self.drop(allowed.tril().float() @ input_ids.float()[..., None]), "loss": torch.zeros(())}
 
 
+def engine(*, apart):
+    return SimpleNamespace(module=Sums(apart=apart))
+
+
 @pytest.mark.parametrize("by_name", [True, False])
 def test_a_model_whose_samples_see_one_another_in_a_row_is_told(by_name):
     args, kwargs = ((), {"input_ids": TOKENS, "position_ids": POSITIONS}) if by_name else ((TOKENS, POSITIONS), {})
-    assert "see one another" in why_mixed(Sums(apart=False), args, kwargs, TOKENS)
-    assert why_mixed(Sums(apart=True), args, kwargs, TOKENS) is None
+    assert "see one another" in why_mixed(engine(apart=False), args, kwargs, TOKENS)
+    assert why_mixed(engine(apart=True), args, kwargs, TOKENS) is None
 
 
 def test_a_row_of_one_sample_tells_nothing():
     kwargs = {"input_ids": TOKENS, "position_ids": torch.arange(6)[None]}
-    assert why_mixed(Sums(apart=False), (), kwargs, TOKENS) is None
+    assert why_mixed(engine(apart=False), (), kwargs, TOKENS) is None
 
 
 def test_packing_did_not_act_where_samples_are_mixed(monkeypatch):
@@ -40,6 +46,4 @@ def test_packing_did_not_act_where_samples_are_mixed(monkeypatch):
     monkeypatch.setattr(witness.watch, "rows", lambda: {(1, 2)})
     for apart in (True, False):
         monkeypatch.setattr(witness.watch, "row", lambda: ((), kwargs, TOKENS))
-        engine = nn.Module()
-        engine.module = Sums(apart=apart)
-        assert (witness.witness("packing")(engine, True) is None) is apart
+        assert (witness.witness("packing")(engine(apart=apart), True) is None) is apart

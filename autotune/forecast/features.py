@@ -22,8 +22,8 @@ MOST_LEVELS = 5
 MICRO_SD, BEND_SD, ACCUMULATION_SD, LEVEL_SD, SLOPE_SD = 0.15, 0.02, 0.1, 0.3, 0.15
 # Kernels work in tiles: a micro-batch that is odd, or no multiple of 8, may cost more than its samples say.
 TILE_SD = 0.15
-# What each micro-batch and number of micro-steps has of its own: no curve shows which sizes a machine likes. Knobs with
-# more sizes than this have none.
+# Deviation of each micro-batch and number of micro-steps from any curve: machines like some sizes. Knobs with more sizes
+# than this have none.
 SIZE_SD, MOST_SIZES = 0.15, 16
 MEMORY_SHRINK = 0.6
 # A change of level is as far as a few doublings of the batch.
@@ -150,36 +150,27 @@ class FeatureTable:
         )
         if first:
             self.time, self.memory, self.samples, self.batch, self.present = time, memory, samples, batch, present
-            n_levels, n_slopes, n_sizes = present.shape[1], slopes.shape[1], sum(map(len, self.sizes.values()))
-            self.time_sd = np.array(
-                [
-                    said.time_scale_sd,
-                    MICRO_SD,
-                    BEND_SD,
-                    ACCUMULATION_SD,
-                    TILE_SD,
-                    TILE_SD,
-                    *[LEVEL_SD] * n_levels,
-                    *[SLOPE_SD] * n_slopes,
-                    *[SLOPE_SD / 2] * n_slopes,
-                    *[SIZE_SD] * n_sizes,
-                ]
-            )
-            self.time_sd[1:] *= said.doubt  # how fast the machine is as a whole stays open
-            self.memory_sd = self.time_sd * MEMORY_SHRINK
-            self.memory_sd[len(self.time_sd) - n_sizes :] = 0.0  # no size of a batch takes less than a smaller one
-            self.samples_spread = np.full(2, said.samples_spread)
-            self.memory_sd[0] = said.memory_scale_sd
-            self.samples_sd = np.array([0.0, *[0.03] * n_levels])
-            self.time_spread, self.memory_spread = (
-                np.asarray(said.time_spread, float),
-                np.asarray(said.memory_spread, float),
-            )
+            self._set_deviations(said, present.shape[1], slopes.shape[1])
             return
         self.time, self.memory, self.samples = (
             joined(pair) for pair in ((self.time, time), (self.memory, memory), (self.samples, samples))
         )
         self.batch, self.present = np.concatenate([self.batch, batch]), np.vstack([self.present, present])
+
+    def _set_deviations(self, said: PriorPrediction, n_levels: int, n_slopes: int) -> None:
+        """Sets the prior standard deviations of all coefficients."""
+        n_sizes = sum(map(len, self.sizes.values()))
+        common = [said.time_scale_sd, MICRO_SD, BEND_SD, ACCUMULATION_SD, TILE_SD, TILE_SD]
+        levels, slopes = [LEVEL_SD] * n_levels, [SLOPE_SD] * n_slopes + [SLOPE_SD / 2] * n_slopes
+        self.time_sd = np.array(common + levels + slopes + [SIZE_SD] * n_sizes)
+        self.time_sd[1:] *= said.doubt  # how fast the machine is as a whole stays open
+        self.memory_sd = self.time_sd * MEMORY_SHRINK
+        self.memory_sd[len(self.time_sd) - n_sizes :] = 0.0  # no size of a batch takes less than a smaller one
+        self.memory_sd[0] = said.memory_scale_sd
+        self.samples_sd = np.array([0.0, *[0.03] * n_levels])
+        self.samples_spread = np.full(2, said.samples_spread)
+        self.time_spread = np.asarray(said.time_spread, float)
+        self.memory_spread = np.asarray(said.memory_spread, float)
 
     def _present(self, candidates: Sequence[Candidate]) -> Floats:
         table = np.zeros((len(candidates), len(self._level_columns)))

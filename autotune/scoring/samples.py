@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-# Standard deviations of the logarithm: the level, the curve over the batch, which is smooth over so many doublings
+# Standard deviations of the logarithm: the level, the curve over the batch, smooth over this number of doublings
 # (E_min (1 + B / B_noise), McCandlish et al., 1812.06162), and what other numerics change.
 LEVEL_SD, CURVE_SD, DOUBLINGS, NUMERICS_SD = 3.0, 1.0, 4.0, 0.1
 # What one trial's loss curve may be off by, before the trials say how much: median and standard deviation of the

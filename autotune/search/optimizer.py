@@ -41,7 +41,7 @@ LEADING = 5000
 ENOUGH_TRIALS, ENOUGH_COVERED = 8, 0.75
 # The loss of stopping: drawn so often, over this many candidates, if the best few measured ones are measured again.
 DRAWS, MOST_DRAWN, FINALISTS = 256, 250, 3
-# One trial in so many is for what must be tried before the model may be believed, while there is any.
+# Every third trial explores: it tries what the model does not know, while there is such a candidate.
 EXPLORE_EVERY = 3
 # What is expected to be this many times behind on every objective of time is tried once in a study, and no more.
 HOPELESS = 3.0
@@ -94,7 +94,7 @@ class Outlook:
             the best of those measured, the best few of which are measured again.
         next_gain: The same for the one candidate that promises most: what one more trial may gain.
         n_left: Candidates that were looked at and may be run.
-        explored: Whether no level of a knob that may be good is untried, and nothing that may be the best is unknown.
+        explored: Whether each level of a knob that may be good was tried, and each candidate that may be the best is known.
         n_ran: Trials that told a step time: that completed, or were stopped early.
         covered: Share of the step times that lie in their 90 % interval, each foretold from the other trials.
     """
@@ -346,7 +346,7 @@ class CandidateOptimizer:
             needed = exploration.needed(state, self.shares, rows, allowed, held)
             if needed.any():
                 return needed
-            # The front has had its turns by then; what is left may still change the answer.
+            # The front has had its turns by then; the trials that are left may still change the answer.
             if n_told >= 2 * cycle:
                 turn = cycle - 1
         if n_metrics > 1 and turn % 2 == 0:

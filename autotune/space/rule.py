@@ -37,7 +37,7 @@ class Setting:
         lengths: Lengths of the shortest and the longest sample; 0 where they are not known.
         loader: Arguments of the target's own DataLoader.
         data_cannot: Settings of the data that the target cannot follow, each with the reason.
-        fewest_in_row: Samples from which on a row of so many mean ones holds the longest whole; 0 where that is no matter.
+        fewest_in_row: Least samples of mean length whose tokens make a row that holds the longest sample; 0 where rows need not.
         steps_grouped: Optimizer steps whose samples are sorted together where samples are grouped by length.
         missing_ops: DeepSpeed's compiled ops that cannot be built, each with why and the remedy.
         heads: Attention heads of the model; 0 if unknown.

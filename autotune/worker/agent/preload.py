@@ -242,7 +242,7 @@ def _unsafe_to_fork(parts: Mapping[str, str]) -> str:
 
 
 def _start_device(parts: Mapping[str, str]) -> None:
-    """Starts the accelerator, in a process of its own: to count devices may be enough to start it."""
+    """Starts the accelerator in another process than the server: counting devices may be enough to start it."""
     os.environ.update(parts)
     import torch
     from deepspeed.accelerator import get_accelerator

@@ -12,12 +12,56 @@ from torch import Tensor, nn
 
 from autotune.space.deepspeed import Scalar
 from autotune.trial import lengths, token_budget
+from autotune.worker.containers import number_in
 from autotune.worker.data.samples import IGNORED, LENGTHS, real_mask
 
 # Rows are padded to the longest if they exceed it by less than this, and all of them together by less than this share.
 MOST_ROUNDED, MOST_EXCESS = 128, 0.25
 # Standard errors by which the lengths that were seen may differ from the data set's, and a share besides.
 WITHIN_SDS, WITHIN_SHARE = 4.0, 0.02
+# Micro-batches whose lengths are noted.
+N_LENGTHS = 4096
+
+
+class Texts:
+    """The texts that went forward: the lengths of their rows, and the latest row that may hold several samples.
+
+    Args:
+        model: The model, which may know a padding token.
+
+    Attributes:
+        lengths: Of each micro-batch the lengths of its rows, and the length that they are padded to.
+        row: The arguments of the latest forward call with a single row, and its tokens.
+        keeps_row: Whether rows are noted; not while steps are timed.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.lengths: list[tuple[Tensor | list[int], int]] = []
+        self.row: tuple[tuple[Any, ...], Mapping[str, Any], Tensor] | None = None
+        self.keeps_row = True
+        self._padding = padding_id(model)
+
+    def note(
+        self, tokens: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, first: bool
+    ) -> tuple[int, Tensor | float]:
+        """Notes a forward call; returns the number of its tokens, with and without padding.
+
+        Args:
+            tokens: The tokens, of shape (rows, length).
+            args: Arguments of the call.
+            kwargs: Its keyword arguments.
+            first: Whether it is the first call of its micro-batch.
+        """
+        if self.keeps_row:
+            self.row = (args, kwargs, tokens) if tokens.shape[0] == 1 else None
+        rows = real_lengths(tokens, args, kwargs, self._padding)
+        if rows is None and tokens.shape[0] == 1:  # packed, or a single sample: nothing to pad to
+            rows = tokens.new_tensor([tokens.shape[1]])
+        if rows is None:
+            return tokens.numel(), tokens.numel()
+        if first and len(self.lengths) < N_LENGTHS:
+            self.lengths.append((rows if rows.device.type != "cpu" else rows.tolist(), tokens.shape[1]))
+        return tokens.numel(), number_in(rows.sum())
 
 
 def real_lengths(

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from autotune.worker.containers import number_in, tensors_in
-from autotune.worker.data.padding import padding_id, real_lengths
+from autotune.worker.containers import tensors_in
+from autotune.worker.data.padding import Texts
 from autotune.worker.data.samples import PREFERRED, of_batch
 
 # Batches of each rank whose checksums are compared between ranks.
 N_CHECKSUMS = 2
-# Batches whose shapes are noted, and micro-batches whose lengths are.
-N_SHAPES, N_LENGTHS = 32, 4096
+# Batches whose shapes are noted, and micro-batches whose samples are.
+N_SHAPES, N_LATEST = 32, 4096
 # Batches that a loader may draw ahead of their use.
 MOST_AHEAD = 1024
 # Smaller steps that are taken for ends of epochs before the loader says so: it does with its next draw.
@@ -100,8 +100,7 @@ class BatchObserver:
     Attributes:
         last: The latest optimizer step.
         uneven: The argument; a probe sets it when it finds that they vary.
-        row: The latest row that may hold several samples: the arguments of its forward, and its tokens.
-        keeps_row: Rows are noted; not while steps are timed.
+        texts: The texts that went forward.
     """
 
     def __init__(self, engine: Any, *, forgiving: bool = False, uneven: bool = False, shards: int = 1) -> None:
@@ -126,13 +125,9 @@ class BatchObserver:
         self._seen: dict[tuple[MicroBatch, ...], None] = {}
         self._n_first = self._n_every = 0
         # The latest micro-batches, and whether the draws of one epoch vary.
-        self._latest: collections.deque[MicroBatch] = collections.deque(maxlen=N_LENGTHS)
+        self._latest: collections.deque[MicroBatch] = collections.deque(maxlen=N_LATEST)
         self._draws_vary, self._ends_said = False, 0
-        # Of each micro-batch: the lengths of its rows, and the length that they are padded to.
-        self.lengths: list[tuple[Tensor | list[int], int]] = []
-        self.row: tuple[tuple[Any, ...], Mapping[str, Any], Tensor] | None = None
-        self.keeps_row = True
-        self._padding = padding_id(getattr(engine, "module", None))
+        self.texts = Texts(getattr(engine, "module", None))
         engine.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
     @property
@@ -160,9 +155,7 @@ class BatchObserver:
         rows = shape[self._sample_dim if len(shape) > self._sample_dim else 0] if shape else 0
         self._elements += sum(one.numel() for one in tensors_in((args, dict(kwargs))))
         is_text = tensor is not None and len(shape) == 2 and tensor.dtype in (torch.int64, torch.int32)
-        tokens = self._tokens_of(tensor, args, kwargs) if tensor is not None and is_text else (0, 0)
-        if self.keeps_row and tensor is not None and is_text:
-            self.row = (args, kwargs, tensor) if shape[0] == 1 else None
+        tokens = self.texts.note(tensor, args, kwargs, first=self._fresh) if tensor is not None and is_text else (0, 0)
         for i in range(0 if self._fresh else 1, 2):
             self._tokens[i], self._real_tokens[i] = self._tokens[i] + tokens[0], self._real_tokens[i] + tokens[1]
         if self._fresh:
@@ -174,19 +167,6 @@ class BatchObserver:
             self._micro[-1] = self._micro[-1]._replace(every=self._micro[-1].every + rows)
         self._n_every += rows
         self._fresh = False
-
-    def _tokens_of(
-        self, tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[int, Tensor | float]:
-        """Returns the tokens of a micro-batch, with and without padding, and notes the lengths of its rows."""
-        rows = real_lengths(tensor, args, kwargs, self._padding)
-        if rows is None and tensor.shape[0] == 1:  # packed, or a single sample: nothing to pad to
-            rows = tensor.new_tensor([tensor.shape[1]])
-        if rows is None:
-            return tensor.numel(), tensor.numel()
-        if len(self.lengths) < N_LENGTHS and self._fresh:
-            self.lengths.append((rows if rows.device.type != "cpu" else rows.tolist(), tensor.shape[1]))
-        return tensor.numel(), number_in(rows.sum())
 
     def drew(self, n_samples: int | None, batch: Any = None, *, varies: bool = False) -> None:
         """Notes the samples that a loader drew for a coming micro-batch; None if their number is not known.

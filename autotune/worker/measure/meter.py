@@ -56,7 +56,8 @@ class Meter:
         self.take_apart, self.enter = breakdown.begin, breakdown.enter
         self.afterwards: Callable[[], Iterator[None]] = breakdown.steps
         self._concluded = False
-        watch.lengths, watch.rows, watch.row = batches.lengths, batches.rows, lambda: batches.row
+        texts = batches.texts
+        watch.lengths, watch.rows, watch.row = texts.lengths, batches.rows, lambda: texts.row
         watch.accumulation = self.candidate.gradient_accumulation_steps
         watch.micro_batch_size = self.candidate.micro_batch_size
         memory.enter("first_step")
@@ -64,7 +65,7 @@ class Meter:
     def begin(self) -> None:
         """Ends the warm-up: from here on steps are timed and memory is that of the steady state."""
         self.check_applied()
-        self.batches.row, self.batches.keeps_row = None, False
+        self.batches.texts.row, self.batches.texts.keeps_row = None, False
         self.memory.enter("steady")
         if self.request.rivals:
             self.ledger.peak_bytes = self._highest_peak()
@@ -103,7 +104,7 @@ class Meter:
 
     def _note_lengths(self) -> None:
         """Notes the lengths of the samples, and what a step takes in on average over the data set."""
-        seen, candidate = self.batches.lengths, self.candidate
+        seen, candidate = self.batches.texts.lengths, self.candidate
         # A script's own sampler decides what comes together.
         unknown = self.batches.uneven and "token_budget" not in candidate.data_changes
         # A flattened micro-batch is a row that no sample has the length of.

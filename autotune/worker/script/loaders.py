@@ -65,7 +65,7 @@ class Loaders:
                 raise
             meter = self._context.meter
             packs = meter is not None and meter.batches.flattened
-            why = "the script packs rows of its own length" if packs else f"the script collates none: {error}"
+            why = "the script packs rows of a length that it chooses" if packs else f"the script collates none: {error}"
             self._context.once(f"longer samples were not tried (--max-length): {why}")
             return worst.batch_of(iterator._dataset, iterator._collate_fn, check.longest_at, n, 0)
 

@@ -74,7 +74,7 @@ def workload_of(
     # The forward that was counted is the first one; a row of packed samples has as many as were drawn.
     first = meter.batches.sizes()[0] if seen.uneven else counted
     found = profile.profile(workload, prepared.own_config, first)
-    widths = {width for _, width in meter.batches.lengths}
+    widths = {width for _, width in meter.batches.texts.lengths}
     if found is not None and workload.data is not None and workload.data.varies and len(widths) > 1:
         found = replace(found, lengths=workload.data.table)
     return replace(workload, profile=found)
@@ -122,7 +122,7 @@ def _data(context: ScriptContext, meter: Meter) -> DataShape | None:
     of_loader = change.why_not(dataset, collate, meter.engine.module, mapped=mapped, loader=True)
     cannot = context.data_limits(of_loader, read)
     if read is None:
-        known = () if meter.batches.flattened else meter.batches.lengths
+        known = () if meter.batches.flattened else meter.batches.texts.lengths
         seen = [int(n) for rows, _ in known for n in torch.as_tensor(rows).tolist()]
         read = replace(batches, table=lengths.table(seen) if seen else ())
     return replace(

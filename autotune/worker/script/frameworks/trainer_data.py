@@ -92,7 +92,7 @@ class TrainerData:
 
     def _why_no_rows(self) -> str:
         carried = "micro_batch_size" in self._context.script.carried
-        return "a row is a micro-batch of its own, and the command states the micro-batch" if carried else ""
+        return "each row is a micro-batch, and the command states the micro-batch" if carried else ""
 
     def _why_not_grouped(self) -> str:
         """Why the Trainer's own sampler would not group samples by length; empty if it would."""

@@ -8,9 +8,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -59,12 +60,23 @@ def load(path: Path) -> ModelFile:
     return ModelFile(path=path, blocks=getattr(module, "blocks", None) if "blocks" in own else None, **functions)  # type: ignore[arg-type]
 
 
+class _UncachedLoader(SourceFileLoader):
+    """Loader that compiles the file as it is now, and leaves no bytecode beside it.
+
+    Python takes a file's cached bytecode for its own until size or second of the last change differ.
+    """
+
+    def path_stats(self, path: str) -> NoReturn:
+        raise OSError  # without them the import system neither reads nor writes bytecode
+
+
 def _execute(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.parent))
     name = path.stem if path.stem not in sys.modules and path.stem.isidentifier() else "autotune_target"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise WorkloadError(f"{path}: not a Python file")
+    spec.loader = _UncachedLoader(name, str(path))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # so that its classes can be pickled
     spec.loader.exec_module(module)

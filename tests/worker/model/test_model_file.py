@@ -1,5 +1,6 @@
 """The user's `model.py`: what it may define, what is refused, and in which order its samples come."""
 
+import os
 import re
 import sys
 from collections import namedtuple
@@ -92,6 +93,16 @@ def test_an_optimizer_needs_one_parameter_of_the_model_at_least():
     assert "leaves out 1 of the model's 2 trainable parameters" in part
     with pytest.raises(WorkloadError, match="none of the model's parameters"):
         check_optimizer(model, torch.optim.SGD(other.parameters(), lr=1), "optimizer()")
+
+
+def test_a_file_that_is_changed_twice_within_a_second_is_read_anew(target, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    first = target(MODEL + "def data(): return [1]\n")
+    changed = first.path.stat().st_mtime
+    first.path.write_text(first.path.read_text().replace("[1]", "[2]"))
+    os.utime(first.path, (changed, changed))
+    assert (first.data(), load(first.path).data()) == ([1], [2])
+    assert not (first.path.parent / "__pycache__").exists()
 
 
 def test_a_stream_that_ends_starts_again_and_an_empty_one_is_refused(loader):

@@ -134,9 +134,9 @@ class FeatureTable:
         steps = np.log2([c.gradient_accumulation_steps / self.reference.gradient_accumulation_steps for c in new])
         batch = np.array([c.samples_per_rank for c in new], dtype=float)
         one = np.ones(len(new))
-        sizes = np.array([c.micro_batch_size for c in new])
+        sizes, own_sizes = np.array([c.micro_batch_size for c in new]), self._size_columns(new)
         linear = np.column_stack(
-            [one, micro, micro**2, steps, sizes % 2 != 0, sizes % 8 != 0, present, slopes, slopes**2, self._own(new)]
+            [one, micro, micro**2, steps, sizes % 2 != 0, sizes % 8 != 0, present, slopes, slopes**2, own_sizes]
         )
         smooth = np.column_stack([micro * DOUBLING, steps * DOUBLING, present * LEVEL_DISTANCE, slopes])
         relative = batch / self.reference.samples_per_rank
@@ -183,7 +183,7 @@ class FeatureTable:
             start += len(levels)
         return table
 
-    def _own(self, candidates: Sequence[Candidate]) -> Floats:
+    def _size_columns(self, candidates: Sequence[Candidate]) -> Floats:
         """One column for each size of the batch's knobs, 1 where a candidate has it."""
         columns = [np.equal(_column(candidates, name), size) for name, sizes in self.sizes.items() for size in sizes]
         return np.array(columns, dtype=float).T.reshape(len(candidates), len(columns))

@@ -134,10 +134,12 @@ def versions(*, cuda: bool) -> dict[str, str]:
 
 def identify(report: RankReport, *, cuda: bool) -> None:
     """Notes on which machine, device and libraries a rank runs."""
+    from deepspeed.accelerator import get_accelerator
+
     libraries = ", ".join(f"{name} {version}" for name, version in versions(cuda=cuda).items())
-    name = device_name()
-    cores = f", {len(os.sched_getaffinity(0))} cores" if name == processor_name() else ""
-    report.host, report.machine = socket.gethostname(), f"{name}{cores}, {libraries}"
+    on_cpu = get_accelerator().device_name() == "cpu"
+    cores = f", {len(os.sched_getaffinity(0))} cores" if on_cpu else ""
+    report.host, report.machine = socket.gethostname(), f"{device_name()}{cores}, {libraries}"
 
 
 def prepare_device(request: TrialRequest) -> Memory:

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from autotune.system import processes
 from support.zoo import wait_until
 
 SLURM_COMMANDS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
@@ -151,12 +152,7 @@ def end(process: subprocess.Popen[bytes], timeout_s: float = 10.0) -> None:
     below = []
     with contextlib.suppress(psutil.NoSuchProcess):
         below = psutil.Process(process.pid).children(recursive=True)
-    process.terminate()
-    try:
-        process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    processes.stop(process, timeout_s)
     for child in below:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.send_signal(signal.SIGKILL)

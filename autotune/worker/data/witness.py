@@ -47,13 +47,11 @@ watch = Watch()
 
 def witness(name: str) -> Callable[[Any, Scalar], str | None]:
     """Returns the witness of a setting; it says why the setting did not act, or nothing where it did."""
-    if name in ("packing", "token_budget"):
-        return _packed if name == "packing" else _of_budget
-    return lambda _engine, value: _WITNESSES.get(name, _of_loader(name))(value)
+    return _WITNESSES.get(name) or _of_loader(name)
 
 
-def _of_loader(name: str) -> Callable[[Scalar], str | None]:
-    def ask(value: Scalar) -> str | None:
+def _of_loader(name: str) -> Callable[[Any, Scalar], str | None]:
+    def ask(_engine: Any, value: Scalar) -> str | None:
         iterator = watch.iterator()
         found = arguments_of(iterator)[name] if iterator is not None else 0
         return None if found == value else f"{value} was asked for, {found} ran"
@@ -61,7 +59,7 @@ def _of_loader(name: str) -> Callable[[Scalar], str | None]:
     return ask
 
 
-def _max_length(value: Scalar) -> str | None:
+def _max_length(_engine: Any, value: Scalar) -> str | None:
     # A packed row holds all samples of its micro-batch.
     packed = max((samples or 1 for rows, samples in watch.rows() if rows == 1), default=1)
     longest = max(
@@ -70,7 +68,7 @@ def _max_length(value: Scalar) -> str | None:
     return f"a sample of {longest:.0f} tokens was trained on" if longest > int(str(value)) else None
 
 
-def _multiple(value: Scalar) -> str | None:
+def _multiple(_engine: Any, value: Scalar) -> str | None:
     other = next((width for _, width in _seen() if width % int(str(value))), None)
     return f"a batch is padded to {other} tokens" if other is not None else None
 
@@ -90,7 +88,7 @@ def _mixed(engine: Any) -> str | None:
     return why_mixed(engine, *row) if row is not None else None
 
 
-def _grouped(value: Scalar) -> str | None:
+def _grouped(_engine: Any, value: Scalar) -> str | None:
     if watch.loader is None and watch.iterator() is not None:
         sampler = type(sampler_of(watch.iterator())).__name__
         return None if watch.grouped > 1 else f"samples are drawn by {sampler}, which does not group them by length"
@@ -136,6 +134,7 @@ def _seen() -> Sequence[tuple[Tensor | list[int], int]]:
     return watch.lengths
 
 
-_WITNESSES: dict[str, Callable[[Scalar], str | None]] = {
-    "max_length": _max_length, "pad_to_multiple_of": _multiple, "group_by_length": _grouped,
+_WITNESSES: dict[str, Callable[[Any, Scalar], str | None]] = {
+    "max_length": _max_length, "pad_to_multiple_of": _multiple, "packing": _packed, "group_by_length": _grouped,
+    "token_budget": _of_budget,
 }  # fmt: skip

@@ -136,9 +136,8 @@ def _environment() -> Environment:
 
     accelerator, devices = get_accelerator(), found_devices()
     first = devices.each[0] if devices.each else None
-    least = min(
-        (each.capability for each in devices.each), key=_by_age, default=""
-    )  # a trial can what all its devices can
+    # A trial can do what all its devices can.
+    least = min((each.capability for each in devices.each), key=_by_age, default="")
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found = Environment(
         accelerator=devices.accelerator,

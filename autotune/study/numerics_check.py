@@ -46,6 +46,7 @@ class NumericsCheck:
         self._state, self._measurer, self._budget, self._events = state, measurer, budget, events
         self._baseline = state.plan.baseline
         self._world = state.plan.data_parallel
+        self._left: set[str] = set()
 
     def run(self, found: Sequence[Measured]) -> bool:
         """Checks candidates, the best first.
@@ -87,7 +88,9 @@ class NumericsCheck:
                     failed = True
                     self._events.say(f"trial {m.trial} {verdict.reason}")
         for why, names in left.items():
-            self._events.say(f"no quality gate for trial {', '.join(names)}: it would take {why}")
+            if unsaid := [name for name in names if name not in self._left]:
+                self._events.say(f"no quality gate for trial {', '.join(unsaid)}: it would take {why}")
+                self._left.update(unsaid)
         return failed
 
     def _verdict(

@@ -169,6 +169,19 @@ def stopping(found: Results) -> Rows:
     return rows
 
 
+def search_simulated(found: Results) -> Rows:
+    rows = []
+    for noise, kinds in found["noises"].items():
+        for kind, row in kinds.items():
+            every = row["overall"]
+            what = f"{every['runs']} simulated studies on nine machines drawn anew, {noise} noise, {kind}: share of the front after"
+            what += " 10 / 20 / 30 trials; after 20 latency and throughput within 2 % of the best (throughput and time to the loss)"
+            shares = " / ".join(f"{every[n]['hypervolume']:.2f}" for n in ("10", "20", "30"))
+            near, other = every["20"]["latency_and_throughput_near"], every["20"]["throughput_and_time_to_loss_near"]
+            rows.append((what, f"{shares}; {percent(near)} ({percent(other)})"))
+    return rows
+
+
 def retune(found: Results) -> Rows:
     rows = []
     if "warm" in found:
@@ -449,6 +462,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "coordinators": ("python benchmarks/coordinators.py --seconds 5", coordinators),
     "estimates": ("python benchmarks/estimates.py", estimates),
     "stopping": ("python benchmarks/stopping.py --seeds 10", stopping),
+    "search_simulated": ("python benchmarks/search_simulated.py --only physics --seeds 5", search_simulated),
     "retune": ("python benchmarks/retune.py --seeds 3", retune),
     "chaos": ("python tests/support/chaos.py", chaos),
     "outages": ("python tests/support/outages.py slurm", outages),

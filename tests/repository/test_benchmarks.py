@@ -66,8 +66,8 @@ def test_tuners_that_name_one_configuration_share_its_throughput():
 
 
 def test_each_result_is_used_and_each_script_is_there():
-    """Results of simulations and of GPUs stand elsewhere."""
-    known = {*figures.BENCHMARKS, "search_simulated"}.union(*figures.TABLES.values())
+    """Results of GPUs stand elsewhere."""
+    known = {*figures.BENCHMARKS}.union(*figures.TABLES.values())
     left = {path.stem for path in figures.RESULTS.glob("*.json")} - known
     assert {name for name in left if not name.startswith("gpu-")} == set()
     commands = [command.split() for command, _ in figures.BENCHMARKS.values()]

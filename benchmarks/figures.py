@@ -319,6 +319,13 @@ def claims(found: Results) -> Rows:
     return rows
 
 
+def budgets(found: Results) -> Rows:
+    what = f"time budgets of 20 to 90 s kept to 5 %, of {found['cases']} real studies; the largest overrun; the share that was left"
+    each = [row["over"] for row in found["rows"]]
+    left = percent(max(0.0, -statistics.median(each)))
+    return [(what, f"{found['kept']}; {percent(max(0.0, found['most_over']))}; {left} in the median")]
+
+
 def views(found: Results) -> Rows:
     def frame(row: Results) -> str:
         return f"{row['p95_ms']:.0f} / {row['longest_ms']:.0f} ms"
@@ -444,6 +451,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "noise_scale": ("python benchmarks/noise_scale.py", noise_scale),
     "inert": ("python benchmarks/inert.py", inert),
     "claims": ("python benchmarks/claims.py", claims),
+    "budgets": ("python benchmarks/budgets.py", budgets),
     "bottleneck": ("python benchmarks/planted.py", bottleneck),
     "data_replayed": ("python benchmarks/data.py replayed", data_replayed),
     "data_packing": ("python benchmarks/data.py packing", data_packing),
@@ -565,6 +573,10 @@ def _claims_aim(found: Results) -> tuple[str, bool]:
     return said, found["error_median"] <= 0.03 and found["held"] >= 0.9 * found["cases"]
 
 
+def _budgets_aim(found: Results) -> tuple[str, bool]:
+    return f"{found['kept']} of {found['cases']}", found["kept"] == found["cases"] >= 20
+
+
 def _gate_aim(found: Results) -> tuple[str, bool]:
     faults, clean = found["faults"], found["clean"]
     return gate(found)[0][1], faults["refused"] == faults["of"] and not clean["refused"]
@@ -580,6 +592,7 @@ AIMS: list[tuple[str, str, Callable[[Results], tuple[str, bool]]]] = [
     ("the same in four trials", "peers", lambda found: _peer_aim(found, "autotune-quick")),
     ("the same on a script whose steps take milliseconds", "peers-training_data", lambda found: _peer_aim(found, "autotune-quick")),
     ("what a trial claims, plain torchrun takes: within 3 %, 90 % of the intervals hold", "claims", _claims_aim),
+    ("time budgets are kept to 5 %, 20 of 20", "budgets", _budgets_aim),
     ("of studies in which all candidates are the same, none recommends a change", "estimates", _same_aim),
     ("share of the front found after 10 / 20 / 30 trials: 0.92 / 0.96 / 0.98", "search", _search_aim),
     ("the quality gate refuses every injected fault, and no clean pair", "gate", _gate_aim),

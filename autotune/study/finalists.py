@@ -95,16 +95,19 @@ class Finalists:
             n_done = tried[estimates.baseline.trial] if estimates.baseline else max(tried.values(), default=0)
             turn = racing.next_round(
                 estimates, self._state.objectives, numbers, plan.data_parallel, spec.finalists, tried=tried,
-                least=spec.repeats, more=n_done < MOST_ROUNDS * spec.repeats and not self._budget.out_of_time(),
+                least=spec.repeats, more=n_done < MOST_ROUNDS * spec.repeats,
             )  # fmt: skip
-            if not turn or not self._budget.affords((len(turn) + 1) * self._budget.usual_s()):
+            base = [estimates.baseline] if estimates.baseline else []
+            while turn and not self._budget.affords(self._budget.again_s(m.trial for m in [*turn, *base])):
+                turn.pop()  # the best come first
+            if not turn:
                 return
             if n_done == 0:
-                beside = "and the baseline " if estimates.baseline else ""
+                beside = "and the baseline " if base else ""
                 self._events.say(f"measuring the best {len(turn)} {beside}again, in turns")
             elif n_done == spec.repeats:
                 self._events.say("more rounds: it is not settled yet which one is best")
-            self._round([*turn, *([estimates.baseline] if estimates.baseline else [])])
+            self._round([*turn, *base])
 
     def _round(self, turn: Sequence[Measured]) -> None:
         """Measures each of these trials once."""

@@ -90,7 +90,7 @@ SETTINGS: dict[str, Setting] = {
         "Number of trials at most, the baseline and those of earlier runs included.", metavar="N",
         comment="The budget: trials in all, and wall time (null: no limit).", default=30),
     "time_budget_s": Setting(
-        "Time at most, after which no trial is started.", more="Seconds, or a text such as `10m`.",
+        "Wall time at most, from the command's start to its answer.", more="Seconds, or a text such as `10m`.",
         metavar="10m", flag="--time-budget"),
     "ranks": Setting(
         "Ranks of a trial (default: the launcher's, or one per GPU).",
@@ -162,7 +162,8 @@ SETTINGS: dict[str, Setting] = {
         more="`auto` is linear for SGD and sqrt for others.", metavar="auto|none|linear|sqrt", default="auto"),
     "seed": Setting("Seed of weights, data order and search.", metavar="N", default=0),
     "trial_budget_s": Setting(
-        "Training time of one trial, warm-up included.", more="Seconds, or a text such as `20s`.", option=False,
+        "Training time of one trial, warm-up included.",
+        more="Seconds, or a text such as `20s`; at the default no more than a twentieth of the time budget.", option=False,
         comment="Training time of one trial, and when its processes are killed.", default=10.0),
     "trial_deadline_s": Setting("Wall time after which a trial's processes are killed.", option=False, default=300.0),
     "min_samples": Setting("Samples that a trial trains on at least, as far as its budget goes.", option=False, default=0),

@@ -44,7 +44,6 @@ def study_until_settled(table: Table, seed: int, metrics: Sequence[str], n_trial
         world_size=world.setting.world_size, memory_limit_bytes=world.limit, reference=world.default,
     )  # fmt: skip
     told: list[Observation] = []
-    trials: list[Measured] = []
     ended = False
     while len(told) < n_trials and not ended:
         candidate = guide.suggest(told) if told else world.default
@@ -52,11 +51,8 @@ def study_until_settled(table: Table, seed: int, metrics: Sequence[str], n_trial
             break
         row = table.row[candidate]
         if table.fits[row]:
-            mean, sd = (float(values[0]) for values in guide.beliefs(told, [candidate]).log_step_time)
-            forecast = [math.exp(mean + sign * 1.645 * sd) for sign in (0, -1, 1)]
             timed = micro_steps(table, row, rng, noise)
             found = measure(table, row, rng, noise)
-            trials.append(trial_of(len(told), candidate, found, forecast))
             told.append(
                 Observation(
                     candidate=candidate, metrics=found, inner_s=timed.get("inner"), boundary_s=timed.get("boundary")
@@ -66,6 +62,7 @@ def study_until_settled(table: Table, seed: int, metrics: Sequence[str], n_trial
             told.append(Observation(candidate=candidate, outcome=Outcome.OOM))
         ended = stopping.settled(guide, told, [], STOP_BELOW) is not None
     goal = table.costs[:, [METRICS.index(name) for name in metrics]].mean(axis=1)
+    trials = analysed(guide, told)
     answer, best = confirmed(table, trials, metrics, rng, noise), goal[table.fits].min()
     tried = min(goal[table.row[m.candidate]] for m in trials)
     return {
@@ -74,11 +71,15 @@ def study_until_settled(table: Table, seed: int, metrics: Sequence[str], n_trial
     }  # fmt: skip
 
 
-def trial_of(number: int, candidate: Candidate, found: dict[str, float], forecast: Sequence[float]) -> Measured:
-    """A trial as the analysis sees it."""
-    return Measured(
-        trial=number, candidate=candidate, ds_config={}, outcome=Outcome.COMPLETE, metrics=found, ci95={}, forecast=forecast
-    )  # fmt: skip
+def analysed(guide: CandidateOptimizer, told: Sequence[Observation]) -> list[Measured]:
+    """The trials that completed as the analysis sees them, with what all others foretell of each."""
+    return [
+        Measured(
+            trial=number, candidate=t.candidate, ds_config={}, outcome=t.outcome, metrics=t.metrics, ci95={}, forecast=forecast
+        )
+        for number, (t, forecast) in enumerate(zip(told, guide.foretold(told), strict=True))
+        if t.outcome is Outcome.COMPLETE
+    ]  # fmt: skip
 
 
 def confirmed(

@@ -35,7 +35,8 @@ LAST_RESORT = 0.3
 # Accepted chance to run out of memory: 0.6 at first, multiplied by 0.35 after each trial that did.
 RISK, LESS_RISK = 0.6, 0.35
 TOP, WEIGHTINGS, RANDOM_ROWS, OF_A_LEVEL = 120, 6, 600, 6
-# The best of each level are sought among this many leading candidates before all are searched.
+# What is smooth in the model is worked out for this many leading candidates; among them the best of each level are sought
+# before all are searched.
 LEADING = 5000
 # Before the model may end a study: at least 8 completed trials, 75 % of them inside the 90 % interval foretold from the
 # others.
@@ -318,17 +319,18 @@ class CandidateOptimizer:
         rows = np.flatnonzero(open_rows)
         if len(rows) <= TOP * 12:
             return rows
-        costs = state.rough_costs()[rows]
+        costs, penalty = state.rough_costs()[rows], np.zeros((len(rows), 1))
         if state.limit is not None:
             over = state.memory.mean(self.catalogue.memory)[rows] - state.limit
-            costs = costs + 10.0 * np.clip(over - 0.1, 0.0, 1.0)[:, None]
-        spread = costs.std(axis=0) + 1e-9
-        scaled = (costs - costs.min(axis=0)) / spread
+            penalty = 10.0 * np.clip(over - 0.1, 0.0, 1.0)[:, None]
+        lead = _scaled(costs + penalty).min(axis=1)
+        leading = np.argpartition(lead, LEADING)[:LEADING] if len(rows) > LEADING else np.arange(len(rows))
+        costs[leading] = state.rough_costs(rows[leading])
+        scaled = _scaled(costs + penalty)
         weights = np.vstack([np.eye(costs.shape[1]), self.shares, rng.dirichlet(np.ones(costs.shape[1]), WEIGHTINGS)])
         chosen = [np.argpartition(scaled @ weight, TOP)[:TOP] for weight in weights]
         chosen.append(rng.integers(0, len(rows), RANDOM_ROWS))
         lead = scaled.min(axis=1)
-        leading = np.argpartition(lead, LEADING)[:LEADING] if len(rows) > LEADING else np.arange(len(rows))
         present = self.catalogue.present[rows[leading]] > 0
         for column in range(present.shape[1]):
             best = leading[_lowest(lead[leading], present[:, column], OF_A_LEVEL)]
@@ -374,6 +376,11 @@ class CandidateOptimizer:
 def chance_needed(told: Sequence[Observation]) -> float:
     """The lowest probability of fitting at which a candidate is run; it rises with each trial that ran out of memory."""
     return float(1.0 - RISK * LESS_RISK ** sum(t.outcome is Outcome.OOM for t in told))
+
+
+def _scaled(costs: Floats) -> Floats:
+    """How far each row is from the least cost, by the spread of each column."""
+    return np.asarray((costs - costs.min(axis=0)) / (costs.std(axis=0) + 1e-9), dtype=float)
 
 
 def _lowest(values: Floats, where: NDArray[np.bool_], n: int) -> Rows:

@@ -107,6 +107,8 @@ class Budget:
         spec, room_s = self._state.spec, self._check_share_s()
         if decides:
             room_s = max(2 * room_s, CHECK_BUDGETS * spec.trial_budget_s)
+            if spec.quick:  # its few trials leave no other room, and without the check they were for nothing
+                room_s = max(room_s, self.spent_s())
         left_s = math.inf if spec.time_budget_s is None else spec.time_budget_s - self.spent_s()
         return max(0.0, min(room_s - self._checked_s(), left_s))
 

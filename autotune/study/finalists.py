@@ -21,6 +21,8 @@ from autotune.trial.folder import result_in
 
 # At most this many times the rounds that the user states, while it is not settled who is best.
 MOST_ROUNDS = 4
+# And so many where it states none.
+LEAST_ROUNDS = 2
 
 
 class Finalists:
@@ -47,7 +49,8 @@ class Finalists:
         if not self._state.spec.finalists:
             return
         found = self._finalists()
-        while self._changed(found):
+        # Where nothing is measured again without need, checks come last: they cost more.
+        while self._state.spec.repeats and self._changed(found):
             found = self._finalists()  # others have moved up
         if found:
             self._measure_again(found)
@@ -69,12 +72,18 @@ class Finalists:
         return recommend.finalists(first, self._state.objectives, plan.spec.finalists, plan.data_parallel)
 
     def _leaders(self) -> list[Measured]:
-        """The repeated trials that beat the baseline, best first, down to the first without a doubt."""
-        found = list[Measured]()
-        for m in recommend.rank(self._estimates(), self._state.objectives):
+        """The repeated trials that beat the baseline, best first, down to the first without a doubt.
+
+        Where nothing is measured again without need, those that are shown to beat it.
+        """
+        found, estimates, objectives = list[Measured](), self._estimates(), self._state.objectives
+        for m in recommend.rank(estimates, objectives):
             if m.trial == 0:
                 break
-            if m.confirmed and not m.barred:
+            sure = m.confirmed
+            if not self._state.spec.repeats and estimates.baseline is not None:
+                sure = recommend.shown_better(m, estimates, objectives)
+            if sure and not m.barred:
                 found.append(m)
                 if not m.doubt:
                     break
@@ -95,7 +104,8 @@ class Finalists:
             n_done = tried[estimates.baseline.trial] if estimates.baseline else max(tried.values(), default=0)
             turn = racing.next_round(
                 estimates, self._state.objectives, numbers, plan.data_parallel, spec.finalists, tried=tried,
-                least=spec.repeats, more=n_done < MOST_ROUNDS * spec.repeats and not self._budget.out_of_time(),
+                least=spec.repeats, more=n_done < max(LEAST_ROUNDS, MOST_ROUNDS * spec.repeats) and not self._budget.out_of_time(),
+                below=max(racing.SETTLED, spec.stop_below),
             )  # fmt: skip
             if not turn or not self._budget.affords((len(turn) + 1) * self._budget.usual_s()):
                 return

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from autotune.errors import UserError, nearest
 from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.convergence.learning_rate import LearningRate
-from autotune.scoring.convergence.quality_gate import GateVerdict, numerics
+from autotune.scoring.convergence.quality_gate import GateVerdict, keeps_numerics
 from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import Direction
@@ -318,12 +318,12 @@ def measured(study: Study, folder: Path, kept: StudyRecord, seen: dict[int, Meas
         seen: Trials that were read before and have not changed since, by number; newly read ones are added.
     """
     seen = {} if seen is None else seen
-    told, own = told_trials(study), numerics(kept.ds_config(Candidate.from_key(kept.baseline)))
+    told, own = told_trials(study), kept.ds_config(Candidate.from_key(kept.baseline))
     seen |= {each.number: _as_measured(each, folder, kept, own) for each in told if each.number not in seen}
     return [seen[each.number] for each in told]
 
 
-def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own_numerics: Any) -> Measured:
+def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConfig) -> Measured:
     data, candidate = told_data(told), told_candidate(told)
     paths = repeat_paths(folder, told.number)
     ds_config, verdict = kept.ds_config(candidate), verdict_in(folder, told.number)
@@ -338,7 +338,7 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own_numeric
         branch=branch_in(folder, told.number),
         branch_wanted=kept.branches
         and candidate.global_batch_size(kept.data_parallel) != baseline.global_batch_size(kept.data_parallel),
-        numerics_kept=numerics(ds_config) == own_numerics and candidate.other_numerics == baseline.other_numerics,
+        numerics_kept=keeps_numerics(ds_config, own) and candidate.other_numerics == baseline.other_numerics,
         metrics=data["metrics"],
         ci95={name: (low, high) for name, (low, high) in data["ci95"].items()},
         feasible=data["feasible"],

@@ -179,7 +179,7 @@ def open_history(url: str, storage: Storage | None = None) -> History:
 
 def tune(
     target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool, view: EventSink = SILENT,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Callback] = (), began_s: float | None = None,
 ) -> Tuned:  # fmt: skip
     """Run a study to the end of its budget, or until the user stops it, and writes its answer.
 
@@ -190,11 +190,12 @@ def tune(
         learn: Start from the findings of a related study.
         view: Receives what happens.
         callbacks: Called after each trial with the Optuna study and the trial.
+        began_s: When the command began, in seconds of the monotonic clock, where that was earlier.
 
     Raises:
         UserError: The study cannot be run, and why.
     """
-    began = time.monotonic()
+    began_s = time.monotonic() if began_s is None else began_s
     try:
         wanted, notes = wanted_study(target, overrides, view)
     except KeyboardInterrupt as stop:  # while a launch command ran, which leaves nothing behind
@@ -212,8 +213,7 @@ def tune(
         with held.leading(view.say):
             try:
                 heard = Broadcast(view, CallbackSink(callbacks, storage, wanted.name)) if callbacks else view
-                with _planned(wanted, folder, heard) as (planned, executor, logged):
-                    found = replace(planned, began=began)
+                with _planned(wanted, folder, heard, began_s) as (found, executor, logged):
                     if fresh:
                         _forget(wanted.name, storage, folder, executor)
                     with parallel.executors_for(found, executor, folder, view.say) as slots:
@@ -226,6 +226,10 @@ def tune(
                 interrupted = stop
             except base.MachinesGone as gone:
                 refused = gone
+            except base.TimeOver:
+                raise UserError(
+                    f"the time budget of {wanted.time_budget_s:.0f} s ended before the baseline was measured; give more time"
+                ) from None
     with records.failing_in_words(url):
         if wanted.name not in records.study_names(storage):
             if refused is not None:
@@ -245,11 +249,15 @@ def tune(
 
 
 @contextlib.contextmanager
-def _planned(wanted: StudySpec, folder: Path, view: EventSink) -> Iterator[tuple[Plan, Executor, EventSink]]:
+def _planned(
+    wanted: StudySpec, folder: Path, view: EventSink, began_s: float
+) -> Iterator[tuple[Plan, Executor, EventSink]]:
     """Start the engine and plan the study; the events from then on go to its journal, too."""
     view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
     with executor_for(wanted, folder, view.waits) as executor:
-        found = plan(wanted, executor, folder, view.doing)
+        if wanted.time_budget_s is not None:
+            executor.ends_at_s = began_s + wanted.time_budget_s
+        found = replace(plan(wanted, executor, folder, view.doing), began=began_s)
         logged = Broadcast(Journal(folder), view)
         logged.doing("profiling the model and the machine, once")
         yield profiled(found, executor, folder, logged.waiting), executor, logged

@@ -1,7 +1,7 @@
 """Whole studies on simulated machines with noise: how good is what they recommend, and do the intervals hold the truth?
 
-`machines`: the three machines of `search_simulated.py` with constants drawn anew for each seed; 2.5 %
-and 10 % noise between trials, and a drift of 0.5 % from one trial to the next. Regret is against the best throughput of
+`machines`: the nine machines of `simulator.py` with constants drawn anew for each seed; 2.5 % and 10 % noise between
+trials, and a drift of 0.5 % from one trial to the next. Regret is against the best throughput of
 the whole space, `of_tried` against the best that the study tried. `same`: studies in which every candidate has the same
 throughput; a recommendation of any change is false.
 """
@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import common
 import numpy as np
 import optuna
-from search_simulated import Table, World, worlds
+from simulator import KINDS, Table, World, redrawn, worlds
 from support.instant import WORKLOAD, Instant, failed, report, runner_of
 
 from autotune.scoring import recommend
@@ -57,11 +57,6 @@ class Machine(Instant):
         assert whole.observed is not None
         batch = candidate.global_batch_size(self._world_size)
         return replace(whole, observed=replace(whole.observed, samples_per_step=batch))
-
-
-def redrawn(world: World, seed: int) -> World:
-    """A machine of that kind with other constants."""
-    return replace(world, seed=1000 + 10 * world.seed + seed)
 
 
 def planned(world: World) -> dict[str, Any]:
@@ -117,12 +112,12 @@ def study(machine: Machine, planned: dict[str, Any], **given: Any) -> tuple[reco
     return recommend.recommend(estimate(measured), runner.objectives, runner.plan.data_parallel), measured
 
 
-def machines(seeds: Sequence[int], noises: Sequence[float]) -> dict[str, Any]:
+def machines(seeds: Sequence[int], noises: Sequence[float], names: Sequence[str]) -> dict[str, Any]:
     found = {}
     for noise in noises:
         runs = []
         for seed in seeds:
-            for world in worlds():
+            for world in worlds(names):
                 table = Table(redrawn(world, seed))
                 if not table.fits[table.row[world.default]]:  # there is nothing to compare with
                     continue
@@ -163,6 +158,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--studies", type=int, default=50)
     parser.add_argument("--noise", type=float, nargs="*", default=list(NOISES))
+    parser.add_argument("--worlds", nargs="*", default=list(KINDS), help="only these")
     parser.add_argument("--merge", action="store_true", help="keep what earlier runs found of other parts and noises")
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     arguments = parser.parse_args()
@@ -172,7 +168,7 @@ def main() -> None:
     figures: dict[str, Any] = {"trials": TRIALS, "drift": DRIFT}
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     found = {
-        "machines": lambda: machines(seeds, arguments.noise),
+        "machines": lambda: machines(seeds, arguments.noise, arguments.worlds),
         "same": lambda: same(arguments.studies, arguments.noise),
     }
     for part, measure in found.items():

@@ -127,7 +127,9 @@ def loop(training: Training, track: Track, folder: Path, seed: int, sampler: str
         accumulation = asked.suggest_categorical("accumulation", track.accumulation)
         if not track.allows(micro, accumulation):
             raise optuna.TrialPruned
-        candidate = Candidate(micro_batch_size=micro, gradient_accumulation_steps=accumulation, zero_stage=stage, precision="bf16")
+        candidate = Candidate(
+            micro_batch_size=micro, gradient_accumulation_steps=accumulation, zero_stage=stage, precision="bf16"
+        )
         configs[asked.number] = candidate.to_deepspeed(track.base())
         found = torchrun(training, configs[asked.number], folder, TRIAL_STEPS)
         if found is None:

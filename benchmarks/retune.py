@@ -1,6 +1,6 @@
 """Re-tuning on simulated machines: what it finds in a fifth of a cold search's trials, and how seldom it is wrong.
 
-`warm`: six kinds of change on the three machines of `search_simulated.py`. The re-tuning's search is told what a study
+`warm`: six kinds of change on three machines of `simulator.py`. The re-tuning's search is told what a study
 of 30 trials found before the change, is held to the knobs that the change touches, and gets 6 trials; a cold search of
 the changed machine gets 30. Compared is the true compromise of what each recommends. `moved`: whole re-tunings of one
 study whose trials scatter by 1 % and share a drift of 5 %; nothing changed, or the configuration in use is 5 % slower.
@@ -23,8 +23,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import common
 import numpy as np
-import search_simulated as simulation
-from search_simulated import METRICS, NOISE, ZERO, Table, World, micro_steps
+from simulator import METRICS, ZERO, Table, World, beaten, micro_steps, worlds
+from simulator import measure as read
 from support.instant import Instant, Watcher, plan_of, recorded, report, spec_of
 
 from autotune.forecast.predictor import AnalyticPrior
@@ -41,6 +41,7 @@ from autotune.trial.profile import Profile
 from autotune.trial.result import Outcome
 
 COLD_TRIALS, SHARE = 30, 0.2
+MACHINES = ("compute", "communication", "memory")
 COUNTS = ("unchanged_replaced", "unchanged_searched", "regression_found", "regression_left", "regression_replaced")
 
 
@@ -119,11 +120,7 @@ def measure(table: Table, candidate: Candidate, rng: np.random.Generator) -> Obs
     row = table.row[candidate]
     if not table.fits[row]:
         return Observation(candidate=candidate, outcome=Outcome.OOM)
-    seconds = float(table.seconds[row] * np.exp(rng.normal(0, NOISE)))
-    to_loss = seconds * table.samples[row] / table.batch[row] * float(np.exp(rng.normal(0, 0.05)))
-    metrics = dict(zip(METRICS, (seconds, table.batch[row] / seconds, to_loss), strict=True))
-    metrics["peak_memory_bytes"] = float(table.sizes[row] * np.exp(rng.normal(0, 0.005)))
-    micro = micro_steps(table, row, candidate, rng)
+    metrics, micro = read(table, row, rng), micro_steps(table, row, rng)
     return Observation(
         candidate=candidate, metrics=metrics, **{f"{name}_s": micro.get(name) for name in ("inner", "boundary")}
     )
@@ -156,7 +153,7 @@ def good(table: Table, told: Sequence[Observation]) -> list[Candidate]:
     """The old front."""
     done = [t.candidate for t in told if t.outcome is Outcome.COMPLETE]
     costs = np.array([table.costs[table.row[c]] for c in done])
-    kept = ~simulation._beaten(costs)
+    kept = ~beaten(costs)
     return sorted((c for c, k in zip(done, kept, strict=True) if k), key=lambda c: cost(table, c))
 
 
@@ -194,7 +191,7 @@ def warm(n_seeds: int, changes: Sequence[str]) -> dict[str, Any]:
     tables: dict[Any, tuple[Table, Table]] = {}
     found = {}
     for change in changes:
-        runs = [one(world, change, seed, tables) for world in simulation.worlds() for seed in range(n_seeds)]
+        runs = [one(world, change, seed, tables) for world in worlds(MACHINES) for seed in range(n_seeds)]
         regrets = np.array([run["regret"] for run in runs])
         found[change] = {
             "runs": len(runs), "median_regret": float(np.median(regrets)),

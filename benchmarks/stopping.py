@@ -1,6 +1,6 @@
 """Studies on simulated machines under the stopping rule: when they end, and how far behind the best their answer is.
 
-The machines are those of `search_simulated.py` with constants drawn anew for each seed. Finalists are measured again and
+The machines are those of `simulator.py` with constants drawn anew for each seed. Finalists are measured again and
 the answer is picked as in a study, from all measurements together.
 """
 
@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import common
 import numpy as np
-from search_simulated import METRICS, NOISE, Table, measure, micro_steps, worlds
+from simulator import KINDS, METRICS, NOISES, Noise, Table, measure, micro_steps, redrawn, worlds
 
 from autotune.forecast.predictor import AnalyticPrior
 from autotune.scoring import racing, recommend
@@ -36,7 +36,7 @@ STOP_BELOW = 0.01
 FINALISTS, ROUNDS, MOST_ROUNDS = 3, 2, 8
 
 
-def study_until_settled(table: Table, seed: int, metrics: Sequence[str], n_trials: int) -> dict[str, Any]:
+def study_until_settled(table: Table, seed: int, metrics: Sequence[str], n_trials: int, noise: Noise) -> dict[str, Any]:
     """One study under the stopping rule: its trials, whether it ended by itself, the regret of its answer and of its best trial."""
     world, rng = table.world, np.random.default_rng((seed, 11))
     guide = CandidateOptimizer(
@@ -44,7 +44,6 @@ def study_until_settled(table: Table, seed: int, metrics: Sequence[str], n_trial
         world_size=world.setting.world_size, memory_limit_bytes=world.limit, reference=world.default,
     )  # fmt: skip
     told: list[Observation] = []
-    trials: list[Measured] = []
     ended = False
     while len(told) < n_trials and not ended:
         candidate = guide.suggest(told) if told else world.default
@@ -52,11 +51,8 @@ def study_until_settled(table: Table, seed: int, metrics: Sequence[str], n_trial
             break
         row = table.row[candidate]
         if table.fits[row]:
-            mean, sd = (float(values[0]) for values in guide.beliefs(told, [candidate]).log_step_time)
-            forecast = [math.exp(mean + sign * 1.645 * sd) for sign in (0, -1, 1)]
-            timed = micro_steps(table, row, candidate, rng)
-            found = measure(table, row, rng)
-            trials.append(trial_of(len(told), candidate, found, forecast))
+            timed = micro_steps(table, row, rng, noise)
+            found = measure(table, row, rng, noise)
             told.append(
                 Observation(
                     candidate=candidate, metrics=found, inner_s=timed.get("inner"), boundary_s=timed.get("boundary")
@@ -66,7 +62,8 @@ def study_until_settled(table: Table, seed: int, metrics: Sequence[str], n_trial
             told.append(Observation(candidate=candidate, outcome=Outcome.OOM))
         ended = stopping.settled(guide, told, [], STOP_BELOW) is not None
     goal = table.costs[:, [METRICS.index(name) for name in metrics]].mean(axis=1)
-    answer, best = confirmed(table, trials, metrics, rng), goal[table.fits].min()
+    trials = analysed(guide, told)
+    answer, best = confirmed(table, trials, metrics, rng, noise), goal[table.fits].min()
     tried = min(goal[table.row[m.candidate]] for m in trials)
     return {
         "trials": len(told), "ended": ended, "regret": math.expm1(goal[table.row[answer]] - best),
@@ -74,14 +71,20 @@ def study_until_settled(table: Table, seed: int, metrics: Sequence[str], n_trial
     }  # fmt: skip
 
 
-def trial_of(number: int, candidate: Candidate, found: dict[str, float], forecast: Sequence[float]) -> Measured:
-    """A trial as the analysis sees it."""
-    return Measured(
-        trial=number, candidate=candidate, ds_config={}, outcome=Outcome.COMPLETE, metrics=found, ci95={}, forecast=forecast
-    )  # fmt: skip
+def analysed(guide: CandidateOptimizer, told: Sequence[Observation]) -> list[Measured]:
+    """The trials that completed as the analysis sees them, with what all others foretell of each."""
+    return [
+        Measured(
+            trial=number, candidate=t.candidate, ds_config={}, outcome=t.outcome, metrics=t.metrics, ci95={}, forecast=forecast
+        )
+        for number, (t, forecast) in enumerate(zip(told, guide.foretold(told), strict=True))
+        if t.outcome is Outcome.COMPLETE
+    ]  # fmt: skip
 
 
-def confirmed(table: Table, trials: Sequence[Measured], metrics: Sequence[str], rng: np.random.Generator) -> Candidate:
+def confirmed(
+    table: Table, trials: Sequence[Measured], metrics: Sequence[str], rng: np.random.Generator, noise: Noise
+) -> Candidate:
     """What a study recommends after its finalists were measured again, as `study.finalists` does."""
     objectives = [Objective(name=metric, metric=metric) for metric in metrics]
     n_ranks, now = table.world.setting.world_size, list(trials)
@@ -89,32 +92,32 @@ def confirmed(table: Table, trials: Sequence[Measured], metrics: Sequence[str], 
     for number in range(1, MOST_ROUNDS + 2):
         turn = racing.next_round(
             estimate(now), objectives, found, n_ranks, FINALISTS, tried={m.trial: len(m.repeats) for m in now}, least=ROUNDS,
-            more=number <= MOST_ROUNDS,
+            below=racing.SETTLED if number <= MOST_ROUNDS else None,
         )  # fmt: skip
         if not turn:
             break
         again = {m.trial for m in turn} | {0}
         for n, m in enumerate(now):
             if m.trial in again:
-                values = measure(table, table.row[m.candidate], rng)
+                values = measure(table, table.row[m.candidate], rng, noise)
                 now[n] = replace(m, repeats={**m.repeats, number: values})
     return recommend.recommend(estimate(now), objectives, n_ranks).picks["recommended"].measured.candidate
 
 
-def figures(seeds: Sequence[int], n_trials: int) -> dict[str, Any]:
+def figures(seeds: Sequence[int], n_trials: int, noise: Noise, names: Sequence[str]) -> dict[str, Any]:
     """Studies of both goals on machines that are drawn anew for each seed; where the baseline does not fit, there is none."""
     runs: dict[str, list[dict[str, Any]]] = {}
-    for world in worlds():
+    for world in worlds(names):
         for seed in seeds:
-            table = Table(replace(world, seed=world.seed + 100 * seed))
+            table = Table(redrawn(world, seed))
             if not table.fits[table.row[world.default]]:
                 continue
             for goal, metrics in GOALS.items():
-                runs.setdefault(goal, []).append(study_until_settled(table, seed, metrics, n_trials))
+                runs.setdefault(goal, []).append(study_until_settled(table, seed, metrics, n_trials, noise))
                 print(world.name, seed, goal, runs[goal][-1], flush=True)
     every = [run for some in runs.values() for run in some]
     return {
-        "noise": NOISE, "trials": n_trials, "stop_below": STOP_BELOW, "seeds": [min(seeds), max(seeds)],
+        "noise": noise.name, "trials": n_trials, "stop_below": STOP_BELOW, "seeds": [min(seeds), max(seeds)],
         "overall": ends_of(every), **{goal: ends_of(some) for goal, some in runs.items()},
     }  # fmt: skip
 
@@ -141,10 +144,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=80)
     parser.add_argument("--trials", type=int, default=30)
+    parser.add_argument("--worlds", nargs="*", default=list(KINDS), help="only these")
+    parser.add_argument("--noise", choices=[noise.name for noise in NOISES], default=NOISES[0].name)
+    parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     arguments = parser.parse_args()
-    common.write(
-        "stopping", figures(range(arguments.first_seed, arguments.first_seed + arguments.seeds), arguments.trials)
-    )
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    noise = next(noise for noise in NOISES if noise.name == arguments.noise)
+    found = figures(seeds, arguments.trials, noise, arguments.worlds)
+    print(found) if arguments.dry else common.write("stopping", found)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 
 from autotune.cli.answer import print_answer
 from autotune.cli.options import AsJson, Target, takes_settings
-from autotune.system import redaction
+from autotune.system import processes, redaction
 from autotune.system.files import shown
 from autotune.system.signals import status_of
 
@@ -50,11 +51,12 @@ def run(
     """
     from autotune.report.progress import ProgressView
 
+    began_s = time.monotonic() - processes.age_s()
     with ProgressView() as view:
         view.opening(target)
         from autotune.session import tune
 
-        tuned = tune(target, settings, fresh=fresh, learn=not no_history, view=view)
+        tuned = tune(target, settings, fresh=fresh, learn=not no_history, view=view, began_s=began_s)
     if tuned.report is None:
         print("autotune: stopped before the first trial ended; nothing to keep", file=sys.stderr)
         assert tuned.stopped is not None

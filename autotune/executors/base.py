@@ -85,6 +85,10 @@ class MachinesGone(Unavailable):
         self.ran_s = ran_s
 
 
+class TimeOver(Exception):
+    """The time that an executor was given is over; the trial that ran was ended, and was not measured."""
+
+
 class Job(Protocol):
     """One trial in the hands of an engine.
 
@@ -134,10 +138,12 @@ class Executor(Protocol):
         cold_reason: Why trials start more slowly than ranks forked from a warm server that has imported everything;
             empty if they do not.
         patience_s: Time that attempts which lost their machines, and waits for others, may cost a trial.
+        ends_at_s: When whatever runs or waits is ended, in seconds of the monotonic clock.
     """
 
     mark: str
     patience_s: float
+    ends_at_s: float
 
     @property
     def hosts(self) -> frozenset[str]:
@@ -190,22 +196,29 @@ def run(
     Raises:
         UserError: The engine can never run it.
         MachinesGone: Attempts that lost their machines, and waits for others, have cost `patience_s`.
+        TimeOver: The executor's time is over, and the ranks were stopped.
         KeyboardInterrupt: Passed on after the ranks were stopped.
         OSError: The disk is full, or refused a file; that says nothing about the trial.
     """
     folder, cost_s, pause_s, n_lost, failed = TrialDir(path), 0.0, RETRY_S[0], 0, list[str]()
     left = _left(executor, folder)
     job = left[0] if left is not None and left[1] == request else None
+
+    def ticked() -> None:
+        check_time(executor)
+        on_tick()
+
     while True:
         try:
+            check_time(executor)
             job = job or _submitted(executor, folder, request)
-            result = _watch(job, folder, request, on_tick)
+            result = _watch(job, folder, request, ticked)
         except MachinesGone as gone:
             cost_s += gone.ran_s + pause_s
             if cost_s > executor.patience_s:
                 raise MachinesGone(f"{gone}; the same command continues the study once they are back") from None
             failed.append(str(gone))
-            _pause(pause_s, on_tick)
+            _pause(pause_s, ticked)
             pause_s = min(2 * pause_s, RETRY_S[1])
         else:
             if result.outcome is Outcome.LOST and n_lost:
@@ -223,6 +236,12 @@ def run(
             failed.append(result.reason)
             on_retry(result.reason)
         job = None
+
+
+def check_time(executor: Executor) -> None:
+    """Raises `TimeOver` once the executor's time is over."""
+    if time.monotonic() >= executor.ends_at_s:
+        raise TimeOver
 
 
 def has_begun(folder: TrialDir) -> bool:

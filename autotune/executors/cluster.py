@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import threading
@@ -158,7 +159,7 @@ class ClusterExecutor:
         patience_s: See `Executor`.
     """
 
-    mark = ""
+    mark, ends_at_s = "", math.inf
 
     def __init__(
         self,

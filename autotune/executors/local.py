@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import select
 import signal
@@ -37,7 +38,7 @@ class LocalExecutor:
         environment: Variables that the user's launch command sets, for the server and its trials.
     """
 
-    patience_s = 0.0
+    patience_s, ends_at_s = 0.0, math.inf
 
     def __init__(self, modules: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.cold_reason = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -132,7 +133,7 @@ class ReplayExecutor:
             self._rng.shuffle(some)
 
     mark = cold_reason = ""
-    patience_s, hosts = 0.0, frozenset[str]()
+    patience_s, ends_at_s, hosts = 0.0, math.inf, frozenset[str]()
     turn = staticmethod(no_turn)
 
     def start(self) -> None:

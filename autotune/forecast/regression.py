@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -297,6 +298,22 @@ class CalibratedGP:
         values, vectors = np.linalg.eigh(covariance)
         scale = vectors * np.sqrt(np.maximum(values, 0.0))
         return np.asarray(centre + self._wider * rng.standard_normal((n, len(values))) @ scale.T, dtype=float)
+
+    def left_out(self) -> dict[int, tuple[float, float]]:
+        """What all other groups foretell of each group's first row, noise aside: mean and standard deviation."""
+        data = self._data
+        if data is None:
+            return {}
+        inverse = scipy.linalg.cho_solve(self._factor, np.eye(len(data.y)))
+        noise = self.noise_sd**2 * np.diag(self._shared(data)) + data.extra_sd**2
+        found = {}
+        for group in np.unique(data.group):
+            rows = np.flatnonzero(data.group == group)
+            covariance = np.linalg.inv(inverse[np.ix_(rows, rows)])
+            variance = max(float(covariance[0, 0] - noise[rows[0]]), 1e-8)
+            mean = self._y[rows[0]] - covariance[0] @ self._alpha[rows]
+            found[int(group)] = float(mean), self._wider * math.sqrt(variance)
+        return found
 
     def correction_sd(self) -> Floats:
         """How unsure the correction of each term is."""

@@ -19,7 +19,7 @@ from autotune.scoring.estimates import Estimates, estimate
 from autotune.scoring.measured import Measured
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig
-from autotune.study.storage import records
+from autotune.study.storage import analysed, records
 from autotune.study.storage.database import Storage
 from autotune.study.storage.records import StoreError, StudyRecord
 from autotune.trial import workload
@@ -82,7 +82,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
     name, kept = study.study_name, records.record(study)
     if kept is None:
         raise StoreError(f"study {name!r} in this database was not made by autotune, or holds no trial yet")
-    measured = [_with_changes(m, kept) for m in records.measured(study, folder, kept)]
+    measured = [_with_changes(m, kept) for m in analysed.measured(study, folder, kept)]
     estimates = estimate(measured)
     found = recommend.recommend(estimates, kept.objectives, kept.data_parallel)
     trials = _trials(study, estimates, folder if series else None)

@@ -30,7 +30,7 @@ from autotune.study import warm_start
 from autotune.study.events import Broadcast, EventSink
 from autotune.study.runner import Runner
 from autotune.study.setup.plan import Plan
-from autotune.study.storage import records
+from autotune.study.storage import analysed, records
 from autotune.study.storage.history import GoneError, History
 from autotune.study.storage.records import StudyRecord
 from autotune.study.warm_start import HistoryRecorder, PriorStudy
@@ -284,7 +284,7 @@ class Retuning:
         if reason is not None:
             return DriftCheck.cannot_run(f"what is in use cannot run here any more: {reason}")
         then = comparison.earlier_ratio(
-            records.measured(self.current, Path(self.report.study["folder"]), self.kept), self.incumbent, plan.baseline
+            analysed.measured(self.current, Path(self.report.study["folder"]), self.kept), self.incumbent, plan.baseline
         )
         sides = {"incumbent": self.incumbent, "baseline": plan.baseline}
         self.observer.say(f"measuring what is in use ({self.incumbent.describe()}) and the baseline again, in turns")

@@ -25,8 +25,8 @@ STEP, TO_TARGET = "step_time_s", "time_to_loss_s"
 TIMED = (STEP, "samples_per_s", "tokens_per_s", "padded_tokens_per_s", GOODPUT, TO_TARGET)
 # Degrees of freedom that the prior of the noise is worth to a 95 % interval, and the fewest that are counted far out.
 PRIOR_DEGREES = LEAST_FAR_OUT = 8
-# Standard deviations on either side of a normal interval of 90 % and of 95 %.
-Z90, Z95 = 1.645, 1.96
+# Standard deviations on either side of a normal interval of 95 %.
+Z95 = 1.96
 # An interval of a gain wider than this, high over low, says nothing.
 WIDEST = 4.0
 
@@ -195,7 +195,7 @@ def _readings(timed: Sequence[Measured]) -> Readings:
         again = ((number, values[STEP]) for number, values in m.repeats.items() if values.get(STEP, 0) > 0)
         found += [(math.log(value), own, row, number) for number, value in ((0, m.metrics[STEP]), *again)]
     columns = np.array(found, dtype=float).reshape(len(found), 4)
-    forecasts = [_log_forecast(m) for m in timed]
+    forecasts = [m.forecast or (math.nan, math.nan) for m in timed]
     return Readings(
         log_value=columns[:, 0],
         own_sd=columns[:, 1],
@@ -204,14 +204,6 @@ def _readings(timed: Sequence[Measured]) -> Readings:
         forecast=np.array([mean for mean, _ in forecasts]),
         forecast_sd=np.array([sd for _, sd in forecasts]),
     )
-
-
-def _log_forecast(m: Measured) -> tuple[float, float]:
-    """Mean and standard deviation of the logarithm of the forecast; NaN without one."""
-    if m.forecast is None or not 0 < m.forecast[1] < m.forecast[2] or not m.forecast[0] > 0:
-        return math.nan, math.nan
-    value, low, high = m.forecast
-    return math.log(value), math.log(high / low) / 2 / Z90
 
 
 def _estimated(

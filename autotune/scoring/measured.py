@@ -28,7 +28,8 @@ class Measured:
         ci95: The 95 % interval, within that one run or of the estimate.
         feasible: Whether all constraints are held.
         repeats: Metrics of each re-measurement, by round; a round measures some finalists and the baseline in turn.
-        forecast: Its step time as it was foretold before it ran: value and both ends of the 90 % interval.
+        forecast: What all other trials of its study foretell of the logarithm of its step time: mean and standard
+            deviation.
         script_side_changes: What it takes besides the DeepSpeed JSON.
         unreproducible: Those of them that the user has no way to make.
         unfit: Why its worst batch, evaluation or a checkpoint did not fit when it was measured again; empty otherwise.
@@ -47,7 +48,7 @@ class Measured:
     ci95: Mapping[str, tuple[float, float]]
     feasible: bool = True
     repeats: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    forecast: Sequence[float] | None = None
+    forecast: tuple[float, float] | None = None
     script_side_changes: Sequence[str] = ()
     unreproducible: Sequence[str] = ()
     unfit: str = ""

@@ -18,8 +18,8 @@ DRIFT, DRIFT_PRIOR = (0.001, 0.005, 0.02, 0.08), (0.003, 1.5)
 EFFECT_SCALE, SCALE_PRIOR = (0.3, 1.0, 3.0), (1.0, 1.0)
 # Of the trials without a forecast: how much their logarithms differ among each other.
 POPULATION_SD = 0.3
-# A forecast is never trusted more than this: its errors are alike in alike configurations, which the model does not know.
-LEAST_FORECAST_SD = 0.05
+# A forecast is never trusted more than this: what it rests on has errors of its own.
+LEAST_FORECAST_SD = 0.02
 # The level of a whole study and that of a round of re-measurements, which later trials do not foretell.
 LEVEL_SD, ROUND_SD = 3.0, 0.5
 # What lies further than this many standard deviations from what the others foretell is an outlier. The worst are taken
@@ -40,7 +40,7 @@ class Readings:
         own_sd: Its standard deviation as far as its own run tells.
         trial: The trial that it measures, as a row of `forecast`.
         round: The re-measurement round that it belongs to; 0 for the trials' first measurements.
-        forecast: Mean of each trial's logarithm before it ran; NaN where there is none.
+        forecast: What all other trials foretell of each trial's logarithm: its mean; NaN where there is none.
         forecast_sd: Its standard deviation.
     """
 

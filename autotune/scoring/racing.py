@@ -94,8 +94,7 @@ def next_round(
     *,
     tried: Mapping[int, int],
     least: int,
-    more: bool = True,
-    below: float = SETTLED,
+    below: float | None = SETTLED,
 ) -> list[Measured]:
     """The trials to measure in the next round beside the baseline; empty if the race is settled.
 
@@ -111,18 +110,19 @@ def next_round(
         n: Trials in a round.
         tried: Rounds that a trial was in, by number, whether they completed or not.
         least: Rounds that a leader must have been in.
-        more: Whether further rounds may follow while the race is not settled.
-        below: The expected loss below which it is settled.
+        below: The expected loss below which the race is settled; None if no further rounds may follow.
     """
     baseline = estimates.baseline
     ranked = [m for m in rank(estimates, objectives) if baseline is None or m.trial != baseline.trial]
     ranked = [m for m in ranked if not m.unreproducible] or ranked
     hopeful = [m for m in ranked if not m.barred]
-    races = [race(some, estimates, objectives, below) for some in (hopeful, [m for m in ranked if not m.doubt])]
+    races = [
+        race(some, estimates, objectives, below or SETTLED) for some in (hopeful, [m for m in ranked if not m.doubt])
+    ]
     new = [m for m in ranked if least and m.trial in found and not tried.get(m.trial)]
     short = [each.runners[0] for each in races if each.runners and tried.get(each.runners[0].trial, 0) < least]
     due = bool(new or short) or (baseline is not None and bool(ranked) and tried.get(baseline.trial, 0) < least)
-    if not due and (not more or all(each.settled for each in races)):
+    if not due and (below is None or all(each.settled for each in races)):
         return []
     if due:
         finalists = [m for m in ranked if m.trial in found or m.confirmed]

@@ -245,7 +245,7 @@ def learn(
     """Fits the models to every trial; their candidates are in the catalogue."""
     memory, limit = _learn_memory(catalogue, limit, told)
     time_sd = np.concatenate([catalogue.time_sd, [HINGE_SD, HINGE_SQUARE_SD]])
-    ran = [t for t in told if t.outcome in RAN and t.step_time_s(world_size) is not None]
+    ran = timed(told, world_size)
     done = [t for t in ran if t.outcome is Outcome.COMPLETE]
     wanted = dict.fromkeys([*metrics, *(metric for metric, _, _ in bounds)])
     own = [
@@ -288,6 +288,11 @@ def learn(
         tokens=float(np.median(ratios)) if ratios else 1.0,
         sized=any(t.good("peak_memory_bytes") for t in ran) or bool(catalogue.memory_sd[0] < GUESSED_SCALE),
     )
+
+
+def timed(told: Sequence[Observation], world_size: int) -> list[Observation]:
+    """The trials that told a step time."""
+    return [t for t in told if t.outcome in RAN and t.step_time_s(world_size) is not None]
 
 
 def time_design(catalogue: FeatureTable, memory: CalibratedGP, limit: float | None, rows: Rows) -> Design:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from autotune.forecast.regression import Z95, interval_sd
 from autotune.space.candidate import Candidate
+from autotune.space.rule import Setting
+from autotune.trial.failures import means_host_memory
 from autotune.trial.result import Outcome
 
 CENSORED_SD = 0.5  # of an extrapolated value's logarithm, and the most that an interval is taken to say
@@ -58,3 +61,45 @@ class Observation:
         if not (0 < low <= high < math.inf):
             return otherwise
         return min(max(math.log(high / low) / (2 * Z95), 0.01), CENSORED_SD)
+
+
+def observed(candidate: Candidate, data: Mapping[str, Any], setting: Setting) -> Observation:
+    """A told trial as the search sees it.
+
+    Args:
+        candidate: What ran.
+        data: What a study stores of its result.
+        setting: The study's.
+    """
+    inner, boundary = _micro_steps(data, candidate, setting.world_size)
+    ci95 = {name: (float(low), float(high)) for name, (low, high) in data.get("ci95", {}).items()}
+    return Observation(
+        candidate=candidate, outcome=_outcome(data, setting), metrics=data["metrics"], ci95=ci95,
+        censored=data.get("censored", ()), inner_s=inner, boundary_s=boundary,
+    )  # fmt: skip
+
+
+def _outcome(data: Mapping[str, Any], setting: Setting) -> Outcome:
+    """How a trial ended; where the host's memory ran out, that says nothing of the memory of an accelerator."""
+    outcome, reason = Outcome(data["outcome"]), str(data.get("reason", ""))
+    on_host = outcome is Outcome.OOM and setting.accelerator != "cpu" and means_host_memory(reason)
+    return Outcome.CRASHED if on_host else outcome
+
+
+def _micro_steps(data: Mapping[str, Any], candidate: Candidate, world_size: int) -> tuple[float | None, float | None]:
+    """Times of an inner and of a boundary micro-step: timed as such, or from one step taken apart (data, forward, backward, step).
+
+    The latter only where micro-steps are alike up to the optimizer: at ZeRO stages 0 and 1 with several ranks the last
+    backward also reduces the gradients, and its share is not known.
+    """
+    timed, phases = data.get("micro_step_s") or {}, data.get("phase_times_s") or {}
+    if {"inner", "boundary"} <= timed.keys():
+        return timed["inner"], timed["boundary"]
+    if not {"forward", "backward", "step"} <= phases.keys() or (world_size > 1 and candidate.zero_stage < 2):
+        return None, None
+    # What a collective took is told apart from the phase that it lay in.
+    inner = (
+        sum(phases.get(name, 0.0) for name in ("data", "forward", "backward", "recompute", "reduce"))
+        / candidate.gradient_accumulation_steps
+    )
+    return inner, inner + phases["step"] + phases.get("gather", 0.0)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from autotune.forecast.features import FeatureTable, Prior, knobs_of
 from autotune.scoring.convergence import quality_gate
 from autotune.search import acquisition, exploration
-from autotune.search.model import Bound, CostModel, TransferredCorrections, learn
+from autotune.search.model import Bound, CostModel, TransferredCorrections, learn, timed
 from autotune.search.observation import Observation
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
@@ -235,6 +235,12 @@ class CandidateOptimizer:
             fits=state.fits(rows),
             sized=state.sized,
         )
+
+    def foretold(self, told: Sequence[Observation]) -> list[tuple[float, float] | None]:
+        """What all other trials foretell of each one's log step time: mean and standard deviation; None where it told none."""
+        left_out = self._learn(told).time.left_out()
+        found = {id(t): left_out.get(n) for n, t in enumerate(timed(told, self.world_size))}
+        return [found.get(id(t)) for t in told]
 
     def carried(self, told: Sequence[Observation], candidates: Sequence[Candidate]) -> TransferredCorrections:
         """What the trials taught about candidates that holds elsewhere too."""

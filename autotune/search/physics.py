@@ -24,14 +24,13 @@ from autotune.forecast.features import Prior
 from autotune.scoring.measured import Measured
 from autotune.search import early_stopping, stopping
 from autotune.search.model import Bound
-from autotune.search.observation import Observation
+from autotune.search.observation import Observation, observed
 from autotune.search.optimizer import Beliefs, CandidateOptimizer
 from autotune.search.samplers import LegalSampler, encoded
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.legality import why_illegal
 from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
-from autotune.trial.failures import means_host_memory
 from autotune.trial.request import TrialToBeat
 from autotune.trial.result import Outcome
 
@@ -198,14 +197,7 @@ class PhysicsSampler(LegalSampler):
         candidate, attrs = self._candidate_of(trial), trial.user_attrs
         text = trial.system_attrs.get(MEASURED_ATTR) or attrs.get(OLD_MEASURED_ATTR)
         if text is not None:
-            data = _parsed(text)
-            outcome = self._outcome(data)
-            inner, boundary = _micro_steps(data, candidate, self._setting.world_size)
-            ci95 = {name: (float(low), float(high)) for name, (low, high) in data.get("ci95", {}).items()}
-            return Observation(
-                candidate=candidate, outcome=outcome, metrics=data["metrics"], ci95=ci95, censored=data.get("censored", ()),
-                inner_s=inner, boundary_s=boundary,
-            )  # fmt: skip
+            return observed(candidate, _parsed(text), self._setting)
         if trial.state is TrialState.PRUNED or trial.values is None:
             return Observation(candidate=candidate, outcome=Outcome(attrs.get("outcome", "oom")))
         metrics = {
@@ -217,12 +209,6 @@ class PhysicsSampler(LegalSampler):
             if name == "peak_memory_bytes" and isinstance(value, int | float)
         }
         return Observation(candidate=candidate, metrics=metrics)
-
-    def _outcome(self, data: Mapping[str, Any]) -> Outcome:
-        """How a trial ended; where the host's memory ran out, that says nothing of the memory of an accelerator."""
-        outcome, reason = Outcome(data["outcome"]), str(data.get("reason", ""))
-        on_host = outcome is Outcome.OOM and self._setting.accelerator != "cpu" and means_host_memory(reason)
-        return Outcome.CRASHED if on_host else outcome
 
     def _refine(self, told: Sequence[Observation]) -> None:
         """In a space too large to enumerate: what differs in one knob from the best candidates joins the choice."""
@@ -249,22 +235,3 @@ class PhysicsSampler(LegalSampler):
             own = self._default.values().get(parameter.name)
             firsts[parameter.name] = own if parameter.contains(own) else values[0]
         return firsts
-
-
-def _micro_steps(data: Mapping[str, Any], candidate: Candidate, world_size: int) -> tuple[float | None, float | None]:
-    """Times of an inner and of a boundary micro-step: timed as such, or from one step taken apart (data, forward, backward, step).
-
-    The latter only where micro-steps are alike up to the optimizer: at ZeRO stages 0 and 1 with several ranks the last
-    backward also reduces the gradients, and its share is not known.
-    """
-    timed, phases = data.get("micro_step_s") or {}, data.get("phase_times_s") or {}
-    if {"inner", "boundary"} <= timed.keys():
-        return timed["inner"], timed["boundary"]
-    if not {"forward", "backward", "step"} <= phases.keys() or (world_size > 1 and candidate.zero_stage < 2):
-        return None, None
-    # What a collective took is told apart from the phase that it lay in.
-    inner = (
-        sum(phases.get(name, 0.0) for name in ("data", "forward", "backward", "recompute", "reduce"))
-        / candidate.gradient_accumulation_steps
-    )
-    return inner, inner + phases["step"] + phases.get("gather", 0.0)

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from autotune.errors import UserError
+from autotune.executors.base import TimeOver
 from autotune.scoring import objective
 from autotune.scoring.convergence.noise_scale import noise_scale_of
 from autotune.scoring.convergence.time_to_loss import Reference
@@ -13,6 +14,7 @@ from autotune.scoring.metrics import GOODPUT
 from autotune.scoring.objective import Objective
 from autotune.space import feasibility
 from autotune.space.legality import why_illegal
+from autotune.study.budget import PROBE_SHARE, Budget
 from autotune.study.events import EventSink
 from autotune.study.measure import TrialMeasurer
 from autotune.study.spec.presets import DEFAULT_GOAL, SCARCE
@@ -35,10 +37,11 @@ class BaselineTrial:
         state: The study, which does not exist in the database yet.
         measurer: Runs the trials.
         events: Receives messages about decisions.
+        budget: Says whether there is time for the noise probe.
     """
 
-    def __init__(self, state: StudyState, measurer: TrialMeasurer, events: EventSink) -> None:
-        self._state, self._measurer, self._events = state, measurer, events
+    def __init__(self, state: StudyState, measurer: TrialMeasurer, events: EventSink, budget: Budget) -> None:
+        self._state, self._measurer, self._events, self._budget = state, measurer, events, budget
 
     def run(self) -> TrialResult:
         """Runs the baseline's trial and settles objectives, reference and learning rate.
@@ -121,15 +124,20 @@ class BaselineTrial:
             return "the gradient noise scale is not measured where a model is split between ranks"
         if candidate.gradient_accumulation_steps * world < 2:
             return "the gradient noise scale needs two micro-batches a step, and the script's batch cannot be split"
+        if not self._budget.affords((2 * self._budget.trial_s + self._budget.startup_s()) / PROBE_SHARE):
+            return "the time budget has no room for the probe of the gradient noise scale"
         self._events.say("measuring the gradient noise scale, which says what a larger global batch is worth")
         start = spec.from_checkpoint
-        result = self._measurer.execute(
-            candidate,
-            state.folder / "trials" / "noise",
-            role="noise",
-            weights=str(start) if start else None,
-            save_weights=str(records.warm_path(state.folder)) if spec.branch and start is None else None,
-        )
+        try:
+            result = self._measurer.execute(
+                candidate,
+                state.folder / "trials" / "noise",
+                role="noise",
+                weights=str(start) if start else None,
+                save_weights=str(records.warm_path(state.folder)) if spec.branch and start is None else None,
+            )
+        except TimeOver:
+            return "the time budget ended in the probe of the gradient noise scale"
         noise = noise_scale_of(result.noise) if result.noise is not None else None
         if noise is None:
             return f"its probe ended with {result.outcome}: {result.reason}"
@@ -160,8 +168,9 @@ class BaselineTrial:
                 f"{problem}, so that other global batches cannot be compared by {name!r}, and the space varies"
                 " nothing else"
             )
+        longer = "trial_budget_s" if self._budget.trial_s >= self._state.spec.trial_budget_s else "the time budget"
         self._events.say(
             f"{problem}: what other global batches are worth is not known, so the baseline's {batch} is kept; raise"
-            f" trial_budget_s, or leave {name!r} out of the objectives to vary it all the same"
+            f" {longer}, or leave {name!r} out of the objectives to vary it all the same"
         )
         self._state.narrow(space, setting)

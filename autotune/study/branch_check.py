@@ -9,7 +9,7 @@ from autotune.scoring.convergence.branch import Branch, Run, compare
 from autotune.scoring.estimates import estimate
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import GOODPUT
-from autotune.study.budget import CHECK_SHARE, Budget
+from autotune.study.budget import Budget
 from autotune.study.events import EventSink
 from autotune.study.measure import ENDLESS_SAMPLES, TrialMeasurer
 from autotune.study.numerics_check import MIN_STEPS, training_budget_s
@@ -62,15 +62,18 @@ class BranchCheck:
         """Whether a branch keeps to the checks' share of the study's time; says so once if it does not."""
         n_samples = self._n_samples(baseline, m.candidate.global_batch_size(self._state.plan.data_parallel))
         sides = [m] if (self._state.trial_path(baseline.trial) / f"branch-{n_samples}").exists() else [m, baseline]
-        needed_s = sum(n_samples / (each.metrics.get("samples_per_s") or 1.0) for each in sides)
+        needed_s = sum(
+            n_samples / (each.metrics.get("samples_per_s") or 1.0) + self._budget.startup_s() for each in sides
+        )
+        if self._state.spec.from_checkpoint is None and not records.warm_path(self._state.folder).exists():
+            needed_s += self._budget.trial_s + self._budget.startup_s()
         if self._budget.affords_check(needed_s, decides=decides):
             return True
         if m.trial not in self._left:
             self._left.add(m.trial)
             self._events.say(
                 f"no branch for trial {m.trial}, so its global batch stays unchecked: it would take"
-                f" {format_duration(needed_s)}, more than the checks' share of the study's time ({CHECK_SHARE:.0%}, twice as"
-                " much where the answer depends on it)"
+                f" {format_duration(needed_s)}, {self._budget.why_unchecked(needed_s)}"
             )
         return False
 
@@ -108,7 +111,7 @@ class BranchCheck:
             role="branch",
             max_steps=-(-n_samples // m.candidate.global_batch_size(self._state.plan.data_parallel)),
             min_samples=ENDLESS_SAMPLES,
-            budget_s=training_budget_s(spec, n_samples / (m.metrics.get("samples_per_s") or 1.0)),
+            budget_s=training_budget_s(spec, self._budget.trial_s, n_samples / (m.metrics.get("samples_per_s") or 1.0)),
             weights=str(weights),
             first_sample=first_sample,
             deadline_s=spec.trial_deadline_s,
@@ -144,7 +147,7 @@ class BranchCheck:
             tokens_per_sample = tokens_per_s / baseline.metrics["samples_per_s"] if tokens_per_s else 1.0
             return max(1, round(spec.branch_tokens / tokens_per_sample))
         least = max(batch, plan.baseline.global_batch_size(plan.data_parallel)) * MIN_STEPS
-        wanted = max(least, round(BRANCH_BUDGETS * spec.trial_budget_s * baseline.metrics["samples_per_s"]))
+        wanted = max(least, round(BRANCH_BUDGETS * self._budget.trial_s * baseline.metrics["samples_per_s"]))
         # A branch of the baseline that was trained for another candidate will do.
         kept = [int(path.name.removeprefix("branch-")) for path in self._state.trial_path(0).glob("branch-*")]
         return min((n for n in kept if least <= n), default=wanted)

@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from autotune.errors import UserError
+from autotune.study.spec.settings import SETTINGS
 from autotune.study.state import StudyState
 from autotune.study.storage import records
 from autotune.system.files import shown
@@ -27,6 +28,12 @@ MAX_RESERVED_SHARE = 0.4
 FIRST_TRIALS = 4
 # Share of a study's time that its checks (quality gate, branches) may cost; where one decides the answer, twice as much.
 CHECK_SHARE = 0.15
+# A trial trains for this share of a time budget at most, unless the user states otherwise: one trial tells nothing.
+TRIAL_SHARE, LEAST_TRIAL_S = 0.05, 1.0
+# The noise probe may take this share of the time that is left: without trials there is nothing to compare.
+PROBE_SHARE = 0.25
+# Between the last trial and the end of the command the answer is worked out and written.
+CLOSING_S = 1.5
 # Reserved for them: the time of this number of usual trials at most.
 CHECK_TRIALS = 6
 # What a check that decides may cost in a study however short, in training times of a trial: both sides of a branch.
@@ -74,19 +81,40 @@ class Budget:
         n_unfit = sum(outcome is Outcome.PREDICTED_OOM for outcome in outcomes)
         return len(outcomes) - min(n_unfit, self._state.spec.trials)
 
-    def out_of_time(self) -> bool:
-        """Whether the time budget has no room for another trial, apart from the reserve for the end of the study."""
+    @property
+    def trial_s(self) -> float:
+        """Training time of one trial: as the user states it; by default no more than a share of the time budget."""
+        spec = self._state.spec
+        if spec.time_budget_s is None or spec.trial_budget_s != SETTINGS["trial_budget_s"].default:
+            return spec.trial_budget_s
+        return min(spec.trial_budget_s, max(LEAST_TRIAL_S, TRIAL_SHARE * spec.time_budget_s))
+
+    def room_s(self) -> float:
+        """Seconds that are left of the time budget for trials; without one they have no end."""
         budget_s = self._state.spec.time_budget_s
-        if budget_s is None:
-            return False
-        # A short budget serves the search first: without it there is nothing to confirm.
-        reserve_s = min(self._end_s(), MAX_RESERVED_SHARE * budget_s) if self.n_spent() >= FIRST_TRIALS else 0.0
-        return self.spent_s() + self.usual_s() + reserve_s >= budget_s
+        return math.inf if budget_s is None else budget_s - CLOSING_S - self.spent_s()
 
     def affords(self, needed_s: float) -> bool:
         """Whether the time budget has room for something that takes so long."""
-        budget_s = self._state.spec.time_budget_s
-        return budget_s is None or self.spent_s() + needed_s <= budget_s
+        return needed_s <= self.room_s()
+
+    def out_of_time(self) -> bool:
+        """Whether the time budget has no room for another trial, apart from the reserve for the end of the study."""
+        if self._state.spec.time_budget_s is None:
+            return False
+        # A short budget serves the search first: without it there is nothing to confirm.
+        reserve_s = min(self._end_s(), MAX_RESERVED_SHARE * self._state.spec.time_budget_s)
+        return not self.affords(self.usual_s() + (reserve_s if self.n_spent() >= FIRST_TRIALS else 0.0))
+
+    def words(self) -> str:
+        """What is said when the time budget ends the search."""
+        n, budget_s = self.n_spent(), self._state.spec.time_budget_s or 0.0
+        return f"the time budget of {budget_s:.0f} s is spent after {n} trial{'s' * (n != 1)}"
+
+    def startup_s(self) -> float:
+        """Seconds that a trial takes beside its training, as the baseline took them."""
+        first = result_in(self._state.trial_path(0))
+        return max(0.0, first.wall_s - sum(first.step_times_s)) if first is not None else 0.0
 
     def hurries(self) -> bool:
         """Whether the time budget has no room for measuring something again only since the machine was busy."""
@@ -102,15 +130,22 @@ class Budget:
         """
         return needed_s <= self.check_room_s(decides=decides)
 
+    def why_unchecked(self, needed_s: float) -> str:
+        """What a check would take too much of, for a message."""
+        if not self.affords(needed_s):
+            return "more than is left of the time budget"
+        return f"more than the checks' share of the study's time ({CHECK_SHARE:.0%}, twice as much where the answer depends on it)"
+
     def check_room_s(self, *, decides: bool = False) -> float:
         """Seconds that are left of the checks' share and of the time budget."""
-        spec, room_s = self._state.spec, self._check_share_s()
+        room_s = self._check_share_s()
         if decides:
-            room_s = max(2 * room_s, CHECK_BUDGETS * spec.trial_budget_s)
-            if spec.quick:  # its few trials leave no other room, and without the check they were for nothing
+            room_s = max(2 * room_s, CHECK_BUDGETS * self.trial_s)
+            if (
+                self._state.spec.quick
+            ):  # its few trials leave no other room, and without the check they were for nothing
                 room_s = max(room_s, self.spent_s())
-        left_s = math.inf if spec.time_budget_s is None else spec.time_budget_s - self.spent_s()
-        return max(0.0, min(room_s - self._checked_s(), left_s))
+        return max(0.0, min(room_s - self._checked_s(), self.room_s()))
 
     def _check_share_s(self) -> float:
         """Seconds that all checks may take: a share of the study's time, or of its whole time budget."""
@@ -134,7 +169,7 @@ class Budget:
             left_s = max(0.0, self._end_s() - (self.spent_s() - self._search_ended_s))
         else:
             left_s = max(0, spec.trials - self.n_spent()) * self.usual_s() + self._end_s()
-        return left_s if spec.time_budget_s is None else min(left_s, max(0.0, spec.time_budget_s - self.spent_s()))
+        return min(left_s, max(0.0, self.room_s()))
 
     def _end_s(self) -> float:
         """Estimated seconds of the end of the study: the finalists' repeats, and checks where candidates need any."""
@@ -144,6 +179,11 @@ class Budget:
         checks_s = min(CHECK_TRIALS * usual_s, self._check_share_s())
         doubtful = any(m.doubt and not m.barred for m in self._state.measured())
         return (spec.finalists + 1) * spec.repeats * usual_s + (checks_s if doubtful else 0.0)
+
+    def again_s(self, trials: Iterable[int]) -> float:
+        """Seconds that measuring some trials again takes, as they took before."""
+        walls = {told.number: float(records.told_data(told)["wall_s"]) for told in self._state.told()}
+        return sum(walls.get(number, 0.0) for number in trials)
 
     def usual_s(self) -> float:
         """Seconds of a usual trial so far."""

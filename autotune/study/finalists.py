@@ -80,9 +80,8 @@ class Finalists:
         for m in recommend.rank(estimates, objectives):
             if m.trial == 0:
                 break
-            sure = m.confirmed
-            if not self._state.spec.repeats and estimates.baseline is not None:
-                sure = recommend.shown_better(m, estimates, objectives)
+            unneeded = not self._state.spec.repeats and estimates.baseline is not None
+            sure = recommend.shown_better(m, estimates, objectives) if unneeded else m.confirmed
             if sure and not m.barred:
                 found.append(m)
                 if not m.doubt:
@@ -98,23 +97,25 @@ class Finalists:
     def _measure_again(self, found: list[Measured]) -> None:
         """Measures the best and the baseline in turns, so that drift affects all of them alike, until that decides."""
         spec, plan = self._state.spec, self._state.plan
-        numbers = [m.trial for m in found]
+        numbers, most = [m.trial for m in found], max(LEAST_ROUNDS, MOST_ROUNDS * spec.repeats)
         while True:
             estimates, tried = self._estimates(), self._tried()
             n_done = tried[estimates.baseline.trial] if estimates.baseline else max(tried.values(), default=0)
             turn = racing.next_round(
                 estimates, self._state.objectives, numbers, plan.data_parallel, spec.finalists, tried=tried,
-                least=spec.repeats, more=n_done < max(LEAST_ROUNDS, MOST_ROUNDS * spec.repeats) and not self._budget.out_of_time(),
-                below=max(racing.SETTLED, spec.stop_below),
+                least=spec.repeats, below=max(racing.SETTLED, spec.stop_below) if n_done < most else None,
             )  # fmt: skip
-            if not turn or not self._budget.affords((len(turn) + 1) * self._budget.usual_s()):
+            base = [estimates.baseline] if estimates.baseline else []
+            while turn and not self._budget.affords(self._budget.again_s(m.trial for m in [*turn, *base])):
+                turn.pop()  # the best come first
+            if not turn:
                 return
             if n_done == 0:
-                beside = "and the baseline " if estimates.baseline else ""
+                beside = "and the baseline " if base else ""
                 self._events.say(f"measuring the best {len(turn)} {beside}again, in turns")
             elif n_done == spec.repeats:
                 self._events.say("more rounds: it is not settled yet which one is best")
-            self._round([*turn, *([estimates.baseline] if estimates.baseline else [])])
+            self._round([*turn, *base])
 
     def _round(self, turn: Sequence[Measured]) -> None:
         """Measures each of these trials once."""

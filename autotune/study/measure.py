@@ -80,7 +80,7 @@ class TrialMeasurer:
             world_size=plan.world_size,
             nodes=spec.nodes_for(plan.world_size),
             seed=spec.seed,
-            budget_s=spec.trial_budget_s * (2 if role == "noise" else 1),
+            budget_s=self._budget.trial_s * (2 if role == "noise" else 1),
             noise=role == "noise",
             check_gradient=role in ("baseline", "search", "gate")
             and plan.data_parallel == plan.world_size
@@ -134,7 +134,7 @@ class TrialMeasurer:
         if result is None or result.steps is None:
             return spec.trial_deadline_s
         growth = max(1.0, candidate.samples_per_rank / plan.baseline.samples_per_rank)
-        expected_s = result.wall_s + 20 * result.steps.median_s * growth + spec.trial_budget_s
+        expected_s = result.wall_s + 20 * result.steps.median_s * growth + self._budget.trial_s
         return min(spec.trial_deadline_s, max(MIN_DEADLINE_S, 10 * expected_s))
 
     def _build_ops(self, ds_config: DsConfig) -> None:
@@ -167,6 +167,7 @@ class TrialMeasurer:
             self._events.tick()
 
         def waiting() -> None:
+            base.check_time(executor)
             tick()
             self._events.waiting()
 

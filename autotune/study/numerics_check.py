@@ -14,7 +14,7 @@ from autotune.scoring.measured import Measured
 from autotune.space import data
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
-from autotune.study.budget import CHECK_SHARE, Budget
+from autotune.study.budget import Budget
 from autotune.study.events import EventSink
 from autotune.study.measure import ENDLESS_SAMPLES, TrialMeasurer
 from autotune.study.spec.spec import StudySpec
@@ -46,12 +46,13 @@ class NumericsCheck:
         self._state, self._measurer, self._budget, self._events = state, measurer, budget, events
         self._baseline = state.plan.baseline
         self._world = state.plan.data_parallel
+        self._left: set[str] = set()
 
     def run(self, found: Sequence[Measured]) -> bool:
         """Checks candidates, the best first.
 
-        Those with the baseline's batch, for which its own trial is the reference, are checked at any cost, the others
-        while the checks keep to their share of the study's time.
+        Those with the baseline's batch, for which its own trial is the reference, are checked while the time budget has
+        room for it, the others while the checks keep to their share of the study's time.
 
         Returns:
             Whether one failed the check.
@@ -68,15 +69,20 @@ class NumericsCheck:
         by_batch: dict[int, list[Measured]] = {}
         for m in unchecked:
             by_batch.setdefault(m.candidate.global_batch_size(self._world), []).append(m)
-        failed, left = False, list[str]()
+        failed, left = False, dict[str, list[str]]()
         for n, (batch, group) in enumerate(by_batch.items()):
-            names = ", ".join(str(m.trial) for m in group)
+            names = [str(m.trial) for m in group]
             decides = n == 0 and group[0].trial == found[0].trial
-            if batch != own_batch and not self._affordable(batch, baseline, decides=decides):
-                left.append(names)
+            needed_s = self._needed_s(batch, baseline)
+            if not (
+                self._budget.affords(needed_s)
+                if batch == own_batch
+                else self._budget.affords_check(needed_s, decides=decides)
+            ):
+                left.setdefault(self._budget.why_unchecked(needed_s), []).extend(names)
                 continue
             self._events.say(
-                f"quality gate: comparing the loss of trial {names} with the baseline's numerics at a global batch of {batch}"
+                f"quality gate: comparing the loss of trial {', '.join(names)} with the baseline's numerics at a global batch of {batch}"
             )
             reference, *replicates = self._references(batch, baseline)
             for m in group:
@@ -85,11 +91,10 @@ class NumericsCheck:
                 if not verdict.passed:
                     failed = True
                     self._events.say(f"trial {m.trial} {verdict.reason}")
-        if left:
-            self._events.say(
-                f"no quality gate for trial {', '.join(left)}: it would take more than the checks' share of the"
-                f" study's time ({CHECK_SHARE:.0%}, twice as much where the answer depends on it)"
-            )
+        for why, names in left.items():
+            if unsaid := [name for name in names if name not in self._left]:
+                self._events.say(f"no quality gate for trial {', '.join(unsaid)}: it would take {why}")
+                self._left.update(unsaid)
         return failed
 
     def _sums_right(self, m: Measured, baseline: Measured) -> bool:
@@ -141,12 +146,11 @@ class NumericsCheck:
                 return replace(seen, same_as=other.trial)
         return None
 
-    def _affordable(self, batch: int, baseline: Measured, *, decides: bool) -> bool:
-        """Whether references at a batch keep to the check's share of the time."""
+    def _needed_s(self, batch: int, baseline: Measured) -> float:
+        """Seconds that the references at a batch and a curve of their length take at least."""
         if result_in(records.reference_path(self._state.folder, batch) / str(REPLICATES)) is not None:
-            return True
-        needed_s = (REPLICATES + 1) * (MIN_STEPS * self._step_s(batch, baseline) + 1)
-        return self._budget.affords_check(needed_s, decides=decides)
+            return 0.0
+        return (REPLICATES + 1) * (MIN_STEPS * self._step_s(batch, baseline) + max(1.0, self._budget.startup_s()))
 
     def _step_s(self, batch: int, baseline: Measured) -> float:
         """Estimated step time with the baseline's numerics."""
@@ -186,7 +190,7 @@ class NumericsCheck:
                 max_steps=n_steps,
                 min_samples=ENDLESS_SAMPLES,
                 replicate=replicate,
-                budget_s=training_budget_s(spec, min(n_steps, MIN_STEPS) * step_s),
+                budget_s=training_budget_s(spec, self._budget.trial_s, min(n_steps, MIN_STEPS) * step_s),
                 deadline_s=spec.trial_deadline_s,
             )
         except UserError as error:  # an engine that only replays what was measured
@@ -200,9 +204,9 @@ def _trained_by(m: Measured) -> tuple[dict[str, Any], dict[str, Scalar]]:
     return quality_gate.numerics(m.ds_config), m.candidate.other_numerics
 
 
-def training_budget_s(spec: StudySpec, needed_s: float) -> float:
-    """Seconds that a check may train which needs `needed_s`, within a trial's deadline."""
-    wanted_s = max(MAX_TRIAL_BUDGETS * spec.trial_budget_s, SPARE * needed_s)
+def training_budget_s(spec: StudySpec, trial_s: float, needed_s: float) -> float:
+    """Seconds that a check may train which needs `needed_s`, within a trial's deadline; an ordinary trial takes `trial_s`."""
+    wanted_s = max(MAX_TRIAL_BUDGETS * trial_s, SPARE * needed_s)
     return min(wanted_s, WITHIN_DEADLINE * spec.trial_deadline_s)
 
 

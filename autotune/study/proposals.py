@@ -147,7 +147,7 @@ class Proposer:
     def _claim_or_reason(self, sampler: LegalSampler) -> ClaimedTrial | str:
         state, n_spent = self._state, self._budget.n_spent()
         if self._leads and self._budget.out_of_time():
-            return f"the time budget of {state.spec.time_budget_s:.0f} s is spent after {n_spent} trial{'s' * (n_spent != 1)}"
+            return self._budget.words()
         if state.spec.sampler == "physics" and sampler.forced is None:
             with undisturbed():
                 if why := self.advisor().settled(state.study, state.spec.stop_below):

@@ -79,7 +79,7 @@ class Runner:
         self._teller = Teller(state, self._budget, events)
         self.proposer = Proposer(state, self._teller, self._budget, events, warm, leads=leads)
         self._measurer = TrialMeasurer(state, executor, events, self._budget, self.proposer.bounds_to_beat)
-        self._baseline = BaselineTrial(state, self._measurer, events)
+        self._baseline = BaselineTrial(state, self._measurer, events, self._budget)
 
     @property
     def plan(self) -> Plan:
@@ -144,6 +144,8 @@ class Runner:
         # The matrices of the search are small: with several threads they take 10 times as long on a busy machine.
         with threadpool_limits(1, "blas"), self.leases.beating():
             self.open()
+            for each in (self._measurer.executor, *self._slots):
+                each.ends_at_s = time.monotonic() + self._budget.room_s()
             if not self.state.exists:
                 self._begin()
             records.note_end(self.state.study, "")
@@ -152,9 +154,16 @@ class Runner:
                 if why := self._search():
                     records.note_end(self.state.study, why)
                 self._budget.search_ended()
-                Finalists(self.state, self._measurer, self._teller, self._budget, self._events).run()
+                self._end_search()
             finally:
                 self._budget.keep()
+
+    def _end_search(self) -> None:
+        """Checks and measures the best again, until the time budget ends that."""
+        try:
+            Finalists(self.state, self._measurer, self._teller, self._budget, self._events).run()
+        except base.TimeOver:
+            self._events.say("the time budget ended before the best were checked and measured again as often as wanted")
 
     def help(self) -> str:
         """Runs trials of a study that another coordinator leads, until there is none left to start.
@@ -191,6 +200,10 @@ class Runner:
                     pass
                 while pool.claims:
                     self._tell(pool.landed(None))
+        except base.TimeOver:
+            pool.stop()
+            why = self._budget.words()
+            self._give_back(pool, why)
         except BaseException as error:
             pool.stop()
             if not isinstance(error, sqlalchemy.exc.SQLAlchemyError | optuna.exceptions.StorageInternalError):

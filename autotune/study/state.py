@@ -24,7 +24,7 @@ from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.study.setup.plan import Plan
 from autotune.study.spec.spec import StudySpec
-from autotune.study.storage import marks, project, records
+from autotune.study.storage import analysed, marks, project, records
 from autotune.study.storage.leases import StudyLeases
 from autotune.study.storage.records import SearchRecord, StudyRecord
 from autotune.trial.result import Outcome
@@ -188,7 +188,7 @@ class StudyState:
 
     def measured(self) -> list[Measured]:
         """Every told trial as the analysis takes it."""
-        return records.measured(self.study, self.folder, self.record(), self._measured) if self.exists else []
+        return analysed.measured(self.study, self.folder, self.record(), self._measured) if self.exists else []
 
     @contextlib.contextmanager
     def nothing_measured_again(self) -> Iterator[None]:

@@ -32,6 +32,14 @@ def started(pid: int) -> str | None:
     return None if fields[0] in (b"Z", b"X") else fields[19].decode()
 
 
+def age_s() -> float:
+    """Returns the seconds since this process began, imports included; 0 where that is unknown."""
+    since = started(os.getpid())
+    if since is None:
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(since) / os.sysconf("SC_CLK_TCK"))
+
+
 def identity() -> str:
     """Returns `PID:START` of this process; other processes of the machine pass it to `is_alive`."""
     return f"{os.getpid()}:{started(os.getpid()) or ''}"

@@ -27,8 +27,8 @@ engine, _, loader, _ = deepspeed.initialize(
 
 while engine.global_steps < args.steps:
     for x, y in loader:
-        x = x.to(engine.device)
-        logits = engine(x.to(next(engine.parameters()).dtype) if x.is_floating_point() else x)
+        dtype = next(engine.parameters()).dtype if x.is_floating_point() else x.dtype
+        logits = engine(x.to(engine.device, dtype))
         loss = F.cross_entropy(logits.float().flatten(0, -2), y.to(engine.device).flatten())
         engine.backward(loss)
         engine.step()

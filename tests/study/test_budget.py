@@ -3,9 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
-from support.instant import Clock, plan_of, spec_of
+from support.instant import Clock, Instant, plan_of, spec_of
+from support.studies import run
 
-from autotune.study.budget import CHECK_BUDGETS, CHECK_SHARE, Budget
+from autotune.executors.base import Status, TimeOver
+from autotune.study.budget import CHECK_BUDGETS, CHECK_SHARE, CLOSING_S, Budget
 
 
 @pytest.mark.parametrize(
@@ -14,7 +16,7 @@ from autotune.study.budget import CHECK_BUDGETS, CHECK_SHARE, Budget
         (None, 4.0, 1000.0, 1000 * CHECK_SHARE, 2000 * CHECK_SHARE),
         (None, 4.0, 10.0, 10 * CHECK_SHARE, 4 * CHECK_BUDGETS),
         (2000.0, 4.0, 1000.0, 2000 * CHECK_SHARE, 4000 * CHECK_SHARE),
-        (2000.0, 4.0, 1990.0, 10.0, 10.0),
+        (2000.0, 4.0, 1990.0, 10.0 - CLOSING_S, 10.0 - CLOSING_S),
         (2000.0, 4.0, 2001.0, 0.0, 0.0),
     ],
 )
@@ -31,3 +33,68 @@ def test_checks_have_a_share_of_the_study_and_no_more_than_its_time_budget_leave
         assert not budget.affords_check(1.001 * expected_s + 0.001, decides=decides)
     budget.checked(CHECK_SHARE * max(spent_s, time_budget_s or 0.0))
     assert budget.check_room_s() == 0.0
+
+
+class Late(Instant):
+    """An engine whose time is over in the trial with a given number, counted from 0: that one never ends by itself."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.cancelled = number, 0
+
+    def poll(self):
+        n = len(self.requests) - 1
+        if n < self.number or self.cancelled:
+            return Status.EXITED
+        self.ends_at_s = 0.0
+        return Status.RUNNING
+
+    def cancel(self):
+        self.cancelled += 1
+
+
+def test_a_trial_that_the_time_budget_cuts_is_ended_and_not_measured(tmp_path):
+    executor = Late(3)
+    runner, _, watcher = run(tmp_path, executor, trials=10, finalists=0, time_budget_s=1e4, objectives=["latency"])
+    assert executor.cancelled == 1 and [m.trial for m in runner.measured() if m.usable] == [0, 1, 2]
+    assert watcher.said[-1] == "the time budget of 10000 s is spent after 3 trials"
+    again, executor, _ = run(tmp_path, trials=4, finalists=0, time_budget_s=1e4, objectives=["latency"])
+    assert len(executor.ran) == 1 and sum(m.usable for m in again.measured()) == 4
+
+
+def test_a_repeat_that_the_time_budget_cuts_ends_the_study_with_what_was_measured(tmp_path):
+    executor = Late(7)
+    runner, _, watcher = run(tmp_path, executor, trials=6, time_budget_s=1e4, objectives=["latency"])
+    assert executor.cancelled == 1 and sum(len(m.repeats) for m in runner.measured()) == 1
+    assert watcher.said[-1].startswith("the time budget ended before the best were checked and measured again")
+
+
+def test_a_time_budget_that_ends_in_the_noise_probe_keeps_the_batch_and_in_the_baseline_ends_the_run(tmp_path):
+    goals = ["latency", "convergence"]
+    _, executor, watcher = run(tmp_path, Late(1), trials=3, finalists=0, time_budget_s=1e4, objectives=goals)
+    assert executor.requests[1].noise and len(executor.ran) == 1
+    assert any("the time budget ended in the probe of the gradient noise scale" in text for text in watcher.said)
+    with pytest.raises(TimeOver):
+        run(tmp_path / "other", Late(0), trials=3, time_budget_s=1e4, objectives=goals)
+
+
+@pytest.mark.parametrize(("room", "n_again"), [(0.5, 0), (2.5, 2), (3.5, 3)])
+def test_a_round_holds_as_many_of_the_best_as_the_time_budget_has_room_for(tmp_path, monkeypatch, room, n_again):
+    """Each trial takes a second, as its result says."""
+    run(tmp_path, trials=6, finalists=0, objectives=["latency"])
+    executor = Instant()
+    monkeypatch.setattr(Budget, "room_s", lambda _: room - len(executor.ran))
+    run(tmp_path, executor, trials=6, finalists=2, repeats=1, objectives=["latency"])
+    assert len(executor.ran) == n_again
+
+
+@pytest.mark.parametrize(
+    ("time_budget_s", "trial_budget_s", "trains_s"),
+    [(None, 10.0, 10.0), (1000.0, 10.0, 10.0), (60.0, 10.0, 3.0), (10.0, 10.0, 1.0), (60.0, 8.0, 8.0)],
+)
+def test_a_trial_of_a_short_study_trains_for_a_share_of_it_unless_stated(
+    tmp_path, time_budget_s, trial_budget_s, trains_s
+):
+    spec = spec_of(time_budget_s=time_budget_s, trial_budget_s=trial_budget_s)
+    budget = Budget(SimpleNamespace(spec=spec, plan=plan_of(spec), exists=False, folder=tmp_path))
+    assert budget.trial_s == trains_s

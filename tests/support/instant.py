@@ -95,7 +95,7 @@ class Instant:
         stop_at: Raise KeyboardInterrupt in the trial with this number, counted from 0.
     """
 
-    hosts = frozenset({"here"})
+    hosts, ends_at_s = frozenset({"here"}), math.inf
 
     def __init__(self, behaviour: Behaviour = report) -> None:
         self.behaviour, self.ran, self.lost, self.stop_at = behaviour, list[Candidate](), 0, -1

@@ -80,9 +80,7 @@ def numerics(config: Mapping[str, Any]) -> dict[str, Any]:
     dtype = (config.get("data_types") or {}).get("grad_accum_dtype")
     if "bf16" in found or "fp16" in found:
         steps = int(config.get("gradient_accumulation_steps") or 1)
-        found |= (
-            {"gradients": str(dtype)} if dtype is not None else {SUMMED_IN_16_BITS: steps} if steps > 1 else {}
-        )
+        found |= {"gradients": str(dtype)} if dtype is not None else {SUMMED_IN_16_BITS: steps} if steps > 1 else {}
     return found
 
 

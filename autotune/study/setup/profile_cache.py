@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -29,6 +30,8 @@ from autotune.trial.workload import Workload
 # Part of every key; increase it when the records change.
 FORMAT = 2
 PROFILE_DEADLINE_S = 180.0
+# Computing time of a profile in seconds, and the share of the time left that it may take.
+PROFILE_S, PROFILE_SHARE = 60.0, 0.1
 # Files that a script may read its configuration from, and their largest size in bytes.
 SETTINGS, LARGEST_SETTINGS = (".json", ".yaml", ".yml", ".toml"), 2**20
 T = TypeVar("T", Profile, Machine, Workload, Probe)
@@ -140,7 +143,8 @@ def measure_missing(
     workload, notes = known(workload, target, ds_config, world_size, place.where), []
     if workload.profile is None and workload.script is None:
         request = TrialRequest(
-            target=str(target), mode="profile", ds_config=dict(ds_config), deadline_s=PROFILE_DEADLINE_S
+            target=str(target), mode="profile", ds_config=dict(ds_config), deadline_s=PROFILE_DEADLINE_S,
+            budget_s=min(PROFILE_S, max(0.0, PROFILE_SHARE * (executor.ends_at_s - time.monotonic()))),
         )  # fmt: skip
         result = base.run(executor, folder / "profile", request)
         if result.outcome is Outcome.COMPLETE:

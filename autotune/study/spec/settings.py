@@ -84,13 +84,14 @@ SETTINGS: dict[str, Setting] = {
         comment="Bounds that a solution must keep."),
     "quick": Setting(
         "Few trials: look only for the best by the goal, not for the front.",
-        more="Not the front; 8 trials, 1 finalist, `stop_below` 3%, where nothing else is stated.", optional=True,
+        more="It ends when no trial is expected to gain 3% (`stop_below`); at most 8 trials of 1 s, which are measured"
+        " again only where it is not settled which is best. Each of these can be stated.", optional=True,
         comment="Seek the goal alone."),
     "trials": Setting(
         "Number of trials at most, the baseline and those of earlier runs included.", metavar="N",
         comment="The budget: trials in all, and wall time (null: no limit).", default=30),
     "time_budget_s": Setting(
-        "Time at most, after which no trial is started.", more="Seconds, or a text such as `10m`.",
+        "Wall time at most, from the command's start to its answer.", more="Seconds, or a text such as `10m`.",
         metavar="10m", flag="--time-budget"),
     "ranks": Setting(
         "Ranks of a trial (default: the launcher's, or one per GPU).",
@@ -162,7 +163,8 @@ SETTINGS: dict[str, Setting] = {
         more="`auto` is linear for SGD and sqrt for others.", metavar="auto|none|linear|sqrt", default="auto"),
     "seed": Setting("Seed of weights, data order and search.", metavar="N", default=0),
     "trial_budget_s": Setting(
-        "Training time of one trial, warm-up included.", more="Seconds, or a text such as `20s`.", option=False,
+        "Training time of one trial, warm-up included.",
+        more="Seconds, or a text such as `20s`; at the default no more than a twentieth of the time budget.", option=False,
         comment="Training time of one trial, and when its processes are killed.", default=10.0),
     "trial_deadline_s": Setting("Wall time after which a trial's processes are killed.", option=False, default=300.0),
     "min_samples": Setting("Samples that a trial trains on at least, as far as its budget goes.", option=False, default=0),
@@ -171,7 +173,7 @@ SETTINGS: dict[str, Setting] = {
         comment="The best are checked and measured again at the end, this many, this often.", default=3),
     "repeats": Setting(
         "Rounds in which the best are measured again at least; up to four times as many until it is settled which is best.",
-        option=False, default=2),
+        more="0: at most two, and none where it is settled.", option=False, default=2),
     "branch": Setting(
         "Check a candidate with another global batch by training it and the baseline from one state.",
         more="Unchecked, a candidate with another global batch is not recommended.", off="--no-branch",

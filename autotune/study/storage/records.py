@@ -20,16 +20,15 @@ from pydantic import TypeAdapter, ValidationError
 from autotune.errors import UserError, nearest
 from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.convergence.learning_rate import LearningRate
-from autotune.scoring.convergence.quality_gate import GateVerdict, keeps_numerics
+from autotune.scoring.convergence.quality_gate import GateVerdict
 from autotune.scoring.convergence.time_to_loss import Reference
-from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import Direction
 from autotune.scoring.objective import Objective
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.deepspeed import DsConfig
 from autotune.space.rule import Setting
 from autotune.study.spec.spec import StudySpec, check_name
-from autotune.study.storage import database, history, repeats
+from autotune.study.storage import database, history
 from autotune.study.storage.database import Storage
 from autotune.study.storage.optuna_tables import CachedStorage, storage_of, study_id
 from autotune.system import files, redaction
@@ -306,49 +305,6 @@ def told_candidate(told: FrozenTrial) -> Candidate:
 
 
 _candidate = functools.lru_cache(maxsize=20_000)(Candidate.from_key)
-
-
-def measured(study: Study, folder: Path, kept: StudyRecord, seen: dict[int, Measured] | None = None) -> list[Measured]:
-    """Every told trial of a study with its re-measurements.
-
-    Args:
-        study: The study.
-        folder: Its folder, which holds the re-measurements.
-        kept: Its record.
-        seen: Trials that were read before and have not changed since, by number; newly read ones are added.
-    """
-    seen = {} if seen is None else seen
-    told, own = told_trials(study), kept.ds_config(Candidate.from_key(kept.baseline))
-    seen |= {each.number: _as_measured(each, folder, kept, own) for each in told if each.number not in seen}
-    return [seen[each.number] for each in told]
-
-
-def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConfig) -> Measured:
-    data, candidate = told_data(told), told_candidate(told)
-    paths = repeat_paths(folder, told.number)
-    ds_config, verdict = kept.ds_config(candidate), verdict_in(folder, told.number)
-    baseline = Candidate.from_key(kept.baseline)
-    refused = verdict is not None and verdict.passed is False
-    return Measured(
-        trial=told.number,
-        candidate=candidate,
-        ds_config=ds_config,
-        outcome=Outcome.DIVERGED if refused else Outcome(data["outcome"]),
-        verdict=verdict,
-        branch=branch_in(folder, told.number),
-        branch_wanted=kept.branches
-        and candidate.global_batch_size(kept.data_parallel) != baseline.global_batch_size(kept.data_parallel),
-        numerics_kept=keeps_numerics(ds_config, own) and candidate.other_numerics == baseline.other_numerics,
-        metrics=data["metrics"],
-        ci95={name: (low, high) for name, (low, high) in data["ci95"].items()},
-        feasible=data["feasible"],
-        repeats=repeats.metrics_of(paths, candidate, kept.reference, had_tail=bool(data.get("tail"))),
-        unfit=repeats.unfit(paths.values(), candidate),
-        forecast=data.get("forecast", {}).get("step_time_s"),
-        script_side_changes=data.get("side_changes", ()),
-        unreproducible=data.get("unreproducible", ()),
-        unwitnessed=data.get("unwitnessed", ()),
-    )
 
 
 def branch_in(folder: Path, number: int) -> Branch | None:

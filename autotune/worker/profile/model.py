@@ -32,8 +32,6 @@ EVERY = (1, 2, 4)
 # Two micro-batches, on fake and on real tensors; many operations treat a batch of one as a special case.
 FAKE_SIZES, REAL_SIZES = (2, 4), (1, 2)
 DRAWS = 4
-# Seconds of this process's computing time for all passes; those that are not counted in time follow from the others.
-BUDGET_S = 60.0
 # State bytes per parameter (fp32) of DeepSpeed's fused optimizers, which need no scratch; torch's are run.
 FUSED_STATES = {
     **dict.fromkeys(("adam", "adamw", "lamb", "fusedadam"), 8.0),
@@ -61,7 +59,7 @@ def profile(request: TrialRequest, accelerator: str) -> Profile:
     data_bytes = max(0, memory.resident_bytes() - start_bytes)
     caveats: list[str] = []
     subject = _subject(target, loader, accelerator, caveats)
-    passes = subject.passes(ARITHMETIC.get(precision_of(request.ds_config), "fp32"))
+    passes = subject.passes(ARITHMETIC.get(precision_of(request.ds_config), "fp32"), request.budget_s)
     state, scratch, for_all = _optimizer(target, request.ds_config, subject.device, caveats)
     return _assemble(
         subject, passes, optimizer_bytes=state, optimizer_scratch=scratch, scratch_for_all=for_all,
@@ -95,13 +93,14 @@ class _Subject:
         model_file.turn_off_cache(model)
         self.first = self._follow("fp32", 0)  # a model that cannot be followed fails here
 
-    def passes(self, asked: str) -> dict[str, Pass]:
+    def passes(self, asked: str, budget_s: float) -> dict[str, Pass]:
         """Counts passes in every arithmetic, with and without recomputation, within the time budget.
 
         Args:
             asked: The arithmetic of the baseline, whose passes come first.
+            budget_s: Seconds of this process's computing time; what is not counted in time follows from the others.
         """
-        until = time.process_time() + BUDGET_S  # not wall time: a busy machine must not change the forecasts
+        until = time.process_time() + budget_s  # not wall time: a busy machine must not change the forecasts
         found = {"fp32/0": self.first}
         several = [0, *(k for k in EVERY if k <= len(self.blocks))]
         # Last come those with some blocks recomputed, which can be interpolated.
@@ -113,7 +112,7 @@ class _Subject:
                 self.cut_short = True
                 n = f"{len(found)} of {len(order) + 1} passes were followed"
                 self.caveats.append(
-                    f"profiling stopped after {BUDGET_S:.0f} s of computing: {n}, the others are estimated"
+                    f"profiling stopped after {budget_s:.0f} s of computing: {n}, the others are estimated"
                 )
                 break
             try:

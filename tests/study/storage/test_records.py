@@ -1,6 +1,7 @@
 """The database: opened safely, shared safely, and read back as it was written."""
 
 import json
+import math
 import sqlite3
 import threading
 from dataclasses import replace
@@ -13,8 +14,9 @@ from support.instant import WORKLOAD, Instant, report, runner_of
 
 from autotune.scoring.objective import Objective
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
-from autotune.study.storage import database, records
-from autotune.study.storage.records import StoreError, StudyRecord
+from autotune.space.rule import Setting
+from autotune.study.storage import analysed, database, records
+from autotune.study.storage.records import SearchRecord, StoreError, StudyRecord
 from autotune.trial.folder import write_record
 from autotune.trial.result import Outcome, TrialResult
 
@@ -313,10 +315,26 @@ def test_re_measurements_are_read_with_their_trial_whatever_their_numbers(tmp_pa
     tell(study, candidate, step_time_s=0.1)
     for n in (3, 11):
         repeat(tmp_path, 0, n, candidate)
-    (seen,) = records.measured(study, tmp_path, RECORD)
+    (seen,) = analysed.measured(study, tmp_path, RECORD)
     assert {n: found["peak_memory_bytes"] for n, found in seen.repeats.items()} == {3: 300, 11: 1100}
     assert list(seen.repeats) == [3, 11]
     assert seen.metrics == {"step_time_s": 0.1}
+
+
+def test_a_trial_has_what_all_others_foretell_of_it(tmp_path, url):
+    """Not its own reading: a slow one among alike ones is foretold to be like them."""
+    study = begin(url)
+    sizes, seconds = (1, 2, 3, 4, 6, 8), (0.1, 0.2, 0.3, 0.8, 0.6, 0.8)
+    for size, step_time_s in zip(sizes, seconds, strict=True):
+        tell(study, Candidate(micro_batch_size=size), step_time_s=step_time_s)
+    tell(study, Candidate(micro_batch_size=12), Outcome.OOM, TrialState.PRUNED)
+    search = SearchRecord(
+        space={}, samples_per_rank=None, setting=Setting(), memory_limit_bytes=None, bounds=[]
+    )  # fmt: skip
+    *seen, failed = analysed.measured(study, tmp_path, replace(RECORD, search=search))
+    foretold = [math.exp(m.forecast[0]) for m in seen]
+    assert foretold[3] < 0.6 and failed.forecast is None
+    assert all(m.forecast is None for m in analysed.measured(study, tmp_path, RECORD))  # of an earlier release
 
 
 def test_a_re_measurement_that_failed_or_is_of_another_candidate_does_not_count(tmp_path, url):
@@ -328,7 +346,7 @@ def test_a_re_measurement_that_failed_or_is_of_another_candidate_does_not_count(
     (records.repeat_path(tmp_path, 0, 3)).mkdir()
     (records.repeat_path(tmp_path, 0, 4)).mkdir()
     (records.repeat_path(tmp_path, 0, 4) / "result.json").write_text('{"outcome": "compl')
-    (seen,) = records.measured(study, tmp_path, RECORD)
+    (seen,) = analysed.measured(study, tmp_path, RECORD)
     assert seen.repeats == {}
 
 

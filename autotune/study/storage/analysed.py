@@ -1,0 +1,77 @@
+"""A study's trials as the analysis takes them: with their re-measurements, their checks, and what the other trials foretell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from optuna.study import Study
+from optuna.trial import FrozenTrial
+
+from autotune.forecast.predictor import generic_prior
+from autotune.scoring.convergence.quality_gate import keeps_numerics
+from autotune.scoring.measured import Measured
+from autotune.search.observation import observed
+from autotune.search.optimizer import CandidateOptimizer
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import DsConfig
+from autotune.study.storage import records, repeats
+from autotune.study.storage.records import StudyRecord, told_candidate, told_data
+from autotune.trial.result import Outcome
+
+
+def measured(study: Study, folder: Path, kept: StudyRecord, seen: dict[int, Measured] | None = None) -> list[Measured]:
+    """Every told trial of a study with its re-measurements.
+
+    Args:
+        study: The study.
+        folder: Its folder, which holds the re-measurements.
+        kept: Its record.
+        seen: Trials that were read before and have not changed since, by number; newly read ones are added.
+    """
+    seen = {} if seen is None else seen
+    told, own = records.told_trials(study), kept.ds_config(Candidate.from_key(kept.baseline))
+    seen |= {each.number: _as_measured(each, folder, kept, own) for each in told if each.number not in seen}
+    foretold = _foretold(kept, told)
+    return [replace(seen[each.number], forecast=forecast) for each, forecast in zip(told, foretold, strict=True)]
+
+
+def _foretold(kept: StudyRecord, told: Sequence[FrozenTrial]) -> list[tuple[float, float] | None]:
+    """What all other trials foretell of each one's step time; see `Measured.forecast`."""
+    if kept.search is None:
+        return [None] * len(told)
+    setting = kept.search.setting
+    seen = [observed(told_candidate(each), told_data(each), setting) for each in told]
+    guide = CandidateOptimizer(
+        [each.candidate for each in seen], generic_prior(kept.workload, setting), ["step_time_s"], world_size=setting.world_size,
+        memory_limit_bytes=kept.search.memory_limit_bytes, reference=Candidate.from_key(kept.baseline),
+    )  # fmt: skip
+    return guide.foretold(seen)
+
+
+def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConfig) -> Measured:
+    data, candidate = told_data(told), told_candidate(told)
+    paths = records.repeat_paths(folder, told.number)
+    ds_config, verdict = kept.ds_config(candidate), records.verdict_in(folder, told.number)
+    baseline = Candidate.from_key(kept.baseline)
+    refused = verdict is not None and verdict.passed is False
+    return Measured(
+        trial=told.number,
+        candidate=candidate,
+        ds_config=ds_config,
+        outcome=Outcome.DIVERGED if refused else Outcome(data["outcome"]),
+        verdict=verdict,
+        branch=records.branch_in(folder, told.number),
+        branch_wanted=kept.branches
+        and candidate.global_batch_size(kept.data_parallel) != baseline.global_batch_size(kept.data_parallel),
+        numerics_kept=keeps_numerics(ds_config, own) and candidate.other_numerics == baseline.other_numerics,
+        metrics=data["metrics"],
+        ci95={name: (low, high) for name, (low, high) in data["ci95"].items()},
+        feasible=data["feasible"],
+        repeats=repeats.metrics_of(paths, candidate, kept.reference, had_tail=bool(data.get("tail"))),
+        unfit=repeats.unfit(paths.values(), candidate),
+        script_side_changes=data.get("side_changes", ()),
+        unreproducible=data.get("unreproducible", ()),
+        unwitnessed=data.get("unwitnessed", ()),
+    )

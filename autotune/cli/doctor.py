@@ -16,7 +16,7 @@ import typer
 
 from autotune.cli.options import AsJson
 from autotune.errors import UserError
-from autotune.system.machine import emulates_bf16
+from autotune.system.machine import why_bf16_is_slow
 
 if TYPE_CHECKING:
     from autotune.executors.local import LocalExecutor
@@ -142,8 +142,8 @@ def _trial(folder: Path, *, build: bool) -> Iterator[Finding]:
         here = read_record(TrialDir(folder / "inspect").workload, Workload).environment
         yield from _devices(here)
         types = ["fp32", *(["bf16"] if here.bf16 else []), *(["fp16"] if here.fp16 else [])]
-        slow = here.accelerator == "cpu" and here.bf16 and emulates_bf16()
-        note = "; bf16 is emulated: this processor has no fast bf16, so it is slower than fp32" if slow else ""
+        slow = why_bf16_is_slow() if here.accelerator == "cpu" and here.bf16 else ""
+        note = f"; bf16 is emulated: {slow}, so it is slower than fp32" if slow else ""
         yield Finding("warn" if slow else "ok", "precisions", ", ".join(types) + note)
         cold = executor.cold_reason
         yield Finding("warn" if cold else "ok", "warm server", cold or "ranks are forked")

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from autotune.forecast.features import FeatureTable, Prior, knobs_of
 from autotune.scoring.convergence import quality_gate
+from autotune.scoring.measured import Foretold
 from autotune.search import acquisition, exploration
 from autotune.search.model import Bound, CostModel, TransferredCorrections, learn, timed
 from autotune.search.observation import Observation
@@ -236,10 +237,16 @@ class CandidateOptimizer:
             sized=state.sized,
         )
 
-    def foretold(self, told: Sequence[Observation]) -> list[tuple[float, float] | None]:
-        """What all other trials foretell of each one's log step time: mean and standard deviation; None where it told none."""
-        left_out = self._learn(told).time.left_out()
-        found = {id(t): left_out.get(n) for n, t in enumerate(timed(told, self.world_size))}
+    def foretold(self, told: Sequence[Observation]) -> list[Foretold | None]:
+        """What the calibrated model foretells of each trial's log step time, but for what it read; None where it read none."""
+        groups, mean, covariance = self._learn(told).time.joint()
+        values, vectors = np.linalg.eigh(covariance)
+        factor = vectors * np.sqrt(np.maximum(values, 0.0))
+        by_group = {
+            int(group): Foretold(float(m), tuple(row))
+            for group, m, row in zip(groups, mean, factor.tolist(), strict=True)
+        }
+        found = {id(t): by_group.get(n) for n, t in enumerate(timed(told, self.world_size))}
         return [found.get(id(t)) for t in told]
 
     def carried(self, told: Sequence[Observation], candidates: Sequence[Candidate]) -> TransferredCorrections:

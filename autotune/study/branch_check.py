@@ -50,41 +50,47 @@ class BranchCheck:
         if baseline is None or not unchecked or done >= self._state.spec.finalists or self._budget.out_of_time():
             return False
         best = next(unchecked[m.trial] for m in found if m.trial in unchecked)
-        if not self._affordable(best, baseline, decides=best.trial == found[0].trial):
-            return False
-        start = self._start()
+        n_samples = self._affordable(best, baseline, decides=best.trial == found[0].trial)
+        start = self._start() if n_samples else None
         if start is None:
             return False
-        self._compare(best, baseline, *start)
+        self._compare(best, baseline, n_samples, *start)
         return True
 
-    def _affordable(self, m: Measured, baseline: Measured, *, decides: bool) -> bool:
-        """Whether a branch keeps to the checks' share of the study's time; says so once if it does not."""
-        n_samples = self._n_samples(baseline, m.candidate.global_batch_size(self._state.plan.data_parallel))
-        sides = [m] if (self._state.trial_path(baseline.trial) / f"branch-{n_samples}").exists() else [m, baseline]
-        needed_s = sum(
-            n_samples / (each.metrics.get("samples_per_s") or 1.0) + self._budget.startup_s() for each in sides
-        )
-        if self._state.spec.from_checkpoint is None and not records.warm_path(self._state.folder).exists():
-            needed_s += self._budget.trial_s + self._budget.startup_s()
+    def _affordable(self, m: Measured, baseline: Measured, *, decides: bool) -> int:
+        """Samples of a branch that keeps to the checks' share of the study's time; 0 if none does, said once."""
+        least, wanted = self._n_samples(baseline, m.candidate.global_batch_size(self._state.plan.data_parallel))
+        room_s = self._budget.check_room_s(decides=decides)
+        each_s, rest_s = self._seconds(m, baseline, wanted)
+        n_samples = min(wanted, max(least, int((room_s - rest_s) / each_s)))
+        needed_s = rest_s + each_s * n_samples
         if self._budget.affords_check(needed_s, decides=decides):
-            return True
+            return n_samples
         if m.trial not in self._left:
             self._left.add(m.trial)
             self._events.say(
                 f"no branch for trial {m.trial}, so its global batch stays unchecked: it would take"
                 f" {format_duration(needed_s)}, {self._budget.why_unchecked(needed_s)}"
             )
-        return False
+        return 0
 
-    def _compare(self, m: Measured, baseline: Measured, weights: Path, first_sample: int) -> None:
+    def _seconds(self, m: Measured, baseline: Measured, n_samples: int) -> tuple[float, float]:
+        """Seconds that a branch takes for each of its samples, and beside them."""
+        sides = [m] if self._branch_of(baseline, n_samples).exists() else [m, baseline]
+        warm = self._state.spec.from_checkpoint is None and not records.warm_path(self._state.folder).exists()
+        rest_s = (len(sides) + warm) * self._budget.startup_s() + warm * self._budget.trial_s
+        return sum(1 / (each.metrics.get("samples_per_s") or 1.0) for each in sides), rest_s
+
+    def _branch_of(self, m: Measured, n_samples: int) -> Path:
+        return self._state.trial_path(m.trial) / f"branch-{n_samples}"
+
+    def _compare(self, m: Measured, baseline: Measured, n_samples: int, weights: Path, first_sample: int) -> None:
         self._events.say(
             f"branch: training trial {m.trial} and the baseline from one state on the same data, to see what its global"
             " batch is worth"
         )
         path = records.branch_path(self._state.folder, m.trial)
         world = self._state.plan.data_parallel
-        n_samples = self._n_samples(baseline, m.candidate.global_batch_size(world))
         runs = []
         for each in (baseline, m):
             result = self._train(each, n_samples, weights, first_sample)
@@ -101,7 +107,7 @@ class BranchCheck:
         self._events.say(f"trial {m.trial}: {verdict.reason}")
 
     def _train(self, m: Measured, n_samples: int, weights: Path, first_sample: int) -> TrialResult:
-        path, spec = self._state.trial_path(m.trial) / f"branch-{n_samples}", self._state.spec
+        path, spec = self._branch_of(m, n_samples), self._state.spec
         result = result_in(path)
         if result is not None and result.outcome is not Outcome.LOST:
             return result
@@ -139,18 +145,19 @@ class BranchCheck:
             return None
         return path, len(found[0].losses) * (found[0].samples_per_step or 0)
 
-    def _n_samples(self, baseline: Measured, batch: int) -> int:
-        """Samples of a branch: as the user states, else a multiple of a trial's, but enough steps of a large batch."""
+    def _n_samples(self, baseline: Measured, batch: int) -> tuple[int, int]:
+        """Samples of a branch, at least and wanted: as the user states, else enough steps, and a multiple of a trial's."""
         spec, plan = self._state.spec, self._state.plan
         if spec.branch_tokens is not None:
             tokens_per_s = baseline.metrics.get("tokens_per_s")
             tokens_per_sample = tokens_per_s / baseline.metrics["samples_per_s"] if tokens_per_s else 1.0
-            return max(1, round(spec.branch_tokens / tokens_per_sample))
+            stated = max(1, round(spec.branch_tokens / tokens_per_sample))
+            return stated, stated
         least = max(batch, plan.baseline.global_batch_size(plan.data_parallel)) * MIN_STEPS
         wanted = max(least, round(BRANCH_BUDGETS * self._budget.trial_s * baseline.metrics["samples_per_s"]))
         # A branch of the baseline that was trained for another candidate will do.
         kept = [int(path.name.removeprefix("branch-")) for path in self._state.trial_path(0).glob("branch-*")]
-        return min((n for n in kept if least <= n), default=wanted)
+        return (n, n) if (n := min((n for n in kept if least <= n), default=0)) else (least, wanted)
 
 
 def _needs_branch(m: Measured) -> bool:

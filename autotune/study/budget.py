@@ -25,7 +25,7 @@ ABORT_AFTER_CRASHES = 4  # identical crashes from the first trial on; twice as m
 # Share of a time budget that the end of a study may reserve, for the finalists' repeats and the checks before them.
 MAX_RESERVED_SHARE = 0.4
 # Nothing is reserved before this number of trials: a slow baseline alone says little of how long others take.
-FIRST_TRIALS = 4
+FIRST_TRIALS = 3
 # Share of a study's time that its checks (quality gate, branches) may cost; where one decides the answer, twice as much.
 CHECK_SHARE = 0.15
 # A trial trains for this share of a time budget at most, unless the user states otherwise: one trial tells nothing.
@@ -104,7 +104,10 @@ class Budget:
             return False
         # A short budget serves the search first: without it there is nothing to confirm.
         reserve_s = min(self._end_s(), MAX_RESERVED_SHARE * self._state.spec.time_budget_s)
-        return not self.affords(self.usual_s() + (reserve_s if self.n_spent() >= FIRST_TRIALS else 0.0))
+        # Time that is left unused is lost for sure, and a trial that is cut only perhaps: it may be one of the quick ones.
+        walls = sorted(data["wall_s"] for data in self._ran())
+        quick_s = walls[len(walls) // 4] if walls else 0.0
+        return not self.affords(quick_s + (reserve_s if self.n_spent() >= FIRST_TRIALS else 0.0))
 
     def words(self) -> str:
         """What is said when the time budget ends the search."""

@@ -40,10 +40,20 @@ def lock_path() -> Path:
 FAST_BF16 = {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16", "svebf16"}
 
 
-def emulates_bf16() -> bool:
-    """Returns whether this machine's processor is known to compute in bfloat16 only by emulation."""
+# What holds oneDNN, which computes products on a CPU, to older instructions; and the values below which bfloat16 is emulated.
+ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI"}
+# Variables of the environment that products on a CPU are faster or slower by.
+CPU_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *ISA_LIMITS, "ATEN_CPU_CAPABILITY")
+
+
+def why_bf16_is_slow() -> str:
+    """Returns why this machine's processor computes in bfloat16 only by emulation; empty where that is not known of it."""
+    limit = next(((name, os.environ[name]) for name in ISA_LIMITS if os.environ.get(name)), ("", ""))
+    if limit[1].upper() in WITHOUT_BF16:
+        return f"{limit[0]}={limit[1]} allows no fast bf16"
     flags = processor_flags()
-    return bool(flags) and not FAST_BF16 & set(flags)
+    return "this processor has no fast bf16" if flags and not FAST_BF16 & set(flags) else ""
 
 
 def processor_flags() -> list[str]:

@@ -10,6 +10,7 @@ from support.studies import run
 from autotune.scoring import recommend
 from autotune.scoring.estimates import estimate
 from autotune.space.candidate import Candidate
+from autotune.study import budget
 from autotune.trial import request as trial_request
 from autotune.trial.folder import read_record
 
@@ -122,3 +123,14 @@ def test_a_branch_that_would_take_most_of_the_study_is_not_begun_and_said_so(tmp
     assert any("more than the checks' share of the study's time" in text for text in watcher.said)
     found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
     assert found.picks["recommended"].measured.candidate.global_batch_size(1) == 8
+
+
+def test_a_branch_has_as_many_samples_as_there_is_time_for(tmp_path, monkeypatch):
+    """The usual length would take longer than the checks may."""
+    samples = []
+    for budgets in (5, 3):
+        monkeypatch.setattr(budget, "CHECK_BUDGETS", budgets)
+        _, executor, _ = branching(tmp_path / str(budgets), trial_budget_s=4)
+        branches = [request for request in executor.requests if request.weights is not None]
+        samples.append({r.max_steps * r.candidate["micro_batch_size"] for r in branches})
+    assert 12 * 16 < max(samples[1]) < min(samples[0])

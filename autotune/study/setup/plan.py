@@ -33,7 +33,7 @@ from autotune.study.setup.script import (
 )
 from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
-from autotune.system.machine import check_ranks, emulates_bf16
+from autotune.system.machine import check_ranks, why_bf16_is_slow
 from autotune.trial.lengths import expected
 from autotune.trial.target import Target, is_yaml
 from autotune.trial.workload import Script, Workload
@@ -216,9 +216,9 @@ def plan(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[[str
         *(pruned["precision"].all_values() if "precision" in pruned else ()),
         baseline.precision,
     }
-    if environment.accelerator == "cpu" and not spec.runs_elsewhere and sixteen and emulates_bf16():
+    if environment.accelerator == "cpu" and not spec.runs_elsewhere and sixteen and (slow := why_bf16_is_slow()):
         notes.append(
-            f"this processor has no fast bf16, so {' and '.join(sorted(sixteen))} is emulated and slow: what is predicted to be over"
+            f"{slow}, so {' and '.join(sorted(sixteen))} is emulated and slow: what is predicted to be over"
             " 3x slower is tried at most once"
         )
     if executor.cold_reason:

@@ -17,7 +17,7 @@ from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.study.spec.spec import StudySpec
 from autotune.system import device
-from autotune.system.machine import cache_dir, processor_name
+from autotune.system.machine import CPU_VARIABLES, cache_dir, processor_name
 from autotune.trial.command import Invocation
 from autotune.trial.folder import TrialDir, read_record, write_record
 from autotune.trial.links import Probe
@@ -92,7 +92,7 @@ def machine_key(world_size: int, where: Sequence[Any] = ()) -> str:
         [each.uuid for each in devices.each],
         platform.node() + processor_name(),
         cores,
-        os.environ.get("OMP_NUM_THREADS"),
+        [os.environ.get(name) for name in CPU_VARIABLES],
     ]
     return _digest(FORMAT, *_libraries(), *machine, world_size)
 

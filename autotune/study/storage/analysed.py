@@ -1,4 +1,4 @@
-"""A study's trials as the analysis takes them: with their re-measurements, their checks, and what the other trials foretell."""
+"""A study's trials as the analysis takes them: with their re-measurements, their checks, and what the model foretells of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial
 
 from autotune.forecast.predictor import generic_prior
 from autotune.scoring.convergence.quality_gate import keeps_numerics
-from autotune.scoring.measured import Measured
+from autotune.scoring.measured import Foretold, Measured
 from autotune.search.observation import observed
 from autotune.search.optimizer import CandidateOptimizer
 from autotune.space.candidate import Candidate
@@ -37,8 +37,8 @@ def measured(study: Study, folder: Path, kept: StudyRecord, seen: dict[int, Meas
     return [replace(seen[each.number], forecast=forecast) for each, forecast in zip(told, foretold, strict=True)]
 
 
-def _foretold(kept: StudyRecord, told: Sequence[FrozenTrial]) -> list[tuple[float, float] | None]:
-    """What all other trials foretell of each one's step time; see `Measured.forecast`."""
+def _foretold(kept: StudyRecord, told: Sequence[FrozenTrial]) -> list[Foretold | None]:
+    """What the search's model of all trials foretells of each one, whatever proposed them."""
     if kept.search is None:
         return [None] * len(told)
     setting = kept.search.setting

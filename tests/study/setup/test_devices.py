@@ -54,7 +54,7 @@ def test_the_default_optimizer_is_fused_where_that_is_known_to_help(planned, env
 
 
 def test_a_cpu_says_that_ranks_share_cores_and_that_bf16_is_slow(planned, monkeypatch):
-    monkeypatch.setattr(planning, "emulates_bf16", lambda: True)
+    monkeypatch.setattr(planning, "why_bf16_is_slow", lambda: "this processor has no fast bf16")
     notes = " ".join(planned(ENVIRONMENT, ranks=4).notes)
     assert "4 ranks share 2 cores" in notes and "no fast bf16" in notes
     assert planned(GPUS).notes == []

@@ -46,7 +46,7 @@ class Measured:
         unreproducible: Those of them that the user has no way to make.
         unfit: Why its worst batch, evaluation or a checkpoint did not fit when it was measured again; empty otherwise.
         unwitnessed: Settings of which nothing shows that they acted.
-        numerics_kept: Whether it computes the same numbers as the baseline, but for the batch.
+        numerics_kept: Whether it computes the same numbers as the baseline, but for the batch, or with fewer roundings.
         verdict: What the quality gate said of it, where it was asked.
         branch: What a branch from the baseline's state showed, where there was one.
         branch_wanted: Its global batch is another one, which only a branch can justify.

@@ -32,8 +32,9 @@ CHECK_SHARE = 0.15
 TRIAL_SHARE, LEAST_TRIAL_S = 0.05, 1.0
 # The noise probe may take this share of the time that is left: without trials there is nothing to compare.
 PROBE_SHARE = 0.25
-# Between the last trial and the end of the command the answer is worked out and written.
-CLOSING_S = 1.5
+# Between the last trial and the end of the command the answer is worked out and written: seconds, and a share of the time
+# budget, since a longer study has more to write.
+CLOSING_S, CLOSING_SHARE, MOST_CLOSING_S = 1.5, 0.02, 10.0
 # Reserved for them: the time of this number of usual trials at most.
 CHECK_TRIALS = 6
 # What a check that decides may cost in a study however short, in training times of a trial: both sides of a branch.
@@ -97,7 +98,9 @@ class Budget:
     def room_s(self) -> float:
         """Seconds that are left of the time budget for trials; without one they have no end."""
         budget_s = self._state.spec.time_budget_s
-        return math.inf if budget_s is None else budget_s - CLOSING_S - self.spent_s()
+        if budget_s is None:
+            return math.inf
+        return budget_s - min(MOST_CLOSING_S, CLOSING_S + CLOSING_SHARE * budget_s) - self.spent_s()
 
     def affords(self, needed_s: float) -> bool:
         """Whether the time budget has room for something that takes so long."""

@@ -9,7 +9,6 @@ PIP_ARGS ?=
 # Workers of the tests; two trials share two cores, and more than eight workers only share memory.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); test $$n -lt 8 && echo $$n || echo 8)
 # A folder for each script, so that no answer to another one is judged with them.
-PEERS ?= .cache/peers$(addprefix -,$(basename $(notdir $(SCRIPT))))
 
 RUN := .venv/bin/python
 # The checksum of path and torch: an editable install holds its path, so a tree that was moved or copied installs itself again.
@@ -52,11 +51,10 @@ demo: $(STAMP) ## tune the example study and print its front
 face: $(STAMP) ## after `make demo`: the README's output and docs/report.png from the example study's answer (needs Chromium)
 	@PYTHONPATH=. $(RUN) benchmarks/face.py
 
-bench-peers: $(STAMP) ## DeepSpeed's autotuner, TPE, random search and autotune on one script, each answer measured again (half an hour)
+bench-peers: $(STAMP) ## DeepSpeed's autotuner and autotune on three trainings, each answer measured again (two hours)
 	@$(RUN) -m pip install --quiet --no-input --progress-bar off tabulate </dev/null # DeepSpeed's autotuner does not ask for it
-	@for tuner in deepspeed autotune autotune-quick autotune-all tpe random; do \
-	  PYTHONPATH=. $(RUN) benchmarks/peers.py run $$tuner --into $(PEERS) $(if $(SCRIPT),--script $(SCRIPT)) $(if $(BASE),--base $(BASE)); done
-	@PYTHONPATH=. $(RUN) benchmarks/peers.py judge $(PEERS)
+	@PYTHONPATH=. $(RUN) benchmarks/peers.py race .cache/peers
+	@PYTHONPATH=. $(RUN) benchmarks/peers.py judge .cache/peers
 
 bench: engines ## measure the figures and write their table (NAME=ask: only that one; all take hours on an idle machine)
 	@PYTHONPATH=. $(RUN) benchmarks/figures.py run $(NAME) $(NAMES)

@@ -92,7 +92,7 @@ def confirmed(
     for number in range(1, MOST_ROUNDS + 2):
         turn = racing.next_round(
             estimate(now), objectives, found, n_ranks, FINALISTS, tried={m.trial: len(m.repeats) for m in now}, least=ROUNDS,
-            more=number <= MOST_ROUNDS,
+            below=racing.SETTLED if number <= MOST_ROUNDS else None,
         )  # fmt: skip
         if not turn:
             break

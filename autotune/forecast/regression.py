@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -299,21 +298,28 @@ class CalibratedGP:
         scale = vectors * np.sqrt(np.maximum(values, 0.0))
         return np.asarray(centre + self._wider * rng.standard_normal((n, len(values))) @ scale.T, dtype=float)
 
-    def left_out(self) -> dict[int, tuple[float, float]]:
-        """What all other groups foretell of each group's first row, noise aside: mean and standard deviation."""
+    def joint(self) -> tuple[NDArray[np.intp], Floats, Floats]:
+        """What is foretold of each group's first row but for what was read of it: groups, means and covariance.
+
+        Features and scales are as the observations made them. Of the observations themselves only the differences within
+        a group count, which are free of the noise that its rows share.
+        """
         data = self._data
         if data is None:
-            return {}
-        inverse = scipy.linalg.cho_solve(self._factor, np.eye(len(data.y)))
-        noise = self.noise_sd**2 * np.diag(self._shared(data)) + data.extra_sd**2
-        found = {}
-        for group in np.unique(data.group):
-            rows = np.flatnonzero(data.group == group)
-            covariance = np.linalg.inv(inverse[np.ix_(rows, rows)])
-            variance = max(float(covariance[0, 0] - noise[rows[0]]), 1e-8)
-            mean = self._y[rows[0]] - covariance[0] @ self._alpha[rows]
-            found[int(group)] = float(mean), self._wider * math.sqrt(variance)
-        return found
+            return np.zeros(0, dtype=np.intp), np.zeros(0), np.zeros((0, 0))
+        base, shares = self._prior(data.design)
+        mean = base - shares @ self.correction
+        covariance = self._wider**2 * (self._features @ self._features.T + self._unexplained(data.design, data.design))
+        groups, first, row_of = np.unique(data.group, return_index=True, return_inverse=True)
+        others = np.setdiff1d(np.arange(len(mean)), first)
+        if not len(others):
+            return groups, mean, covariance
+        own = first[row_of[others]]
+        apart = covariance[others] - covariance[own]
+        within = apart[:, others] - apart[:, own] + np.diag(data.extra_sd[others] ** 2 + JITTER)
+        gain = np.linalg.solve(within, apart[:, first]).T
+        seen = (self._y - mean)[others] - (self._y - mean)[own]
+        return groups, mean[first] + gain @ seen, covariance[np.ix_(first, first)] - gain @ apart[:, first]
 
     def correction_sd(self) -> Floats:
         """How unsure the correction of each term is."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autotune.scoring import posterior, samples, step_times
-from autotune.scoring.measured import Measured, improvement
+from autotune.scoring.measured import Foretold, Measured, improvement
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
 from autotune.scoring.posterior import Posterior, Readings
@@ -195,14 +195,16 @@ def _readings(timed: Sequence[Measured]) -> Readings:
         again = ((number, values[STEP]) for number, values in m.repeats.items() if values.get(STEP, 0) > 0)
         found += [(math.log(value), own, row, number) for number, value in ((0, m.metrics[STEP]), *again)]
     columns = np.array(found, dtype=float).reshape(len(found), 4)
-    forecasts = [m.forecast or (math.nan, math.nan) for m in timed]
+    foretold = [m.forecast or Foretold(math.nan, ()) for m in timed]
+    width = max((len(each.row) for each in foretold), default=0)
+    factor = np.array([each.row or (0.0,) * width for each in foretold]).reshape(len(timed), width)
     return Readings(
         log_value=columns[:, 0],
         own_sd=columns[:, 1],
         trial=columns[:, 2].astype(np.intp),
         round=columns[:, 3].astype(np.intp),
-        forecast=np.array([mean for mean, _ in forecasts]),
-        forecast_sd=np.array([sd for _, sd in forecasts]),
+        forecast=np.array([each.mean for each in foretold]),
+        forecast_cov=factor @ factor.T,
     )
 
 

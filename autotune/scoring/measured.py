@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.convergence.quality_gate import GateVerdict
@@ -13,6 +14,18 @@ from autotune.scoring.objective import Objective
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig
 from autotune.trial.result import Outcome
+
+
+class Foretold(NamedTuple):
+    """What a study's model foretells of the logarithm of a trial's step time, but for what was read of it.
+
+    Attributes:
+        mean: Its mean.
+        row: Its row of a factor of the covariance: that of two trials is the product of their rows.
+    """
+
+    mean: float
+    row: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +41,12 @@ class Measured:
         ci95: The 95 % interval, within that one run or of the estimate.
         feasible: Whether all constraints are held.
         repeats: Metrics of each re-measurement, by round; a round measures some finalists and the baseline in turn.
-        forecast: What all other trials of its study foretell of the logarithm of its step time: mean and standard
-            deviation.
+        forecast: What its study's model foretells of it.
         script_side_changes: What it takes besides the DeepSpeed JSON.
         unreproducible: Those of them that the user has no way to make.
         unfit: Why its worst batch, evaluation or a checkpoint did not fit when it was measured again; empty otherwise.
         unwitnessed: Settings of which nothing shows that they acted.
-        numerics_kept: Whether it computes the same numbers as the baseline, but for the batch.
+        numerics_kept: Whether it computes the same numbers as the baseline, but for the batch, or with fewer roundings.
         verdict: What the quality gate said of it, where it was asked.
         branch: What a branch from the baseline's state showed, where there was one.
         branch_wanted: Its global batch is another one, which only a branch can justify.
@@ -48,7 +60,7 @@ class Measured:
     ci95: Mapping[str, tuple[float, float]]
     feasible: bool = True
     repeats: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    forecast: tuple[float, float] | None = None
+    forecast: Foretold | None = None
     script_side_changes: Sequence[str] = ()
     unreproducible: Sequence[str] = ()
     unfit: str = ""

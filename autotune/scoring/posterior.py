@@ -18,8 +18,8 @@ DRIFT, DRIFT_PRIOR = (0.001, 0.005, 0.02, 0.08), (0.003, 1.5)
 EFFECT_SCALE, SCALE_PRIOR = (0.3, 1.0, 3.0), (1.0, 1.0)
 # Of the trials without a forecast: how much their logarithms differ among each other.
 POPULATION_SD = 0.3
-# A forecast is never trusted more than this: what it rests on has errors of its own.
-LEAST_FORECAST_SD = 0.02
+# What no forecast knows of a trial.
+OWN_SD = 0.01
 # The level of a whole study and that of a round of re-measurements, which later trials do not foretell.
 LEVEL_SD, ROUND_SD = 3.0, 0.5
 # What lies further than this many standard deviations from what the others foretell is an outlier. The worst are taken
@@ -40,8 +40,8 @@ class Readings:
         own_sd: Its standard deviation as far as its own run tells.
         trial: The trial that it measures, as a row of `forecast`.
         round: The re-measurement round that it belongs to; 0 for the trials' first measurements.
-        forecast: What all other trials foretell of each trial's logarithm: its mean; NaN where there is none.
-        forecast_sd: Its standard deviation.
+        forecast: What is foretold of each trial's logarithm but for what was read of it; NaN where nothing is.
+        forecast_cov: Covariance of what is foretold; 0 where nothing is.
     """
 
     log_value: Floats
@@ -49,7 +49,7 @@ class Readings:
     trial: NDArray[np.intp]
     round: NDArray[np.intp]
     forecast: Floats
-    forecast_sd: Floats
+    forecast_cov: Floats
 
     def take(self, rows: NDArray[np.intp]) -> Readings:
         """Some of the readings."""
@@ -99,12 +99,12 @@ class _Model:
     the first measurements, in order, and a separate level for each round of re-measurements.
     """
 
-    def __init__(self, readings: Readings, positions: Floats, effect_sd: Floats, extra_var: Floats) -> None:
+    def __init__(self, readings: Readings, positions: Floats, own_sd: Floats, extra_var: Floats) -> None:
         self.readings, self.extra_var = readings, extra_var
         known = np.isfinite(readings.forecast)
         self.prior_mean = np.where(known, readings.forecast, 0.0)
         self.group = known.astype(int)
-        self.effect_var = effect_sd**2
+        self.effects_cov = readings.forecast_cov + np.diag(own_sd**2)
         self.y = readings.log_value - self.prior_mean[readings.trial]
         first = readings.round == 0
         at = np.where(first, positions, 0.0)
@@ -113,13 +113,12 @@ class _Model:
         self.state = ROUND_SD**2 * same_round
         same_group = self.group[readings.trial][:, None] == self.group[readings.trial][None, :]
         self.level = LEVEL_SD**2 * same_group
-        self.same_trial = readings.trial[:, None] == readings.trial[None, :]
-        self.own_effect_var = self.effect_var[readings.trial]
+        self.effects_of = self.effects_cov[np.ix_(readings.trial, readings.trial)]
 
     def covariance(self, scales: _Scales) -> Floats:
         """Covariance of the readings."""
         found = self.level + self.state + scales.drift**2 * self.walk
-        found = found + self.same_trial * (scales.effect**2 * self.own_effect_var)
+        found = found + scales.effect**2 * self.effects_of
         noise = scales.noise**2 + self.readings.own_sd**2 + self.extra_var
         return np.asarray(found + np.diag(noise), dtype=float)
 
@@ -139,13 +138,13 @@ class _Model:
         """Mean and covariance of all trials' logarithms in the machine's average state."""
         own = self.readings.trial
         state = self.state + scales.drift**2 * self.walk
-        prior = scales.effect**2 * self.effect_var
+        prior = scales.effect**2 * self.effects_cov
         level = LEVEL_SD**2 * (self.group[:, None] == self.group[None, :])
         mean_state, mean_state_var = state.mean(axis=0), state.mean()
-        across = level[:, own] + prior[:, None] * (np.arange(len(prior))[:, None] == own[None, :]) + mean_state
+        across = level[:, own] + prior[:, own] + mean_state
         solved = np.linalg.solve(self.covariance(scales), np.column_stack([self.y, across.T]))
         mean = self.prior_mean + across @ solved[:, 0]
-        cov = level + np.diag(prior) + mean_state_var - across @ solved[:, 1:]
+        cov = level + prior + mean_state_var - across @ solved[:, 1:]
         return mean, cov
 
 
@@ -159,13 +158,13 @@ def fit(readings: Readings) -> Posterior:
         readings: At least one.
     """
     known = np.isfinite(readings.forecast)
-    effect_sd = np.where(known, np.maximum(readings.forecast_sd, LEAST_FORECAST_SD), POPULATION_SD)
+    own_sd = np.where(known, OWN_SD, POPULATION_SD)
     positions = np.arange(len(readings.trial), dtype=float)
     n_of = np.bincount(readings.trial, minlength=len(known))
     extra_var = np.zeros(len(positions))
     for n in range(MOST_TIMES + 1):
-        points = _weighed(readings, positions, effect_sd, extra_var)
-        model = _Model(readings, positions, effect_sd, extra_var)
+        points = _weighed(readings, positions, own_sd, extra_var)
+        model = _Model(readings, positions, own_sd, extra_var)
         z, apart = (np.abs(values) for values in model.surprise(points[0]))
         worst = np.argsort(-z)[: max(1, int(AT_ONCE * len(z)))]
         outlying = worst[z[worst] > OUTLYING]
@@ -176,7 +175,7 @@ def fit(readings: Readings) -> Posterior:
             if n_of[trial] > 2:
                 extra_var[row] += apart[row] ** 2
             else:
-                effect_sd[trial] = np.hypot(effect_sd[trial], apart[row] / points[0].effect)
+                own_sd[trial] = np.hypot(own_sd[trial], apart[row] / points[0].effect)
     weights = np.exp([point.weight for point in points])
     found = [model.effects(point) for point in points]
     mean = sum(w * m for w, (m, _) in zip(weights, found, strict=True))
@@ -185,10 +184,10 @@ def fit(readings: Readings) -> Posterior:
     return Posterior(np.asarray(mean), np.asarray(cov), noise)
 
 
-def _weighed(readings: Readings, positions: Floats, effect_sd: Floats, extra_var: Floats) -> list[_Scales]:
+def _weighed(readings: Readings, positions: Floats, own_sd: Floats, extra_var: Floats) -> list[_Scales]:
     """The points of the grid that matter, the likeliest first, with the logarithms of their shares of the weight."""
     rows = _telling(readings)
-    model = _Model(readings.take(rows), positions[rows], effect_sd, extra_var[rows])
+    model = _Model(readings.take(rows), positions[rows], own_sd, extra_var[rows])
     points = [
         _Scales(
             noise,

@@ -37,13 +37,16 @@ class Race:
     runners: Sequence[Measured]
 
 
-def race(trials: Sequence[Measured], estimates: Estimates, objectives: Sequence[Objective]) -> Race:
+def race(
+    trials: Sequence[Measured], estimates: Estimates, objectives: Sequence[Objective], below: float = SETTLED
+) -> Race:
     """Where the contest of some trials stands.
 
     Args:
         trials: The trials, without the baseline.
         estimates: What all measurements say.
         objectives: What decides it.
+        below: The expected loss below which it is settled.
     """
     if not trials:
         return Race(loss=0.0, settled=True, runners=())
@@ -59,7 +62,7 @@ def race(trials: Sequence[Measured], estimates: Estimates, objectives: Sequence[
         and log_gain(leader, baseline, objectives) > TIE
         and not shown_better(leader, estimates, objectives)
     )
-    return Race(loss=loss, settled=loss < SETTLED and not open_, runners=[leader, *hopeful])
+    return Race(loss=loss, settled=loss < below and not open_, runners=[leader, *hopeful])
 
 
 def _hope(ahead: float, sd: float) -> float:
@@ -91,7 +94,7 @@ def next_round(
     *,
     tried: Mapping[int, int],
     least: int,
-    more: bool = True,
+    below: float | None = SETTLED,
 ) -> list[Measured]:
     """The trials to measure in the next round beside the baseline; empty if the race is settled.
 
@@ -107,17 +110,19 @@ def next_round(
         n: Trials in a round.
         tried: Rounds that a trial was in, by number, whether they completed or not.
         least: Rounds that a leader must have been in.
-        more: Whether further rounds may follow while the race is not settled.
+        below: The expected loss below which the race is settled; None if no further rounds may follow.
     """
     baseline = estimates.baseline
     ranked = [m for m in rank(estimates, objectives) if baseline is None or m.trial != baseline.trial]
     ranked = [m for m in ranked if not m.unreproducible] or ranked
     hopeful = [m for m in ranked if not m.barred]
-    races = [race(some, estimates, objectives) for some in (hopeful, [m for m in ranked if not m.doubt])]
-    new = [m for m in ranked if m.trial in found and not tried.get(m.trial)]
+    races = [
+        race(some, estimates, objectives, below or SETTLED) for some in (hopeful, [m for m in ranked if not m.doubt])
+    ]
+    new = [m for m in ranked if least and m.trial in found and not tried.get(m.trial)]
     short = [each.runners[0] for each in races if each.runners and tried.get(each.runners[0].trial, 0) < least]
     due = bool(new or short) or (baseline is not None and bool(ranked) and tried.get(baseline.trial, 0) < least)
-    if not due and (not more or all(each.settled for each in races)):
+    if not due and (below is None or all(each.settled for each in races)):
         return []
     if due:
         finalists = [m for m in ranked if m.trial in found or m.confirmed]

@@ -57,6 +57,9 @@ def checked(measured: Measured) -> list[str]:
     said = [branch.reason] if branch is not None and measured.branch_wanted else []
     if measured.numerics_kept or verdict is None:
         return said
+    if verdict.gradient_error is not None:
+        right = f"their first sum is off by {verdict.gradient_error:.2%} (rounding it once costs 0.17 %)"
+        return [*said, f"sums up more gradients in 16 bits than the baseline: {right}"]
     whose = (
         "its loss" if verdict.same_as is None else f"the loss of trial {verdict.same_as}, whose numerics are the same,"
     )

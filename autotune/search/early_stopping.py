@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.scoring.convergence.quality_gate import numerics
+from autotune.scoring.convergence.quality_gate import keeps_numerics
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import GOODPUT
 from autotune.search.observation import Observation
@@ -41,7 +41,7 @@ def bounds_to_beat(
     if batch == baseline.global_batch_size(world):
         usable = [m for m in usable if m.candidate.global_batch_size(world) == batch]
         alike = candidate.other_numerics == baseline.other_numerics
-        if alike and numerics(candidate.to_deepspeed()) == numerics(baseline.to_deepspeed()):
+        if alike and keeps_numerics(candidate.to_deepspeed(), baseline.to_deepspeed()):
             usable = [m for m in usable if m.numerics_kept]
     if not usable or any(metric not in _STEP_TIME_FOR and metric != "peak_memory_bytes" for metric in guide.metrics):
         return ()

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.forecast.features import FeatureTable, Prior, knobs_of
+from autotune.scoring.convergence import quality_gate
+from autotune.scoring.measured import Foretold
 from autotune.search import acquisition, exploration
 from autotune.search.model import Bound, CostModel, TransferredCorrections, learn, timed
 from autotune.search.observation import Observation
@@ -39,6 +41,10 @@ LEADING = 5000
 # Before the model may end a study: at least 8 completed trials, 75 % of them inside the 90 % interval foretold from the
 # others.
 ENOUGH_TRIALS, ENOUGH_COVERED = 8, 0.75
+# Before a quick study may end: the baseline and two candidates.
+QUICK_TRIALS = 3
+# How much better a candidate with other numerics has to be for a quick study to try it.
+GATE_PRICE = 0.03
 # The loss of stopping: drawn so often, over this many candidates, if the best few measured ones are measured again.
 DRAWS, MOST_DRAWN, FINALISTS = 256, 250, 3
 # Every third trial explores: it tries what the model does not know, while there is such a candidate.
@@ -97,6 +103,7 @@ class Outlook:
         explored: Whether each level of a knob that may be good was tried, and each candidate that may be the best is known.
         n_ran: Trials that told a step time: that completed, or were stopped early.
         covered: Share of the step times that lie in their 90 % interval, each foretold from the other trials.
+        quick: Few trials are wanted: each has to be worth its time by itself, and none explores.
     """
 
     loss: float
@@ -105,9 +112,12 @@ class Outlook:
     explored: bool
     n_ran: int
     covered: float
+    quick: bool = False
 
     def settled(self, below: float) -> bool:
         """Whether stopping loses less than `below`, or no trial is worth its time, by a model that has foretold well so far."""
+        if self.quick:
+            return self.n_ran >= QUICK_TRIALS and self.next_gain < below
         trusted = self.n_ran >= ENOUGH_TRIALS and self.covered >= ENOUGH_COVERED
         little = self.loss < below or self.next_gain < WORTH_A_TRIAL * below
         return trusted and self.explored and self.n_left > 0 and little
@@ -130,6 +140,7 @@ class CandidateOptimizer:
     Attributes:
         cautious: Whether what surely does not fit the memory is passed by; else it is only less likely to be proposed.
         goal_only: Whether candidates are proposed for the goal alone, not for the front: few trials then find its best.
+        quick: Whether the study ends as soon as no single trial is worth its time.
     """
 
     def __init__(
@@ -145,7 +156,7 @@ class CandidateOptimizer:
         knobs: Mapping[str, Sequence[Scalar]] | None = None,
     ) -> None:
         self.metrics, self.world_size, self.bounds = list(metrics), world_size, list(bounds)
-        self.cautious, self.goal_only = True, False
+        self.cautious, self.goal_only, self.quick = True, False, False
         shares = np.array(
             list(metrics.values()) if isinstance(metrics, Mapping) else np.ones(len(metrics)), dtype=float
         )
@@ -226,10 +237,16 @@ class CandidateOptimizer:
             sized=state.sized,
         )
 
-    def foretold(self, told: Sequence[Observation]) -> list[tuple[float, float] | None]:
-        """What all other trials foretell of each one's log step time: mean and standard deviation; None where it told none."""
-        left_out = self._learn(told).time.left_out()
-        found = {id(t): left_out.get(n) for n, t in enumerate(timed(told, self.world_size))}
+    def foretold(self, told: Sequence[Observation]) -> list[Foretold | None]:
+        """What the calibrated model foretells of each trial's log step time, but for what it read; None where it read none."""
+        groups, mean, covariance = self._learn(told).time.joint()
+        values, vectors = np.linalg.eigh(covariance)
+        factor = vectors * np.sqrt(np.maximum(values, 0.0))
+        by_group = {
+            int(group): Foretold(float(m), tuple(row))
+            for group, m, row in zip(groups, mean, factor.tolist(), strict=True)
+        }
+        found = {id(t): by_group.get(n) for n, t in enumerate(timed(told, self.world_size))}
         return [found.get(id(t)) for t in told]
 
     def carried(self, told: Sequence[Observation], candidates: Sequence[Candidate]) -> TransferredCorrections:
@@ -278,8 +295,11 @@ class CandidateOptimizer:
         measured = measured[np.argsort(typical.goal(measured, self.shares)[0])][:MOST_DRAWN]
         rows, allowed = rows[hopeful], allowed[hopeful]
         drawn = typical.draw_goal(np.concatenate([measured, rows]), self.shares, rng, DRAWS)
+        drawn = drawn + self._price(np.concatenate([measured, rows]))
         loss, next_gain = _loss_of_stopping(drawn[:, : len(measured)], drawn[:, len(measured) :], allowed, rng)
-        return Outlook(loss=loss, next_gain=next_gain, n_left=n_left, n_ran=n_ran, covered=covered, explored=explored)
+        return Outlook(
+            loss=loss, next_gain=next_gain, n_left=n_left, n_ran=n_ran, covered=covered, explored=explored, quick=self.quick
+        )  # fmt: skip
 
     # Learning
 
@@ -330,6 +350,15 @@ class CandidateOptimizer:
             chosen.append(best)
         return rows[np.unique(np.concatenate(chosen))]
 
+    def _price(self, rows: Rows) -> Floats:
+        """What a quick study asks of rows that need the quality gate, which trains longer than all trials together."""
+        if not self.quick:
+            return np.zeros(len(rows))
+        candidates = self.catalogue.candidates
+        own = candidates[0].to_deepspeed()
+        gated = [not quality_gate.differs_in_sums_alone(candidates[row].to_deepspeed(), own) for row in rows]
+        return GATE_PRICE * np.array(gated, dtype=float)
+
     def _worth(self, state: CostModel, rows: Rows, allowed: Floats, n_told: int) -> Floats:
         """The acquisition whose turn it is: what must be tried, the hypervolume, the goal, one objective."""
         mean, sd = state.costs(rows)
@@ -343,7 +372,7 @@ class CandidateOptimizer:
         if self.goal_only:
             # With a handful of trials there is no time to look where little is known: what is expected to be best is
             # next.
-            expected = mean @ self.shares
+            expected = mean @ self.shares + self._price(rows)
             return np.asarray(np.exp(expected.min() - expected), dtype=float)
         cycle = 2 * n_metrics + 2
         turn = n_told % cycle

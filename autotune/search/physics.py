@@ -65,6 +65,7 @@ class PhysicsSampler(LegalSampler):
             space.
         cautious: Whether it passes by what surely does not fit the memory.
         goal_only: Whether the goal alone is sought, not the front; see `CandidateOptimizer`.
+        quick: Whether the study ends as soon as no single trial is worth its time.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class PhysicsSampler(LegalSampler):
         super().__init__("random", space, default, setting, seed)
         self._metrics, self._prior, self._limit, self._bounds = metrics, prior, memory_limit_bytes, list(bounds)
         self._guide: CandidateOptimizer | None = None
-        self.goal_only = False
+        self.goal_only = self.quick = False
         self._whole = self.proposes = self.cautious = True
 
     @property
@@ -99,6 +100,7 @@ class PhysicsSampler(LegalSampler):
                 bounds=self._bounds, reference=default, knobs=values,
             )  # fmt: skip
             self._guide.cautious, self._guide.goal_only = self.cautious, self.goal_only
+            self._guide.quick = self.quick
         return self._guide
 
     def sample_relative(

@@ -46,12 +46,12 @@ def settled(
 ) -> str | None:
     """Why the study may end before its budget does; None if something may still be gained.
 
-    Both with and without the last trial, little may be lost by it.
+    Both with and without the last trial, little may be lost by it; a quick study does not wait for that.
     """
     if below <= 0:
         return None
     now = guide.outlook(told, busy)
-    if not now.settled(below) or not guide.outlook(told[:-1], busy).settled(below):
+    if not now.settled(below) or not (guide.quick or guide.outlook(told[:-1], busy).settled(below)):
         return None
     if now.loss < below:
         return f"more trials are expected to improve the answer by {now.loss:.1%}, less than {100 * below:.3g}% (--stop-below)"

@@ -21,6 +21,8 @@ from autotune.trial.folder import result_in
 
 # At most this many times the rounds that the user states, while it is not settled who is best.
 MOST_ROUNDS = 4
+# And so many where it states none.
+LEAST_ROUNDS = 2
 
 
 class Finalists:
@@ -47,7 +49,8 @@ class Finalists:
         if not self._state.spec.finalists:
             return
         found = self._finalists()
-        while self._changed(found):
+        # Where nothing is measured again without need, checks come last: they cost more.
+        while self._state.spec.repeats and self._changed(found):
             found = self._finalists()  # others have moved up
         if found:
             self._measure_again(found)
@@ -69,12 +72,17 @@ class Finalists:
         return recommend.finalists(first, self._state.objectives, plan.spec.finalists, plan.data_parallel)
 
     def _leaders(self) -> list[Measured]:
-        """The repeated trials that beat the baseline, best first, down to the first without a doubt."""
-        found = list[Measured]()
-        for m in recommend.rank(self._estimates(), self._state.objectives):
+        """The repeated trials that beat the baseline, best first, down to the first without a doubt.
+
+        Where nothing is measured again without need, those that are shown to beat it.
+        """
+        found, estimates, objectives = list[Measured](), self._estimates(), self._state.objectives
+        for m in recommend.rank(estimates, objectives):
             if m.trial == 0:
                 break
-            if m.confirmed and not m.barred:
+            unneeded = not self._state.spec.repeats and estimates.baseline is not None
+            sure = recommend.shown_better(m, estimates, objectives) if unneeded else m.confirmed
+            if sure and not m.barred:
                 found.append(m)
                 if not m.doubt:
                     break
@@ -89,13 +97,13 @@ class Finalists:
     def _measure_again(self, found: list[Measured]) -> None:
         """Measures the best and the baseline in turns, so that drift affects all of them alike, until that decides."""
         spec, plan = self._state.spec, self._state.plan
-        numbers = [m.trial for m in found]
+        numbers, most = [m.trial for m in found], max(LEAST_ROUNDS, MOST_ROUNDS * spec.repeats)
         while True:
             estimates, tried = self._estimates(), self._tried()
             n_done = tried[estimates.baseline.trial] if estimates.baseline else max(tried.values(), default=0)
             turn = racing.next_round(
                 estimates, self._state.objectives, numbers, plan.data_parallel, spec.finalists, tried=tried,
-                least=spec.repeats, more=n_done < MOST_ROUNDS * spec.repeats,
+                least=spec.repeats, below=max(racing.SETTLED, spec.stop_below) if n_done < most else None,
             )  # fmt: skip
             base = [estimates.baseline] if estimates.baseline else []
             while turn and not self._budget.affords(self._budget.again_s(m.trial for m in [*turn, *base])):

@@ -51,7 +51,7 @@ class TrialMeasurer:
         self._bounds_to_beat = bounds_to_beat
         self._built: set[str] = set()
         self._turns = placement.Turns(state.leases)
-        self._n_tries = MAX_BUSY_TRIES
+        self._n_tries = 1 if state.spec.quick else MAX_BUSY_TRIES
 
     def execute(self, candidate: Candidate, path: Path, *, role: str, **request_fields: Any) -> TrialResult:
         """Runs a trial alone.

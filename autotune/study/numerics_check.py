@@ -58,8 +58,12 @@ class NumericsCheck:
             Whether one failed the check.
         """
         baseline = baseline_of(self._state.measured())
-        unchecked = [m for m in found if not m.numerics_kept and m.verdict is None]
-        if baseline is None or not unchecked:
+        if baseline is None:
+            return False
+        unchecked = [
+            m for m in found if not m.numerics_kept and m.verdict is None and not self._sums_right(m, baseline)
+        ]
+        if not unchecked:
             return False
         own_batch = self._baseline.global_batch_size(self._world)
         by_batch: dict[int, list[Measured]] = {}
@@ -92,6 +96,18 @@ class NumericsCheck:
                 self._events.say(f"no quality gate for trial {', '.join(unsaid)}: it would take {why}")
                 self._left.update(unsaid)
         return failed
+
+    def _sums_right(self, m: Measured, baseline: Measured) -> bool:
+        """Whether a candidate differs in sums of 16 bits alone, and its trial showed that they are right; kept if so."""
+        alike = m.candidate.other_numerics == baseline.candidate.other_numerics
+        if not alike or not quality_gate.differs_in_sums_alone(m.ds_config, baseline.ds_config):
+            return False
+        own = result_in(self._state.trial_path(m.trial))
+        batch = m.candidate.global_batch_size(self._world)
+        verdict = quality_gate.judge_sum(own.gradient if own is not None else None, batch)
+        if verdict is not None:
+            write_record(records.gate_path(self._state.folder, m.trial), verdict)
+        return verdict is not None
 
     def _verdict(
         self, m: Measured, baseline: Measured, batch: int, reference: TrialResult, replicates: Sequence[TrialResult]

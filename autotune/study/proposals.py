@@ -92,6 +92,7 @@ class Proposer:
                 bounds=objective.bounds(state.objectives, spec.constraints).values(),
             )
             self._physics.goal_only = spec.quick or (warm is not None and warm.compromise)
+            self._physics.quick = spec.quick
             self._physics.proposes, self._physics.cautious = spec.sampler == "physics", spec.memory_filter
         return self._physics
 

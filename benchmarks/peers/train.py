@@ -1,4 +1,4 @@
-"""The training that every tuner is given: a small GPT, as one writes it for DeepSpeed."""
+"""A training that every tuner is given, as one writes it for DeepSpeed: a small GPT, or the model of `--model`."""
 
 import argparse
 import importlib.util
@@ -27,7 +27,8 @@ engine, _, loader, _ = deepspeed.initialize(
 
 while engine.global_steps < args.steps:
     for x, y in loader:
-        logits = engine(x.to(engine.device))
+        dtype = next(engine.parameters()).dtype if x.is_floating_point() else x.dtype
+        logits = engine(x.to(engine.device, dtype))
         loss = F.cross_entropy(logits.float().flatten(0, -2), y.to(engine.device).flatten())
         engine.backward(loss)
         engine.step()

@@ -44,21 +44,22 @@ def test_what_a_candidate_has_of_its_own_is_only_known_where_it_was_measured():
     assert model.predict(close)[1] == pytest.approx(model.predict(seen)[1], rel=0.01)
 
 
-def test_what_the_others_foretell_of_a_trial_is_what_a_model_without_it_predicts():
+def test_what_is_foretold_of_all_trials_and_what_they_read_make_what_is_believed_of_them():
     rng = np.random.default_rng(3)
     seen = design(12, rng)
     data = Data(
         design=seen, y=seen.linear @ np.array([1.0, 0.1, 0.05, -0.05, 0.02, 0.0]) + rng.normal(0, 0.02, 12),
         group=np.repeat(np.arange(6), 2), extra_sd=np.tile([0.0, 0.03], 6), censored=np.zeros(12, dtype=bool),
     )  # fmt: skip
-    model = fit(data, np.array([2.0, 0.15, *[0.3] * LEVELS]), np.zeros(1), 0.03)
-    foretold = model.left_out()
-    for group in range(6):
-        model.observe(data.take(np.flatnonzero(data.group != group)))
-        mean, sd = model.predict(seen.take(np.array([2 * group])))
-        assert foretold[group] == (pytest.approx(mean[0]), pytest.approx(sd[0]))
+    model = fit(data, np.array([2.0, 0.15, *[0.3] * LEVELS]), np.zeros(1), 0.03).typical()
+    groups, mean, covariance = model.joint()
+    gain = covariance @ np.linalg.inv(covariance + model.noise_sd**2 * np.eye(6))
+    assert list(groups) == list(range(6)) and np.abs(data.y[::2] - mean).max() > 0.05
+    assert mean + gain @ (data.y[::2] - mean) == pytest.approx(
+        model.predict(seen.take(np.arange(0, 12, 2)))[0], abs=0.003
+    )
 
 
 def test_before_any_observation_there_is_but_one_scale():
     model = fit(None, np.ones(2), np.zeros(1))
-    assert model.typical() is model and model.left_out() == {}
+    assert model.typical() is model and not len(model.joint()[0])

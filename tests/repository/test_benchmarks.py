@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 from support.paths import BENCHMARKS, ROOT
@@ -20,22 +21,18 @@ with pytest.MonkeyPatch.context() as patch:  # left on the path, its names would
     import peers
 
 WHERE = {"date": "2026-01-02", "cores": 2, "processor": "CPU", "versions": {"torch": "2.13.0"}}
-TUNED = {
-    "config": {"train_micro_batch_size_per_gpu": 8},
-    "wall_s": 12.4,
-    "trials": 16,
-    "samples_per_s": 150.0,
-    "claim_over_measured": 1.04,
-    "throughput_over_deepspeed": 1.5,
+ROW = {"runs": 5, "trials": 3, "samples_per_s": 150.0, "claim_over_measured": 1.04}
+RACE = {
+    "deepspeed": {**ROW, "wall_s": 151.0},
+    "autotune": {**ROW, "wall_s": 12.4, "sooner": [12.2, 11.0, 13.4], "faster": [1.0, 1.0, 1.0]},
 }
-BROKEN = {"wall_s": 300.0, "trials": 9, "error": "its answer does not run under torchrun"}
 SAMPLERS = {"physics": {"10": {"hypervolume": 0.8}}, "tpe": {"10": {"hypervolume": 0.654}}}
 
 
 def test_a_result_becomes_rows_on_the_pages(tmp_path):
     results = {
         "ask": json.loads((figures.RESULTS / "ask.json").read_text()) | {"median_s": 12.5},
-        "peers": {"autotune": TUNED, "deepspeed": BROKEN, "measured_on": WHERE},
+        "peers": {"trainings": {"gpt": {"fixed": RACE}}, "measured_on": WHERE},
         "search": {"seeds": 5, "tables": {"conv": SAMPLERS}, "measured_on": WHERE},
     }
     for name, found in results.items():
@@ -43,26 +40,13 @@ def test_a_result_becomes_rows_on_the_pages(tmp_path):
     table = figures.figures(tmp_path)
     assert "| 12.50 s | `python benchmarks/ask.py` |" in table and "overhead.py" not in table  # which never ran there
     text = figures.page(figures.COMPARISON, tmp_path)
-    assert "| autotune, the same knobs | 12 | 16 | 150 (1.50x DeepSpeed's) | 1.04 |" in text
-    assert "| DeepSpeed's autotuner | 300 | 9 | its answer does not run under torchrun |  |" in text
+    assert "| gpt | fixed | DeepSpeed's autotuner | 5 | 151 |  | 3 | 150 |  | 1.04 |" in text
+    assert "| `autotune run --quick` | 5 | 12 | 12.2x (11.0 to 13.4) | 3 | 150 | 1.00x (1.00 to 1.00) | 1.04 |" in text
+    assert "| gpt, fixed: 12.2x sooner, 1.00x the throughput | yes |" in text
     assert "2026-01-02, 2 cores of an CPU; torch 2.13.0." in text
     assert "| conv | 10 | `physics` 0.80, `tpe` 0.65 |\n\nMedians of 5 studies. 2026-01-02" in text
-    assert "Not measured yet: `make bench-peers SCRIPT=" in text
-
-
-def test_tuners_that_name_one_configuration_share_its_throughput():
-    sizes = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-    same = {**sizes, "optimizer": {"type": "AdamW", "params": {"lr": 2e-3}}, "zero_optimization": {"stage": 0}}
-    other = {**sizes, "zero_optimization": {"stage": 3}}
-    found = {
-        name: {"config": config, "samples_per_s": rate, "claimed_samples_per_s": 100.0, "wall_s": 1.0}
-        for name, config, rate in (("deepspeed", sizes, 100.0), ("autotune", same, 121.0), ("tpe", other, 55.0))
-    }
-    together = figures.judged_together({**found, "measured_on": WHERE})
-    assert together["autotune"]["samples_per_s"] == together["deepspeed"]["samples_per_s"] == pytest.approx(110.0)
-    assert together["autotune"]["throughput_over_deepspeed"] == 1.0 and together["measured_on"] == WHERE
-    assert together["tpe"]["throughput_over_deepspeed"] == pytest.approx(0.5)
-    assert together["tpe"]["claim_over_measured"] == pytest.approx(100 / 55)
+    (tmp_path / "peers.json").unlink()
+    assert "Not measured yet: `make bench-peers`" in figures.page(figures.COMPARISON, tmp_path)
 
 
 def test_each_result_is_used_and_each_script_is_there():
@@ -96,45 +80,59 @@ def test_what_a_test_imports_sets_no_variable_for_the_tests_after_it():
     assert threads[0] == threads[1]
 
 
-def judged(tmp_path, monkeypatch, torchrun):
-    """What the judge writes of three tuners that have answered; the claim of the second is 10 % too high."""
-    for name, rate, claimed, wall in (
-        ("deepspeed", 100.0, 100.0, 300.0),
-        ("tpe", 110.0, 121.0, 150.0),
-        ("autotune", 150.0, 150.0, 15.0),
-    ):
-        answer = {"config": {"rate": rate}, "claimed_samples_per_s": claimed, "wall_s": wall, "trials": 3}
-        answer["training"] = {"script": "train.py", "arguments": [], "base": {}}
-        (tmp_path / f"{name}.json").write_text(json.dumps(answer))
-    (tmp_path / "judged.json").write_text("{}")
-    written = {}
-    monkeypatch.setattr(peers, "torchrun", torchrun)
-    monkeypatch.setattr(peers, "write", lambda name, found: written.update({name: found}))
-    peers.judge(tmp_path, rounds=2)
-    return written["peers"]
+def answer(tuner, config, wall_s, claimed=100.0, seed=0):
+    where = {"training": "gpt", "track": "free", "seed": seed, "tuner": tuner}
+    return {**where, "config": config, "wall_s": wall_s, "claimed_samples_per_s": claimed, "trials": 3}
+
+
+def test_tuners_that_name_one_configuration_share_its_throughput():
+    sizes = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    same = {**sizes, "optimizer": {"type": "AdamW", "params": {"lr": 2e-3}}, "zero_optimization": {"stage": 0}}
+    other = {**sizes, "zero_optimization": {"stage": 3}}
+    assert peers.trained(sizes) == peers.trained(same) != peers.trained(other)
+    answers = [answer("deepspeed", sizes, 300.0), answer("autotune", same, 30.0), answer("tpe", other, 600.0, 66.0)]
+    rates = {("gpt", peers.trained(sizes)): [100.0, 121.0, 110.0], ("gpt", peers.trained(other)): [55.0, 55.0, 66.0]}
+    found = peers.compared(answers, rates)
+    assert found["autotune"]["faster"] == [1.0, 1.0, 1.0] and found["autotune"]["sooner"][0] == pytest.approx(10)
+    assert found["tpe"]["faster"][1] < 0.55 < found["tpe"]["faster"][2] and found["tpe"]["sooner"][0] == pytest.approx(
+        0.5
+    )
+    assert found["tpe"]["claim_over_measured"] == pytest.approx(66 / 55) and found["deepspeed"]["wall_s"] == 300.0
 
 
 def test_answers_are_judged_in_turns_by_what_they_reach_under_torchrun(tmp_path, monkeypatch):
-    ran = []
+    configs = [{"train_micro_batch_size_per_gpu": n} for n in (1, 2)]
+    for seed, own in enumerate((0, 1)):
+        for tuner, config in (("deepspeed", configs[0]), ("autotune", configs[own])):
+            said = answer(tuner, config, 300.0 if tuner == "deepspeed" else 15.0, seed=seed)
+            (tmp_path / f"gpt-free-{seed}-{tuner}.json").write_text(json.dumps(said))
+    ran, written = [], {}
 
     def torchrun(training, config, folder, steps):
-        ran.append(config["rate"])
-        return 16 / config["rate"], 16.0
+        ran.append(config["train_micro_batch_size_per_gpu"])
+        return None if ran[-1] == 2 else (0.1, 16.0)
 
-    found = judged(tmp_path, monkeypatch, torchrun)
-    assert ran == [150.0, 100.0, 110.0] * 2
-    assert found["autotune"]["throughput_over_deepspeed"] == pytest.approx(1.5)
-    assert found["autotune"]["seconds_of_deepspeed_over_own"] == pytest.approx(20)
-    claims = [found[name]["claim_over_measured"] for name in ("tpe", "deepspeed")]
-    assert claims == [pytest.approx(1.1), pytest.approx(1.0)]
-
-
-def test_an_answer_that_does_not_run_is_told_and_the_others_are_judged(tmp_path, monkeypatch):
-    found = judged(tmp_path, monkeypatch, lambda _, config, *__: None if config["rate"] == 100.0 else (0.1, 16.0))
-    assert found["deepspeed"]["error"] == "its answer does not run under torchrun"
-    assert "throughput_over_deepspeed" not in found["autotune"] and found["autotune"]["samples_per_s"] == 160.0
-    with pytest.raises(SystemExit, match="run one first"):
+    monkeypatch.setattr(peers, "torchrun", torchrun)
+    monkeypatch.setattr(peers, "write", lambda name, found: written.update({name: found}))
+    peers.judge(tmp_path, rounds=2)
+    found = written["peers"]["trainings"]["gpt"]["free"]
+    assert ran == [1, 2] * 2 and found["autotune"]["not_running"] == 1 and len(found["autotune"]["answers"]) == 2
+    assert found["autotune"]["sooner"][0] == pytest.approx(20) and found["autotune"]["samples_per_s"] == 160.0
+    with pytest.raises(SystemExit, match="let them"):
         peers.judge(tmp_path / "empty", rounds=1)
+
+
+def test_what_has_run_is_not_run_again_and_seeds_come_one_after_another(tmp_path, monkeypatch):
+    ran = []
+
+    def tuner(training, track, folder, seed):
+        ran.append(seed)
+        return {"config": {}, "claimed_samples_per_s": 1.0, "trials": 1}
+
+    monkeypatch.setattr(peers, "TUNERS", {"autotune": tuner})
+    for minutes in (1.0, 0.0, 1.0):
+        peers.race(tmp_path, range(2), ["autotune"], ["gpt", "clicks"], time.monotonic() + 60 * minutes)
+    assert ran == [0] * 4 + [1] * 4 and (tmp_path / "clicks-fixed-1-autotune.json").is_file()
 
 
 @pytest.mark.process
@@ -144,7 +142,7 @@ def test_the_script_of_all_tuners_trains_what_its_json_says_and_prints_its_steps
     (tmp_path / "ds.json").write_text(json.dumps(config))
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
     environment = os.environ | alone | {"MASTER_PORT": str(20000 + os.getpid() % 20000)}
-    training = peers.Training(peers.SCRIPT, ("--steps", "1000"), config)
+    training = peers.Training(peers.TRAININGS["gpt"].script, ("--steps", "1000"))
     command = [
         sys.executable,
         str(peers.LAUNCH),

@@ -1,5 +1,7 @@
 """The joint posterior on readings whose truth is known."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from autotune.scoring.posterior import Readings, fit
@@ -12,7 +14,7 @@ def readings(values, forecast=None, forecast_sd=0.1):
     known = np.full(n, np.nan) if forecast is None else np.array(forecast, dtype=float)
     return Readings(
         log_value=log_value.astype(float), own_sd=np.full(len(values), 0.005), trial=trial, round=round_,
-        forecast=known, forecast_sd=np.full(n, np.nan if forecast is None else forecast_sd),
+        forecast=known, forecast_cov=np.zeros((n, n)) if forecast is None else forecast_sd**2 * np.eye(n),
     )  # fmt: skip
 
 
@@ -55,6 +57,16 @@ def test_one_wrong_forecast_does_not_pull_its_trial_nor_spoil_the_others():
     found = fit(readings([(t, 0, true[t]) for t in range(12)], forecast, 0.03))
     assert abs(difference(found, 5, 0) - (true[5] - true[0])) < 0.1
     assert abs(difference(found, 4, 0) - (true[4] - true[0])) < 0.03
+
+
+def test_what_is_read_of_a_trial_tells_of_those_that_are_foretold_to_be_like_it():
+    own = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
+    rounds = [(t, r, own[t] - 0.2 * (t in (2, 3))) for r in range(1, 4) for t in (0, 1, 2, 4, 5)]
+    alone = readings([*((t, 0, own[t]) for t in range(6)), *rounds], own, 0.2)
+    alike = np.array([t in (2, 3) for t in range(6)], dtype=float)
+    cov = 0.04 * np.outer(alike, alike) + 0.04 * np.diag(1 - alike)
+    told, untold = fit(replace(alone, forecast_cov=cov)), fit(alone)
+    assert difference(told, 3, 0) < difference(untold, 3, 0) - 0.1
 
 
 def test_a_reading_that_all_others_contradict_hardly_counts():

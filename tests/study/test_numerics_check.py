@@ -8,6 +8,7 @@ from support.studies import run
 from autotune.scoring import recommend
 from autotune.scoring.convergence.quality_gate import LEAST_STEPS
 from autotune.scoring.estimates import estimate
+from autotune.space.candidate import Candidate
 from autotune.trial.folder import read_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import GradientCheck, Outcome
@@ -51,6 +52,26 @@ def test_numerics_that_train_alike_may_be_recommended_and_the_reasons_say_so(tmp
         if r.candidate["micro_batch_size"] * r.candidate["gradient_accumulation_steps"] == batch
     ]
     assert [r.replicate for r in seen] == ([1, 2] if batch == 8 else [0, 1, 2])
+
+
+def test_more_gradients_summed_in_16_bits_are_judged_by_the_trials_own_gradient(tmp_path, unhurried):
+    """No curve is trained for them; fewer than the baseline's need no check at all."""
+    space = [{"gradient_accumulation_steps": [1, 2, 4]}]
+    base = Candidate(micro_batch_size=8, gradient_accumulation_steps=2, precision="bf16")
+
+    def exact(candidate):
+        right = GradientCheck(error=0.002, norm=1.0, n_micro=candidate.gradient_accumulation_steps)
+        return replace(report(candidate), gradient=right)
+
+    runner, executor, _ = run(
+        tmp_path, Instant(exact), trials=3, sampler="grid", space=space, baseline=base, objectives=["throughput"]
+    )
+    by_steps = {m.candidate.gradient_accumulation_steps: m for m in runner.measured()}
+    assert executor.gated == [] and by_steps[1].numerics_kept and by_steps[1].verdict is None
+    assert by_steps[4].verdict.passed and by_steps[4].verdict.gradient_error == 0.002
+    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1).picks["recommended"]
+    assert found.measured is not None and found.measured.candidate.gradient_accumulation_steps == 4
+    assert any("sums up more gradients in 16 bits" in reason and "0.20%" in reason for reason in found.reasons)
 
 
 def test_a_resumed_study_checks_nothing_twice(tmp_path):

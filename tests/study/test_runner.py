@@ -1,6 +1,7 @@
 """One run of a study, from the baseline to the finalists' repeats. Trials take no time; `tests/cli` runs real ones."""
 
 import json
+import math
 import os
 import signal
 import time
@@ -38,6 +39,28 @@ def test_finalists_and_baseline_are_measured_again_in_turns(tmp_path):
     assert [progress.role for progress in watcher.ended_with] == ["baseline"] + ["search"] * 5 + ["repeat"] * 6
     finalists = [m for m in runner.measured() if m.repeats]
     assert all(list(m.repeats) == [1, 2] for m in finalists)
+
+
+def test_a_quick_study_ends_when_no_trial_is_worth_its_time_and_repeats_only_what_is_not_settled(tmp_path):
+    runner, executor, watcher = run(tmp_path, quick=True, sampler="physics", objectives=["throughput"], stop_below=0.03,
+                                    trials=8, finalists=1, repeats=0)  # fmt: skip
+    assert 3 <= len(runner.measured()) < 8 and any("(--stop-below)" in text for text in watcher.said)
+    assert not any(m.repeats for m in runner.measured()) and len(executor.ran) == len(runner.measured())
+
+
+def test_a_quick_study_measures_again_at_most_twice_what_it_cannot_tell_apart(tmp_path):
+    executor = Instant()
+
+    def alike(candidate):
+        """The same throughput of all, but for the baseline's first reading and a little noise."""
+        n = len(executor.ran)
+        step_s = 0.001 * candidate.global_batch_size(1) * (1.08 if n == 1 else 1 + 0.03 * (n % 2))
+        return report(candidate, step_times_s=[step_s * (1 + 0.01 * math.sin(7 * i)) for i in range(24)])
+
+    executor.behaviour = alike
+    runner, _, _ = run(tmp_path, executor, quick=True, trials=4, finalists=1, repeats=0, objectives=["throughput"],
+                    space=[{"micro_batch_size": [4, 8, 16, 32]}])  # fmt: skip
+    assert max(len(m.repeats) for m in runner.measured()) == 2
 
 
 @pytest.mark.parametrize("dear", [True, False])

@@ -31,6 +31,8 @@ NUMERIC_KEYS = (
     "bf16", "fp16", "torch_autocast", "communication_data_type", "gradient_predivide_factor", "prescale_gradients",
     "expert_parallel",  # AutoEP replaces the model's layers with others
 )  # fmt: skip
+# How many micro-steps' gradients are added up with 16 bits.
+SUMMED_IN_16_BITS = "accumulated in 16 bits"
 # Of `zero_optimization`. They carry the error of one step over to the next: single gradients are off, their sum is not.
 QUANTISED = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
 
@@ -50,6 +52,7 @@ class GateVerdict:
         replicates: The curves of its replicates.
         batch: Samples of a step.
         same_as: The trial with the same numerics whose curve was compared, where it was not the candidate's own.
+        gradient_error: Relative error of the candidate's first gradient, where that decided and no curve was trained.
     """
 
     passed: bool | None
@@ -61,6 +64,7 @@ class GateVerdict:
     replicates: list[list[float]] = field(default_factory=list)
     batch: int = 0
     same_as: int | None = None
+    gradient_error: float | None = None
 
 
 def numerics(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,10 +80,30 @@ def numerics(config: Mapping[str, Any]) -> dict[str, Any]:
     dtype = (config.get("data_types") or {}).get("grad_accum_dtype")
     if "bf16" in found or "fp16" in found:
         steps = int(config.get("gradient_accumulation_steps") or 1)
-        found |= (
-            {"gradients": str(dtype)} if dtype is not None else {"accumulated in 16 bits": steps} if steps > 1 else {}
-        )
+        found |= {"gradients": str(dtype)} if dtype is not None else {SUMMED_IN_16_BITS: steps} if steps > 1 else {}
     return found
+
+
+def keeps_numerics(config: Mapping[str, Any], baseline: Mapping[str, Any]) -> bool:
+    """Whether a configuration computes the numbers that a baseline computes, or sums up fewer of them in 16 bits."""
+    n_own, n_other = (numerics(each).get(SUMMED_IN_16_BITS, 1) for each in (config, baseline))
+    return differs_in_sums_alone(config, baseline) and n_own <= n_other
+
+
+def differs_in_sums_alone(config: Mapping[str, Any], baseline: Mapping[str, Any]) -> bool:
+    """Whether two configurations compute the same numbers, but for how many gradients they sum up in 16 bits."""
+    own, other = ({k: v for k, v in numerics(each).items() if k != SUMMED_IN_16_BITS} for each in (config, baseline))
+    return own == other
+
+
+def judge_sum(found: GradientCheck | None, batch: int) -> GateVerdict | None:
+    """The pass of a configuration that only sums up more gradients in 16 bits, if its first sum is right; else None.
+
+    The rounding of a sum shows in the gradient itself, which each trial compares with its micro-gradients.
+    """
+    if found is None or not found.error <= WORST_ERROR:
+        return None
+    return GateVerdict(passed=True, gradient_error=found.error, batch=batch)
 
 
 def judge(

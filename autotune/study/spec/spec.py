@@ -49,7 +49,7 @@ NO_SECRET = (
     " variable of the environment (in a launch command: $NAME), or give the whole command again"
 )
 # What `quick` stands for where a study does not state it.
-QUICK = {"trials": 8, "finalists": 1, "stop_below": 0.03}
+QUICK = {"trials": 8, "finalists": 1, "repeats": 0, "stop_below": 0.03, "trial_budget_s": 1.0}
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 # Characters of a study's name, which is a folder's; a file system takes 255 bytes, and re-tunings append their number.
 LONGEST_NAME = 200
@@ -115,7 +115,7 @@ class StudySpec(BaseModel):
     trial_deadline_s: Seconds = SETTINGS["trial_deadline_s"].default
     min_samples: Natural = SETTINGS["min_samples"].default
     finalists: Natural = SETTINGS["finalists"].default
-    repeats: Count = SETTINGS["repeats"].default
+    repeats: Natural = SETTINGS["repeats"].default
     branch: bool = SETTINGS["branch"].default
     branch_tokens: Count | None = None
     from_checkpoint: Path | None = None

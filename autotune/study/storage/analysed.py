@@ -1,21 +1,21 @@
-"""A study's trials as the analysis takes them: with their re-measurements, their checks, and what the other trials foretell."""
+"""A study's trials as the analysis takes them: with their re-measurements, their checks, and what the model foretells of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from autotune.forecast.predictor import generic_prior
-from autotune.scoring.convergence.quality_gate import numerics
-from autotune.scoring.measured import Measured
+from autotune.scoring.convergence.quality_gate import keeps_numerics
+from autotune.scoring.measured import Foretold, Measured
 from autotune.search.observation import observed
 from autotune.search.optimizer import CandidateOptimizer
 from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import DsConfig
 from autotune.study.storage import records, repeats
 from autotune.study.storage.records import StudyRecord, told_candidate, told_data
 from autotune.trial.result import Outcome
@@ -31,14 +31,14 @@ def measured(study: Study, folder: Path, kept: StudyRecord, seen: dict[int, Meas
         seen: Trials that were read before and have not changed since, by number; newly read ones are added.
     """
     seen = {} if seen is None else seen
-    told, own = records.told_trials(study), numerics(kept.ds_config(Candidate.from_key(kept.baseline)))
+    told, own = records.told_trials(study), kept.ds_config(Candidate.from_key(kept.baseline))
     seen |= {each.number: _as_measured(each, folder, kept, own) for each in told if each.number not in seen}
     foretold = _foretold(kept, told)
     return [replace(seen[each.number], forecast=forecast) for each, forecast in zip(told, foretold, strict=True)]
 
 
-def _foretold(kept: StudyRecord, told: Sequence[FrozenTrial]) -> list[tuple[float, float] | None]:
-    """What all other trials foretell of each one's step time; see `Measured.forecast`."""
+def _foretold(kept: StudyRecord, told: Sequence[FrozenTrial]) -> list[Foretold | None]:
+    """What the search's model of all trials foretells of each one, whatever proposed them."""
     if kept.search is None:
         return [None] * len(told)
     setting = kept.search.setting
@@ -50,7 +50,7 @@ def _foretold(kept: StudyRecord, told: Sequence[FrozenTrial]) -> list[tuple[floa
     return guide.foretold(seen)
 
 
-def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own_numerics: Any) -> Measured:
+def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConfig) -> Measured:
     data, candidate = told_data(told), told_candidate(told)
     paths = records.repeat_paths(folder, told.number)
     ds_config, verdict = kept.ds_config(candidate), records.verdict_in(folder, told.number)
@@ -65,7 +65,7 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own_numeric
         branch=records.branch_in(folder, told.number),
         branch_wanted=kept.branches
         and candidate.global_batch_size(kept.data_parallel) != baseline.global_batch_size(kept.data_parallel),
-        numerics_kept=numerics(ds_config) == own_numerics and candidate.other_numerics == baseline.other_numerics,
+        numerics_kept=keeps_numerics(ds_config, own) and candidate.other_numerics == baseline.other_numerics,
         metrics=data["metrics"],
         ci95={name: (low, high) for name, (low, high) in data["ci95"].items()},
         feasible=data["feasible"],

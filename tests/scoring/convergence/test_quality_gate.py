@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.scoring.convergence.quality_gate import LEAST_STEPS, _standard_error, judge, judge_gradient, numerics
+from autotune.scoring.convergence.quality_gate import (
+    LEAST_STEPS,
+    _standard_error,
+    differs_in_sums_alone,
+    judge,
+    judge_gradient,
+    judge_sum,
+    keeps_numerics,
+    numerics,
+)
 from autotune.space.candidate import Candidate
 from autotune.trial.result import GradientCheck
 
@@ -207,6 +216,23 @@ def test_so_does_accumulating_in_16_bits() -> None:
     assert numerics(once) == {"bf16": {"enabled": True}}
     assert numerics(often) == {"bf16": {"enabled": True}, "accumulated in 16 bits": 8}
     assert numerics(config(**exact)) == numerics(config(**exact, gradient_accumulation_steps=8))
+
+
+def test_a_sum_of_fewer_gradients_keeps_the_numerics_and_of_more_is_judged_by_its_own_error() -> None:
+    few, many, fp32 = (
+        config(precision=p, gradient_accumulation_steps=k) for p, k in (("bf16", 2), ("bf16", 8), ("fp32", 8))
+    )
+    assert keeps_numerics(few, many) and keeps_numerics(few, few) and not keeps_numerics(many, few)
+    assert not keeps_numerics(few, fp32) and not differs_in_sums_alone(few, fp32) and differs_in_sums_alone(many, few)
+    passed = judge_sum(GradientCheck(error=0.002, norm=1.0, n_micro=8), 64)
+    assert passed is not None and passed.passed and passed.gradient_error == 0.002 and passed.batch == 64
+    off = GradientCheck(error=0.02, norm=1.0, n_micro=8)
+    # Its loss curve decides then, and the error stands in the way all the same.
+    assert (
+        judge_sum(off, 64) is None
+        and judge_sum(None, 64) is None
+        and "accumulate in fp32" in judge_gradient(off, None, many)
+    )
 
 
 def test_a_lag_of_a_step_is_none_where_the_luck_of_the_batches_hides_how_steep_the_curve_is() -> None:

@@ -84,7 +84,8 @@ def test_a_goal_sets_the_objectives_and_a_flag_replaces_what_the_file_says(study
 
 def test_quick_is_a_set_of_defaults(study):
     spec = study("finalists: 2", {"quick": True})
-    assert (spec.trials, spec.finalists, spec.stop_below) == (8, 2, 0.03) and "quick: true" in spec.to_yaml()
+    assert (spec.trials, spec.finalists, spec.repeats, spec.stop_below, spec.trial_budget_s) == (8, 2, 0, 0.03, 1.0)
+    assert "quick: true" in spec.to_yaml()
 
 
 def test_amounts_carry_units(study):

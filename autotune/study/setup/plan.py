@@ -218,7 +218,7 @@ def plan(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[[str
     }
     if environment.accelerator == "cpu" and not spec.runs_elsewhere and sixteen and (slow := why_bf16_is_slow()):
         notes.append(
-            f"{slow}, so {' and '.join(sorted(sixteen))} is emulated and slow: what is predicted to be over"
+            f"{slow}, so {' and '.join(sorted(sixteen))} {'are' if len(sixteen) > 1 else 'is'} emulated and slow: what is predicted to be over"
             " 3x slower is tried at most once"
         )
     if executor.cold_reason:

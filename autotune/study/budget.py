@@ -23,7 +23,7 @@ from autotune.trial.result import Outcome
 
 ABORT_AFTER_CRASHES = 4  # identical crashes from the first trial on; twice as many if their reasons differ
 # Share of a time budget that the end of a study may reserve, for the finalists' repeats and the checks before them.
-MAX_RESERVED_SHARE = 0.4
+MAX_RESERVED_SHARE = 0.3
 # Nothing is reserved before this number of trials: a slow baseline alone says little of how long others take.
 FIRST_TRIALS = 3
 # Share of a study's time that its checks (quality gate, branches) may cost; where one decides the answer, twice as much.
@@ -40,7 +40,7 @@ CHECK_TRIALS = 6
 # What a check that decides may cost in a study however short, in training times of a trial: both sides of a branch.
 CHECK_BUDGETS = 5
 # Beyond this share of a time budget nothing is measured again only since the machine was busy.
-HURRY_SHARE = 0.25
+HURRY_SHARE = 0.1
 FAILURES = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.NOT_APPLIED, Outcome.DIVERGED)
 
 

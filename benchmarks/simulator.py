@@ -128,7 +128,7 @@ KINDS = {
         micro_batches=(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 16),
     ),
     "offload": Kind(
-        parameters=2_700_000_000, blocks=32, sequence=1024, ranks=2, link=(1.5e10, 2e-5), limit=24e9, noise_scale=64, host=1.2e10,
+        parameters=3_400_000_000, blocks=32, sequence=1024, ranks=2, link=(1.5e10, 2e-5), limit=24e9, noise_scale=64, host=1.2e10,
         baseline={"offload_optimizer": "cpu"},
     ),
     "one device": Kind(

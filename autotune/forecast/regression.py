@@ -257,12 +257,15 @@ class CalibratedGP:
             if np.abs(move).max() < 0.01:
                 return
 
-    def mean(self, design: Design) -> Floats:
-        """The expected logarithm in each row without the smooth remainder: cheap for very many rows."""
+    def mean(self, design: Design, *, smooth: bool = False) -> Floats:
+        """The expected logarithm in each row, without the smooth remainder unless asked for: cheap for very many rows."""
         base = np.log(design.terms @ np.exp(self.correction))
         if self._data is None:
             return np.asarray(base, dtype=float)
-        return np.asarray(base + design.linear @ (self.linear_sd * self._weights[: len(self.linear_sd)]), dtype=float)
+        found = base + design.linear @ (self.linear_sd * self._weights[: len(self.linear_sd)])
+        if smooth:
+            found = found + self._unexplained(design, self._data.design) @ self._alpha
+        return np.asarray(found, dtype=float)
 
     def remainder(self, design: Design) -> Floats:
         """What is expected in each row beyond the corrected terms, as a logarithm: what knobs and machine add to the formulas."""

@@ -131,7 +131,7 @@ class NotebookView(EventSink):
         took = format_duration(time.monotonic() - self._began)
         if now is None:
             return took
-        left = "" if not self._doing else f", about {format_duration(now.left_s)} left"
+        left = "" if not self._doing else f", {now.left_words(now.left_s)}"
         gain = (
             f", {now.best_gain:.2f}x the baseline by the goal" if now.best_gain and now.best and now.best.trial else ""
         )

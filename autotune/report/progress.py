@@ -17,7 +17,7 @@ from rich.text import Text
 
 from autotune.study.events import Event, EventSink, Kind, Progress
 from autotune.system import redaction
-from autotune.system.units import format_duration, format_quantity
+from autotune.system.units import format_quantity
 from autotune.trial.result import Outcome
 
 STYLES = {
@@ -191,8 +191,8 @@ def _figure(metrics: dict[str, float], metric: str, unit: str, _head: str, width
 
 
 def _trials_words(progress: Progress, left_s: float) -> str:
-    """How far a study is; it may end before its last trial, when nothing more is to be gained."""
-    left = f"about {format_duration(round(left_s))} left" if left_s >= 1 else "taking longer than estimated"
+    """How far a study is."""
+    left = progress.left_words(left_s) if left_s >= 1 else "taking longer than estimated"
     return f"{progress.n_told} of at most {progress.n_trials} trials, {left}"
 
 

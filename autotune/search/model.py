@@ -193,23 +193,25 @@ class CostModel:
             samples_terms=np.exp(self.samples.correction),
         )
 
-    def rough_costs(self) -> Floats:
-        """Costs of all candidates without the smooth remainder."""
-        catalogue = self.catalogue
-        log_batch = np.log(catalogue.batch * self.world_size)
-        time = self.time.mean(
-            replace(catalogue.time, linear=np.column_stack([catalogue.time.linear, np.zeros((len(log_batch), 2))]))
-        )
+    def rough_costs(self, rows: Rows | None = None) -> Floats:
+        """Expected costs of some candidates; of all of them without the smooth remainder, which is cheap."""
+        catalogue, smooth = self.catalogue, rows is not None
+        rows = np.arange(len(catalogue.batch)) if rows is None else rows
+        log_batch, batches = np.log(catalogue.batch[rows] * self.world_size), catalogue.samples.take(rows)
+        plain = catalogue.time.take(rows)
+        plain = replace(plain, linear=np.column_stack([plain.linear, np.zeros((len(rows), 2))]))
+        design = time_design(catalogue, self.memory, self.limit, rows) if smooth else plain
+        time = self.time.mean(design, smooth=smooth)
         columns = []
         for metric in self.metrics:
             if metric == "peak_memory_bytes":
-                columns.append(self.memory.mean(catalogue.memory))
+                columns.append(self.memory.mean(catalogue.memory.take(rows)))
             elif metric in RATES:
                 columns.append(time - log_batch)
             elif metric == "time_to_loss_s":
-                columns.append(time + self.samples.mean(catalogue.samples) - log_batch)
+                columns.append(time + self.samples.mean(batches, smooth=smooth) - log_batch)
             elif metric == GOODPUT:
-                columns.append(time + self.useful.mean(catalogue.samples) - log_batch)
+                columns.append(time + self.useful.mean(batches, smooth=smooth) - log_batch)
             else:
                 columns.append(time * (_sign(metric) if metric in self.extra else 1.0))
         return np.column_stack(columns)

@@ -20,6 +20,7 @@ from autotune.scoring.measured import Foretold
 from autotune.search import acquisition, exploration
 from autotune.search.model import Bound, CostModel, TransferredCorrections, learn, timed
 from autotune.search.observation import Observation
+from autotune.search.pool import pool
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
 from autotune.trial.result import Outcome
@@ -35,9 +36,6 @@ FIRST_FITS, TINY = 0.9, 1e-12
 LAST_RESORT = 0.3
 # Accepted chance to run out of memory: 0.6 at first, multiplied by 0.35 after each trial that did.
 RISK, LESS_RISK = 0.6, 0.35
-TOP, WEIGHTINGS, RANDOM_ROWS, OF_A_LEVEL = 120, 6, 600, 6
-# The best of each level are sought among this many leading candidates before all are searched.
-LEADING = 5000
 # Before the model may end a study: at least 8 completed trials, 75 % of them inside the 90 % interval foretold from the
 # others.
 ENOUGH_TRIALS, ENOUGH_COVERED = 8, 0.75
@@ -189,7 +187,7 @@ class CandidateOptimizer:
         if not open_rows.any():
             return None
         rng = np.random.default_rng(len(told))
-        rows = _hopeful(state, self.metrics, self._pool(state, open_rows, rng))
+        rows = _hopeful(state, self.metrics, pool(state, self.shares, open_rows, rng))
         fits, least = state.fits(rows), chance_needed(told) if state.sized and self.cautious else 0.0
         if not (fits >= least).any():
             # The pool is a choice by means; nothing of it fits, so look at everything once.
@@ -284,7 +282,7 @@ class CandidateOptimizer:
                 loss=loss, next_gain=loss, n_left=int(open_rows.sum()), n_ran=n_ran, covered=covered, explored=True
             )  # fmt: skip
         rng = np.random.default_rng(len(told))
-        rows = self._pool(state, open_rows, rng)
+        rows = pool(state, self.shares, open_rows, rng)
         fits = state.fits(rows)
         n_left = int((fits >= min(chance_needed(told), LAST_RESORT)).sum())
         allowed = fits * state.held(rows) * state.completes(rows)
@@ -325,30 +323,6 @@ class CandidateOptimizer:
         return open_rows
 
     # Choosing
-
-    def _pool(self, state: CostModel, open_rows: NDArray[np.bool_], rng: np.random.Generator) -> Rows:
-        """The rows to look at closely: near-optimal for several weightings, the best of each level, and random ones."""
-        rows = np.flatnonzero(open_rows)
-        if len(rows) <= TOP * 12:
-            return rows
-        costs = state.rough_costs()[rows]
-        if state.limit is not None:
-            over = state.memory.mean(self.catalogue.memory)[rows] - state.limit
-            costs = costs + 10.0 * np.clip(over - 0.1, 0.0, 1.0)[:, None]
-        spread = costs.std(axis=0) + 1e-9
-        scaled = (costs - costs.min(axis=0)) / spread
-        weights = np.vstack([np.eye(costs.shape[1]), self.shares, rng.dirichlet(np.ones(costs.shape[1]), WEIGHTINGS)])
-        chosen = [np.argpartition(scaled @ weight, TOP)[:TOP] for weight in weights]
-        chosen.append(rng.integers(0, len(rows), RANDOM_ROWS))
-        lead = scaled.min(axis=1)
-        leading = np.argpartition(lead, LEADING)[:LEADING] if len(rows) > LEADING else np.arange(len(rows))
-        present = self.catalogue.present[rows[leading]] > 0
-        for column in range(present.shape[1]):
-            best = leading[_lowest(lead[leading], present[:, column], OF_A_LEVEL)]
-            if len(best) < OF_A_LEVEL:
-                best = _lowest(lead, self.catalogue.present[rows, column] > 0, OF_A_LEVEL)
-            chosen.append(best)
-        return rows[np.unique(np.concatenate(chosen))]
 
     def _price(self, rows: Rows) -> Floats:
         """What a quick study asks of rows that need the quality gate, which trains longer than all trials together."""
@@ -396,11 +370,6 @@ class CandidateOptimizer:
 def chance_needed(told: Sequence[Observation]) -> float:
     """The lowest probability of fitting at which a candidate is run; it rises with each trial that ran out of memory."""
     return float(1.0 - RISK * LESS_RISK ** sum(t.outcome is Outcome.OOM for t in told))
-
-
-def _lowest(values: Floats, where: NDArray[np.bool_], n: int) -> Rows:
-    rows = np.flatnonzero(where)
-    return rows if len(rows) <= n else rows[np.argpartition(values[rows], n)[:n]]
 
 
 def _parts(rows: Rows, size: int = 4000) -> list[Rows]:

@@ -32,8 +32,9 @@ CHECK_SHARE = 0.15
 TRIAL_SHARE, LEAST_TRIAL_S = 0.05, 1.0
 # The noise probe may take this share of the time that is left: without trials there is nothing to compare.
 PROBE_SHARE = 0.25
-# Between the last trial and the end of the command the answer is worked out and written.
-CLOSING_S = 1.5
+# Between the last trial and the end of the command the answer is worked out and written: seconds, and a share of the time
+# budget, since a longer study has more to write.
+CLOSING_S, CLOSING_SHARE, MOST_CLOSING_S = 1.5, 0.02, 10.0
 # Reserved for them: the time of this number of usual trials at most.
 CHECK_TRIALS = 6
 # What a check that decides may cost in a study however short, in training times of a trial: both sides of a branch.
@@ -54,7 +55,8 @@ class Budget:
         self._state = state
         began_s = state.plan.began
         self._began_s = time.monotonic() if began_s is None else began_s
-        self._earlier_s, self._search_ended_s = 0.0, 0.0
+        self._earlier_s = 0.0
+        self._expected_s: float | None = None
         self._checks_s: float | None = None
 
     def resume(self) -> None:
@@ -73,7 +75,11 @@ class Budget:
 
     def search_ended(self) -> None:
         """Notes that the search is over: repeats and checks follow."""
-        self._search_ended_s = self.spent_s()
+        self.expect(self._end_s())
+
+    def expect(self, needed_s: float) -> None:
+        """Notes how long the rest of the study is expected to take from now on."""
+        self._expected_s = self.spent_s() + needed_s
 
     def n_spent(self) -> int:
         """Trials that count. Those predicted not to fit are free, until there are as many as the whole budget."""
@@ -92,7 +98,9 @@ class Budget:
     def room_s(self) -> float:
         """Seconds that are left of the time budget for trials; without one they have no end."""
         budget_s = self._state.spec.time_budget_s
-        return math.inf if budget_s is None else budget_s - CLOSING_S - self.spent_s()
+        if budget_s is None:
+            return math.inf
+        return budget_s - min(MOST_CLOSING_S, CLOSING_S + CLOSING_SHARE * budget_s) - self.spent_s()
 
     def affords(self, needed_s: float) -> bool:
         """Whether the time budget has room for something that takes so long."""
@@ -168,20 +176,23 @@ class Budget:
     def left_s(self) -> float:
         """Estimated seconds until the end of the study, with repeats and checks."""
         spec = self._state.spec
-        if self._search_ended_s:
-            left_s = max(0.0, self._end_s() - (self.spent_s() - self._search_ended_s))
+        if self._expected_s is not None:
+            left_s = max(0.0, self._expected_s - self.spent_s())
         else:
             left_s = max(0, spec.trials - self.n_spent()) * self.usual_s() + self._end_s()
         return min(left_s, max(0.0, self.room_s()))
 
     def _end_s(self) -> float:
         """Estimated seconds of the end of the study: the finalists' repeats, and checks where candidates need any."""
-        spec, usual_s = self._state.spec, self.usual_s()
-        if not spec.finalists:
+        spec, ran = self._state.spec, self._ran()
+        if not spec.finalists or not ran:
             return 0.0
-        checks_s = min(CHECK_TRIALS * usual_s, self._check_share_s())
+        checks_s = min(CHECK_TRIALS * self.usual_s(), self._check_share_s())
         doubtful = any(m.doubt and not m.barred for m in self._state.measured())
-        return (spec.finalists + 1) * spec.repeats * usual_s + (checks_s if doubtful else 0.0)
+        # The baseline is in every round, and trials that were stopped early are in none.
+        walls = [data["wall_s"] for data in ran[1:] if data["outcome"] == Outcome.COMPLETE]
+        round_s = ran[0]["wall_s"] + spec.finalists * (statistics.median(walls) if walls else ran[0]["wall_s"])
+        return float(spec.repeats * round_s + (checks_s if doubtful else 0.0))
 
     def again_s(self, trials: Iterable[int]) -> float:
         """Seconds that measuring some trials again takes, as they took before."""

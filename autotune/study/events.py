@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 from autotune.errors import UserError
 from autotune.space.candidate import Candidate
 from autotune.system import redaction
+from autotune.system.units import format_duration
 from autotune.trial.result import Outcome
 
 
@@ -78,6 +79,11 @@ class Progress:
     best: Leader | None
     best_gain: float | None
     left_s: float
+
+    def left_words(self, left_s: float) -> str:
+        """The time left in words; before its last trial a search may end at any time, when nothing more is to be gained."""
+        searching = self.role != "repeat" and self.n_told < self.n_trials
+        return f"{'up to' if searching else 'about'} {format_duration(round(left_s))} left"
 
 
 @dataclass(frozen=True, kw_only=True)

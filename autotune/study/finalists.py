@@ -118,6 +118,7 @@ class Finalists:
                 self._events.say(f"measuring the best {len(turn)} {beside}again, in turns")
             elif n_done == spec.repeats:
                 self._events.say("more rounds: it is not settled yet which one is best")
+            self._budget.expect(max(1, spec.repeats - n_done) * self._budget.again_s(m.trial for m in [*turn, *base]))
             self._round([*turn, *base])
 
     def _round(self, turn: Sequence[Measured]) -> None:

@@ -16,7 +16,6 @@ from autotune.study.events import Event, EventSink, Kind, Progress
 from autotune.study.storage import records
 from autotune.study.storage.database import Storage
 from autotune.system import redaction
-from autotune.system.units import format_duration
 from autotune.trial.result import Outcome
 
 # What `optuna.study.Study.optimize` takes as `callbacks`.
@@ -52,7 +51,7 @@ def _end(progress: Progress) -> str:
     again = " again" if progress.role == "repeat" else ""
     outcome = str(progress.outcome).replace("_", " ")
     why = f": {progress.reason}" if progress.reason and progress.outcome is not Outcome.COMPLETE else ""
-    left = f"{progress.n_told} of {progress.n_trials} trials, about {format_duration(progress.left_s)} left"
+    left = f"{progress.n_told} of {progress.n_trials} trials, {progress.left_words(progress.left_s)}"
     return f"trial {progress.number}{again} ({progress.candidate.describe()}) {outcome}{why}; {left}"
 
 

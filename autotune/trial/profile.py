@@ -242,9 +242,12 @@ class Profile:
             micro: Micro-batches, shape [n].
         """
         names = [f"{name}/{k}" for k in (every, 0) for name in (arithmetic, "fp32")]
-        found = self.passes[next(name for name in names if name in self.passes)]
-        flops, moved = (constant + slope * micro for constant, slope in (found.flops, found.moved_bytes))
-        return flops, moved, np.full(len(micro), found.n_ops)
+        name = next(name for name in names if name in self.passes)
+        found = self.passes[name]
+        # Where no pass with recomputation was followed: the blocks' forward once more, a third of forward and backward.
+        more = 1.0 + (self.block_share / 3 if every and name.endswith("/0") else 0.0)
+        flops, moved = (more * (constant + slope * micro) for constant, slope in (found.flops, found.moved_bytes))
+        return flops, moved, np.full(len(micro), more * found.n_ops)
 
     @classmethod
     def guess(cls, n_parameters: int, n_trainable: int, n_blocks: int, sequence: int = GUESSED_SEQUENCE) -> Profile:

@@ -307,6 +307,12 @@ def test_where_no_recomputing_pass_was_followed_its_memory_is_not_that_of_the_pl
     assert memory.spreads(short)["activations"] > memory.spreads(PROFILE)["activations"]
 
 
+def test_recomputing_costs_a_forward_more_where_no_such_pass_was_followed():
+    short = replace(PROFILE, passes={"fp32/0": a_pass((0, 100e6, 0))}, block_share=0.9)
+    for plain, again in zip(*(short.work("bf16", every, np.array([4.0])) for every in (0, 1)), strict=True):
+        assert float(again[0]) == pytest.approx(1.3 * float(plain[0]))
+
+
 def test_samples_that_are_stated_to_be_longer_need_more_memory_unless_they_are_cut():
     plain, cut = Candidate(micro_batch_size=8), Candidate(micro_batch_size=8, config=(("data.max_length", 128),))
     longer = PROFILE.reaching(512)

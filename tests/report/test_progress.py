@@ -62,10 +62,16 @@ def test_a_terminal_shows_time_left_and_no_line_is_too_long(width):
     assert max(len(line) for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "\n", said).splitlines()) <= width
     if width >= 80:
         assert (
-            "2 of at most 30 trials, about 2 min 30 s left" in said
+            "2 of at most 30 trials, up to 2 min 30 s left" in said
             and "best so far: trial 0, micro-batch 8 x 1" in said
         )
 
 
 def test_a_pipe_gets_no_control_characters():
     assert "\x1b" not in shown(ended(0, "baseline"), ended(1)) and "\r" not in shown(ended(0))
+
+
+def test_the_time_left_is_a_bound_while_the_search_may_end_by_itself():
+    searching, again = ended(1), ended(3, "repeat")
+    assert searching.left_words(90.0) == "up to 1 min 30 s left"
+    assert again.left_words(90.0) == "about 1 min 30 s left"

@@ -300,6 +300,18 @@ def test_the_best_is_named_by_posterior_mean_and_not_by_one_lucky_trial():
     assert believed > 1.03 * read and guide.best(told)["step_time_s"] != lucky
 
 
+def test_the_best_of_very_many_are_chosen_by_all_that_is_believed_of_them():
+    """What knobs do together is in the smooth part of the model alone."""
+    every = all_of(SearchSpace.parse(KNOBS, "test.yaml"))
+    guide = CandidateOptimizer(every, flat, METRICS, world_size=2, reference=DEFAULT)
+    told = [told_of(c, noise=0.7 if c.zero_stage == 1 and c.precision == "bf16" else 1.0) for c in every[::7]]
+    state = guide._learn(told)
+    rows = np.arange(len(every))
+    mean, _ = state.costs(rows)
+    assert state.rough_costs(rows) == pytest.approx(mean, abs=1e-3)
+    assert np.abs(state.rough_costs() - mean).max() > 0.02
+
+
 def test_a_level_that_crashes_is_left_alone():
     every = all_of(SearchSpace.parse(KNOBS, "test.yaml"))
     guide = CandidateOptimizer(every, PRIOR, METRICS, world_size=2, reference=DEFAULT)

@@ -164,7 +164,7 @@ def under_way(study: optuna.Study, report: StudyReport, folder: Path) -> str:
     left_s = (n_trials - n_spent) * statistics.median(walls_s) if walls_s else math.inf
     if stated.get("time_budget_s") is not None:
         left_s = min(left_s, max(0.0, stated["time_budget_s"] - report.study["wall_s"]))
-    about = f", about {format_duration(left_s)} left" if math.isfinite(left_s) else ""
+    about = f", up to {format_duration(left_s)} left" if math.isfinite(left_s) else ""
     return f"**Under way**: {n_spent} of {n_trials} trials{about}."
 
 

@@ -69,12 +69,30 @@ class GradientWatch:
             return
         # One collective, the same on every rank, though ranks may use different parameters.
         zeros = (torch.zeros(len(chosen), device=engine.device) for _, chosen in self._parameters)
-        expected = torch.cat([self._sums.get(i, zero) for i, zero in enumerate(zeros)])
+        unread = torch.full((1,), float(not self._readable(engine)), device=engine.device)
+        expected = torch.cat([*(self._sums.get(i, zero) for i, zero in enumerate(zeros)), unread])
         dist.all_reduce(expected)
+        if float(expected[-1]):  # reading is a collective for each parameter, which one rank must not leave
+            print("the first gradient could not be looked at: its parts are not where DeepSpeed looks for them")
+            return
+        expected = expected[:-1]
         try:
             self.found = self._compared(engine, expected / self.world_size)
         except Exception as error:  # this engine keeps gradients elsewhere: losses alone decide
             print(f"the first gradient could not be looked at: {type(error).__name__}: {error}")
+
+    def _readable(self, engine: Any) -> bool:
+        """Returns whether this rank's part of each gradient lies where DeepSpeed looks for it.
+
+        It does not where the parameters were put into another order (`round_robin_gradients`).
+        """
+        orders = getattr(engine.optimizer, "round_robin_bit16_indices", ())
+        if any(list(order) != sorted(order) for order in orders):
+            return False
+        try:
+            return all(map(_holds_own_part, (parameter for parameter, _ in self._parameters)))
+        except Exception:
+            return False
 
     def _compared(self, engine: Any, expected: Tensor) -> GradientCheck | None:
         from deepspeed.utils import safe_get_full_grad
@@ -92,6 +110,15 @@ class GradientWatch:
         return GradientCheck(
             error=error / size, norm=norm * self.divided_by / loss_scale(engine), n_micro=self.n_micro * self.world_size
         )
+
+
+def _holds_own_part(parameter: Any) -> bool:
+    """Returns whether the gradient that stages 1 and 2 keep for a parameter has the size of this rank's part, or all of it."""
+    part = getattr(parameter, "_hp_mapping", None)
+    if part is None:
+        return True
+    kept = part.get_lp_grad_fragment(parameter._index_in_param_group)
+    return kept is None or kept.numel() in (parameter.numel(), part.lp_fragment_address.numel)
 
 
 def loss_scale(engine: Any) -> float:

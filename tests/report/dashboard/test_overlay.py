@@ -136,7 +136,7 @@ def test_the_note_of_a_study_under_way_says_how_much_of_its_budget_is_left(tmp_p
     with pytest.raises(KeyboardInterrupt):
         runner_of(tmp_path, executor, trials=10, time_budget_s=time_budget_s).run()
     with study_lock(tmp_path / "s"):
-        assert note().startswith(f"**Under way**: 4 of 10 trials, about {left} left.")
+        assert note().startswith(f"**Under way**: 4 of 10 trials, up to {left} left.")
     assert "Under way" not in note()
 
 

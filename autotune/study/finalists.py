@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -98,12 +99,14 @@ class Finalists:
         """Measures the best and the baseline in turns, so that drift affects all of them alike, until that decides."""
         spec, plan = self._state.spec, self._state.plan
         numbers, most = [m.trial for m in found], max(LEAST_ROUNDS, MOST_ROUNDS * spec.repeats)
+        # Without stated rounds all that is settled is whether the answer beats the baseline.
+        below = max(racing.SETTLED, spec.stop_below) if spec.repeats else math.inf
         while True:
             estimates, tried = self._estimates(), self._tried()
             n_done = tried[estimates.baseline.trial] if estimates.baseline else max(tried.values(), default=0)
             turn = racing.next_round(
                 estimates, self._state.objectives, numbers, plan.data_parallel, spec.finalists, tried=tried,
-                least=spec.repeats, below=max(racing.SETTLED, spec.stop_below) if n_done < most else None,
+                least=spec.repeats, below=below if n_done < most else None,
             )  # fmt: skip
             base = [estimates.baseline] if estimates.baseline else []
             while turn and not self._budget.affords(self._budget.again_s(m.trial for m in [*turn, *base])):

@@ -14,10 +14,12 @@ def main(arguments: list[str]) -> int:
             left_out = [item.partition("=")[2] for item in modules if item.startswith("--without=")]
             return server.serve(modules[len(left_out) :], "".join(left_out))
         case ["rank", trial_dir, rank, listener]:
-            from autotune.worker import run
             from autotune.worker.agent import preload
 
-            preload.import_rank_modules()
+            with preload.uncollected():
+                from autotune.worker import run
+
+                preload.import_rank_modules()
             return run.main(trial_dir, int(rank), int(listener))
         case ["build", *ops]:
             from autotune.worker.agent import ops as builder

@@ -85,7 +85,7 @@ SETTINGS: dict[str, Setting] = {
     "quick": Setting(
         "Few trials: look only for the best by the goal, not for the front.",
         more="It ends when no trial is expected to gain 3% (`stop_below`); at most 8 trials of 1 s, which are measured"
-        " again only where it is not settled which is best. Each of these can be stated.", optional=True,
+        " again only where it is not settled whether the best beats the baseline. Each of these can be stated.", optional=True,
         comment="Seek the goal alone."),
     "trials": Setting(
         "Number of trials at most, the baseline and those of earlier runs included.", metavar="N",
@@ -173,7 +173,7 @@ SETTINGS: dict[str, Setting] = {
         comment="The best are checked and measured again at the end, this many, this often.", default=3),
     "repeats": Setting(
         "Rounds in which the best are measured again at least; up to four times as many until it is settled which is best.",
-        more="0: at most two, and none where it is settled.", option=False, default=2),
+        more="0: at most two, and none where it is settled that the best beats the baseline.", option=False, default=2),
     "branch": Setting(
         "Check a candidate with another global batch by training it and the baseline from one state.",
         more="Unchecked, a candidate with another global batch is not recommended.", off="--no-branch",

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -56,6 +56,16 @@ def import_rank_modules() -> None:
         importlib.import_module(name)
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Imports within take a third less time: they make a million objects that stay, which each collection visits."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 @dataclass(frozen=True)
 class Preloaded:
     """State of the server after its imports.
@@ -93,7 +103,7 @@ def preload(modules: Sequence[str], parts: Mapping[str, str]) -> Preloaded:
         os.environ.setdefault(variable, value)
     before = _traces()
     try:
-        with _Watch() as watch:
+        with _Watch() as watch, uncollected():
             import deepspeed
 
             import_rank_modules()
@@ -136,7 +146,7 @@ def _freeze() -> None:
 def _import_all(items: Sequence[str]) -> dict[str, str]:
     """Imports items; returns what does not survive a fork, by the item that did it, and names the module at fault."""
     culprits = {}
-    with _Watch() as watch:
+    with _Watch() as watch, uncollected():
         for item in items:
             n_found = len(watch.found)
             _import_for_target(item)

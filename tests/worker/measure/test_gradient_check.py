@@ -1,33 +1,54 @@
-"""The check of the first gradient, on one process; `tests/study` gates real trials by it."""
-
-import sys
-from types import SimpleNamespace
+"""The gradient of the optimizer compared with the micro-gradients; and replicates of a run."""
 
 import pytest
-import torch
-from torch import nn
+from support.zoo import STEPS
 
-from autotune.worker.measure import gradient_check
+from autotune.scoring.convergence.quality_gate import WORST_ERROR, judge_gradient
+from autotune.trial.result import Outcome
+
+pytestmark = pytest.mark.process
+
+
+def first(zoo, steps, precision, stage, **knobs):
+    result = zoo.run(
+        "ok", micro=2, gradient_accumulation_steps=steps, precision=precision, zero_stage=stage, check_gradient=True,
+        **{**STEPS, "max_steps": 2}, **knobs,
+    )  # fmt: skip
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    return result
 
 
 @pytest.mark.parametrize(
-    ("orders", "numel", "looked_at"), [([[0, 1]], 6, True), ([[1, 0]], 6, False), ([], 5, False), ([], 3, True)]
+    ("steps", "precision", "stage", "knobs"),
+    [
+        *((4, "fp32", stage, {}) for stage in (0, 1, 2, 3)),
+        (4, "torch_autocast", 0, {}),
+        *((1, "bf16", stage, {}) for stage in (0, 2)),
+        *((64, "bf16", stage, {"data_types.grad_accum_dtype": "fp32"}) for stage in (1, 3)),
+        (4, "fp32", 2, {"communication_data_type": "bf16"}),
+    ],
 )
-def test_a_gradient_is_read_only_where_every_rank_finds_its_part(monkeypatch, orders, numel, looked_at):
-    """One rank that fails while the others wait for it in a collective would end the trial."""
-    read = []
-    utils = SimpleNamespace(safe_get_full_grad=lambda parameter: read.append(parameter) or parameter.grad)
-    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(utils=utils))
-    monkeypatch.setitem(sys.modules, "deepspeed.utils", utils)
-    monkeypatch.setattr(gradient_check.dist, "all_reduce", lambda _: None)
-    model = nn.Linear(3, 2)
-    watch = gradient_check.GradientWatch(model, world_size=1)
-    model(torch.ones(4, 3)).sum().backward()
-    model.weight._index_in_param_group = 0
-    model.weight._hp_mapping = SimpleNamespace(
-        get_lp_grad_fragment=lambda _: torch.zeros(numel), lp_fragment_address=SimpleNamespace(numel=3)
+def test_a_clean_gradient_is_the_mean_of_the_micro_gradients(zoo, steps, precision, stage, knobs):
+    found = first(zoo, steps, precision, stage, **knobs).gradient
+    assert found is not None and found.n_micro == 2 * steps
+    assert found.error <= (1e-6 if precision != "bf16" and not knobs else 0.6 * WORST_ERROR)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_bf16_loses_over_64_micro_steps_is_caught(zoo, stage):
+    found = first(zoo, 64, "bf16", stage).gradient
+    assert "the sum of 128 micro-gradients is off" in judge_gradient(found, found, {})
+
+
+def test_looking_changes_nothing(zoo):
+    looked, plain = (
+        zoo.run("ok", zero_stage=2, gradient_accumulation_steps=2, check_gradient=check, **STEPS)
+        for check in (True, False)
     )
-    optimizer = SimpleNamespace(round_robin_bit16_indices=orders)
-    watch.backward(SimpleNamespace(device="cpu", is_gradient_accumulation_boundary=lambda: True, optimizer=optimizer))
-    assert watch.done and bool(read) is looked_at
-    assert (watch.found is not None and watch.found.error == pytest.approx(0)) is looked_at
+    assert looked.losses == plain.losses and plain.gradient is None
+
+
+def test_a_replicate_differs_by_rounding_and_trains_alike(zoo):
+    base, same, one, two = (zoo.run("ok", replicate=replicate, **STEPS).losses for replicate in (0, 0, 1, 2))
+    assert base == same and one != base != two and one != two
+    assert one == pytest.approx(base, rel=5e-3) and two == pytest.approx(base, rel=5e-3)

@@ -56,14 +56,15 @@ class Budget:
         self._state = state
         began_s = state.plan.began
         self._began_s = time.monotonic() if began_s is None else began_s
-        self._earlier_s = 0.0
+        self._earlier_s, self._n_earlier = 0.0, 0
         self._expected_s: float | None = None
         self._checks_s: float | None = None
 
     def resume(self) -> None:
         """Adds the time that earlier runs took."""
         known_s = records.wall_s(self._state.study) if self._state.exists else 0.0
-        self._earlier_s = max(known_s, measuring_s(self._state.told()))
+        told = self._state.told()
+        self._earlier_s, self._n_earlier = max(known_s, measuring_s(told)), len(told)
 
     def keep(self) -> None:
         """Stores the time spent so far with the study."""
@@ -156,12 +157,17 @@ class Budget:
             if (
                 self._state.spec.quick
             ):  # its few trials leave no other room, and without the check they were for nothing
-                room_s = max(room_s, self.spent_s())
+                room_s = max(room_s, self._worked_s())
         return max(0.0, min(room_s - self._checked_s(), self.room_s()))
 
     def _check_share_s(self) -> float:
         """Seconds that all checks may take: a share of the study's time, or of its whole time budget."""
-        return CHECK_SHARE * max(self.spent_s(), self._state.spec.time_budget_s or 0.0)
+        return CHECK_SHARE * max(self._worked_s(), self._state.spec.time_budget_s or 0.0)
+
+    def _worked_s(self) -> float:
+        """Seconds that the runs of the study took which told a trial: another look at it buys no further checks."""
+        looks = self._n_earlier > 0 and len(self._state.told()) == self._n_earlier
+        return self._earlier_s if looks else self.spent_s()
 
     def checked(self, took_s: float) -> None:
         """Counts the time of a check's run."""

@@ -35,6 +35,17 @@ def test_checks_have_a_share_of_the_study_and_no_more_than_its_time_budget_leave
     assert budget.check_room_s() == 0.0
 
 
+def test_a_finished_study_that_is_run_again_is_checked_no_further_however_old_the_command_is(tmp_path, monkeypatch):
+    """In a long-lived process the command began long ago, and its age bought checks that changed the answer."""
+    settings = {"trials": 6, "finalists": 2, "repeats": 1, "sampler": "random", "branch": False}
+    first, again = Instant(), Instant()
+    run(tmp_path, first, **settings)
+    real = Budget.spent_s
+    monkeypatch.setattr(Budget, "spent_s", lambda self: real(self) + 1000.0)
+    run(tmp_path, again, **settings)
+    assert first.gated and not again.gated and not again.requests
+
+
 class Late(Instant):
     """An engine whose time is over in the trial with a given number, counted from 0: that one never ends by itself."""
 

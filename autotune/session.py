@@ -24,6 +24,7 @@ from autotune.report.notes import store_notes
 from autotune.retune import fingerprint
 from autotune.search import check_sampler
 from autotune.study import parallel, warm_start
+from autotune.study.budget import closing_s
 from autotune.study.events import SILENT, Broadcast, EventSink, Journal
 from autotune.study.listeners import Callback, CallbackSink
 from autotune.study.lock import study_lock
@@ -256,7 +257,7 @@ def _planned(
     view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
     with executor_for(wanted, folder, view.waits) as executor:
         if wanted.time_budget_s is not None:
-            executor.ends_at_s = began_s + wanted.time_budget_s
+            executor.ends_at_s = began_s + wanted.time_budget_s - closing_s(wanted.time_budget_s)
         found = replace(plan(wanted, executor, folder, view.doing), began=began_s)
         logged = Broadcast(Journal(folder), view)
         logged.doing("profiling the model and the machine, once")

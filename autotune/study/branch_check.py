@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,7 +48,7 @@ class BranchCheck:
         baseline, wanted = baseline_of(measured), {m.trial for m in found}
         done = sum(m.branch is not None for m in measured)
         unchecked = {m.trial: m for m in measured if m.trial in wanted and _needs_branch(m)}
-        if baseline is None or not unchecked or done >= self._state.spec.finalists or self._budget.out_of_time():
+        if baseline is None or not unchecked or done >= self._state.spec.finalists:
             return False
         best = next(unchecked[m.trial] for m in found if m.trial in unchecked)
         n_samples = self._affordable(best, baseline, decides=best.trial == found[0].trial)
@@ -60,17 +61,19 @@ class BranchCheck:
     def _affordable(self, m: Measured, baseline: Measured, *, decides: bool) -> int:
         """Samples of a branch that keeps to the checks' share of the study's time; 0 if none does, said once."""
         least, wanted = self._n_samples(baseline, m.candidate.global_batch_size(self._state.plan.data_parallel))
-        room_s = self._budget.check_room_s(decides=decides)
+        room_s, round_s = self._budget.check_room_s(decides=decides), self._budget.again_s([m.trial, baseline.trial])
+        # A round of both is to follow; what does not decide the answer leaves the time to all the finalists' rounds.
+        left_s = self._budget.room_s() - round_s if decides or not self._budget.out_of_time() else 0.0
         each_s, rest_s = self._seconds(m, baseline, wanted)
-        n_samples = min(wanted, max(least, int((room_s - rest_s) / each_s)))
+        n_samples = max(least, int(min(wanted, (min(room_s, left_s) - rest_s) / each_s)))
         needed_s = rest_s + each_s * n_samples
-        if self._budget.affords_check(needed_s, decides=decides):
+        if needed_s <= min(room_s, left_s):
             return n_samples
         if m.trial not in self._left:
             self._left.add(m.trial)
             self._events.say(
                 f"no branch for trial {m.trial}, so its global batch stays unchecked: it would take"
-                f" {format_duration(needed_s)}, {self._budget.why_unchecked(needed_s)}"
+                f" {format_duration(needed_s)}, {self._budget.why_unchecked(math.inf if room_s > left_s else needed_s)}"
             )
         return 0
 

@@ -18,12 +18,13 @@ from autotune.study.spec.settings import SETTINGS
 from autotune.study.state import StudyState
 from autotune.study.storage import records
 from autotune.system.files import shown
+from autotune.system.machine import load_per_core
 from autotune.trial.folder import TrialDir, result_in
 from autotune.trial.result import Outcome
 
 ABORT_AFTER_CRASHES = 4  # identical crashes from the first trial on; twice as many if their reasons differ
 # Share of a time budget that the end of a study may reserve, for the finalists' repeats and the checks before them.
-MAX_RESERVED_SHARE = 0.4
+MAX_RESERVED_SHARE = 0.3
 # Nothing is reserved before this number of trials: a slow baseline alone says little of how long others take.
 FIRST_TRIALS = 3
 # Share of a study's time that its checks (quality gate, branches) may cost; where one decides the answer, twice as much.
@@ -33,14 +34,14 @@ TRIAL_SHARE, LEAST_TRIAL_S = 0.05, 1.0
 # The noise probe may take this share of the time that is left: without trials there is nothing to compare.
 PROBE_SHARE = 0.25
 # Between the last trial and the end of the command the answer is worked out and written: seconds, and a share of the time
-# budget, since a longer study has more to write.
-CLOSING_S, CLOSING_SHARE, MOST_CLOSING_S = 1.5, 0.02, 10.0
+# budget, since a longer study has more to write; up to three times as long where other processes use the cores.
+CLOSING_S, CLOSING_SHARE, MOST_CLOSING_S, MOST_SLOWER = 1.5, 0.02, 10.0, 3.0
 # Reserved for them: the time of this number of usual trials at most.
 CHECK_TRIALS = 6
 # What a check that decides may cost in a study however short, in training times of a trial: both sides of a branch.
 CHECK_BUDGETS = 5
 # Beyond this share of a time budget nothing is measured again only since the machine was busy.
-HURRY_SHARE = 0.25
+HURRY_SHARE = 0.1
 FAILURES = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.NOT_APPLIED, Outcome.DIVERGED)
 
 
@@ -100,7 +101,7 @@ class Budget:
         budget_s = self._state.spec.time_budget_s
         if budget_s is None:
             return math.inf
-        return budget_s - min(MOST_CLOSING_S, CLOSING_S + CLOSING_SHARE * budget_s) - self.spent_s()
+        return budget_s - closing_s(budget_s) - self.spent_s()
 
     def affords(self, needed_s: float) -> bool:
         """Whether the time budget has room for something that takes so long."""
@@ -223,6 +224,12 @@ class Budget:
             log = shown(TrialDir(self._state.trial_path(0)).log(0))
             said = f"all ended the same way: {how}" if alike else f"all failed; the baseline: {how}"
             raise UserError(f"the first {len(ends)} trials, the baseline among them, {said} (see {log})")
+
+
+def closing_s(budget_s: float) -> float:
+    """Seconds at the end of a time budget in which the answer is written, as busy as the machine is."""
+    slower = min(MOST_SLOWER, max(1.0, load_per_core()))
+    return min(MOST_CLOSING_S, slower * (CLOSING_S + CLOSING_SHARE * budget_s))
 
 
 def _is_check(path: Path) -> bool:

@@ -69,6 +69,14 @@ def _cpuinfo() -> list[str]:
         return []
 
 
+def load_per_core() -> float:
+    """Returns how many processes wanted each core in the last minute; 0 where the system does not tell."""
+    try:
+        return os.getloadavg()[0] / len(os.sched_getaffinity(0))
+    except OSError:
+        return 0.0
+
+
 def processor_name() -> str:
     """Returns the model of the processor."""
     lines = _cpuinfo()

@@ -134,3 +134,10 @@ def test_a_branch_has_as_many_samples_as_there_is_time_for(tmp_path, monkeypatch
         branches = [request for request in executor.requests if request.weights is not None]
         samples.append({r.max_steps * r.candidate["micro_batch_size"] for r in branches})
     assert 12 * 16 < max(samples[1]) < min(samples[0])
+
+
+def test_a_branch_that_decides_comes_before_the_rounds_that_time_is_kept_for(tmp_path, monkeypatch):
+    """Without it the best one cannot be recommended, however often it is measured again."""
+    monkeypatch.setattr(budget.Budget, "out_of_time", lambda own: own._expected_s is not None)
+    runner, _, _ = branching(tmp_path)
+    assert [m.branch.confirmed for m in runner.measured() if m.branch is not None] == [True]

@@ -7,7 +7,7 @@ from support.instant import Clock, Instant, plan_of, spec_of
 from support.studies import run
 
 from autotune.executors.base import Status, TimeOver
-from autotune.study.budget import CHECK_BUDGETS, CHECK_SHARE, MOST_CLOSING_S, Budget
+from autotune.study.budget import CHECK_BUDGETS, CHECK_SHARE, MOST_CLOSING_S, Budget, closing_s
 
 
 @pytest.mark.parametrize(
@@ -98,3 +98,11 @@ def test_a_trial_of_a_short_study_trains_for_a_share_of_it_unless_stated(
     spec = spec_of(time_budget_s=time_budget_s, trial_budget_s=trial_budget_s)
     budget = Budget(SimpleNamespace(spec=spec, plan=plan_of(spec), exists=False, folder=tmp_path))
     assert budget.trial_s == trains_s
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "load", "seconds"), [(50.0, 0.5, 2.5), (50.0, 2.0, 5.0), (25.0, 9.0, 6.0), (9e3, 0.0, 10.0)]
+)
+def test_a_busy_machine_is_given_longer_to_write_the_answer(monkeypatch, budget_s, load, seconds):
+    monkeypatch.setattr("autotune.study.budget.load_per_core", lambda: load)
+    assert closing_s(budget_s) == pytest.approx(seconds)

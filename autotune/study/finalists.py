@@ -22,7 +22,7 @@ from autotune.trial.folder import result_in
 
 # At most this many times the rounds that the user states, while it is not settled who is best.
 MOST_ROUNDS = 4
-# And so many where it states none.
+# As many rounds at most where the user states none.
 LEAST_ROUNDS = 2
 
 

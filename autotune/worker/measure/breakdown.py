@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # Steps taken apart before the traced ones; their median is reported.
 STEPS_APART = 3
-# A step that takes longer is not made once more before memory is read.
-LONG_STEP_S = 2.0
+# A step that takes a larger share of a trial's budget is not made once more before memory is read.
+LONG_STEP_SHARE = 0.2
 
 
 class Breakdown:
@@ -71,7 +71,7 @@ class Breakdown:
             return
         times_s = report.phase_times_s
         self._memory.read_exactly()
-        if report.step_times_s and report.step_times_s[-1] < LONG_STEP_S:
+        if report.step_times_s and report.step_times_s[-1] < LONG_STEP_SHARE * self._request.budget_s:
             yield  # threads of their own memory, as gloo's, hand it back when they next free some
         self.begin()
         yield

@@ -55,7 +55,7 @@ from autotune.trial.folder import TrialDir, write_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import TrialResult
 from autotune.trial.workload import Script
-from autotune.worker.measure.breakdown import LONG_STEP_S
+from autotune.worker.measure.breakdown import LONG_STEP_SHARE
 
 CODE_GPT, SMALL = ROOT / "studies" / "code-gpt" / "model.py", ROOT / "tests" / "models" / "ok.py"
 LARGE, PLAIN_TRIAL = Path(__file__).parent / "large_model.py", Path(__file__).parent / "plain_trial.py"
@@ -151,8 +151,8 @@ def large(folder: Path, rounds: int) -> Figures:
                 request = request_of(LARGE, candidate, world_size=RANKS, max_steps=START_UP_STEPS, script=part)
                 wall_s, result = timed(executor, folder / f"{name}-{number}", request)
                 times = result.step_times_s
-                # After the timed steps come those in which memory is read: two, or one of more than two seconds.
-                n_memory = 2 if times[-1] < LONG_STEP_S else 1
+                # After the timed steps come those in which memory is read: two, or a long one.
+                n_memory = 2 if times[-1] < LONG_STEP_SHARE * request.budget_s else 1
                 steps_s = sum(times) + n_memory * statistics.median(times)
                 moving_s = result.startup_s["build"] + result.startup_s["initialize"]
                 beyond_s = wall_s - steps_s - moving_s

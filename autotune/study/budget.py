@@ -154,9 +154,8 @@ class Budget:
         room_s = self._check_share_s()
         if decides:
             room_s = max(2 * room_s, CHECK_BUDGETS * self.trial_s)
-            if (
-                self._state.spec.quick
-            ):  # its few trials leave no other room, and without the check they were for nothing
+            # A quick study has few trials, so its share is small; without the check they were for nothing.
+            if self._state.spec.quick:
                 room_s = max(room_s, self._worked_s())
         return max(0.0, min(room_s - self._checked_s(), self.room_s()))
 

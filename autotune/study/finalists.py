@@ -23,7 +23,7 @@ from autotune.trial.folder import result_in
 # At most this many times the rounds that the user states, while it is not settled who is best.
 MOST_ROUNDS = 4
 # As many rounds at most where the user states none.
-LEAST_ROUNDS = 2
+UNSTATED_ROUNDS = 2
 
 
 class Finalists:
@@ -98,7 +98,7 @@ class Finalists:
     def _measure_again(self, found: list[Measured]) -> None:
         """Measures the best and the baseline in turns, so that drift affects all of them alike, until that decides."""
         spec, plan = self._state.spec, self._state.plan
-        numbers, most = [m.trial for m in found], max(LEAST_ROUNDS, MOST_ROUNDS * spec.repeats)
+        numbers, most = [m.trial for m in found], max(UNSTATED_ROUNDS, MOST_ROUNDS * spec.repeats)
         # Without stated rounds all that is settled is whether the answer beats the baseline.
         below = max(racing.SETTLED, spec.stop_below) if spec.repeats else math.inf
         while True:

@@ -91,8 +91,8 @@ def confirmed(
     found = [m.trial for m in recommend.finalists(estimate(now), objectives, FINALISTS, n_ranks)]
     for number in range(1, MOST_ROUNDS + 2):
         turn = racing.next_round(
-            estimate(now), objectives, found, n_ranks, FINALISTS, tried={m.trial: len(m.repeats) for m in now}, least=ROUNDS,
-            below=racing.SETTLED if number <= MOST_ROUNDS else None,
+            estimate(now), objectives, found, n_ranks, FINALISTS, tried={m.trial: len(m.repeats) for m in now},
+            rounds=(ROUNDS, MOST_ROUNDS),
         )  # fmt: skip
         if not turn:
             break

@@ -32,7 +32,7 @@ from autotune.trial.workload import Workload
 
 Quantity = Literal["memory", "time"]
 # Standard deviations of the log of the whole, and the least of a term where the workload was guessed from its size.
-MEMORY_SCALE, TIME_SCALE = 0.05, 0.5
+MEMORY_SCALE, TIME_SCALE = 0.05, 0.7
 GUESSED_SCALE, GUESSED_SPREAD, GUESSED_DOUBT = 1.0, 1.0, 1.5
 
 

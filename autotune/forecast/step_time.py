@@ -30,6 +30,11 @@ UNCOUNTED_SPREAD = 1.5
 # An optimizer reads gradient and weight and writes the weight (4 bytes each), and reads and writes its states; and the
 # 16-bit copy.
 STEP_BYTES, COPY_BYTES = 12.0, 2.0
+# What a step of ZeRO moves besides, for each parameter of a shard: the gradient's norm in double precision, the gradient
+# flattened and cast, the weight copied back (stage_1_and_2.py, step). 36 with weights of 4 bytes.
+SHARD_BYTES = 34.0
+# And what stages 1 and 2 move where gradients are reduced, in their own bytes: into the bucket, divided, out of it.
+BUCKET_PASSES = 3.0
 # What a collective cannot hide behind backward, however much there is to hide it behind.
 EXPOSED_AT_LEAST = 0.1
 # Factor by which a collective is slower within a step than alone: NCCL by a third (vTrain), gloo since it runs on
@@ -40,7 +45,7 @@ BETWEEN_NODES = {"cpu": 1.0, "cuda": 1.3}
 # What ZeRO does in Python for each parameter, in operations: at stages 1 and 2 wherever gradients are reduced (copies
 # into buckets and out of them), at stage 3 in every micro-step (fetched, released, split again) and once more in the
 # step. Counted on a small transformer.
-REDUCE_OPS, PARTITION_OPS = 40.0, 180.0
+REDUCE_OPS, PARTITION_OPS = 8.0, 180.0
 # Of a block whose operations were not counted.
 TENSORS_A_BLOCK, OPS_A_BLOCK = 12, 120
 
@@ -72,6 +77,7 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
 
     shard = Pt / np.where(stage >= 1, N, 1.0)
     moved = STEP_BYTES + 2.0 * profile.optimizer_bytes + np.where(knobs.weight_bytes == 2.0, COPY_BYTES, 0.0)
+    moved = moved + np.where(stage >= 1, SHARD_BYTES, 0.0)
     rate = machine.optimizer_bytes_per_s or machine.memory_bytes_per_s
     optimizer = moved * shard / np.where(knobs.offload_optimizer > 0, machine.host_memory_bytes_per_s, rate)
     # Gradients to the host and weights back, once a step; parameters in for forward and backward of each micro-step.
@@ -88,6 +94,8 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
         host = K * launches + bookkeeping
         seen = np.maximum(host - device, EXPOSED_AT_LEAST * host) / np.maximum(host, 1e-12)
         launches, bookkeeping = launches * seen, bookkeeping * seen
+    reductions = np.where(stage == 2, K, stage == 1) * (N > 1)
+    bookkeeping = bookkeeping + reductions * BUCKET_PASSES * knobs.weight_bytes * Pt / rate
     return {
         "compute": K * compute,
         "traffic": K * traffic,

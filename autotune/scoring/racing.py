@@ -11,7 +11,7 @@ import numpy as np
 from autotune.scoring.estimates import Estimates, timed_share
 from autotune.scoring.measured import Measured, log_gain
 from autotune.scoring.objective import Objective
-from autotune.scoring.recommend import TIE, drops_in, rank, shown_better
+from autotune.scoring.recommend import TIE, drops_in, rank, reach, shown_better
 
 # The race is settled when naming the best now is expected to lose less than this share of the gain: 1 %.
 SETTLED = 0.01
@@ -38,7 +38,11 @@ class Race:
 
 
 def race(
-    trials: Sequence[Measured], estimates: Estimates, objectives: Sequence[Objective], below: float = SETTLED
+    trials: Sequence[Measured],
+    estimates: Estimates,
+    objectives: Sequence[Objective],
+    below: float = SETTLED,
+    more: int | None = None,
 ) -> Race:
     """Where the contest of some trials stands.
 
@@ -47,6 +51,7 @@ def race(
         estimates: What all measurements say.
         objectives: What decides it.
         below: The expected loss below which it is settled.
+        more: Rounds that may follow: whether the leader beats the baseline counts as settled where these cannot show it.
     """
     if not trials:
         return Race(loss=0.0, settled=True, runners=())
@@ -61,8 +66,22 @@ def race(
         baseline is not None
         and log_gain(leader, baseline, objectives) > TIE
         and not shown_better(leader, estimates, objectives)
+        and (more is None or _may_be_shown(leader, baseline, estimates, objectives, more))
     )
     return Race(loss=loss, settled=loss < below and not open_, runners=[leader, *hopeful])
+
+
+def _may_be_shown(
+    leader: Measured, baseline: Measured, estimates: Estimates, objectives: Sequence[Objective], more: int
+) -> bool:
+    """Whether that many more rounds would show the leader to be better, if its gain is a standard deviation above its estimate."""
+    sd, share = estimates.sd(leader, baseline), timed_share(objectives)
+    if not 0 < sd < math.inf:
+        return True
+    then = 1 / math.sqrt(1 / sd**2 + more / (2 * estimates.noise_sd**2))
+    return (
+        log_gain(leader, baseline, objectives) + share * sd > reach(leader, baseline, estimates, objectives) * then / sd
+    )
 
 
 def _hope(ahead: float, sd: float) -> float:
@@ -93,8 +112,8 @@ def next_round(
     n: int,
     *,
     tried: Mapping[int, int],
-    least: int,
-    below: float | None = SETTLED,
+    rounds: tuple[int, int],
+    below: float = SETTLED,
 ) -> list[Measured]:
     """The trials to measure in the next round beside the baseline; empty if the race is settled.
 
@@ -109,20 +128,19 @@ def next_round(
         world_size: Ranks.
         n: Trials in a round.
         tried: Rounds that a trial was in, by number, whether they completed or not.
-        least: Rounds that a leader must have been in.
-        below: The expected loss below which the race is settled; None if no further rounds may follow.
+        rounds: Those that a leader must have been in, and the most that the baseline may be in.
+        below: The expected loss below which the race is settled.
     """
-    baseline = estimates.baseline
+    baseline, (least, most) = estimates.baseline, rounds
+    more = most - (tried.get(baseline.trial, 0) if baseline else max(tried.values(), default=0))
     ranked = [m for m in rank(estimates, objectives) if baseline is None or m.trial != baseline.trial]
     ranked = [m for m in ranked if not m.unreproducible] or ranked
     hopeful = [m for m in ranked if not m.barred]
-    races = [
-        race(some, estimates, objectives, below or SETTLED) for some in (hopeful, [m for m in ranked if not m.doubt])
-    ]
+    races = [race(some, estimates, objectives, below, more) for some in (hopeful, [m for m in ranked if not m.doubt])]
     new = [m for m in ranked if least and m.trial in found and not tried.get(m.trial)]
     short = [each.runners[0] for each in races if each.runners and tried.get(each.runners[0].trial, 0) < least]
     due = bool(new or short) or (baseline is not None and bool(ranked) and tried.get(baseline.trial, 0) < least)
-    if not due and (below is None or all(each.settled for each in races)):
+    if not due and (more <= 0 or all(each.settled for each in races)):
         return []
     if due:
         finalists = [m for m in ranked if m.trial in found or m.confirmed]

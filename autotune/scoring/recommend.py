@@ -262,7 +262,7 @@ def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence
     why = f"the best {named(objectives)} ({'geometric mean of the gains: ' if len(objectives) > 1 else ''}{gain:.2f}x)"
     tied = [
         m for m in confirmed
-        if m is not chosen and abs(log_gain(m, chosen, objectives)) <= _reach(m, chosen, estimates, objectives)
+        if m is not chosen and abs(log_gain(m, chosen, objectives)) <= reach(m, chosen, estimates, objectives)
     ]  # fmt: skip
     if tied:
         why += f"; not to be told from {', '.join(f'trial {m.trial}' for m in tied)} within the noise"
@@ -273,10 +273,10 @@ def shown_better(measured: Measured, estimates: Estimates, objectives: Sequence[
     """Whether a trial is a better compromise than the baseline beyond noise."""
     assert estimates.baseline is not None
     gain = log_gain(measured, estimates.baseline, objectives)
-    return gain > _reach(measured, estimates.baseline, estimates, objectives)
+    return gain > reach(measured, estimates.baseline, estimates, objectives)
 
 
-def _reach(one: Measured, other: Measured, estimates: Estimates, objectives: Sequence[Objective]) -> float:
+def reach(one: Measured, other: Measured, estimates: Estimates, objectives: Sequence[Objective]) -> float:
     """Differences of two trials' log gains below this are noise, where one of them was picked for reading well.
 
     The 95 % interval holds for all trials and after each round that both were in, together (Bonferroni): the best of 30

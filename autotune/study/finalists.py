@@ -106,7 +106,7 @@ class Finalists:
             n_done = tried[estimates.baseline.trial] if estimates.baseline else max(tried.values(), default=0)
             turn = racing.next_round(
                 estimates, self._state.objectives, numbers, plan.data_parallel, spec.finalists, tried=tried,
-                least=spec.repeats, below=below if n_done < most else None,
+                rounds=(spec.repeats, most), below=below,
             )  # fmt: skip
             base = [estimates.baseline] if estimates.baseline else []
             while turn and not self._budget.affords(self._budget.again_s(m.trial for m in [*turn, *base])):

@@ -1,5 +1,6 @@
 """Which trials are measured again, and when a further round is not worth it."""
 
+import math
 from dataclasses import replace
 
 from support.made_up import LATENCY, MEMORY, PASSED, THROUGHPUT, measured
@@ -48,7 +49,16 @@ def test_where_the_best_must_not_be_recommended_the_best_that_may_is_measured_ag
 
 def turn(*found, objectives=(LATENCY,), finalists=(1, 2, 3), n=3, least=1):
     tried = {m.trial: len(m.repeats) for m in found}
-    return trials(next_round(estimate(found), objectives, finalists, 1, n, tried=tried, least=least))
+    return trials(next_round(estimate(found), objectives, finalists, 1, n, tried=tried, rounds=(least, 8)))
+
+
+def test_no_round_is_run_that_could_not_show_the_leader_to_be_better():
+    """Two rounds may tell 8 %, and not 1 %."""
+    near, base = measured(1, 0.099), measured(0, 0.1)
+    ahead = measured(1, 0.092)
+    for found, wanted in ((near, []), (ahead, [1])):
+        turn = next_round(estimate([base, found]), [LATENCY], (1,), 1, 1, tried={}, rounds=(0, 2), below=math.inf)
+        assert trials(turn) == wanted
 
 
 def test_each_finalist_is_measured_again_once_and_then_those_that_may_be_best():

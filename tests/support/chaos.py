@@ -211,7 +211,7 @@ class Play:
         assert self.driver is not None
         with contextlib.suppress(OSError, IndexError, ValueError):
             lines = (self.study / "trials" / "journal.jsonl").read_text().splitlines()
-            return json.loads(lines[0])["run"] == self.driver.pid and any('"began":' in line for line in lines)
+            return json.loads(lines[0])["run"] == self.driver.pid and any('"trial_started"' in line for line in lines)
         return False
 
     def struck_by(self, kill: Kill, driver: subprocess.Popen[str]) -> str:

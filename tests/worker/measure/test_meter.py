@@ -41,7 +41,8 @@ def test_traced_steps_follow_the_measurement_and_are_not_of_it(zoo):
         traced = report.traced
         assert traced is not None and (zoo.folder.path / traced.file).stat().st_size > 10_000, rank
         assert set(traced.spans_s) == {"data", "forward", "backward", "step"}
-        assert traced.kinds_s["forward"]["products"] > 0 and traced.kinds_s["backward"]["products"] > 0
+        for phase in ("forward", "backward"):  # the products of so small a model may all be short
+            assert traced.kinds_s[phase]["products"] + traced.kinds_s[phase]["short"] > 0
         assert 0 <= traced.hidden_s <= traced.messages_s < sum(traced.spans_s.values())
         assert traced.operations[0].seconds >= traced.operations[-1].seconds > 0
 

@@ -17,6 +17,8 @@ from autotune.scoring.recommend import TIE, drops_in, rank, reach, shown_better
 SETTLED = 0.01
 # A trial whose measurement is expected to gain less than this share takes no part: 0.1 %.
 HOPELESS = 0.001
+# Rounds are worth running for a chance of a quarter that they show the leader to be better: the normal quantile.
+CHANCE_Z = 0.674
 # Trials that the expected loss is worked out over, and draws from their posterior.
 MOST_RACING, DRAWS = 30, 2000
 THROUGHPUT = Objective(name="throughput", metric="samples_per_s")
@@ -74,14 +76,14 @@ def race(
 def _may_be_shown(
     leader: Measured, baseline: Measured, estimates: Estimates, objectives: Sequence[Objective], more: int
 ) -> bool:
-    """Whether that many more rounds would show the leader to be better, if its gain is a standard deviation above its estimate."""
+    """Whether that many more rounds have a chance worth taking to show that the leader is better."""
     sd, share = estimates.sd(leader, baseline), timed_share(objectives)
     if not 0 < sd < math.inf:
         return True
-    then = 1 / math.sqrt(1 / sd**2 + more / (2 * estimates.noise_sd**2))
-    return (
-        log_gain(leader, baseline, objectives) + share * sd > reach(leader, baseline, estimates, objectives) * then / sd
-    )
+    then = 1 / math.sqrt(1 / sd**2 + max(0, more) / (2 * estimates.noise_sd**2))
+    moves = share * math.sqrt(sd**2 - then**2)  # standard deviation of what the estimate will be
+    least = reach(leader, baseline, estimates, objectives, more) * then / sd
+    return log_gain(leader, baseline, objectives) + CHANCE_Z * moves > least
 
 
 def _hope(ahead: float, sd: float) -> float:

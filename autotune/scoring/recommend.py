@@ -276,13 +276,15 @@ def shown_better(measured: Measured, estimates: Estimates, objectives: Sequence[
     return gain > reach(measured, estimates.baseline, estimates, objectives)
 
 
-def reach(one: Measured, other: Measured, estimates: Estimates, objectives: Sequence[Objective]) -> float:
+def reach(
+    one: Measured, other: Measured, estimates: Estimates, objectives: Sequence[Objective], more: int = 0
+) -> float:
     """Differences of two trials' log gains below this are noise, where one of them was picked for reading well.
 
     The 95 % interval holds for all trials and after each round that both were in, together (Bonferroni): the best of 30
-    equal ones looks better than the baseline beyond its own interval in every fourth study.
+    equal ones looks better than the baseline beyond its own interval in every fourth study. `more` rounds count besides.
     """
-    n_looks = min(len(one.repeats), len(other.repeats))
+    n_looks = min(len(one.repeats), len(other.repeats)) + more
     n_compared = max(1, sum(m.usable for m in estimates.measured) - 1) * max(1, n_looks)
     return estimates.reach(one, other, objectives, n_compared)
 

@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 MOST_LEVELS = 5
 # Standard deviations of the coefficients, of log time: wide enough that a confident wrong prior recovers (narrow
 # offsets never do).
-MICRO_SD, BEND_SD, ACCUMULATION_SD, LEVEL_SD, SLOPE_SD = 0.15, 0.02, 0.1, 0.2, 0.15
+MICRO_SD, BEND_SD, ACCUMULATION_SD, LEVEL_SD, SLOPE_SD = 0.15, 0.02, 0.1, 0.3, 0.15
 # Kernels work in tiles: a micro-batch that is odd, or no multiple of 8, may cost more than its samples say.
 TILE_SD = 0.15
 # Deviation of each micro-batch and number of micro-steps from any curve: machines like some sizes. Knobs with more sizes

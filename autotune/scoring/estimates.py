@@ -108,7 +108,7 @@ class Estimates:
         degree that it states, whatever it adds to the coverage of ordinary intervals.
         """
         degrees = max(LEAST_FAR_OUT, self._degrees - PRIOR_DEGREES + 1)
-        share, quantile = timed_share(objectives), step_times.t_quantile(1 - 0.05 / n_compared, degrees)
+        share, quantile = timed_share(objectives), step_times.t_quantile(1 - 0.025 / n_compared, degrees)
         return share * quantile * self.sd(one, other) if share else 0.0
 
     def speedup(self, measured: Measured) -> Gain | None:

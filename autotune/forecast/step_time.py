@@ -33,7 +33,8 @@ STEP_BYTES, COPY_BYTES = 12.0, 2.0
 # What a step of ZeRO moves besides, for each parameter of a shard: the gradient's norm in double precision, the gradient
 # flattened and cast, the weight copied back (stage_1_and_2.py, step). 36 with weights of 4 bytes.
 SHARD_BYTES = 34.0
-# And what stages 1 and 2 move where gradients are reduced, in their own bytes: into the bucket, divided, out of it.
+# How often stages 1 and 2 move the gradients through memory where they are reduced: into the bucket, divided, out of it.
+# Timed at the optimizer's rate.
 BUCKET_PASSES = 3.0
 # What a collective cannot hide behind backward, however much there is to hide it behind.
 EXPOSED_AT_LEAST = 0.1
@@ -42,9 +43,9 @@ EXPOSED_AT_LEAST = 0.1
 WITHIN_A_STEP = {"cpu": 2.0, "cuda": 1.3}
 # The same for links between nodes, which no core of a rank drives.
 BETWEEN_NODES = {"cpu": 1.0, "cuda": 1.3}
-# What ZeRO does in Python for each parameter, in operations: at stages 1 and 2 wherever gradients are reduced (copies
-# into buckets and out of them), at stage 3 in every micro-step (fetched, released, split again) and once more in the
-# step. Counted on a small transformer.
+# What ZeRO does in Python for each tensor of parameters, in operations: at stages 1 and 2 wherever gradients are reduced
+# (as timed: two networks of 1.6 million parameters in 10 and in 50 tensors), at stage 3 in every micro-step (fetched,
+# released, split again) and once more in the step (counted on a small transformer).
 REDUCE_OPS, PARTITION_OPS = 8.0, 180.0
 # Of a block whose operations were not counted.
 TENSORS_A_BLOCK, OPS_A_BLOCK = 12, 120
@@ -65,9 +66,10 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
       backward does not hide;
     * messages: the latency of each bucket of each collective, on one node 2 (N - 1) hops for an all-reduce, half for
       its halves;
-    * optimizer: 12 bytes a parameter and twice its states (28 for Adam) over its rate, from stage 1 on over N ranks;
-    * launches: a fixed cost of each operation, and bookkeeping: the same of what ZeRO does for each parameter in
-      Python; on a GPU what the device's own work does not hide;
+    * optimizer: 12 bytes a parameter and twice its states (28 for Adam) over its rate; from stage 1 on over N ranks, with
+      34 bytes more for what ZeRO does to its shard;
+    * launches: a fixed cost of each operation, and bookkeeping: the same of what ZeRO does for each tensor in Python, on a
+      GPU what the device's own work does not hide; and its copies into buckets and out of them;
     * input: what drawing the samples takes.
     """
     P, Pt, N = float(profile.n_parameters), float(profile.n_trainable), float(machine.world_size)
@@ -86,7 +88,8 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
         + knobs.offload_param * 2.0 * K * knobs.weight_bytes * P / N / machine.host_bytes_per_s
     )
     tensors = sum(count for _, count in profile.sizes) or TENSORS_A_BLOCK * max(profile.n_blocks, 1)
-    visits = np.where(stage == 3, (K + 1.0) * PARTITION_OPS, np.where(stage == 2, K, stage) * REDUCE_OPS)
+    reductions = np.where(stage == 2, K, stage == 1)  # through buckets; stage 3 reduces otherwise
+    visits = np.where(stage == 3, (K + 1.0) * PARTITION_OPS, reductions * REDUCE_OPS)
     op_s = machine.op_s if profile.passes else machine.launch_s / OPS_A_BLOCK
     bookkeeping = np.where((N > 1) | (stage == 3), visits, 0.0) * tensors * op_s
     if machine.accelerator != "cpu":  # the host runs ahead of the device
@@ -94,8 +97,7 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
         host = K * launches + bookkeeping
         seen = np.maximum(host - device, EXPOSED_AT_LEAST * host) / np.maximum(host, 1e-12)
         launches, bookkeeping = launches * seen, bookkeeping * seen
-    reductions = np.where(stage == 2, K, stage == 1) * (N > 1)
-    bookkeeping = bookkeeping + reductions * BUCKET_PASSES * knobs.weight_bytes * Pt / rate
+    bookkeeping = bookkeeping + (N > 1) * reductions * BUCKET_PASSES * knobs.weight_bytes * Pt / rate
     return {
         "compute": K * compute,
         "traffic": K * traffic,

@@ -30,7 +30,7 @@ class Race:
 
     Attributes:
         loss: Expected loss, as a share, of naming the leader now.
-        settled: Whether that is small, and it is known whether the leader beats the baseline.
+        settled: Whether that is small, and it is known whether the leader beats the baseline, or cannot be shown any more.
         runners: The leader, then those that may beat it, the most hopeful first.
     """
 
@@ -80,7 +80,7 @@ def _may_be_shown(
     sd, share = estimates.sd(leader, baseline), timed_share(objectives)
     if not 0 < sd < math.inf:
         return True
-    then = 1 / math.sqrt(1 / sd**2 + max(0, more) / (2 * estimates.noise_sd**2))
+    then = 1 / math.sqrt(1 / sd**2 + more / (2 * estimates.noise_sd**2))
     moves = share * math.sqrt(sd**2 - then**2)  # standard deviation of what the estimate will be
     least = reach(leader, baseline, estimates, objectives, more) * then / sd
     return log_gain(leader, baseline, objectives) + CHANCE_Z * moves > least
@@ -104,6 +104,16 @@ def _expected_loss(trials: Sequence[Measured], gains: dict[int, float], share: f
     drawn = np.random.default_rng(0).standard_normal((DRAWS, len(trials)))
     drawn = means + (drawn * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
     return float(drawn.max(axis=1).mean() - drawn[:, int(np.argmax(means))].mean())
+
+
+def rounds_done(estimates: Estimates, tried: Mapping[int, int]) -> int:
+    """The rounds that the baseline was in, which is in each; without one, the most that a trial was in.
+
+    Args:
+        estimates: What all measurements say.
+        tried: Rounds that a trial was in, by number.
+    """
+    return tried.get(estimates.baseline.trial, 0) if estimates.baseline else max(tried.values(), default=0)
 
 
 def next_round(
@@ -134,7 +144,7 @@ def next_round(
         below: The expected loss below which the race is settled.
     """
     baseline, (least, most) = estimates.baseline, rounds
-    more = most - (tried.get(baseline.trial, 0) if baseline else max(tried.values(), default=0))
+    more = max(0, most - rounds_done(estimates, tried))
     ranked = [m for m in rank(estimates, objectives) if baseline is None or m.trial != baseline.trial]
     ranked = [m for m in ranked if not m.unreproducible] or ranked
     hopeful = [m for m in ranked if not m.barred]
@@ -142,7 +152,7 @@ def next_round(
     new = [m for m in ranked if least and m.trial in found and not tried.get(m.trial)]
     short = [each.runners[0] for each in races if each.runners and tried.get(each.runners[0].trial, 0) < least]
     due = bool(new or short) or (baseline is not None and bool(ranked) and tried.get(baseline.trial, 0) < least)
-    if not due and (more <= 0 or all(each.settled for each in races)):
+    if not due and (not more or all(each.settled for each in races)):
         return []
     if due:
         finalists = [m for m in ranked if m.trial in found or m.confirmed]

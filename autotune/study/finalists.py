@@ -103,7 +103,7 @@ class Finalists:
         below = max(racing.SETTLED, spec.stop_below) if spec.repeats else math.inf
         while True:
             estimates, tried = self._estimates(), self._tried()
-            n_done = tried[estimates.baseline.trial] if estimates.baseline else max(tried.values(), default=0)
+            n_done = racing.rounds_done(estimates, tried)
             turn = racing.next_round(
                 estimates, self._state.objectives, numbers, plan.data_parallel, spec.finalists, tried=tried,
                 rounds=(spec.repeats, most), below=below,

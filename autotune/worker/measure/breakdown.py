@@ -34,18 +34,21 @@ class Breakdown:
         self._recorder, self._request, self._device, self._memory = recorder, request, device, memory
         self._checkpointer = checkpointer if isinstance(checkpointer, recompute.Checkpointer) else None
         self._clock: PhaseClock | None = None
-        self._counting = self._exact = False
+        self._counting = False
         self._tracer: Tracer | None = None
 
-    def begin(self, *, counting: bool = True) -> None:
-        """Starts a step whose phases are timed; `counting` also reads the memory counters, which costs time.
+    def take_apart(self) -> None:
+        """Starts a step before those that are timed, which is taken apart by phase.
 
-        On a CPU they are read in the last step alone: memory that is handed back between the phases of an earlier one has
-        to be taken anew, and made the first timed steps 6 to 22 % longer.
+        On a CPU memory is read in the last step alone: what is handed back between the phases of this one would have to be
+        taken anew in the first timed step.
         """
-        if counting and self._memory.on_cpu and not self._exact:
+        if self._memory.on_cpu:
             self._memory.enter("")
-            counting = False
+        self.begin(counting=not self._memory.on_cpu)
+
+    def begin(self, *, counting: bool) -> None:
+        """Starts a step whose phases are timed; `counting` also reads the memory counters, which costs time."""
         self._clock = PhaseClock(functools.partial(synchronize, self._device), self._request.world_size)
         self._counting = counting
         if self._checkpointer is not None:
@@ -78,10 +81,9 @@ class Breakdown:
             return
         times_s = report.phase_times_s
         self._memory.read_exactly()
-        self._exact = True
         if report.step_times_s and report.step_times_s[-1] < LONG_STEP_SHARE * self._request.budget_s:
             yield  # threads of their own memory, as gloo's, hand it back when they next free some
-        self.begin()
+        self.begin(counting=True)
         yield
         self.enter("")
         self._memory.enter("")

@@ -174,7 +174,7 @@ class _Trainer:
 
         Args:
             n_steps: Optimizer steps.
-            apart: Stop the clock and the memory counters after each phase.
+            apart: Stop the clock after each phase, and on a device the memory counters.
         """
         synchronize(self.meter.device)
         if apart:

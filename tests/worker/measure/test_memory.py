@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from autotune.worker.agent import memory_watch
 from autotune.worker.measure import machine_load, malloc, memory
+from autotune.worker.measure.breakdown import Breakdown
 
 MIB = 1 << 20
 
@@ -96,6 +98,23 @@ def test_what_the_peak_is_at_least_is_in_use_between_phases(keeping):
         assert len(tensors) == n
     watch.enter("steady")
     assert 40 * MIB < watch.least_bytes < 60 * MIB
+
+
+def test_what_the_step_taken_apart_frees_stays_for_the_timed_ones(keeping):
+    """Handed back to the system, it would have to be faulted in again in the first timed step, which then reads long."""
+    watch = memory.Memory("cpu")
+    report = SimpleNamespace(phase_times_s={})
+    request = SimpleNamespace(world_size=2)
+    apart = Breakdown(SimpleNamespace(report=report), request, torch.device("cpu"), watch, None)
+    apart.take_apart()
+    tensors = mebibytes(64)
+    keep, tensors = tensors[::8], []
+    held = memory.resident_bytes()
+    for phase in ("forward", "backward", "optimizer", ""):
+        apart.enter(phase)
+    watch.enter("steady")
+    assert held - memory.resident_bytes() < 8 * MIB and len(keep) == 8
+    assert "forward" in report.phase_times_s, "its phases were timed"
 
 
 def test_a_rank_far_from_its_limit_is_seldom_looked_at():

@@ -1,9 +1,14 @@
 """`autotune probe`: latency and bandwidth from message times, what is printed, what is kept."""
 
 import json
+import math
+import subprocess
+import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from scipy.optimize import nnls
 
 from autotune.cli import probe
 from autotune.errors import UserError
@@ -47,6 +52,28 @@ def test_a_device_has_a_link_to_its_host(accelerator):
 def test_times_that_do_not_grow_leave_no_negative_bandwidth():
     found = fit("all_gather", 4, [(size, 1e-3 * (1 - 0.01 * i)) for i, size in enumerate(SIZES)])
     assert found.alpha_s > 0 and found.bytes_per_s > 0 and found.seconds(1 << 30) < 1.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_link_without_negative_parts_fits_scattered_times_better(seed):
+    rng, k = np.random.default_rng(seed), RINGS["all_reduce"]
+    times = [(size, seconds * math.exp(rng.normal())) for size, seconds in times_of("all_reduce", 4, 1e-4, 1e9)]
+    found = fit("all_reduce", 4, times)
+    rows = np.array([[3 * k / seconds, 0.75 * k * size / seconds] for size, seconds in times])
+    best = nnls(rows / rows.max(axis=0), np.ones(len(rows)))[1]
+    reached = np.linalg.norm(rows @ [found.alpha_s, 1 / found.bytes_per_s] - 1)
+    assert reached == pytest.approx(best, rel=0.01)  # a link has at least some latency
+
+
+@pytest.mark.process
+def test_ranks_that_probe_a_machine_import_no_scipy():
+    """It takes half a second in the rank, and as long again in the server, which imports ahead what ranks imported."""
+    program = (
+        "import sys; import autotune.worker.profile.machine; from autotune.trial.links import fit; "
+        "fit('all_reduce', 2, [(1024, 2e-3), (4096, 1e-3)]); print('scipy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "False"
 
 
 @pytest.fixture

@@ -80,9 +80,9 @@ def _may_be_shown(
     sd, share = estimates.sd(leader, baseline), timed_share(objectives)
     if not 0 < sd < math.inf:
         return True
-    then = 1 / math.sqrt(1 / sd**2 + more / (2 * estimates.noise_sd**2))
-    moves = share * math.sqrt(sd**2 - then**2)  # standard deviation of what the estimate will be
-    least = reach(leader, baseline, estimates, objectives, more) * then / sd
+    left = 1 / (1 + more * sd**2 / (2 * estimates.noise_sd**2))  # share of the variance after these rounds
+    moves = share * sd * math.sqrt(1 - left)  # standard deviation of what the estimate will be
+    least = reach(leader, baseline, estimates, objectives, more) * math.sqrt(left)
     return log_gain(leader, baseline, objectives) + CHANCE_Z * moves > least
 
 

@@ -61,6 +61,13 @@ def test_no_round_is_run_that_could_not_show_the_leader_to_be_better():
         assert trials(turn) == wanted
 
 
+def test_after_the_last_round_none_is_run_however_the_sums_are_rounded():
+    tried = {0: 2, 1: 2}
+    for n in range(200):
+        found = [measured(0, 0.1), measured(1, 0.094 + 2e-5 * n)]
+        assert not next_round(estimate(found), [LATENCY], (1,), 1, 1, tried=tried, rounds=(0, 2), below=math.inf)
+
+
 def test_each_finalist_is_measured_again_once_and_then_those_that_may_be_best():
     base, best, near = measured(0, 0.1), measured(1, 0.05), measured(2, 0.0505, zero_stage=1)
     far = measured(3, 0.09, checkpoint_every=1)

@@ -1,9 +1,9 @@
 """How good are the forecasts on configurations that did not calibrate them?
 
 `python benchmarks/forecast.py collect TARGET FOLDER [-n 40] [--ranks 2]` runs varied configurations for three steps
-each, which is enough for their memory. `python benchmarks/forecast.py score SOURCE --target TARGET [--ranks 2]` scores
-the forecasts against a folder of trials (of `collect`, or of a study) or a table of `truth.py`, and writes
-`results/forecast-NAME.json`.
+each, which is enough for their memory. `python benchmarks/forecast.py score TABLE` scores the forecasts against a table
+of `truth.py`, with the profile that was taken of the table's machine; `score FOLDER --target TARGET [--ranks 2]` against a
+folder of trials (of `collect`, or of a study), with a profile of this machine. Writes `results/forecast-NAME.json`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from common import write
 from scipy.stats import kendalltau
+from truth import planned
 
 from autotune.errors import UserError
 from autotune.executors import base
@@ -60,16 +61,26 @@ def collect(target: Path, folder: Path, n: int, ranks: int) -> None:
             print(number, candidate.describe(), result.outcome, result.reason, flush=True)
 
 
-def score(source: Path, target: Path, ranks: int, *, timed: bool) -> None:
-    spec = StudySpec.of(target, {"ranks": ranks})
-    foreseen = foresee_workload(spec)
-    found = measured_in(source, spec.target, ranks) if source.is_dir() else from_table(source)
+def score(source: Path, target: Path | None, ranks: int, *, timed: bool) -> None:
+    found: Measured
+    if source.is_dir():
+        if target is None:
+            raise SystemExit(f"{source}: a folder of trials needs --target, the model that they trained")
+        spec = StudySpec.of(target, {"ranks": ranks})
+        foreseen = foresee_workload(spec)
+        name, profile, base_config = spec.name, foreseen.profile, foreseen.base_config
+        machine = replace(foreseen.machine, world_size=ranks)
+        found = measured_in(source, spec.target, ranks)
+    else:  # with the profile of the machine that the table was measured on, whatever this one is
+        of_table = planned(source.with_name(source.name.replace(".csv.gz", ".yaml")), {})
+        name, ranks, base_config = of_table.spec.name, of_table.world_size, of_table.base_config
+        profile, machine = of_table.workload.profile, of_table.workload.machine
+        found = from_table(source)
     if len(found) < 2 * max(ANCHORS[:3]):
         raise SystemExit(f"{source}: {len(found)} complete configurations are too few")
-    machine = replace(foreseen.machine, world_size=ranks)
 
     def fresh() -> Predictor:
-        return Predictor(foreseen.profile, machine, settings_of(foreseen.base_config))
+        return Predictor(profile, machine, settings_of(base_config))
 
     figures: dict[str, Any] = {"configurations": len(found), "ranks": ranks}
     for n in ANCHORS:
@@ -77,7 +88,7 @@ def score(source: Path, target: Path, ranks: int, *, timed: bool) -> None:
             figures[f"{n} anchors"] = scored(fresh, found, n, timed=timed)
     if not source.is_dir() and timed and min(map(len, (rows := repeats(source)).values())) > 1:
         figures["one more measurement"] = repeated(rows)
-    write(f"forecast-{spec.name}", figures)
+    write(f"forecast-{name}", figures)
 
 
 def scored(fresh: Any, found: Measured, n: int, *, timed: bool) -> dict[str, float]:
@@ -173,7 +184,7 @@ def main() -> None:
     collecting.add_argument("--ranks", type=int, default=2)
     scoring = commands.add_parser("score")
     scoring.add_argument("source", type=Path)
-    scoring.add_argument("--target", type=Path, required=True)
+    scoring.add_argument("--target", type=Path, help="the model that the trials of a folder trained")
     scoring.add_argument("--ranks", type=int, default=2)
     scoring.add_argument(
         "--memory-only", action="store_true", help="leave step times out, where the machine was not idle"
@@ -183,7 +194,8 @@ def main() -> None:
         if arguments.command == "collect":
             collect(arguments.target.absolute(), arguments.folder, arguments.n, arguments.ranks)
         else:
-            score(arguments.source, arguments.target.absolute(), arguments.ranks, timed=not arguments.memory_only)
+            target = arguments.target.absolute() if arguments.target else None
+            score(arguments.source, target, arguments.ranks, timed=not arguments.memory_only)
     except UserError as error:
         raise SystemExit(str(error)) from None
 

@@ -1,6 +1,7 @@
 """Trials of `model.py` files on real DeepSpeed engines: what trains, how it is fed, when it ends, how it fails."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -184,7 +185,8 @@ def test_a_trial_repeats_to_the_last_digit(zoo, measured):
 def test_enough_is_measured_whatever_the_budget(zoo):
     result = zoo.run("ok", budget_s=0.0)
     assert len(result.step_times_s) == step_times.SETUP_STEPS + step_times.LEAST_TIMED_STEPS
-    assert result.steps is not None and 0 < result.steps.ci95_s < result.steps.median_s
+    assert result.steps is not None and result.steps.n_steps == step_times.LEAST_TIMED_STEPS
+    assert 0 < result.steps.ci95_s < math.inf  # how wide is up to the machine
 
 
 def test_training_goes_on_to_the_samples_asked_for(zoo):

@@ -72,7 +72,10 @@ def score(source: Path, target: Path | None, ranks: int, *, timed: bool) -> None
         machine = replace(foreseen.machine, world_size=ranks)
         found = measured_in(source, spec.target, ranks)
     else:  # with the profile of the machine that the table was measured on, whatever this one is
-        of_table = planned(source.with_name(source.name.replace(".csv.gz", ".yaml")), {})
+        study = source.with_name(source.name.replace(".csv.gz", ".yaml"))
+        if not study.with_suffix(".json").exists():
+            raise SystemExit(f"{source}: no table of truth.py, since {study.stem}.json is not beside it")
+        of_table = planned(study, {})
         name, ranks, base_config = of_table.spec.name, of_table.world_size, of_table.base_config
         profile, machine = of_table.workload.profile, of_table.workload.machine
         found = from_table(source)
@@ -185,7 +188,7 @@ def main() -> None:
     scoring = commands.add_parser("score")
     scoring.add_argument("source", type=Path)
     scoring.add_argument("--target", type=Path, help="the model that the trials of a folder trained")
-    scoring.add_argument("--ranks", type=int, default=2)
+    scoring.add_argument("--ranks", type=int, default=2, help="of the trials of a folder; a table states its own")
     scoring.add_argument(
         "--memory-only", action="store_true", help="leave step times out, where the machine was not idle"
     )

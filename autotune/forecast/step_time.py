@@ -31,7 +31,7 @@ UNCOUNTED_SPREAD = 1.5
 # 16-bit copy.
 STEP_BYTES, COPY_BYTES = 12.0, 2.0
 # What a step of ZeRO moves besides, for each parameter of a shard: the gradient's norm in double precision, the gradient
-# flattened and cast, the weight copied back (stage_1_and_2.py, step). 36 with weights of 4 bytes.
+# flattened and cast, the weight copied back (stage_1_and_2.py, step); with weights of 2 bytes, and 36 with those of 4.
 SHARD_BYTES = 34.0
 # How often stages 1 and 2 move the gradients through memory where they are reduced: into the bucket, divided, out of it.
 # Timed at the optimizer's rate.

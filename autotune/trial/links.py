@@ -53,9 +53,8 @@ def fit(collective: str, world_size: int, times_s: Sequence[tuple[int, float]]) 
     scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
     rows /= scale
     found = np.linalg.lstsq(rows, np.ones(len(rows)))[0]
-    if (
-        found.min() < 0
-    ):  # then it is best with one of both alone; without scipy, whose import takes a rank half a second
+    # Where one would be negative, the other fits best alone. Scipy's `nnls` is not worth its import in every study's probe.
+    if found.min() < 0:
         alone = rows.sum(axis=0) / (rows**2).sum(axis=0)
         found = np.where(np.arange(2) == ((rows * alone - 1) ** 2).sum(axis=0).argmin(), alone, 0.0)
     found /= scale

@@ -67,7 +67,7 @@ def test_no_link_without_negative_parts_fits_scattered_times_better(seed):
 
 @pytest.mark.process
 def test_ranks_that_probe_a_machine_import_no_scipy():
-    """It takes half a second in the rank, and as long again in the server, which imports ahead what ranks imported."""
+    """Its import would delay the rank, and then the first trial: the server imports ahead what ranks imported."""
     program = (
         "import sys; import autotune.worker.profile.machine; from autotune.trial.links import fit; "
         "fit('all_reduce', 2, [(1024, 2e-3), (4096, 1e-3)]); print('scipy' in sys.modules)"

@@ -286,6 +286,27 @@ class CalibratedGP:
         variance = np.maximum(prior - (explained**2).sum(axis=0), 1e-8)
         return np.asarray(centre, dtype=float), np.asarray(np.hypot(self._wider * np.sqrt(variance), more), dtype=float)
 
+    def sd_apart(self, design: Design, others: Design) -> Floats:
+        """Standard deviation of the difference of each row from each of some others: what all have in common is no part of it.
+
+        Returns:
+            A row for each row of `design`, a column for each of `others`.
+        """
+        sides = []
+        for rows in (design, others):
+            _, shares = self._prior(rows)
+            features = np.hstack([rows.linear * self.linear_sd, shares * self.term_sd])
+            explained = np.zeros((0, len(rows)))
+            if self._data is not None:
+                cross = features @ self._features.T + self._unexplained(rows, self._data.design)
+                explained = scipy.linalg.solve_triangular(self._factor[0], cross.T, lower=True)
+            own = (features**2).sum(axis=1) + self.smooth_sd**2 + self.own_sd**2 - (explained**2).sum(axis=0)
+            sides.append((features, explained, own))
+        (a, seen_a, own_a), (b, seen_b, own_b) = sides
+        shared = a @ b.T + self._unexplained(design, others) - seen_a.T @ seen_b
+        variance = own_a[:, None] + own_b[None, :] - 2.0 * shared
+        return np.asarray(self._wider * np.sqrt(np.maximum(variance, 1e-8)), dtype=float)
+
     def draw(self, design: Design, rng: np.random.Generator, n: int) -> Floats:
         """Joint draws of the logarithm in each row, without a trial's noise: `n` rows, a column for each row of the design."""
         base, shares = self._prior(design)

@@ -158,6 +158,28 @@ class CostModel:
         pairs = [self.cost(rows, metric, step_time) for metric in self.metrics]
         return np.column_stack([mean for mean, _ in pairs]), np.column_stack([sd for _, sd in pairs])
 
+    def sd_apart(self, rows: Rows, others: Rows) -> Floats:
+        """Standard deviations of the differences between the costs of candidates and of others.
+
+        Returns:
+            A row for each of `rows`, a column for each of `others`, an entry for each objective.
+        """
+        samples = [self.catalogue.samples.take(some) for some in (rows, others)]
+        designs = [time_design(self.catalogue, self.memory, self.limit, some) for some in (rows, others)]
+        time = self.time.sd_apart(*designs)
+
+        def of(metric: str) -> Floats:
+            if metric == "peak_memory_bytes":
+                return self.memory.sd_apart(*(self.catalogue.memory.take(some) for some in (rows, others)))
+            if metric in self.extra:
+                return self.extra[metric].sd_apart(*designs)
+            if metric in ("time_to_loss_s", GOODPUT):
+                model = self.useful if metric == GOODPUT else self.samples
+                return np.asarray(np.hypot(time, model.sd_apart(*samples)), dtype=float)
+            return time
+
+        return np.stack([of(metric) for metric in self.metrics], axis=2)
+
     def goal(self, rows: Rows, shares: Floats) -> tuple[Floats, Floats]:
         """Weighted mean of the objectives' costs, and its standard deviation if they err together."""
         mean, sd = self.costs(rows)

@@ -45,8 +45,9 @@ QUICK_TRIALS = 3
 GATE_PRICE = 0.03
 # The loss of stopping: drawn so often, over this many candidates, if the best few measured ones are measured again.
 DRAWS, MOST_DRAWN, FINALISTS = 256, 250, 3
-# Every third trial explores: it tries what the model does not know, while there is such a candidate.
-EXPLORE_EVERY = 3
+# A turn of the goal that promises less than 5 %, or one of an objective that promises less than 1 %, goes to what the model does not
+# know, while there is such a candidate.
+EXPLORE_BELOW_GOAL, EXPLORE_BELOW = 0.05, 0.01
 # What is expected to be this many times behind on every objective of time is tried once in a study, and no more.
 HOPELESS = 3.0
 # A trial must be expected to gain this share of what stopping may lose, or it is not worth its time.
@@ -198,7 +199,8 @@ class CandidateOptimizer:
         rows, fits = rows[fits >= least], np.maximum(fits[fits >= least], TINY)
         if not len(rows):
             return None
-        allowed = fits * state.held(rows) * state.completes(rows)
+        # A crash tells nothing besides, so a level that crashed has to promise more than its chance makes up for.
+        allowed = fits * state.held(rows) * state.completes(rows) ** 2
         if not len(state.rows):  # the first must run, or nothing is learned
             allowed = np.where(allowed >= min(FIRST_FITS, float(allowed.max())), allowed, 0.0)
         scores = self._worth(state, rows, allowed, len(told)) * allowed
@@ -334,37 +336,51 @@ class CandidateOptimizer:
         return GATE_PRICE * np.array(gated, dtype=float)
 
     def _worth(self, state: CostModel, rows: Rows, allowed: Floats, n_told: int) -> Floats:
-        """The acquisition whose turn it is: what must be tried, the hypervolume, the goal, one objective."""
-        mean, sd = state.costs(rows)
+        """The acquisition whose turn it is: the hypervolume every second time, else in turns the goal and an objective.
+
+        That objective is the one which a trial is expected to improve most.
+        """
         if not len(state.rows):
             return np.exp(-_regret(state, rows))
         held = _held_rows(state)
         if not len(held):
             return state.held(rows)
-        seen, _ = state.costs(held)
-        n_metrics = len(self.metrics)
+        mean, _ = state.costs(rows)
         if self.goal_only:
             # With a handful of trials there is no time to look where little is known: what is expected to be best is
             # next.
             expected = mean @ self.shares + self._price(rows)
             return np.asarray(np.exp(expected.min() - expected), dtype=float)
-        cycle = 2 * n_metrics + 2
-        turn = n_told % cycle
+        seen, apart = state.costs(held)[0], state.sd_apart(rows, held)
+        gains = self._gains(mean, seen, apart)
+        promise = (gains * allowed).max(axis=1)
+        if len(self.metrics) > 1 and n_told % 2:
+            front = acquisition.front_of(seen)
+            nearest = apart[:, front].min(axis=1)
+            gain = acquisition.hypervolume_improvement(mean, nearest, seen[front], np.random.default_rng(n_told))
+            if gain.max() > 0:
+                return gain
+        for_goal = n_told % 4 == 0
+        which = -1 if for_goal else int(np.argmax(promise[:-1]))
         # The first trials are for what the forecast holds to be best; what they show tells which levels may be as good.
-        if n_told >= cycle - 1 and n_told % EXPLORE_EVERY == EXPLORE_EVERY - 1:
+        if n_told > 2 * len(self.metrics) and promise[which] < (EXPLORE_BELOW_GOAL if for_goal else EXPLORE_BELOW):
             needed = exploration.needed(state, self.shares, rows, allowed, held)
             if needed.any():
                 return needed
-            # The front has had its turns by then; the trials that are left may still change the answer.
-            if n_told >= 2 * cycle:
-                turn = cycle - 1
-        if n_metrics > 1 and turn % 2 == 0:
-            rng = np.random.default_rng(n_told)
-            gain = acquisition.hypervolume_improvement(mean, sd, seen[acquisition.front_of(seen)], rng)
-            if gain.max() > 0:
-                return gain
-        share = np.eye(n_metrics)[turn // 2] if turn < 2 * n_metrics else self.shares
-        return acquisition.expected_improvement(mean @ share, sd @ share, float((seen @ share).min()))
+        return np.asarray(gains[which], dtype=float)
+
+    def _gains(self, mean: Floats, seen: Floats, apart: Floats) -> Floats:
+        """Expected improvement of each objective and, last, of the goal (summed over its objectives); one row for each.
+
+        Each candidate is compared with the best measured one by how far the two may be apart: an error that both share,
+        as in the scale of the step time, makes neither the better one.
+        """
+        found = []
+        for share in [*np.eye(len(self.metrics)), self.shares]:
+            best = int(np.argmin(seen @ share))
+            gain = acquisition.expected_improvement(mean @ share, apart[:, best] @ share, float(seen[best] @ share))
+            found.append(gain * (share > 0).sum())
+        return np.array(found)
 
 
 def chance_needed(told: Sequence[Observation]) -> float:

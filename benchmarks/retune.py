@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import common
 import numpy as np
-from simulator import METRICS, ZERO, Table, World, beaten, micro_steps, worlds
+from simulator import METRICS, ZERO, Costs, Table, World, beaten, micro_steps, worlds
 from simulator import measure as read
 from support.instant import Instant, Watcher, plan_of, recorded, report, spec_of
 
@@ -51,12 +51,12 @@ class Moved(World):
 
     factors: dict[tuple[str, Any], float] = field(default_factory=dict)
 
-    def truth(self, candidates: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def truth(self, candidates: Sequence[Candidate]) -> Costs:
         seconds, sizes, inner, boundary = super().truth(candidates)
         factor = np.array(
             [np.prod([self.factors.get((name, value), 1.0) for name, value in c.values().items()]) for c in candidates]
         )
-        return seconds * factor, sizes, inner * factor, boundary * factor
+        return Costs(seconds * factor, sizes, inner * factor, boundary * factor)
 
 
 def sequence(world: World) -> World:

@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import common
 import numpy as np
 import optuna
+from search_known import rows_of_study
 from simulator import DIRECTIONS, KINDS, METRICS, NOISES, Noise, Table, World, measure, micro_steps, redrawn, worlds
 
 from autotune.forecast.features import PriorPrediction, flat
@@ -34,6 +35,8 @@ from autotune.trial.profile import Machine, Profile
 
 CHECKED = (10, 20, 30)
 PRIORS = ("physics", "physics, guessed workload", "physics, wrong prior", "physics, no prior")
+# A search that knows the formulas of the simulator; see `search_known.py`.
+KNOWN = "formulas known"
 # Single objectives are found where the best trial so far is at most this far behind.
 NEAR = 0.02
 
@@ -107,14 +110,25 @@ def run(table: Table, kind: str, seed: int, n_trials: int, noise: Noise) -> dict
             trial.set_user_attr("measured", json.dumps({"outcome": "oom", "metrics": {}}))
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)
         if n + 1 in CHECKED:
-            costs = table.costs[rows]
-            best = table.costs[table.fits].min(axis=0)
-            regret = np.expm1(costs.min(axis=0) - best) if rows else np.full(3, np.inf)
-            curve[n + 1] = {
-                "hypervolume": table.share(costs), "latency_regret": float(regret[0]), "throughput_regret": float(regret[1]),
-                "time_to_loss_regret": float(regret[2]), "oom": int(sum(oom)),
-            }  # fmt: skip
+            curve[n + 1] = {**found_by(table, rows), "oom": int(sum(oom))}
     return {"curve": curve, "ask_s": float(np.median(ask_s[1:])) if len(ask_s) > 1 else 0.0}
+
+
+def run_known(table: Table, seed: int, n_trials: int, noise: Noise) -> dict[str, Any]:
+    """The same by a search that knows the formulas."""
+    rows = rows_of_study(table, seed, n_trials, noise)
+    return {"curve": {n: {**found_by(table, rows[:n]), "oom": 0} for n in CHECKED if n <= n_trials}, "ask_s": 0.0}
+
+
+def found_by(table: Table, rows: Sequence[int]) -> dict[str, float]:
+    """Share of the front that candidates dominate, and how far the best of them is behind by each objective."""
+    costs = table.costs[list(rows)]
+    best = table.costs[table.fits].min(axis=0)
+    regret = np.expm1(costs.min(axis=0) - best) if len(rows) else np.full(3, np.inf)
+    return {
+        "hypervolume": table.share(costs), "latency_regret": float(regret[0]), "throughput_regret": float(regret[1]),
+        "time_to_loss_regret": float(regret[2]),
+    }  # fmt: skip
 
 
 def figures(names: Sequence[str], kind: str, seeds: Sequence[int], n_trials: int, noise: Noise) -> dict[str, Any]:
@@ -124,7 +138,12 @@ def figures(names: Sequence[str], kind: str, seeds: Sequence[int], n_trials: int
         for seed in seeds:
             table = Table(redrawn(world, seed))
             if table.fits[table.row[world.default]]:
-                runs.setdefault(world.name, []).append(run(table, kind, seed, n_trials, noise))
+                one = (
+                    run_known(table, seed, n_trials, noise)
+                    if kind == KNOWN
+                    else run(table, kind, seed, n_trials, noise)
+                )
+                runs.setdefault(world.name, []).append(one)
     every = [r for some in runs.values() for r in some]
     return {"overall": summary(every), **{name: summary(some) for name, some in runs.items()}}
 
@@ -167,7 +186,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=30)
     parser.add_argument("--worlds", nargs="*", default=list(KINDS), help="only these")
     parser.add_argument("--noise", nargs="*", choices=[noise.name for noise in NOISES], help="only these")
-    parser.add_argument("--only", nargs="*", default=["random", "grid", "nsga2", "tpe", *PRIORS, "gp"])
+    parser.add_argument("--only", nargs="*", default=["random", "grid", "nsga2", "tpe", *PRIORS, KNOWN, "gp"])
     parser.add_argument("--merge", action="store_true", help="keep what other samplers reached in an earlier run")
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     arguments = parser.parse_args()

@@ -9,10 +9,9 @@ No real machine is like any of these; what they have in common with real ones is
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -138,6 +137,72 @@ KINDS = {
 }  # fmt: skip
 
 
+class Costs(NamedTuple):
+    """What candidates cost: seconds of a step, bytes, and seconds of an inner and a boundary micro-step."""
+
+    seconds: np.ndarray
+    sizes: np.ndarray
+    inner: np.ndarray
+    boundary: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Candidates by columns.
+
+    Attributes:
+        micro, accumulation, stage, bucket, every: Values of their knobs; `every` is 0 without recomputation.
+        width: Bytes of a weight.
+        precision: Names.
+        overlap: Whether communication overlaps.
+        host: Whether the optimizer is on the host.
+        levels: Each level of a knob that has an offset.
+        present: Which candidates have it, a column for each level.
+    """
+
+    micro: np.ndarray
+    accumulation: np.ndarray
+    stage: np.ndarray
+    bucket: np.ndarray
+    every: np.ndarray
+    width: np.ndarray
+    precision: list[str]
+    overlap: np.ndarray
+    host: np.ndarray
+    levels: list[tuple[str, str]]
+    present: np.ndarray
+
+    @classmethod
+    def of(cls, space: SearchSpace, candidates: Sequence[Candidate]) -> Columns:
+        """The columns of some candidates of a space."""
+        every = [c.values() for c in candidates]
+        knobs = [parameter for parameter in space.parameters if parameter.name not in SIZES]
+        levels = [(parameter.name, repr(value)) for parameter in knobs for value in parameter.all_values()]
+        column = {level: n for n, level in enumerate(levels)}
+        present = np.zeros((len(candidates), len(levels)))
+        for row, values in enumerate(every):
+            present[row, [column[level] for level in ((k, repr(v)) for k, v in values.items()) if level in column]] = (
+                1.0
+            )
+        overlap = [values.get(ZERO + "overlap_comm") for values in every]
+        return cls(
+            micro=np.array([c.micro_batch_size for c in candidates], dtype=float),
+            accumulation=np.array([c.gradient_accumulation_steps for c in candidates], dtype=float),
+            stage=np.array([c.zero_stage for c in candidates]),
+            bucket=np.array([float(values.get(ZERO + "reduce_bucket_size") or 5e8) for values in every]),  # type: ignore[arg-type]
+            every=np.array([c.checkpoint_every for c in candidates]),
+            width=np.array([2 if c.precision in ("bf16", "fp16") else 4 for c in candidates]),
+            precision=[c.precision for c in candidates],
+            overlap=np.array([c.zero_stage == 3 if o is None else bool(o) for c, o in zip(candidates, overlap, strict=True)]),
+            host=np.array([c.offload_optimizer != "none" for c in candidates]), levels=levels, present=present,
+        )  # fmt: skip
+
+    def share(self, n_blocks: int) -> np.ndarray:
+        """The share of the blocks that is recomputed."""
+        blocks = np.ceil(n_blocks / np.maximum(self.every, 1)) / n_blocks
+        return np.where(self.every > 0, blocks, 0.0)
+
+
 @dataclass(frozen=True)
 class World:
     """One simulated place to train: what it is, and what a profile of it would say.
@@ -166,79 +231,77 @@ class World:
     seed: int
     odd: float = 0.0
 
-    def truth(self, candidates: Sequence[Candidate]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds of a step, bytes, and times of an inner and a boundary micro-step, of each candidate."""
-        rng = np.random.default_rng(self.seed)
-        off = {name: float(np.exp(rng.normal(0, RATE_SD))) for name in RATES}
-        levels = {
-            (parameter.name, repr(value)): float(rng.normal(0, LEVEL_SD))
-            for parameter in self.space.parameters if parameter.name not in SIZES
-            for value in parameter.all_values()
-        }  # fmt: skip
-        rows = [self._one(c, off, levels) for c in candidates]
-        steps, sizes, inner, boundary = (np.array(column) for column in zip(*rows, strict=True))
-        return steps, sizes, inner, boundary
+    def truth(self, candidates: Sequence[Candidate]) -> Costs:
+        """What candidates cost with the constants of the seed."""
+        columns = Columns.of(self.space, candidates)
+        return self.costs(columns, self.constants(columns))
 
-    def _one(
-        self, c: Candidate, off: dict[str, float], levels: dict[tuple[str, str], float]
-    ) -> tuple[float, float, float, float]:
+    def constants(self, columns: Columns) -> np.ndarray:
+        """Logarithms of what each rate and each level of a knob is off by: the seed decides."""
+        rng = np.random.default_rng(self.seed)
+        rates = [float(rng.normal(0, RATE_SD)) for _ in RATES]
+        return np.array([*rates, *(float(rng.normal(0, LEVEL_SD)) for _ in columns.levels)])
+
+    def costs(self, columns: Columns, constants: np.ndarray) -> Costs:
+        """What candidates cost with these constants."""
         m, p, N = self.nominal, self.profile, self.nominal.world_size
-        values, b, K, stage = c.values(), c.micro_batch_size, c.gradient_accumulation_steps, c.zero_stage
-        w = 2 if c.precision in ("bf16", "fp16") else 4
-        every = c.checkpoint_every
-        share = math.ceil(p.n_blocks / every) / p.n_blocks if every else 0.0
+        off = dict(zip(RATES, np.exp(constants[: len(RATES)]), strict=True))
+        b, K, stage, w, share = (
+            columns.micro,
+            columns.accumulation,
+            columns.stage,
+            columns.width,
+            columns.share(p.n_blocks),
+        )
         # Samples are computed in tiles of four: 5 cost as much as 8.
-        tiles = 4 * math.ceil(b / 4) if b > 4 else b
-        rate = m.flops.get(c.precision, m.flops["fp32"]) * off["flops"]
+        tiles = np.where(b > 4, 4 * np.ceil(b / 4), b)
+        rate = np.array([m.flops.get(name, m.flops["fp32"]) for name in columns.precision]) * off["flops"]
         launch = m.launch_s * off["launch"] * p.n_blocks
         forward = p.flops_per_sample / 3 * (0.7 * b + 0.3 * tiles + 0.6) / rate + launch / 3
-        forward *= 1 + self.odd * (b % 2)
+        forward = forward * (1 + self.odd * (b % 2))
         backward = 2 * forward + share * 0.85 * forward
-        bucket = float(values.get(ZERO + "reduce_bucket_size") or 5e8)  # type: ignore[arg-type]
-        reduce_s = (1 if stage in (1, 2, 3) else 2) * self._between_ranks_s(
-            p.n_trainable * w, 2 * max(1.0, p.n_trainable / bucket) / (1 if stage in (1, 2, 3) else 2), off
-        )
-        gather_s = self._between_ranks_s(p.n_parameters * w, p.n_blocks, off)
-        overlap = values.get(ZERO + "overlap_comm")
-        overlap = (stage == 3) if overlap is None else overlap
-        if stage == 3:
-            forward = (forward**3 + gather_s**3) ** (1 / 3) + 0.15 * gather_s
-            backward = (backward**3 + gather_s**3) ** (1 / 3) + 0.15 * gather_s
-        gamma = 2.5 if overlap else 1.0
-        reduced = float((backward**gamma + reduce_s**gamma) ** (1 / gamma))
-        inner = forward + (reduced if stage >= 2 else backward)
-        host = c.offload_optimizer != "none"
-        shard = p.n_trainable / (N if stage else 1)
-        optimizer = 30 * shard / ((m.host_memory_bytes_per_s if host else m.memory_bytes_per_s) * off["memory"])
-        optimizer += 2 * w * shard / (m.host_bytes_per_s * off["host"]) if host else 0.0
-        boundary = forward + reduced + optimizer + (gather_s if stage in (1, 2) else 0.0)
-        size = self._bytes(c, w, share, bucket, shard, off)
+        once = np.where(stage >= 1, 1.0, 2.0)
+        n_buckets = np.maximum(1.0, p.n_trainable / columns.bucket)
+        reduce_s = once * self._between_ranks_s(p.n_trainable * w, 2 * n_buckets / once, off)
+        gather_s = self._between_ranks_s(p.n_parameters * w, np.full(len(b), float(p.n_blocks)), off)
+        whole, shares = stage == 3, (stage == 1) | (stage == 2)
+        forward = np.where(whole, (forward**3 + gather_s**3) ** (1 / 3) + 0.15 * gather_s, forward)
+        backward = np.where(whole, (backward**3 + gather_s**3) ** (1 / 3) + 0.15 * gather_s, backward)
+        gamma = np.where(columns.overlap, 2.5, 1.0)
+        reduced = (backward**gamma + reduce_s**gamma) ** (1 / gamma)
+        inner = forward + np.where(stage >= 2, reduced, backward)
+        shard, host = p.n_trainable / np.where(stage >= 1, N, 1), columns.host
+        memory = np.where(host, m.host_memory_bytes_per_s, m.memory_bytes_per_s) * off["memory"]
+        optimizer = 30 * shard / memory + host * 2 * w * shard / (m.host_bytes_per_s * off["host"])
+        boundary = forward + reduced + optimizer + np.where(shares, gather_s, 0.0)
+        size = self._bytes(columns, share, shard, off)
         # Allocators slow down before they fail.
-        slow = math.exp(sum(levels.get((name, repr(value)), 0.0) for name, value in values.items()))
-        slow *= 1 + 2.0 * max(0.0, size / self.limit - 0.88)
-        return ((K - 1) * inner + boundary) * slow, size, inner * slow, boundary * slow
+        slow = np.exp(columns.present @ constants[len(RATES) :]) * (1 + 2.0 * np.maximum(0.0, size / self.limit - 0.88))
+        return Costs(((K - 1) * inner + boundary) * slow, size, inner * slow, boundary * slow)
 
-    def _between_ranks_s(self, n_bytes: float, n_calls: float, off: dict[str, float]) -> float:
+    def _between_ranks_s(self, n_bytes: np.ndarray, n_calls: np.ndarray, off: dict[str, float]) -> np.ndarray:
         """Half an all-reduce: within nodes, then between them."""
         m = self.nominal
         N = m.world_size
         if N == 1:
-            return 0.0
+            return np.zeros(len(n_bytes))
         L = m.ranks_per_node or N
         M = N // L
         wire = n_bytes * (L - 1) / L / m.link_bytes_per_s
         latency = n_calls * (L * m.link_alpha_s + (M * m.node_alpha_s if M > 1 else 0.0))
         if M > 1:
-            wire += n_bytes * (M - 1) / M / m.node_bytes_per_s
-        return wire / off["link"] + latency * off["alpha"]
+            wire = wire + n_bytes * (M - 1) / M / m.node_bytes_per_s
+        return np.asarray(wire / off["link"] + latency * off["alpha"], dtype=float)
 
-    def _bytes(self, c: Candidate, w: int, share: float, bucket: float, shard: float, off: dict[str, float]) -> float:
-        p, N, stage = self.profile, self.nominal.world_size, c.zero_stage
-        states = w * p.n_parameters / (N if stage == 3 else 1) + w * p.n_trainable / (N if stage >= 2 else 1)
-        states += 0.0 if c.offload_optimizer != "none" else (12 if w == 2 else 8) * shard
+    def _bytes(self, columns: Columns, share: np.ndarray, shard: np.ndarray, off: dict[str, float]) -> np.ndarray:
+        p, N, stage, w = self.profile, self.nominal.world_size, columns.stage, columns.width
+        states = w * p.n_parameters / np.where(stage == 3, N, 1) + w * p.n_trainable / np.where(stage >= 2, N, 1)
+        states = states + np.where(columns.host, 0.0, np.where(w == 2, 12, 8) * shard)
         kept = p.activation_bytes_per_sample * (1 - share) + p.checkpointed_bytes_per_sample * share
-        live = off["activations"] * c.micro_batch_size**0.97 * kept * (0.55 if w == 2 else 1.0)
-        return (states + live + w * min(bucket, 2.0 * p.n_trainable)) * 1.06 + 2e8
+        live = off["activations"] * columns.micro**0.97 * kept * np.where(w == 2, 0.55, 1.0)
+        return np.asarray(
+            (states + live + w * np.minimum(columns.bucket, 2.0 * p.n_trainable)) * 1.06 + 2e8, dtype=float
+        )
 
 
 def worlds(names: Sequence[str] = tuple(KINDS)) -> list[World]:

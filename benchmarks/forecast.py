@@ -38,6 +38,7 @@ from autotune.trial.request import TrialRequest
 SPACES = ["batch", "zero", "precision", "checkpointing", "buckets"]
 ANCHORS = (0, 1, 5, 10, 20)
 DRAWS = 20
+DRAWN_TABLES = 50
 # Limits, as quantiles of the measured peaks, at which "it fits" is put to the test.
 LIMITS = (0.25, 0.5, 0.75, 0.9)
 MOST_SAMPLES_A_STEP = 128
@@ -91,6 +92,7 @@ def score(source: Path, target: Path | None, ranks: int, *, timed: bool) -> None
             figures[f"{n} anchors"] = scored(fresh, found, n, timed=timed)
     if not source.is_dir() and timed and min(map(len, (rows := repeats(source)).values())) > 1:
         figures["one more measurement"] = repeated(rows)
+        figures["perfect"] = perfect(rows)
     write(f"forecast-{name}", figures)
 
 
@@ -175,6 +177,24 @@ def repeated(rows: dict[Candidate, list[dict[str, float]]]) -> dict[str, float]:
         errors += [abs(some[k] / other - 1) for some, other in zip(times, others, strict=True)]
         taus.append(kendalltau([some[k] for some in times], others).statistic)
     return {"time_error_median": statistics.median(errors), "time_kendall_tau": statistics.median(taus)}
+
+
+def perfect(rows: dict[Candidate, list[dict[str, float]]]) -> dict[str, float]:
+    """What a forecast would score that knew each configuration's mean, against medians of as many readings: a bound.
+
+    Readings are drawn about the mean by what the table's own scatter by. The means hold noise too, which spreads them, so
+    the ranking of a real one would agree a little less.
+    """
+    times = [np.log([row["step_time_s"] for row in some]) for some in rows.values() if len(some) > 1]
+    means = np.array([logs.mean() for logs in times])
+    scatter = np.concatenate([(logs - logs.mean()) * np.sqrt(len(logs) / (len(logs) - 1)) for logs in times])
+    rng = np.random.default_rng(0)
+    errors, taus = [], []
+    for _ in range(DRAWN_TABLES):
+        drawn = np.array([np.median(rng.choice(scatter, len(logs))) for logs in times])
+        errors.append(float(np.median(np.abs(np.expm1(-drawn)))))
+        taus.append(kendalltau(means, means + drawn).statistic)
+    return {"time_error_median": statistics.mean(errors), "time_kendall_tau": statistics.mean(taus)}
 
 
 def main() -> None:

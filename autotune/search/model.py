@@ -96,9 +96,7 @@ class CostModel:
 
     def completes(self, rows: Rows) -> Floats:
         """Probability that a candidate does not fail otherwise than by memory."""
-        if not self.catalogue.present.shape[1]:
-            return np.ones(len(rows))
-        return np.asarray(1.0 - (self.catalogue.present[rows] * self.distrust).max(axis=1), dtype=float)
+        return np.asarray((1.0 - self.catalogue.present[rows] * self.distrust).prod(axis=1), dtype=float)
 
     def fits(self, rows: Rows) -> Floats:
         """Probability that a candidate fits the memory."""
@@ -159,24 +157,18 @@ class CostModel:
         return np.column_stack([mean for mean, _ in pairs]), np.column_stack([sd for _, sd in pairs])
 
     def sd_apart(self, rows: Rows, others: Rows) -> Floats:
-        """Standard deviations of the differences between the costs of candidates and of others.
-
-        Returns:
-            A row for each of `rows`, a column for each of `others`, an entry for each objective.
-        """
-        samples = [self.catalogue.samples.take(some) for some in (rows, others)]
-        designs = [time_design(self.catalogue, self.memory, self.limit, some) for some in (rows, others)]
+        """Standard deviations of differences: a row for each of `rows`, a column for each of `others`, an entry an objective."""
+        pair, batches = (rows, others), self.catalogue.samples
+        designs = [time_design(self.catalogue, self.memory, self.limit, some) for some in pair]
         time = self.time.sd_apart(*designs)
 
         def of(metric: str) -> Floats:
             if metric == "peak_memory_bytes":
-                return self.memory.sd_apart(*(self.catalogue.memory.take(some) for some in (rows, others)))
-            if metric in self.extra:
-                return self.extra[metric].sd_apart(*designs)
+                return self.memory.sd_apart(*(self.catalogue.memory.take(some) for some in pair))
             if metric in ("time_to_loss_s", GOODPUT):
                 model = self.useful if metric == GOODPUT else self.samples
-                return np.asarray(np.hypot(time, model.sd_apart(*samples)), dtype=float)
-            return time
+                return np.asarray(np.hypot(time, model.sd_apart(*map(batches.take, pair))), dtype=float)
+            return self.extra[metric].sd_apart(*designs) if metric in self.extra else time
 
         return np.stack([of(metric) for metric in self.metrics], axis=2)
 
@@ -439,12 +431,18 @@ def _learn_useful(catalogue: FeatureTable, done: Sequence[Observation]) -> Calib
 
 
 def _distrust(catalogue: FeatureTable, told: Sequence[Observation]) -> Floats:
-    """For each level how likely it is to fail otherwise than by memory: what crashes once, may do so again."""
-    bad, good = (np.zeros(catalogue.present.shape[1]) for _ in range(2))
-    for t in told:
-        present = catalogue.present[catalogue.row[t.candidate]]
-        bad += present * (t.outcome in FATAL)
-        good += present * (t.outcome in RAN)
+    """For each level how likely it is to fail otherwise than by memory: what crashes once, may do so again.
+
+    The levels of a trial that no other has shown to run share its blame.
+    """
+
+    def present(*outcomes: Outcome) -> Floats:
+        return catalogue.present[_rows(catalogue, [t for t in told if t.outcome in outcomes])]
+
+    good, failed = present(*RAN).sum(axis=0), present(*FATAL)
+    suspects = failed * (good == 0)
+    suspects = np.where(suspects.any(axis=1, keepdims=True), suspects, failed)
+    bad = (suspects / np.maximum(suspects.sum(axis=1, keepdims=True), 1.0)).sum(axis=0)
     return np.asarray(bad / (bad + good + 0.25) * (good < bad), dtype=float)
 
 

@@ -324,6 +324,16 @@ def test_the_best_of_very_many_are_chosen_by_all_that_is_believed_of_them():
     assert np.abs(state.rough_costs() - mean).max() > 0.02
 
 
+def test_of_two_levels_that_crashed_together_each_is_tried_without_the_other():
+    every = all_of(SearchSpace.parse(KNOBS, "test.yaml"))
+    guide = CandidateOptimizer(every, PRIOR, METRICS, world_size=2, reference=DEFAULT)
+    both = Candidate(micro_batch_size=8, zero_stage=2, precision="bf16")
+    told = [told_of(DEFAULT), *(Observation(candidate=both, outcome=Outcome.CRASHED) for _ in range(2))]
+    apart = [replace(both, zero_stage=1), replace(both, precision="fp32"), DEFAULT]
+    chances = guide._learn(told).completes(np.array([guide.catalogue.row[c] for c in [both, *apart]]))
+    assert chances[0] < 0.5 * chances[1:3].min() and chances[3] == 1.0
+
+
 def test_a_level_that_crashes_is_left_alone():
     every = all_of(SearchSpace.parse(KNOBS, "test.yaml"))
     guide = CandidateOptimizer(every, PRIOR, METRICS, world_size=2, reference=DEFAULT)

@@ -1,9 +1,9 @@
-"""The search of somebody who knows the simulated machines: how much of the gap to the best is the model's, and how much the noise's.
+"""A search that knows the formulas of the simulated machines: what of the gap to the best is the forecast's, and what is left.
 
-It knows the formulas of `simulator.py`, how its constants are distributed, how trials scatter, the memory and the samples of every
-candidate; not the constants. These are inferred from the trials (Gauss-Newton), and the next trial follows from the acquisitions
-that autotune uses: the hypervolume every second time, else the objective that a trial is expected to improve most. What it does not
-find, no forecast that is made without these formulas can be expected to find.
+It knows the formulas of `simulator.py`, how its constants are distributed, how trials scatter, and the memory and the samples
+of every candidate; not the constants. These are inferred from the trials (Gauss-Newton). The next trial follows from the
+acquisitions that autotune uses, without turns for the goal or for untried levels: the hypervolume every second time, else the objective
+that a trial is expected to improve most. No bound is proved by it: with other acquisitions the same knowledge may find more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from simulator import (
 from autotune.search import acquisition
 
 ROUNDS, LONGEST_MOVE, STEP = 4, 0.5, 1e-4
-# A straggler reads so much slower that its reading tells little.
+# Where some trials straggle, each reading is held to be this noisy at least.
 STRAGGLER_SD = 0.04
 NEAREST, WEIGHTINGS = 150, 6
 

@@ -274,17 +274,10 @@ class CalibratedGP:
 
     def predict(self, design: Design, *, noise: bool = False) -> tuple[Floats, Floats]:
         """Mean and standard deviation of the logarithm in each row; with `noise` of what a trial would measure."""
-        base, shares = self._prior(design)
-        features = np.hstack([design.linear * self.linear_sd, shares * self.term_sd])
-        prior = (features**2).sum(axis=1) + self.smooth_sd**2 + self.own_sd**2
+        centre, features, explained = self._conditioned(design)
         more = self.noise_sd if noise else 0.0
-        if self._data is None:
-            return base, np.hypot(self._wider * np.sqrt(prior), more)
-        cross = features @ self._features.T + self._unexplained(design, self._data.design)
-        centre = base - shares @ self.correction + cross @ self._alpha
-        explained = scipy.linalg.solve_triangular(self._factor[0], cross.T, lower=True)
-        variance = np.maximum(prior - (explained**2).sum(axis=0), 1e-8)
-        return np.asarray(centre, dtype=float), np.asarray(np.hypot(self._wider * np.sqrt(variance), more), dtype=float)
+        variance = np.maximum(self._variance(features, explained), 1e-8)
+        return centre, np.asarray(np.hypot(self._wider * np.sqrt(variance), more), dtype=float)
 
     def sd_apart(self, design: Design, others: Design) -> Floats:
         """Standard deviation of the difference of each row from each of some others: what all have in common is no part of it.
@@ -292,35 +285,33 @@ class CalibratedGP:
         Returns:
             A row for each row of `design`, a column for each of `others`.
         """
-        sides = []
-        for rows in (design, others):
-            _, shares = self._prior(rows)
-            features = np.hstack([rows.linear * self.linear_sd, shares * self.term_sd])
-            explained = np.zeros((0, len(rows)))
-            if self._data is not None:
-                cross = features @ self._features.T + self._unexplained(rows, self._data.design)
-                explained = scipy.linalg.solve_triangular(self._factor[0], cross.T, lower=True)
-            own = (features**2).sum(axis=1) + self.smooth_sd**2 + self.own_sd**2 - (explained**2).sum(axis=0)
-            sides.append((features, explained, own))
-        (a, seen_a, own_a), (b, seen_b, own_b) = sides
+        (_, a, seen_a), (_, b, seen_b) = self._conditioned(design), self._conditioned(others)
         shared = a @ b.T + self._unexplained(design, others) - seen_a.T @ seen_b
-        variance = own_a[:, None] + own_b[None, :] - 2.0 * shared
+        variance = self._variance(a, seen_a)[:, None] + self._variance(b, seen_b)[None, :] - 2.0 * shared
         return np.asarray(self._wider * np.sqrt(np.maximum(variance, 1e-8)), dtype=float)
 
     def draw(self, design: Design, rng: np.random.Generator, n: int) -> Floats:
         """Joint draws of the logarithm in each row, without a trial's noise: `n` rows, a column for each row of the design."""
-        base, shares = self._prior(design)
-        features = np.hstack([design.linear * self.linear_sd, shares * self.term_sd])
-        covariance = features @ features.T + self._unexplained(design, design)
-        centre = base
-        if self._data is not None:
-            cross = features @ self._features.T + self._unexplained(design, self._data.design)
-            centre = base - shares @ self.correction + cross @ self._alpha
-            explained = scipy.linalg.solve_triangular(self._factor[0], cross.T, lower=True)
-            covariance -= explained.T @ explained
+        centre, features, explained = self._conditioned(design)
+        covariance = features @ features.T + self._unexplained(design, design) - explained.T @ explained
         values, vectors = np.linalg.eigh(covariance)
         scale = vectors * np.sqrt(np.maximum(values, 0.0))
         return np.asarray(centre + self._wider * rng.standard_normal((n, len(values))) @ scale.T, dtype=float)
+
+    def _conditioned(self, design: Design) -> tuple[Floats, Floats, Floats]:
+        """Expected logarithm and features of each row, and the factor of what the observations explain, a column for each row."""
+        base, shares = self._prior(design)
+        features = np.hstack([design.linear * self.linear_sd, shares * self.term_sd])
+        if self._data is None:
+            return base, features, np.zeros((0, len(base)))
+        cross = features @ self._features.T + self._unexplained(design, self._data.design)
+        centre = base - shares @ self.correction + cross @ self._alpha
+        return centre, features, scipy.linalg.solve_triangular(self._factor[0], cross.T, lower=True)
+
+    def _variance(self, features: Floats, explained: Floats) -> Floats:
+        """Variance that the observations leave in each row."""
+        prior = (features**2).sum(axis=1) + self.smooth_sd**2 + self.own_sd**2
+        return np.asarray(prior - (explained**2).sum(axis=0), dtype=float)
 
     def joint(self) -> tuple[NDArray[np.intp], Floats, Floats]:
         """What is foretold of each group's first row but for what was read of it: groups, means and covariance.

@@ -351,15 +351,15 @@ class CandidateOptimizer:
             # next.
             expected = mean @ self.shares + self._price(rows)
             return np.asarray(np.exp(expected.min() - expected), dtype=float)
-        seen, apart = state.costs(held)[0], state.sd_apart(rows, held)
-        gains = self._gains(mean, seen, apart)
-        promise = (gains * allowed).max(axis=1)
+        seen = state.costs(held)[0]
         if len(self.metrics) > 1 and n_told % 2:
             front = acquisition.front_of(seen)
-            nearest = apart[:, front].min(axis=1)
+            nearest = state.sd_apart(rows, held[front]).min(axis=1)
             gain = acquisition.hypervolume_improvement(mean, nearest, seen[front], np.random.default_rng(n_told))
             if gain.max() > 0:
                 return gain
+        gains = _gains(state, self.shares, rows, mean, held, seen)
+        promise = (gains * allowed).max(axis=1)
         for_goal = n_told % 4 == 0
         which = -1 if for_goal else int(np.argmax(promise[:-1]))
         # The first trials are for what the forecast holds to be best; what they show tells which levels may be as good.
@@ -368,19 +368,6 @@ class CandidateOptimizer:
             if needed.any():
                 return needed
         return np.asarray(gains[which], dtype=float)
-
-    def _gains(self, mean: Floats, seen: Floats, apart: Floats) -> Floats:
-        """Expected improvement of each objective and, last, of the goal (summed over its objectives); one row for each.
-
-        Each candidate is compared with the best measured one by how far the two may be apart: an error that both share,
-        as in the scale of the step time, makes neither the better one.
-        """
-        found = []
-        for share in [*np.eye(len(self.metrics)), self.shares]:
-            best = int(np.argmin(seen @ share))
-            gain = acquisition.expected_improvement(mean @ share, apart[:, best] @ share, float(seen[best] @ share))
-            found.append(gain * (share > 0).sum())
-        return np.array(found)
 
 
 def chance_needed(told: Sequence[Observation]) -> float:
@@ -401,6 +388,31 @@ def _regret(state: CostModel, rows: Rows) -> Floats:
     """How far each row is expected to be from the best, on the objective that it serves best."""
     mean, _ = state.costs(rows)
     return np.asarray((mean - mean.min(axis=0)).min(axis=1), dtype=float)
+
+
+def _gains(state: CostModel, shares: Floats, rows: Rows, mean: Floats, held: Rows, seen: Floats) -> Floats:
+    """Expected improvement of each objective and, last, of the goal (summed over its objectives); one row for each.
+
+    Each candidate is compared with the best measured one by how far the two may be apart: an error that both share, as in
+    the scale of the step time, makes neither the better one.
+
+    Args:
+        state: What the trials so far taught.
+        shares: Weights of the objectives in the goal.
+        rows: Candidates.
+        mean: Their expected costs.
+        held: The measured ones that keep the bounds.
+        seen: Expected costs of these.
+    """
+    weightings = [*np.eye(len(shares)), shares]
+    best = [int(np.argmin(seen @ weights)) for weights in weightings]
+    apart = state.sd_apart(rows, held[best])
+    gains = [
+        acquisition.expected_improvement(mean @ weights, apart[:, n] @ weights, float(seen[best[n]] @ weights))
+        * (weights > 0).sum()
+        for n, weights in enumerate(weightings)
+    ]
+    return np.array(gains)
 
 
 def _hopeful(state: CostModel, metrics: Sequence[str], rows: Rows) -> Rows:

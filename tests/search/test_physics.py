@@ -324,7 +324,7 @@ def test_the_best_of_very_many_are_chosen_by_all_that_is_believed_of_them():
     assert np.abs(state.rough_costs() - mean).max() > 0.02
 
 
-def test_of_two_levels_that_crashed_together_each_is_tried_without_the_other():
+def test_of_two_levels_that_crashed_together_each_is_likelier_to_run_without_the_other():
     every = all_of(SearchSpace.parse(KNOBS, "test.yaml"))
     guide = CandidateOptimizer(every, PRIOR, METRICS, world_size=2, reference=DEFAULT)
     both = Candidate(micro_batch_size=8, zero_stage=2, precision="bf16")

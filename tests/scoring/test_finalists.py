@@ -84,6 +84,17 @@ def test_the_race_goes_on_while_the_rounds_disagree_and_ends_where_one_is_clearl
     assert turn(base, *steady) == []
 
 
+def test_the_race_goes_on_while_the_leader_may_well_be_more_than_a_hundredth_behind():
+    """A leader that is 1 % ahead by readings of 2 % is expected to lose little, and loses over 1 % every tenth time."""
+    base = measured(0, 0.1, rounds=[0.1, 0.1])
+    first = measured(1, 0.05, rounds=[0.0495, 0.0515])
+    second = measured(2, 0.0505, rounds=[0.0515, 0.0505], zero_stage=1)
+    found = estimate([base, first, second])
+    stand = race(found.measured[1:], found, [LATENCY])
+    assert stand.loss < 0.01 and stand.risk > 0.1 and not stand.settled
+    assert race(found.measured[1:], found, [LATENCY], below=0.1).settled
+
+
 def test_one_that_was_not_measured_again_joins_the_race_where_it_may_be_the_best():
     base, best = measured(0, 0.1, rounds=[0.1, 0.1]), measured(1, 0.04, rounds=[0.05, 0.05])
     late, hopeless = measured(5, 0.042, zero_stage=1), measured(6, 0.09, zero_stage=2)

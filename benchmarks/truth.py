@@ -159,7 +159,7 @@ def planned(path: Path, changes: dict[str, Any]) -> Plan:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("study", type=Path)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--at-most", type=int, help="so many configurations, drawn at random")
     parser.add_argument("--budget", type=float, help="training seconds of a trial, in place of the study's")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Acquisition functions: expected improvement of one cost, or of the hypervolume of several; loss of stopping; Pareto fronts."""
+"""Acquisition functions: expected improvement of one cost, or of the hypervolume of several; Pareto fronts."""
 
 from __future__ import annotations
 
@@ -43,24 +43,6 @@ def hypervolume_improvement(mean: Floats, sd: Floats, front: Floats, rng: np.ran
     for column in range(len(low)):
         total *= scipy.special.ndtr((free[None, :, column] - mean[:, column, None]) / sd[:, column, None])
     return np.asarray(ratio * total.mean(axis=1), dtype=float)
-
-
-def loss_of_stopping(
-    seen: Floats, unseen: Floats, allowed: Floats, n_again: int, rng: np.random.Generator
-) -> tuple[float, float]:
-    """What stopping loses, and what the most promising single trial gains, over joint draws of the goal.
-
-    Args:
-        seen: The goal of the measured candidates, the best first, one row a draw; the first few are measured again.
-        unseen: The goal of those not measured.
-        allowed: Probability of each of these that it runs and keeps the bounds.
-        n_again: How many are measured again.
-        rng: Draws which of them do.
-    """
-    kept = seen[:, :n_again].min(axis=1)
-    better = np.maximum(kept[:, None] - unseen, 0.0) * (rng.random(unseen.shape) < allowed)
-    loss = np.maximum(better.max(axis=1), kept - seen.min(axis=1)).mean()
-    return float(loss), float(better.mean(axis=0).max())
 
 
 def dominated(points: Floats, by: Floats) -> NDArray[np.bool_]:

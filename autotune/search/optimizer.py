@@ -21,7 +21,7 @@ from autotune.search import acquisition, exploration
 from autotune.search.model import Bound, CostModel, TransferredCorrections, learn, timed
 from autotune.search.observation import Observation
 from autotune.search.pool import pool
-from autotune.space.candidate import Candidate, differing
+from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
 from autotune.trial.result import Outcome
 
@@ -43,8 +43,6 @@ ENOUGH_TRIALS, ENOUGH_COVERED = 8, 0.75
 QUICK_TRIALS = 3
 # How much better a candidate with other numerics has to be for a quick study to try it.
 GATE_PRICE = 0.03
-# What is expected to be this near to the best is as good: of these the one that changes least is tried first.
-ALIKE = 0.005
 # The loss of stopping: drawn so often, over this many candidates, if the best few measured ones are measured again.
 DRAWS, MOST_DRAWN, FINALISTS = 256, 250, 3
 # A turn of the goal that promises less than 5 %, or one of an objective that promises less than 1 %, goes to what the model does not
@@ -298,8 +296,7 @@ class CandidateOptimizer:
         rows, allowed = rows[hopeful], allowed[hopeful]
         drawn = typical.draw_goal(np.concatenate([measured, rows]), self.shares, rng, DRAWS)
         drawn = drawn + self._price(np.concatenate([measured, rows]))
-        seen, unseen = drawn[:, : len(measured)], drawn[:, len(measured) :]
-        loss, next_gain = acquisition.loss_of_stopping(seen, unseen, allowed, FINALISTS, rng)
+        loss, next_gain = _loss_of_stopping(drawn[:, : len(measured)], drawn[:, len(measured) :], allowed, rng)
         return Outlook(
             loss=loss, next_gain=next_gain, n_left=n_left, n_ran=n_ran, covered=covered, explored=explored, quick=self.quick
         )  # fmt: skip
@@ -350,7 +347,10 @@ class CandidateOptimizer:
             return state.held(rows)
         mean, _ = state.costs(rows)
         if self.goal_only:
-            return _most_expected(self.catalogue.candidates, rows, mean @ self.shares + self._price(rows))
+            # With a handful of trials there is no time to look where little is known: what is expected to be best is
+            # next.
+            expected = mean @ self.shares + self._price(rows)
+            return np.asarray(np.exp(expected.min() - expected), dtype=float)
         seen = state.costs(held)[0]
         if len(self.metrics) > 1 and n_told % 2:
             front = acquisition.front_of(seen)
@@ -390,17 +390,6 @@ def _regret(state: CostModel, rows: Rows) -> Floats:
     return np.asarray((mean - mean.min(axis=0)).min(axis=1), dtype=float)
 
 
-def _most_expected(candidates: Sequence[Candidate], rows: Rows, expected: Floats) -> Floats:
-    """How near each row is expected to be to the best: what a handful of trials has time for.
-
-    It is 1 at most, and more for rows that are as good as the best, by how little they change of the baseline.
-    """
-    worth, own = np.exp(expected.min() - expected), candidates[0].values()
-    for n in np.flatnonzero(expected < expected.min() + ALIKE):
-        worth[n] = 1 + 1 / (1 + len(differing(candidates[rows[n]].values(), own)))
-    return np.asarray(worth, dtype=float)
-
-
 def _gains(state: CostModel, shares: Floats, rows: Rows, mean: Floats, held: Rows, seen: Floats) -> Floats:
     """Expected improvement of each objective and, last, of the goal (summed over its objectives); one row for each.
 
@@ -437,3 +426,18 @@ def _hopeful(state: CostModel, metrics: Sequence[str], rows: Rows) -> Rows:
         return rows
     near = ((mean - sd)[:, timed] - best).min(axis=1) <= math.log(HOPELESS)
     return np.asarray(rows[near], dtype=np.intp)
+
+
+def _loss_of_stopping(seen: Floats, unseen: Floats, allowed: Floats, rng: np.random.Generator) -> tuple[float, float]:
+    """What stopping loses, and what the most promising single trial gains, over joint draws of the goal.
+
+    Args:
+        seen: The goal of the measured candidates, the best first, one row a draw; the first few are measured again.
+        unseen: The goal of those not measured.
+        allowed: Probability of each of these that it runs and keeps the bounds.
+        rng: Draws which of them do.
+    """
+    kept = seen[:, :FINALISTS].min(axis=1)
+    better = np.maximum(kept[:, None] - unseen, 0.0) * (rng.random(unseen.shape) < allowed)
+    loss = np.maximum(better.max(axis=1), kept - seen.min(axis=1)).mean()
+    return float(loss), float(better.mean(axis=0).max())

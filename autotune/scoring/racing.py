@@ -14,7 +14,7 @@ from autotune.scoring.objective import Objective
 from autotune.scoring.recommend import TIE, drops_in, rank, reach, shown_better
 
 # The race is settled when naming the best now is expected to lose less than this share of the gain, 1 %, and loses more
-# with a chance below `UNSURE`. An expectation alone is small where one study in five loses 2 %.
+# than that with a chance below `UNSURE`: an expectation below 1 % still lets every tenth answer be 5 % behind.
 SETTLED, UNSURE = 0.01, 0.1
 # A trial whose measurement is expected to gain less than this share takes no part: 0.1 %.
 HOPELESS = 0.001

@@ -23,14 +23,14 @@ def test_a_step_is_taken_apart(measured):
 def test_collectives_and_recomputation_have_phases_of_their_own_at_every_stage(measured, stage):
     kept, again = (measured("gpt_tiny", zero_stage=stage, checkpoint_every=every).phase_times_s for every in (0, 1))
     assert kept["reduce"] > 0 and kept["gather"] > 0 and kept["wait"] > 0
-    assert 0 < again["recompute"] < 2 * again["backward"] and again["forward"] > 0
+    assert "recompute" not in kept and again["recompute"] > 0 and again["forward"] > 0
 
 
 @pytest.mark.alone
 def test_waiting_for_a_slow_rank_is_no_communication(zoo):
     zoo.run("slow_rank", **STEPS)
     quick, slow = (report.phase_times_s for report in folder.reports(zoo.folder, 2).values())
-    assert quick["wait"] > 0.02 > slow["wait"] and slow["forward"] > 0.03 > quick["reduce"]
+    assert quick["wait"] > max(slow["wait"], quick["reduce"]) and slow["forward"] > 0.03
 
 
 def test_traced_steps_follow_the_measurement_and_are_not_of_it(zoo):

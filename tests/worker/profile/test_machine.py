@@ -20,7 +20,7 @@ def alone(monkeypatch):
     monkeypatch.setattr(machine.dist, "all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(machine.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(machine, "_host_memory", lambda *_: (1e6, 2e6))
-    for name, value in {"BUDGET_S": 0.01, "LOADER_S": 0.0, "LOADER_WORKERS": (0,)}.items():
+    for name, value in {"BUDGET_S": {"cpu": 0.01, "cuda": 0.01}, "LOADER_S": 0.0, "LOADER_WORKERS": (0,)}.items():
         monkeypatch.setattr(machine, name, value)
     monkeypatch.setitem(machine.MATRICES, "cpu", (16, 32))
     monkeypatch.setitem(machine.MATRIX, "cpu", 16)

@@ -30,7 +30,8 @@ from autotune.forecast.regression import (
     probability_below,
 )
 from autotune.scoring.metrics import GOODPUT, METRICS
-from autotune.search.observation import CENSORED_SD, Observation
+from autotune.search.observation import Observation
+from autotune.search.sample_counts import SampleCounts
 from autotune.space.candidate import Candidate
 from autotune.trial.result import RAN, Outcome
 
@@ -46,10 +47,11 @@ DERIVED_SD = 0.03
 # Rows beside its own that the accumulations of one trial are worth, and the trials, newest first, that get them: cost
 # is cubic.
 MOST_DERIVED, DERIVED_TRIALS = 2, 50
-SAMPLES_SD = 0.1
 # Above this deviation the prior has guessed the scale of the memory, and does not know it.
 GUESSED_SCALE = 0.5
 RATES = {"samples_per_s", "tokens_per_s"}
+# What rests on a count of samples besides the step time.
+COUNTED = {"time_to_loss_s", GOODPUT}
 FATAL = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.NOT_APPLIED, Outcome.DIVERGED)
 
 
@@ -64,8 +66,7 @@ class CostModel:
         bounds: What a solution must keep.
         time: Log step time.
         memory: Log peak memory.
-        samples: Log samples to the target.
-        useful: Log samples that a useful one costs.
+        samples: Samples to the target, and those that a useful one costs.
         extra: Other metrics, by name.
         limit: Log of the memory of a rank, where it is known.
         rows: The candidates that completed.
@@ -83,8 +84,7 @@ class CostModel:
     bounds: Sequence[Bound]
     time: CalibratedGP
     memory: CalibratedGP
-    samples: CalibratedGP
-    useful: CalibratedGP
+    samples: SampleCounts
     extra: Mapping[str, CalibratedGP]
     limit: float | None
     rows: Rows
@@ -142,11 +142,8 @@ class CostModel:
         mean, sd = step_time or self.step_time(rows)
         if metric in RATES:
             return mean - log_batch, sd
-        if metric == "time_to_loss_s":
-            more, also = self.samples.predict(self.catalogue.samples.take(rows))
-            return mean + more - log_batch, np.hypot(sd, also)
-        if metric == GOODPUT:
-            more, also = self.useful.predict(self.catalogue.samples.take(rows))
+        if metric in COUNTED:
+            more, also = self.samples.of(metric).predict(self.catalogue.samples.take(rows))
             return mean + more - log_batch, np.hypot(sd, also)
         return mean, sd
 
@@ -165,9 +162,9 @@ class CostModel:
         def of(metric: str) -> Floats:
             if metric == "peak_memory_bytes":
                 return self.memory.sd_apart(*(self.catalogue.memory.take(some) for some in pair))
-            if metric in ("time_to_loss_s", GOODPUT):
-                model = self.useful if metric == GOODPUT else self.samples
-                return np.asarray(np.hypot(time, model.sd_apart(*map(batches.take, pair))), dtype=float)
+            if metric in COUNTED:
+                more = self.samples.of(metric).sd_apart(*map(batches.take, pair))
+                return np.asarray(np.hypot(time, more), dtype=float)
             return self.extra[metric].sd_apart(*designs) if metric in self.extra else time
 
         return np.stack([of(metric) for metric in self.metrics], axis=2)
@@ -190,9 +187,8 @@ class CostModel:
             else:
                 of_time += share
                 total -= share * log_batch * (metric != "step_time_s")
-                if metric in ("time_to_loss_s", GOODPUT):
-                    model = self.useful if metric == GOODPUT else self.samples
-                    total += share * model.draw(batches, rng, n)
+                if metric in COUNTED:
+                    total += share * self.samples.of(metric).draw(batches, rng, n)
         return total + of_time * self.time.draw(design, rng, n) if of_time else total
 
     def carried(self, rows: Rows) -> TransferredCorrections:
@@ -204,7 +200,7 @@ class CostModel:
             time=self.time.remainder(replace(time, linear=np.column_stack([time.linear, none]))),
             memory_terms=np.exp(self.memory.correction),
             memory=self.memory.remainder(self.catalogue.memory.take(rows)),
-            samples_terms=np.exp(self.samples.correction),
+            samples_terms=np.exp(self.samples.to_target.correction),
         )
 
     def rough_costs(self, rows: Rows | None = None) -> Floats:
@@ -222,10 +218,8 @@ class CostModel:
                 columns.append(self.memory.mean(catalogue.memory.take(rows)))
             elif metric in RATES:
                 columns.append(time - log_batch)
-            elif metric == "time_to_loss_s":
-                columns.append(time + self.samples.mean(batches, smooth=smooth) - log_batch)
-            elif metric == GOODPUT:
-                columns.append(time + self.useful.mean(batches, smooth=smooth) - log_batch)
+            elif metric in COUNTED:
+                columns.append(time + self.samples.of(metric).mean(batches, smooth=smooth) - log_batch)
             else:
                 columns.append(time * (_sign(metric) if metric in self.extra else 1.0))
         return np.column_stack(columns)
@@ -264,9 +258,7 @@ def learn(
     ran = timed(told, world_size)
     done = [t for t in ran if t.outcome is Outcome.COMPLETE]
     wanted = dict.fromkeys([*metrics, *(metric for metric, _, _ in bounds)])
-    own = [
-        m for m in wanted if m not in RATES and m not in ("step_time_s", "time_to_loss_s", "peak_memory_bytes", GOODPUT)
-    ]
+    own = [m for m in wanted if m not in RATES | COUNTED | {"step_time_s", "peak_memory_bytes"}]
     ratios = [
         t.metrics["tokens_per_s"] / t.metrics["samples_per_s"]
         for t in done
@@ -293,8 +285,7 @@ def learn(
             expected_noise([t.own_noise() for t in ran]),
         ),
         memory=memory,
-        samples=_learn_samples(catalogue, world_size, done),
-        useful=_learn_useful(catalogue, done),
+        samples=SampleCounts(catalogue, world_size, done),
         extra={metric: extra(metric) for metric in own},
         limit=limit,
         rows=_rows(catalogue, done),
@@ -405,29 +396,6 @@ def _priced(
 def _ends(others: Sequence[int], steps: int) -> list[int]:
     below, above = [k for k in others if k < steps], [k for k in others if k > steps]
     return [k for side in (below, above) for k in side[-1:]][:MOST_DERIVED]
-
-
-def _learn_samples(catalogue: FeatureTable, world_size: int, done: Sequence[Observation]) -> CalibratedGP:
-    """Samples to the target against the global batch."""
-    some = [t for t in done if t.good("time_to_loss_s")]
-    y, extra = [], []
-    for t in some:
-        seconds = t.step_time_s(world_size)
-        assert seconds is not None
-        y.append(math.log(t.metrics["time_to_loss_s"] / seconds * t.candidate.global_batch_size(world_size)))
-        extra.append(CENSORED_SD if "time_to_loss_s" in t.censored else t.spread("time_to_loss_s", SAMPLES_SD))
-    return fit(
-        Data.of(catalogue.samples.take(_rows(catalogue, some)), y, extra), catalogue.samples_sd, np.array([4.0, 4.0])
-    )
-
-
-def _learn_useful(catalogue: FeatureTable, done: Sequence[Observation]) -> CalibratedGP:
-    """Samples that a useful one costs: one at the baseline's batch, more above it."""
-    some = [t for t in done if t.good(GOODPUT) and t.good("samples_per_s")]
-    y = [math.log(t.metrics["samples_per_s"] / t.metrics[GOODPUT]) for t in some]
-    return fit(
-        Data.of(catalogue.samples.take(_rows(catalogue, some)), y), catalogue.samples_sd * 0.0, np.array([4.0, 4.0])
-    )
 
 
 def _distrust(catalogue: FeatureTable, told: Sequence[Observation]) -> Floats:

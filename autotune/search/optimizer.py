@@ -231,8 +231,8 @@ class CandidateOptimizer:
         return Beliefs(
             log_step_time=state.step_time(rows, noise=True),
             log_memory=state.memory.predict(self.catalogue.memory.take(rows), noise=True),
-            log_samples=state.samples.predict(self.catalogue.samples.take(rows)),
-            log_useful=state.useful.predict(self.catalogue.samples.take(rows)),
+            log_samples=state.samples.to_target.predict(self.catalogue.samples.take(rows)),
+            log_useful=state.samples.useful.predict(self.catalogue.samples.take(rows)),
             fits=state.fits(rows),
             sized=state.sized,
         )

@@ -2,8 +2,9 @@
 
 `python benchmarks/peers.py race DIR` lets tuners answer for three trainings, in two tracks, once for each seed, in random
 order (`free`: any batch up to 64 samples a rank; `fixed`: 32 samples a rank in micro-batches of 8, 16 or 32); what has
-run is not run again. `python benchmarks/peers.py judge DIR` measures every answer again, in turns, under plain torchrun,
-and writes `results/peers.json`. `make bench-peers` does both (two hours on an idle machine).
+run is not run again. `--trainings`, `--tracks` and `--seeds` choose some. `python benchmarks/peers.py judge DIR` measures
+every answer again, in turns, under plain torchrun, and writes its rows of `results/peers.json`. `make bench-peers` does
+both (two hours on an idle machine).
 
 All are given the same script, ranks, limits and space: micro-batch, accumulation, ZeRO stage; bf16 is in everybody's
 base. DeepSpeed's tuner runs in its fast mode with its own defaults, `autotune` as `autotune run --quick` with a cold cache.
@@ -15,6 +16,7 @@ script. Answers that are the same configuration share what was measured for it.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import random
@@ -29,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import plain_environment, write
+from common import RESULTS, plain_environment, write
 
 from autotune.space.candidate import Candidate
 from autotune.trial.folder import write_record
@@ -214,10 +216,12 @@ TUNERS: dict[str, Callable[[Training, Track, Path, int], dict[str, Any]]] = {
 }
 
 
-def race(folder: Path, seeds: Sequence[int], tuners: Sequence[str], trainings: Sequence[str], until_s: float) -> None:
+def race(
+    folder: Path, seeds: Sequence[int], tuners: Sequence[str], trainings: Sequence[str], tracks: Sequence[str], until_s: float
+) -> None:  # fmt: skip
     """Lets every tuner answer for every training, track and seed, in random order within a seed."""
     for seed in seeds:
-        turns = [(name, track, tuner) for name in trainings for track in TRACKS for tuner in tuners]
+        turns = [(name, track, tuner) for name in trainings for track in tracks for tuner in tuners]
         random.Random(seed).shuffle(turns)
         for name, track, tuner in turns:
             into = folder / f"{name}-{track}-{seed}-{tuner}.json"
@@ -242,7 +246,7 @@ def trained(config: Mapping[str, Any]) -> str:
 
 
 def judge(folder: Path, rounds: int) -> None:
-    """Measures every answer again, in turns, and writes the comparison."""
+    """Measures every answer again, in turns, and writes the comparison; rows of other races stay as they were."""
     answers = [json.loads(path.read_text()) for path in sorted(folder.glob("*-*-*-*.json"))]
     if not answers:
         sys.exit(f"{folder}: no tuner has answered; let them: python benchmarks/peers.py race {folder}")
@@ -253,7 +257,8 @@ def judge(folder: Path, rounds: int) -> None:
             one = torchrun(TRAININGS[key[0]], config, folder, JUDGED_STEPS)
             if one is not None:
                 rates[key].append(one[1] / one[0])
-    found: dict[str, Any] = {}
+    earlier = RESULTS / "peers.json"
+    found: dict[str, Any] = json.loads(earlier.read_text())["trainings"] if earlier.exists() else {}
     for name, track in dict.fromkeys((answer["training"], answer["track"]) for answer in answers):
         some = [answer for answer in answers if (answer["training"], answer["track"]) == (name, track)]
         found.setdefault(name, {})[track] = compared(some, rates)
@@ -275,7 +280,7 @@ def compared(answers: Sequence[Mapping[str, Any]], rates: Mapping[tuple[str, str
     for tuner, own in by_tuner.items():
         ran = [answer for answer in own if rates[keys[id(answer)]]]
         row = {
-            "runs": len(own), "wall_s": statistics.median(answer["wall_s"] for answer in own),
+            "runs": len(own), "on": datetime.date.today().isoformat(), "wall_s": statistics.median(answer["wall_s"] for answer in own),
             "trials": statistics.median(answer["trials"] for answer in own), "not_running": len(own) - len(ran),
             "answers": sorted({keys[id(answer)][1] for answer in own}),
         }  # fmt: skip
@@ -323,6 +328,7 @@ def main() -> None:
     racing.add_argument("--seeds", type=int, default=5)
     racing.add_argument("--tuners", nargs="+", choices=list(TUNERS), default=["deepspeed", "autotune"])
     racing.add_argument("--trainings", nargs="+", choices=list(TRAININGS), default=list(TRAININGS))
+    racing.add_argument("--tracks", nargs="+", choices=list(TRACKS), default=list(TRACKS))
     racing.add_argument("--minutes", type=float, default=1e6, help="begin no run after that")
     judging = commands.add_parser("judge")
     judging.add_argument("folder", type=Path)
@@ -333,7 +339,7 @@ def main() -> None:
         judge(folder, arguments.rounds)
     else:
         until_s = time.monotonic() + 60 * arguments.minutes
-        race(folder, range(arguments.seeds), arguments.tuners, arguments.trainings, until_s)
+        race(folder, range(arguments.seeds), arguments.tuners, arguments.trainings, arguments.tracks, until_s)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ with pytest.MonkeyPatch.context() as patch:  # left on the path, its names would
     import peers
 
 WHERE = {"date": "2026-01-02", "cores": 2, "processor": "CPU", "versions": {"torch": "2.13.0"}}
-ROW = {"runs": 5, "trials": 3, "samples_per_s": 150.0, "claim_over_measured": 1.04}
+ROW = {"runs": 5, "on": "2026-01-01", "trials": 3, "samples_per_s": 150.0, "claim_over_measured": 1.04}
 RACE = {
     "deepspeed": {**ROW, "wall_s": 151.0},
     "autotune": {**ROW, "wall_s": 12.4, "sooner": [12.2, 11.0, 13.4], "faster": [1.0, 1.0, 1.0]},
@@ -40,8 +40,11 @@ def test_a_result_becomes_rows_on_the_pages(tmp_path):
     table = figures.figures(tmp_path)
     assert "| 12.50 s | `python benchmarks/ask.py` |" in table and "overhead.py" not in table  # which never ran there
     text = figures.page(figures.COMPARISON, tmp_path)
-    assert "| gpt | fixed | DeepSpeed's autotuner | 5 | 151 |  | 3 | 150 |  | 1.04 |" in text
-    assert "| `autotune run --quick` | 5 | 12 | 12.2x (11.0 to 13.4) | 3 | 150 | 1.00x (1.00 to 1.00) | 1.04 |" in text
+    assert "| gpt | fixed | DeepSpeed's autotuner | 5 runs on 2026-01-01 | 151 |  | 3 | 150 |  | 1.04 |" in text
+    assert (
+        "| `autotune run --quick` | 5 runs on 2026-01-01 | 12 | 12.2x (11.0 to 13.4) | 3 | 150 | 1.00x (1.00 to 1.00) | 1.04 |"
+        in text
+    )
     assert "| gpt, fixed: 12.2x sooner, 1.00x the throughput | yes |" in text
     assert "2026-01-02, 2 cores of an CPU; torch 2.13.0." in text
     assert "| conv | 10 | `physics` 0.80, `tpe` 0.65 |\n\nMedians of 5 studies. 2026-01-02" in text
@@ -114,7 +117,11 @@ def test_answers_are_judged_in_turns_by_what_they_reach_under_torchrun(tmp_path,
 
     monkeypatch.setattr(peers, "torchrun", torchrun)
     monkeypatch.setattr(peers, "write", lambda name, found: written.update({name: found}))
+    monkeypatch.setattr(peers, "RESULTS", tmp_path / "results")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "peers.json").write_text(json.dumps({"trainings": {"gpt": {"free": {}, "fixed": RACE}}}))
     peers.judge(tmp_path, rounds=2)
+    assert written["peers"]["trainings"]["gpt"]["fixed"] == RACE  # of another race
     found = written["peers"]["trainings"]["gpt"]["free"]
     assert ran == [1, 2] * 2 and found["autotune"]["not_running"] == 1 and len(found["autotune"]["answers"]) == 2
     assert found["autotune"]["sooner"][0] == pytest.approx(20) and found["autotune"]["samples_per_s"] == 160.0
@@ -131,7 +138,9 @@ def test_what_has_run_is_not_run_again_and_seeds_come_one_after_another(tmp_path
 
     monkeypatch.setattr(peers, "TUNERS", {"autotune": tuner})
     for minutes in (1.0, 0.0, 1.0):
-        peers.race(tmp_path, range(2), ["autotune"], ["gpt", "clicks"], time.monotonic() + 60 * minutes)
+        peers.race(
+            tmp_path, range(2), ["autotune"], ["gpt", "clicks"], list(peers.TRACKS), time.monotonic() + 60 * minutes
+        )
     assert ran == [0] * 4 + [1] * 4 and (tmp_path / "clicks-fixed-1-autotune.json").is_file()
 
 

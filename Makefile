@@ -114,7 +114,7 @@ endef
 test: $(STAMP) ## run the tests that need no service of the machine (unit and process; PYTEST_ARGS="-k name", WORKERS=2)
 	@$(RUN) -m pytest -m 'unit or process' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-test-unit: $(STAMP) ## only the tests that start no process (a minute)
+test-unit: $(STAMP) ## only the tests that start no process (three minutes)
 	@$(RUN) -m pytest -m unit -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-smoke: engines ## one study on each engine and on stand-in GPUs, PostgreSQL, pages in a browser, every legal pair of settings: the part of test-system that CI runs

@@ -39,8 +39,8 @@ RISK, LESS_RISK = 0.6, 0.35
 # Before the model may end a study: at least 8 completed trials, 75 % of them inside the 90 % interval foretold from the
 # others.
 ENOUGH_TRIALS, ENOUGH_COVERED = 8, 0.75
-# Before a quick study may end: the baseline and two candidates.
-QUICK_TRIALS = 3
+# Before a quick study may end: the baseline and a candidate.
+QUICK_TRIALS = 2
 # How much better a candidate with other numerics has to be for a quick study to try it.
 GATE_PRICE = 0.03
 # The loss of stopping: drawn so often, over this many candidates, if the best few measured ones are measured again.

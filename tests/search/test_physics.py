@@ -14,7 +14,7 @@ from autotune.forecast.features import PriorPrediction, flat, from_logs
 from autotune.forecast.predictor import AnalyticPrior
 from autotune.forecast.regression import probability_below
 from autotune.search.observation import Observation
-from autotune.search.optimizer import CandidateOptimizer
+from autotune.search.optimizer import CandidateOptimizer, Outlook
 from autotune.search.physics import PhysicsSampler
 from autotune.search.samplers import encoded
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
@@ -542,3 +542,9 @@ def test_what_may_be_the_best_and_is_not_known_keeps_a_study_from_ending():
     assert not guide.outlook(told).explored
     smallest = Candidate(micro_batch_size=1, zero_stage=3)
     assert guide.outlook([*told, Observation(candidate=smallest, metrics={"step_time_s": 1.1})]).explored
+
+
+def test_a_quick_study_may_end_after_one_candidate_that_leaves_little_to_gain_and_not_before():
+    after_one = Outlook(loss=0.1, next_gain=0.02, n_left=5, explored=False, n_ran=2, covered=0.0, quick=True)
+    assert after_one.settled(0.03) and not replace(after_one, next_gain=0.04).settled(0.03)
+    assert not replace(after_one, n_ran=1).settled(0.03) and not replace(after_one, quick=False).settled(0.03)

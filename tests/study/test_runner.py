@@ -44,7 +44,7 @@ def test_finalists_and_baseline_are_measured_again_in_turns(tmp_path):
 def test_a_quick_study_ends_when_no_trial_is_worth_its_time_and_repeats_only_what_is_not_settled(tmp_path):
     runner, executor, watcher = run(tmp_path, quick=True, sampler="physics", objectives=["throughput"], stop_below=0.03,
                                     trials=8, finalists=1, repeats=0)  # fmt: skip
-    assert 3 <= len(runner.measured()) < 8 and any(text.startswith("stopped after") for text in watcher.said)
+    assert 2 <= len(runner.measured()) < 8 and any(text.startswith("stopped after") for text in watcher.said)
     assert not any(m.repeats for m in runner.measured()) and len(executor.ran) == len(runner.measured())
 
 

@@ -56,15 +56,11 @@ def peers(found: Results) -> Rows:
         for track, by in tracks.items():
             own, base = by.get("autotune", {}), by.get("deepspeed", {})
             if "sooner" in own:
-                what = f"`autotune run --quick` beside DeepSpeed's autotuner, {name}, {track} batch, {_runs(own)} of each: seconds"
-                what += " to the answer; sooner; throughput of the answer"
+                what = f"`autotune run --quick` beside DeepSpeed's autotuner, {name}, {track} batch, {own['runs']} runs of each on"
+                what += f" {own['on']}: seconds to the answer; sooner; throughput of the answer"
                 value = f"{own['wall_s']:.0f} and {base['wall_s']:.0f} s; {_ratio(own['sooner'])}; {_ratio(own['faster'], 2)}"
                 rows.append((what, value))
     return rows
-
-
-def _runs(row: Results) -> str:
-    return f"{row['runs']} runs on {row['on']}"
 
 
 def _ratio(ends: Sequence[float], digits: int = 1) -> str:
@@ -492,7 +488,7 @@ def tuners(found: Results) -> str:
                     name,
                     track,
                     TUNERS[tuner],
-                    _runs(row),
+                    f"{row['runs']} on {row['on']}",
                     f"{row['wall_s']:.0f}",
                     sooner,
                     f"{row['trials']:.0f}",

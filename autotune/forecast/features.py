@@ -46,7 +46,6 @@ class PriorPrediction:
         doubt: Factor on the usual spread of the knobs' corrections; smaller where earlier trials showed them.
         samples_scale: What the samples to the target are made of, up to a factor: a constant, and a part that grows
             with the batch.
-        samples_spread: How far each of the two may be off.
     """
 
     time_terms: Floats
@@ -57,7 +56,6 @@ class PriorPrediction:
     memory_scale_sd: float = 1.0
     doubt: float = 1.0
     samples_scale: tuple[float, float] = (1.0, 1.0)
-    samples_spread: float = 4.0
 
 
 class Prior(Protocol):
@@ -168,7 +166,6 @@ class FeatureTable:
         self.memory_sd[len(self.time_sd) - n_sizes :] = 0.0  # no size of a batch takes less than a smaller one
         self.memory_sd[0] = said.memory_scale_sd
         self.samples_sd = np.array([0.0, *[0.03] * n_levels])
-        self.samples_spread = np.full(2, said.samples_spread)
         self.time_spread = np.asarray(said.time_spread, float)
         self.memory_spread = np.asarray(said.memory_spread, float)
 

@@ -15,8 +15,9 @@ from autotune.forecast.regression import CalibratedGP, Data, fit
 from autotune.scoring.metrics import GOODPUT
 from autotune.search.observation import CENSORED_SD, Observation
 
+# Noise of a trial's count where its own interval does not tell (standard deviation of the logarithm).
 SAMPLES_SD = 0.1
-# Both counts are linear in the batch; how far each of the two terms may be off.
+# A count is a constant and a part that grows with the batch; how far each of the two may be off.
 SPREAD = np.array([4.0, 4.0])
 
 
@@ -54,7 +55,7 @@ class SampleCounts:
         return fit(self._data(some, y), self.catalogue.samples_sd * 0.0, SPREAD)
 
     def of(self, metric: str) -> CalibratedGP:
-        """The count that a metric rests on: of `goodput` or `time_to_loss_s`."""
+        """The count that a metric rests on: that of useful samples for goodput, else that to the target."""
         return self.useful if metric == GOODPUT else self.to_target
 
     def _data(self, some: Sequence[Observation], y: Sequence[float], extra: Sequence[float] | None = None) -> Data:

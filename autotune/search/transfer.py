@@ -17,7 +17,6 @@ from autotune.space.candidate import Candidate
 SAME_MODEL, RELATED_MODEL = 0.5, 0.8
 # Studies with fewer trials are not carried over: they teach too little.
 ENOUGH = 4
-SURE_SAMPLES = 2.0
 
 
 class Transferred:
@@ -65,5 +64,4 @@ class Transferred:
             else said.memory_scale_sd,
             doubt=said.doubt * self.doubt,
             samples_scale=(float(constant), float(growing) * self.scale) if seen else said.samples_scale,
-            samples_spread=SURE_SAMPLES if seen else said.samples_spread,
         )

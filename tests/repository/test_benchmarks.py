@@ -40,9 +40,9 @@ def test_a_result_becomes_rows_on_the_pages(tmp_path):
     table = figures.figures(tmp_path)
     assert "| 12.50 s | `python benchmarks/ask.py` |" in table and "overhead.py" not in table  # which never ran there
     text = figures.page(figures.COMPARISON, tmp_path)
-    assert "| gpt | fixed | DeepSpeed's autotuner | 5 runs on 2026-01-01 | 151 |  | 3 | 150 |  | 1.04 |" in text
+    assert "| gpt | fixed | DeepSpeed's autotuner | 5 on 2026-01-01 | 151 |  | 3 | 150 |  | 1.04 |" in text
     assert (
-        "| `autotune run --quick` | 5 runs on 2026-01-01 | 12 | 12.2x (11.0 to 13.4) | 3 | 150 | 1.00x (1.00 to 1.00) | 1.04 |"
+        "| `autotune run --quick` | 5 on 2026-01-01 | 12 | 12.2x (11.0 to 13.4) | 3 | 150 | 1.00x (1.00 to 1.00) | 1.04 |"
         in text
     )
     assert "| gpt, fixed: 12.2x sooner, 1.00x the throughput | yes |" in text

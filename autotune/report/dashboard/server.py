@@ -369,9 +369,15 @@ class Server:
 
     def stop(self) -> None:
         """Ends `run`, which another thread is in."""
-        from waitress import wasyncore
+        trigger, channels = self._waitress.trigger, self._waitress._map
 
-        self._waitress.trigger.pull_trigger(lambda: wasyncore.close_all(self._waitress._map))
+        def end() -> None:
+            # The trigger stays open: the end of a request may run this before `pull_trigger` has written to it.
+            for each in [each for each in channels.values() if each not in (trigger, self._waitress)]:
+                each.close()
+            channels.clear()
+
+        trigger.pull_trigger(end)
 
     def __enter__(self) -> Self:
         return self

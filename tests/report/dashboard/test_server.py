@@ -165,6 +165,22 @@ def test_the_server_answers_at_both_loopback_addresses_and_ends_when_it_is_stopp
         assert not thread.is_alive()
 
 
+def test_a_server_is_stopped_while_the_end_of_a_request_wakes_its_loop_first(studies, monkeypatch):
+    with make_server(records.default_url(studies), studies, "127.0.0.1", 0, None) as server:
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        wake = server._waitress.trigger._physical_pull
+
+        def woken_before() -> None:
+            wake()
+            thread.join(30)
+            wake()
+
+        monkeypatch.setattr(server._waitress.trigger, "_physical_pull", woken_before)
+        server.stop()
+        assert not thread.is_alive()
+
+
 def test_a_foreign_address_and_a_missing_database_are_said_in_a_sentence(studies, tmp_path):
     with pytest.raises(UserError, match="no address of this machine"):
         make_server(records.default_url(studies), studies, "192.0.2.1", 0, "t")

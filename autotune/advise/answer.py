@@ -20,6 +20,7 @@ BINDS = {
     "optimizer": "the memory bandwidth: the optimizer's step", "offload": "the link between host and device",
     "launches": "the host: launching operations; a larger micro-batch helps",
     "bookkeeping": "the host: what ZeRO does for each parameter; a larger micro-batch helps",
+    "partitioning": "the host: what ZeRO-3 fetches, releases and splits; a larger micro-batch helps",
     "input": "drawing the samples",
 }  # fmt: skip
 # Keys of the DeepSpeed configuration that the words of an advice leave out: always, or at this value.

@@ -23,6 +23,7 @@ SPREADS = {
     "offload": 0.6,
     "launches": 0.7,
     "bookkeeping": 0.5,
+    "partitioning": 0.5,
     "input": 0.3,
 }
 # The same of what Python does for each operation and parameter, where these were not counted.
@@ -68,8 +69,9 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
       its halves;
     * optimizer: 12 bytes a parameter and twice its states (28 for Adam) over its rate; from stage 1 on over N ranks, with
       34 bytes more for what ZeRO does to its shard;
-    * launches: a fixed cost of each operation, and bookkeeping: the same of what ZeRO does for each tensor in Python, on a
-      GPU what the device's own work does not hide; and its copies into buckets and out of them;
+    * launches: a fixed cost of each operation; the same of what ZeRO does for each tensor in Python, at stages 1 and 2
+      (bookkeeping) and at stage 3 (partitioning); on a GPU what the device's own work does not hide; to the bookkeeping
+      its copies into buckets and out of them are added;
     * input: what drawing the samples takes.
     """
     P, Pt, N = float(profile.n_parameters), float(profile.n_trainable), float(machine.world_size)
@@ -108,7 +110,9 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
         "optimizer": optimizer,
         "offload": offload,
         "launches": K * launches,
-        "bookkeeping": bookkeeping,
+        # Other code of ZeRO: what trials of stages 1 and 2 teach of theirs must not pass for stage 3's.
+        "bookkeeping": np.where(stage == 3, 0.0, bookkeeping),
+        "partitioning": np.where(stage == 3, bookkeeping, 0.0),
         "input": K * b * profile.input_s_per_sample,
     }
 
@@ -117,7 +121,7 @@ def spreads(profile: Profile) -> dict[str, float]:
     """The standard deviation of the logarithm of each term, before anything was measured."""
     if profile.passes:
         return SPREADS
-    return SPREADS | dict.fromkeys(("launches", "bookkeeping"), UNCOUNTED_SPREAD)
+    return SPREADS | dict.fromkeys(("launches", "bookkeeping", "partitioning"), UNCOUNTED_SPREAD)
 
 
 def _between_ranks(knobs: Knobs, profile: Profile, machine: Machine, compute: Floats) -> tuple[Floats, Floats]:

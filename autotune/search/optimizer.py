@@ -139,7 +139,7 @@ class CandidateOptimizer:
     Attributes:
         cautious: Whether what surely does not fit the memory is passed by; else it is only less likely to be proposed.
         goal_only: Whether candidates are proposed for the goal alone, not for the front: few trials then find its best.
-        quick: Whether the study ends as soon as no single trial is worth its time.
+        quick: Whether that is so, and the study ends as soon as no single trial is worth its time.
     """
 
     def __init__(
@@ -345,13 +345,13 @@ class CandidateOptimizer:
         held = _held_rows(state)
         if not len(held):
             return state.held(rows)
-        mean, _ = state.costs(rows)
-        if self.goal_only:
-            # With a handful of trials there is no time to look where little is known: what is expected to be best is
-            # next.
+        mean, seen = state.costs(rows)[0], state.costs(held)[0]
+        if self.quick:
+            # For a trial or two there is no time to look where little is known: what is expected to be best is next.
             expected = mean @ self.shares + self._price(rows)
             return np.asarray(np.exp(expected.min() - expected), dtype=float)
-        seen = state.costs(held)[0]
+        if self.goal_only:
+            return np.asarray(_gains(state, self.shares, rows, mean, held, seen)[-1], dtype=float)
         if len(self.metrics) > 1 and n_told % 2:
             front = acquisition.front_of(seen)
             nearest = state.sd_apart(rows, held[front]).min(axis=1)

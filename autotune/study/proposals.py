@@ -91,7 +91,7 @@ class Proposer:
                 memory_limit_bytes=plan.memory_limit_bytes,
                 bounds=objective.bounds(state.objectives, spec.constraints).values(),
             )
-            self._physics.goal_only = spec.quick or (warm is not None and warm.compromise)
+            self._physics.goal_only = warm is not None and warm.compromise
             self._physics.quick = spec.quick
             self._physics.proposes, self._physics.cautious = spec.sampler == "physics", spec.memory_filter
         return self._physics

@@ -58,7 +58,7 @@ def test_stage_3_steps_in_groups_and_keeps_its_books_on_one_rank_too():
     grouped = replace(whole, config=(("zero_optimization.sub_group_size", 100_000_000),))
     assert peak(whole, question) - peak(grouped, question) > 5e9
     alone = replace(question, devices=question.devices.of(1))
-    assert forecast([whole], alone.profile, alone.devices).time["bookkeeping"][0] > 0
+    assert forecast([whole], alone.profile, alone.devices).time["partitioning"][0] > 0
 
 
 def test_adapters_need_no_states_and_four_bits_a_quarter_of_the_weights():

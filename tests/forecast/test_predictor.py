@@ -1,5 +1,6 @@
 """Memory and step time from formulas: the tables of ZeRO, DeepSpeed's real allocations, what grows with what."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -181,7 +182,7 @@ def test_on_a_gpu_the_host_costs_only_what_the_device_does_not_hide_and_on_a_cpu
     few, many = Candidate(micro_batch_size=1, zero_stage=3), Candidate(micro_batch_size=4096, zero_stage=3)
     for machine, hidden in ((GPU, True), (Machine.guess("cpu", N), False)):
         found = step_time.step_time_terms(Knobs.of([few, many]), counted, machine)
-        host = found["bookkeeping"] + found["launches"]
+        host = found["partitioning"] + found["launches"]
         assert (host[1] < 0.5 * host[0]) == hidden
 
 
@@ -254,6 +255,18 @@ def test_measurements_scale_the_terms_that_are_off_and_narrow_the_interval():
     assert abs(before.total.value / truth(other) - 1) > 0.08
     assert after.total.value == pytest.approx(truth(other), rel=0.03) and after.log_sd < before.log_sd
     assert after.n_measured == len(candidates)
+
+
+def test_what_stages_1_and_2_do_for_each_parameter_says_nothing_of_stage_3():
+    """A machine on which the bookkeeping of stages 1 and 2 takes ten times what is expected."""
+    deep, at = replace(PROFILE, n_blocks=48), list(step_time.SPREADS).index("bookkeeping")
+    predictor, whole = Predictor(deep, GPU), Candidate(micro_batch_size=8, zero_stage=3)
+    before = predictor.step_time(whole).total.value
+    for stage, micro, steps in itertools.product((0, 1, 2), (2, 8, 32), (1, 4)):
+        one = Candidate(micro_batch_size=micro, zero_stage=stage, gradient_accumulation_steps=steps)
+        terms = AnalyticPrior(deep, GPU)([one]).time_terms[0]
+        predictor.learn(one, peak_memory_bytes=None, step_time_s=float(terms.sum() + 9 * terms[at]))
+    assert predictor.step_time(whole).total.value == pytest.approx(before, rel=0.3)
 
 
 def calibrated(terms, measured):

@@ -83,6 +83,27 @@ def test_a_warm_search_proposes_the_best_at_once():
     assert warm.suggest([told(SPACE[0])]) in sorted(SPACE, key=lambda c: seconds(c) / c.micro_batch_size)[:3]
 
 
+def test_a_warm_search_soon_tries_what_the_earlier_trials_hold_to_be_a_little_slower():
+    """Stage 1 is now a quarter faster than it was, which only a trial of it can tell."""
+    prior = AnalyticPrior(PROFILE, MACHINE)
+    warm = guide(Transferred(prior, guide(prior), [told(c) for c in SEEN]), THROUGHPUT)
+    warm.goal_only = True
+
+    def rate(candidate):
+        return candidate.micro_batch_size / seconds(candidate) / (0.75 if candidate.zero_stage == 1 else 1.0)
+
+    def now(candidate):
+        return Observation(
+            candidate=candidate,
+            metrics={"step_time_s": candidate.micro_batch_size / rate(candidate), "samples_per_s": 2 * rate(candidate)},
+        )
+
+    trials = [now(SPACE[0])]
+    for _ in range(2):
+        trials.append(now(warm.suggest(trials)))
+    assert max(SPACE, key=rate) in [t.candidate for t in trials]
+
+
 def test_for_the_goal_alone_its_best_is_sought_and_not_the_ends_of_the_front():
     found = guide(AnalyticPrior(PROFILE, MACHINE), THROUGHPUT)
     trials = [told(c) for c in SEEN]

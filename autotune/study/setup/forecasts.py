@@ -51,6 +51,7 @@ BINDS = {
     "offload": "the link between host and device",
     "launches": "the fixed cost of each operation: a larger micro-batch",
     "bookkeeping": "what ZeRO does for each parameter: a lower stage",
+    "partitioning": "what ZeRO-3 fetches, releases and splits: a lower stage",
     "input": "drawing the samples",
 }
 

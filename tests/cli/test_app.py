@@ -179,7 +179,7 @@ def test_a_study_that_was_stopped_goes_on_and_a_killed_server_costs_a_retry_and_
         driver.send_signal(how)
         _, said = driver.communicate(timeout=60)
         assert driver.returncode == status and "this is the best so far. To go on, run" in said
-        assert wait_until(lambda: processes_of(tmp_path) == [], 30)
+        assert wait_until(lambda: processes_of(tmp_path) == [])
     driver = begun(tmp_path, LONG, 3)
     for server in psutil.Process(driver.pid).children():
         server.kill()
@@ -253,7 +253,7 @@ def test_a_rank_that_was_held_back_ends_when_its_holder_is_killed(tmp_path):
     assert wait_until(lambda: (tmp_path / "begun").exists() and len(processes_of(tmp_path)) >= 3, 60)
     driver.kill()
     driver.wait()
-    assert wait_until(lambda: processes_of(tmp_path) == [], 15) and not (tmp_path / "it-ran").exists()
+    assert wait_until(lambda: processes_of(tmp_path) == []) and not (tmp_path / "it-ran").exists()
 
 
 @pytest.fixture(scope="module")

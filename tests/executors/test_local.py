@@ -89,9 +89,13 @@ def test_the_rank_that_fails_is_named_and_not_its_peer(
 
 
 def test_a_rank_killed_from_outside_is_named(zoo: Zoo, reference: list[float | None]) -> None:
+    killed: list[psutil.Process] = []
+
     def kill_rank_1() -> None:
-        if zoo.entered("measure") and len(zoo.ranks()) == 2:
-            zoo.ranks()[1].kill()
+        ranks = zoo.ranks()
+        if zoo.entered("measure") and len(ranks) == 2 and not killed:
+            killed.append(ranks[1])
+            ranks[1].kill()
 
     result = zoo.run("noisy", kill_rank_1, budget_s=30.0, min_samples=10**9)
     assert (result.outcome, result.failed_rank, result.phase) == (Outcome.CRASHED, 1, "measure")
@@ -239,8 +243,7 @@ def test_a_trial_whose_folder_is_gone_before_anybody_looked_has_ended(zoo: Zoo, 
     while not folder.exit.exists() and time.monotonic() < until:
         time.sleep(0.001)
     shutil.rmtree(folder.path)
-    wait_until(lambda: job.poll() is Status.EXITED, 5)
-    assert job.poll() is Status.EXITED
+    assert wait_until(lambda: job.poll() is Status.EXITED)
     assert zoo.run("ok", **CLEAN).losses == reference
 
 

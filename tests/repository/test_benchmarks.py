@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+from support.bench import own_port
 from support.paths import BENCHMARKS, ROOT
 
 BEFORE = dict(os.environ)
@@ -150,7 +151,7 @@ def test_the_script_of_all_tuners_trains_what_its_json_says_and_prints_its_steps
     config = {**peers.BASE, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
-    environment = os.environ | alone | {"MASTER_PORT": str(20000 + os.getpid() % 20000)}
+    environment = os.environ | alone | {"MASTER_PORT": own_port()}
     training = peers.Training(peers.TRAININGS["gpt"].script, ("--steps", "1000"))
     command = [
         sys.executable,

@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -379,17 +378,16 @@ def test_other_programs_trials_are_understood_by_values_and_parameters():
     assert all((t.outcome is Outcome.OOM) == (truth(t.candidate)[1] > 4e9) for t in told)
 
 
-def test_a_space_too_large_to_enumerate_is_searched_all_the_same():
+def test_a_space_too_large_to_enumerate_is_searched_all_the_same(monkeypatch):
     knobs = {
         **KNOBS, "micro_batch_size": {"range": [1, 64]}, "gradient_accumulation_steps": {"range": [1, 64]},
         "zero_optimization.reduce_bucket_size": {"range": [16, 29], "power_of_two": True, "when": {"zero_stage": [1, 2, 3]}},
     }  # fmt: skip
+    monkeypatch.setattr(SearchSpace, "candidates", lambda *_: pytest.fail("it was enumerated"))
     sampler, space = sampler_for(knobs)
     study = study_for(sampler)
-    start = time.perf_counter()
     tried = [step(study, sampler, space) for _ in range(6)]
     assert space.size(DEFAULT) > 10**6 and len(set(tried)) == 6
-    assert time.perf_counter() - start < 30
 
 
 def test_stated_intervals_hold_the_truth_about_as_often_as_they_say():

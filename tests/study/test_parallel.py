@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -65,10 +66,10 @@ def test_ctrl_c_gives_every_trial_under_way_back(tmp_path):
 
 
 def test_flights_return_what_ended_and_stop_the_rest():
-    flights = TrialPool([Instant(), Instant()])
+    flights, both_run = TrialPool([Instant(), Instant()]), threading.Event()
 
     def quick(executor, tick):
-        time.sleep(0.05)
+        assert both_run.wait(60)
         return TrialResult(outcome=Outcome.COMPLETE, wall_s=1.0)
 
     def endless(executor, tick):
@@ -82,6 +83,7 @@ def test_flights_return_what_ended_and_stop_the_rest():
     one, other = (ClaimedTrial(asked=Asked(), candidate=Candidate(micro_batch_size=n)) for n in (1, 2))
     flights.start(one, quick)
     flights.start(other, endless)
+    both_run.set()
     ((claim, result),) = flights.landed(None)
     assert claim is one and "up to 2 trials ran on this host" in result.caveats[0]
     flights.stop()

@@ -1,7 +1,6 @@
 """Trials on other machines than the baseline's are compared with the baseline on theirs."""
 
 import threading
-import time
 
 import pytest
 from support.instant import Instant, Watcher, report, runner_of
@@ -57,13 +56,13 @@ def test_a_result_from_machines_without_the_baseline_says_that_it_does_not_compa
 
 def test_two_threads_never_measure_the_baseline_of_one_place_at_once(tmp_path):
     turns = placement.Turns(StudyLeases(records.open_storage(records.default_url(tmp_path)), "s"))
-    inside, ticks, most = [], [], []
+    inside, most, waiting = [], [], threading.Event()
 
     def measure() -> None:
-        with turns.at("x", lambda: ticks.append(1)):
+        with turns.at("x", waiting.set):
             inside.append(1)
             most.append(len(inside))
-            time.sleep(0.3)
+            assert waiting.wait(60)  # until another one waits
             inside.pop()
 
     threads = [threading.Thread(target=measure) for _ in range(3)]
@@ -71,4 +70,4 @@ def test_two_threads_never_measure_the_baseline_of_one_place_at_once(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    assert most == [1, 1, 1] and ticks
+    assert most == [1, 1, 1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -85,11 +84,19 @@ class Bench:
         return self.root / f"{self.n:04d}"
 
 
+def own_port() -> str:
+    """A port of this process, from those that the kernel gives nobody: a free one may be gone by the time it is used."""
+    return str(20000 + os.getpid() % 10000)
+
+
 def losses_without_hooks(script: str, *arguments: str, ranks: int, cwd: Path) -> list[float]:
     """The values that a script prints as `loss VALUE` when it runs without hooks."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    there = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": own_port(),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
     # Sums depend on the number of threads, which is that of `conftest.py` here and there.
     cpu = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions_dir())}
     environment = os.environ | there | cpu | {"PRINT_LOSSES": "1"}

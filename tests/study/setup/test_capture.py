@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
@@ -163,10 +162,9 @@ def test_the_script_that_trains_is_taken_where_there_are_several(folder):
 
 
 def test_a_command_that_waits_for_something_is_given_up_and_ended(folder):
-    before = time.monotonic()
-    with pytest.raises(InvocationError, match=r"within 0.5 s; does it wait for something.*waiting for peers"):
-        captured("echo waiting for peers; sleep 60 & sleep 61", deadline_s=0.5)
-    assert time.monotonic() - before < 20
+    with pytest.raises(InvocationError, match=r"within 2 s; does it wait for something.*waiting for peers"):
+        captured("echo waiting for peers; sleep 60 & sleep 61", deadline_s=2.0)
+    assert wait_until(lambda: processes_of(folder) == [])
 
 
 def test_an_interrupt_while_the_command_starts_leaves_nothing_of_it(folder, monkeypatch):

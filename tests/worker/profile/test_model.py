@@ -178,6 +178,5 @@ def test_a_machine_probed_at_length_tells_every_collective_and_loads_the_users_d
     reduced = found.links[0]
     assert (found.machine.link_alpha_s, found.machine.link_bytes_per_s) == (reduced.alpha_s, reduced.bytes_per_s)
     assert found.data is not None and found.data.samples_per_s < 260  # it sleeps for 4 ms a sample
-    assert {rate.n_workers for rate in found.loader} == {0, 1, 2} and min(
-        rate.samples_per_s for rate in found.loader
-    ) > 260
+    assert {rate.n_workers for rate in found.loader} == {0, 1, 2}
+    assert min(rate.samples_per_s for rate in found.loader) > found.data.samples_per_s

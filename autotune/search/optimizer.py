@@ -278,13 +278,15 @@ class CandidateOptimizer:
         typical = replace(state, time=state.time.typical())
         open_rows, held = self._open(state, busy), _held_rows(state)
         covered, n_ran = state.time.covered, state.n_ran
-        if not len(held) or not open_rows.any():
+        rng, rows = np.random.default_rng(len(told)), np.zeros(0, dtype=np.intp)
+        if len(held) and open_rows.any():
+            # What is never proposed keeps no study from ending.
+            rows = _hopeful(state, self.metrics, pool(state, self.shares, open_rows, rng))
+        if not len(rows):
             loss = 0.0 if len(held) else math.inf
             return Outlook(
                 loss=loss, next_gain=loss, n_left=int(open_rows.sum()), n_ran=n_ran, covered=covered, explored=True
             )  # fmt: skip
-        rng = np.random.default_rng(len(told))
-        rows = pool(state, self.shares, open_rows, rng)
         fits = state.fits(rows)
         n_left = int((fits >= min(chance_needed(told), LAST_RESORT)).sum())
         allowed = fits * state.held(rows) * state.completes(rows)
@@ -424,7 +426,7 @@ def _hopeful(state: CostModel, metrics: Sequence[str], rows: Rows) -> Rows:
     best = seen.min(axis=0)[timed]
     if not ((seen[:, timed] - best).min(axis=1) > math.log(HOPELESS)).any():
         return rows
-    near = ((mean - sd)[:, timed] - best).min(axis=1) <= math.log(HOPELESS)
+    near = ((mean - exploration.OPTIMISM * sd)[:, timed] - best).min(axis=1) <= math.log(HOPELESS)
     return np.asarray(rows[near], dtype=np.intp)
 
 

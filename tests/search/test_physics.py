@@ -542,6 +542,32 @@ def test_what_may_be_the_best_and_is_not_known_keeps_a_study_from_ending():
     assert guide.outlook([*told, Observation(candidate=smallest, metrics={"step_time_s": 1.1})]).explored
 
 
+@pytest.mark.parametrize(("factor", "n_tried"), [(21.0, 1), (0.5, 2)])
+def test_a_level_that_is_hopeless_by_a_cost_that_is_hardly_known_is_tried_once(factor, n_tried):
+    """Stage 3 is forecast 21 times as slow. Where that is so it keeps no study from ending; where it is not it is found."""
+    candidates = [Candidate(micro_batch_size=m, zero_stage=s) for m in (1, 2, 4, 8, 16) for s in (1, 3)]
+
+    def prior(some):
+        work = np.array([float(c.micro_batch_size) for c in some])
+        own = np.array([20.0 * c.micro_batch_size * (c.zero_stage == 3) for c in some])
+        said = from_logs(np.log(work), np.zeros(len(some)))
+        return replace(said, time_terms=np.column_stack([work, own + 1e-9]), time_spread=np.array([0.1, 1.5]))
+
+    def told(c):
+        seconds = c.micro_batch_size * (factor if c.zero_stage == 3 else 1.0)
+        return Observation(candidate=c, metrics={"step_time_s": seconds})
+
+    guide = CandidateOptimizer(candidates, prior, ["step_time_s"], reference=candidates[0])
+    trials = [told(c) for c in candidates if c.zero_stage == 1]
+    tried = guide.suggest(trials)
+    assert tried.zero_stage == 3 and not guide.outlook(trials).explored
+    while (c := guide.suggest(trials)) is not None:
+        trials.append(told(c))
+    assert sum(t.candidate.zero_stage == 3 for t in trials) == n_tried  # of the others none is near the best
+    assert guide.outlook(trials).explored and guide.outlook(trials).loss == 0.0
+    assert min(t.metrics["step_time_s"] for t in trials) == min(factor, 1.0)
+
+
 def test_a_quick_study_may_end_after_one_candidate_that_leaves_little_to_gain_and_not_before():
     after_one = Outlook(loss=0.1, next_gain=0.02, n_left=5, explored=False, n_ran=2, covered=0.0, quick=True)
     assert after_one.settled(0.03) and not replace(after_one, next_gain=0.04).settled(0.03)

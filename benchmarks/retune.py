@@ -187,11 +187,11 @@ def one(world: World, change: str, seed: int, tables: dict[Any, tuple[Table, Tab
     }  # fmt: skip
 
 
-def warm(n_seeds: int, changes: Sequence[str]) -> dict[str, Any]:
+def warm(seeds: Sequence[int], changes: Sequence[str]) -> dict[str, Any]:
     tables: dict[Any, tuple[Table, Table]] = {}
     found = {}
     for change in changes:
-        runs = [one(world, change, seed, tables) for world in worlds(MACHINES) for seed in range(n_seeds)]
+        runs = [one(world, change, seed, tables) for world in worlds(MACHINES) for seed in seeds]
         regrets = np.array([run["regret"] for run in runs])
         found[change] = {
             "runs": len(runs), "median_regret": float(np.median(regrets)),
@@ -258,13 +258,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", default="all", choices=["all", "warm", "moved"])
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--retunings", type=int, default=100)
     parser.add_argument("--changes", nargs="*", default=list(CHANGES))
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")
     arguments = parser.parse_args()
-    found: dict[str, Any] = {}
+    first, found = arguments.first_seed, dict[str, Any]()
     if arguments.what != "moved":
-        found["warm"] = warm(arguments.seeds, arguments.changes)
+        found["warm"] = warm(range(first, first + arguments.seeds), arguments.changes)
     if arguments.what != "warm":
         found["moved"] = moved(arguments.retunings)
     kept = common.RESULTS / "retune.json"

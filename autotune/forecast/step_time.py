@@ -89,17 +89,6 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
         knobs.offload_optimizer * 2.0 * knobs.weight_bytes * shard / machine.host_bytes_per_s
         + knobs.offload_param * 2.0 * K * knobs.weight_bytes * P / N / machine.host_bytes_per_s
     )
-    tensors = sum(count for _, count in profile.sizes) or TENSORS_A_BLOCK * max(profile.n_blocks, 1)
-    reductions = np.where(stage == 2, K, stage == 1)  # through buckets; stage 3 reduces otherwise
-    visits = np.where(stage == 3, (K + 1.0) * PARTITION_OPS, reductions * REDUCE_OPS)
-    op_s = machine.op_s if profile.passes else machine.launch_s / OPS_A_BLOCK
-    bookkeeping = np.where((N > 1) | (stage == 3), visits, 0.0) * tensors * op_s
-    if machine.accelerator != "cpu":  # the host runs ahead of the device
-        device = K * (compute + traffic + recompute)
-        host = K * launches + bookkeeping
-        seen = np.maximum(host - device, EXPOSED_AT_LEAST * host) / np.maximum(host, 1e-12)
-        launches, bookkeeping = launches * seen, bookkeeping * seen
-    bookkeeping = bookkeeping + (N > 1) * reductions * BUCKET_PASSES * knobs.weight_bytes * Pt / rate
     return {
         "compute": K * compute,
         "traffic": K * traffic,
@@ -109,10 +98,7 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
         "groups": np.zeros(len(messages)),  # of degrees; see `forecast.degrees`
         "optimizer": optimizer,
         "offload": offload,
-        "launches": K * launches,
-        # Other code of ZeRO: what trials of stages 1 and 2 teach of theirs must not pass for stage 3's.
-        "bookkeeping": np.where(stage == 3, 0.0, bookkeeping),
-        "partitioning": np.where(stage == 3, bookkeeping, 0.0),
+        **_on_the_host(knobs, profile, machine, K * (compute + traffic + recompute), launches),
         "input": K * b * profile.input_s_per_sample,
     }
 
@@ -122,6 +108,34 @@ def spreads(profile: Profile) -> dict[str, float]:
     if profile.passes:
         return SPREADS
     return SPREADS | dict.fromkeys(("launches", "bookkeeping", "partitioning"), UNCOUNTED_SPREAD)
+
+
+def _on_the_host(
+    knobs: Knobs, profile: Profile, machine: Machine, device_s: Floats, launches_s: Floats
+) -> dict[str, Floats]:
+    """Seconds of an optimizer step that go to launches, bookkeeping and partitioning; see `step_time_terms`.
+
+    Args:
+        knobs: The candidates.
+        profile: The workload.
+        machine: What it runs on.
+        device_s: Seconds of the device's own work in a step.
+        launches_s: Seconds of the launches in a micro-step.
+    """
+    K, stage, N = knobs.accumulation, knobs.stage, machine.world_size
+    tensors = sum(count for _, count in profile.sizes) or TENSORS_A_BLOCK * max(profile.n_blocks, 1)
+    reductions = np.where(stage == 2, K, stage == 1) * (N > 1)  # through buckets; stage 3 reduces otherwise
+    op_s = machine.op_s if profile.passes else machine.launch_s / OPS_A_BLOCK
+    # Other code of ZeRO, so other terms: what trials of stages 1 and 2 teach of theirs must not pass for stage 3's.
+    bookkeeping = reductions * REDUCE_OPS * tensors * op_s
+    partitioning = np.where(stage == 3, (K + 1.0) * PARTITION_OPS, 0.0) * tensors * op_s
+    if machine.accelerator != "cpu":  # the host runs ahead of the device
+        host = K * launches_s + bookkeeping + partitioning
+        seen = np.maximum(host - device_s, EXPOSED_AT_LEAST * host) / np.maximum(host, 1e-12)
+        launches_s, bookkeeping, partitioning = launches_s * seen, bookkeeping * seen, partitioning * seen
+    rate = machine.optimizer_bytes_per_s or machine.memory_bytes_per_s
+    copies = reductions * BUCKET_PASSES * knobs.weight_bytes * float(profile.n_trainable) / rate
+    return {"launches": K * launches_s, "bookkeeping": bookkeeping + copies, "partitioning": partitioning}
 
 
 def _between_ranks(knobs: Knobs, profile: Profile, machine: Machine, compute: Floats) -> tuple[Floats, Floats]:

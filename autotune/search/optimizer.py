@@ -48,7 +48,8 @@ DRAWS, MOST_DRAWN, FINALISTS = 256, 250, 3
 # A turn of the goal that promises less than 5 %, or one of an objective that promises less than 1 %, goes to what the model does not
 # know, while there is such a candidate.
 EXPLORE_BELOW_GOAL, EXPLORE_BELOW = 0.05, 0.01
-# What is expected to be this many times behind on every objective of time is tried once in a study, and no more.
+# What is surely (by `exploration.OPTIMISM`) this many times behind on every objective of time is tried once in a study, and no
+# more.
 HOPELESS = 3.0
 # A trial must be expected to gain this share of what stopping may lose, or it is not worth its time.
 WORTH_A_TRIAL = 0.1
@@ -139,7 +140,8 @@ class CandidateOptimizer:
     Attributes:
         cautious: Whether what surely does not fit the memory is passed by; else it is only less likely to be proposed.
         goal_only: Whether candidates are proposed for the goal alone, not for the front: few trials then find its best.
-        quick: Whether that is so, and the study ends as soon as no single trial is worth its time.
+        quick: Whether each next candidate is the one expected to be best by the goal, and the study ends as soon as no
+            single trial is worth its time.
     """
 
     def __init__(
@@ -285,7 +287,8 @@ class CandidateOptimizer:
         if not len(rows):
             loss = 0.0 if len(held) else math.inf
             return Outlook(
-                loss=loss, next_gain=loss, n_left=int(open_rows.sum()), n_ran=n_ran, covered=covered, explored=True
+                loss=loss, next_gain=loss, n_left=int(open_rows.sum()), n_ran=n_ran, covered=covered, explored=True,
+                quick=self.quick,
             )  # fmt: skip
         fits = state.fits(rows)
         n_left = int((fits >= min(chance_needed(told), LAST_RESORT)).sum())
@@ -418,14 +421,15 @@ def _gains(state: CostModel, shares: Floats, rows: Rows, mean: Floats, held: Row
 
 
 def _hopeful(state: CostModel, metrics: Sequence[str], rows: Rows) -> Rows:
-    """The rows without those far behind the best measured on every objective of time, once one such has been tried."""
+    """The rows without those surely far behind the best measured on every objective of time, once one such was tried."""
     timed = [n for n, metric in enumerate(metrics) if metric != MEMORY]
     if not timed or not len(state.rows) or not len(rows):
         return rows
-    (seen, _), (mean, sd) = state.costs(state.rows), state.costs(rows)
-    best = seen.min(axis=0)[timed]
-    if not ((seen[:, timed] - best).min(axis=1) > math.log(HOPELESS)).any():
+    seen = state.costs(state.rows)[0][:, timed]
+    best = seen.min(axis=0)
+    if not ((seen - best).min(axis=1) > math.log(HOPELESS)).any():
         return rows
+    mean, sd = state.costs(rows)
     near = ((mean - exploration.OPTIMISM * sd)[:, timed] - best).min(axis=1) <= math.log(HOPELESS)
     return np.asarray(rows[near], dtype=np.intp)
 

@@ -65,7 +65,7 @@ class PhysicsSampler(LegalSampler):
             space.
         cautious: Whether it passes by what surely does not fit the memory.
         goal_only: Whether the goal alone is sought, not the front; see `CandidateOptimizer`.
-        quick: Whether the study ends as soon as no single trial is worth its time.
+        quick: Whether few trials are wanted; see `CandidateOptimizer`.
     """
 
     def __init__(

@@ -236,7 +236,7 @@ def test_a_launch_command_that_is_interrupted_is_ended_with_all_that_it_started(
         [sys.executable, "-m", "autotune.cli", "run", "echo begun > begun; sleep 300 & sleep 301"],
         cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert wait_until((tmp_path / "begun").exists, 60)
+    assert wait_until((tmp_path / "begun").exists)
     driver.send_signal(how)
     _, said = driver.communicate(timeout=60)
     assert driver.returncode == status and "nothing to keep" in said and processes_of(tmp_path) == []
@@ -250,7 +250,7 @@ def test_a_rank_that_was_held_back_ends_when_its_holder_is_killed(tmp_path):
         [sys.executable, "-m", "autotune.cli", "run", f"{rank} {sys.executable} train.py & echo begun > begun; wait"],
         cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    assert wait_until(lambda: (tmp_path / "begun").exists() and len(processes_of(tmp_path)) >= 3, 60)
+    assert wait_until(lambda: (tmp_path / "begun").exists() and len(processes_of(tmp_path)) >= 3)
     driver.kill()
     driver.wait()
     assert wait_until(lambda: processes_of(tmp_path) == []) and not (tmp_path / "it-ran").exists()

@@ -85,7 +85,7 @@ class Bench:
 
 
 def own_port() -> str:
-    """A port of this process, from those that the kernel gives nobody: a free one may be gone by the time it is used."""
+    """This process's own port, outside the range that the kernel hands out, where a free one may be taken before it is used."""
     return str(20000 + os.getpid() % 10000)
 
 

@@ -112,7 +112,7 @@ endef
 # in the order of tests/support/lanes.py.
 # A test without a mark is in the lane `unit`; tests/support/lanes.py keeps it to that.
 test: $(STAMP) ## run the tests that need no service of the machine (unit and process; PYTEST_ARGS="-k name", WORKERS=2)
-	@$(RUN) -m pytest -m 'unit or process' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@$(RUN) -m pytest -m 'not system' -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-unit: $(STAMP) ## only the tests that start no process (three minutes)
 	@$(RUN) -m pytest -m unit -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)

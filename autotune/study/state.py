@@ -51,7 +51,7 @@ class StudyState:
         self.objectives: list[Objective] = list(plan.spec.objectives)
         self.learning_rate: LearningRate = plan.learning_rate()
         self._study: Study | None = None
-        self._measured: dict[int, Measured] | None = None
+        self._reading = analysed.Reading()
 
     @property
     def spec(self) -> StudySpec:
@@ -188,16 +188,16 @@ class StudyState:
 
     def measured(self) -> list[Measured]:
         """Every told trial as the analysis takes it."""
-        return analysed.measured(self.study, self.folder, self.record(), self._measured) if self.exists else []
+        return analysed.measured(self.study, self.folder, self.record(), self._reading) if self.exists else []
 
     @contextlib.contextmanager
     def nothing_measured_again(self) -> Iterator[None]:
         """Lets `measured` read each trial's files once, while no trial is measured again."""
-        self._measured = {}
+        self._reading.trials = {}
         try:
             yield
         finally:
-            self._measured = None
+            self._reading.trials = None
 
     def trial_path(self, number: int) -> Path:
         """The folder of a trial."""

@@ -171,6 +171,7 @@ def test_check_says_what_would_be_tuned_and_what_would_not(warm):
     assert not (warm / "studies").exists()
 
 
+@pytest.mark.system
 def test_a_study_that_was_stopped_goes_on_and_a_killed_server_costs_a_retry_and_no_trial(models, tmp_path):
     """Ctrl-C in trial 1, SIGTERM in trial 2, then the server's end in trial 3; SIGKILL of the driver: test_chaos.py."""
     shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
@@ -281,6 +282,7 @@ def test_a_launch_command_is_tuned_and_its_study_runs_it_again(launched, warm):
     assert again.returncode == 0 and told(folder) == before, again.stderr
 
 
+@pytest.mark.system
 def test_the_exported_command_trains_as_the_trial_did(launched):
     folder, _, _ = launched
     exported = called("export", "train", "--trial", "1", "--format", "command", cwd=folder)

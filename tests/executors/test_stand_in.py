@@ -60,7 +60,7 @@ def run(folder: Path, *requests: TrialRequest):
         executor.close()
 
 
-@pytest.mark.process
+@pytest.mark.system
 def test_all_stages_and_offload_run_on_the_devices_of_their_ranks(gpus, tmp_path):
     used = gpus(others=1, busy=0.5, throttled=True)
     host = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
@@ -102,7 +102,7 @@ def test_no_rank_leaves_the_visible_devices(gpus, tmp_path, monkeypatch):
     assert here.n_devices == 1 and here.uuid.startswith("GPU-00000001") and not here.bf16 and here.fp16
 
 
-@pytest.mark.process
+@pytest.mark.system
 def test_another_accelerator_is_said_to_be_untested_and_never_taken_for_a_cpu(gpus, tmp_path, monkeypatch):
     used = gpus(kind="xpu", name="Intel(R) Data Center GPU Max 1550")
     monkeypatch.setenv("DS_ACCELERATOR", "xpu")
@@ -118,7 +118,7 @@ def test_another_accelerator_is_said_to_be_untested_and_never_taken_for_a_cpu(gp
     assert {line["device"] for line in used() if line["what"] == "set_device"} == {0, 1}
 
 
-@pytest.mark.process
+@pytest.mark.system
 def test_the_driver_asks_a_process_of_its_own_and_tells_devices_apart(gpus, monkeypatch):
     gpus()
     both = device.here()

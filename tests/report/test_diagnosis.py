@@ -125,8 +125,8 @@ def test_a_cause_planted_in_a_real_trial_is_named(zoo, model, world_size, what, 
     pytest.fail(str([[(part.name, part.share) for part in found.parts] for found in seen]))
 
 
-@pytest.mark.process
 @pytest.mark.alone
+@pytest.mark.system
 def test_a_real_batch_that_only_memory_keeps_small_is_bound_by_its_capacity(zoo):
     limit = {"world_size": 1, "device_memory_bytes": 300 * MIB}
     refused = zoo.run("many_layers", micro=32768, **limit)

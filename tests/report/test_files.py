@@ -140,6 +140,7 @@ def test_an_outlier_among_the_steps_is_not_averaged_away(report):
     assert len(first.median_ms) <= series.MOST_STEP_POINTS
 
 
+@pytest.mark.system
 def test_every_trial_of_a_large_study_has_its_steps(report):
     timed = [row for row in report.trials if row.get("step_times_s")]
     trials = [timed[n % len(timed)] | {"trial": n, "step_times_s": [0.1] * 900} for n in range(1000)]

@@ -145,7 +145,7 @@ def test_what_has_run_is_not_run_again_and_seeds_come_one_after_another(tmp_path
     assert ran == [0] * 4 + [1] * 4 and (tmp_path / "clicks-fixed-1-autotune.json").is_file()
 
 
-@pytest.mark.process
+@pytest.mark.system
 def test_the_script_of_all_tuners_trains_what_its_json_says_and_prints_its_steps(tmp_path):
     """One rank, without a launcher: micro-batch 2, two of them a step."""
     config = {**peers.BASE, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}

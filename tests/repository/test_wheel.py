@@ -91,6 +91,7 @@ def test_its_commands_find_presets_and_templates(outside):
     assert files(outside.folder / "first") == {"model.py", "study.yaml"}
 
 
+@pytest.mark.system
 def test_the_page_about_the_library_runs_as_it_stands_and_as_a_script_without_a_guard(outside):
     """Three short trials of a small model in real ranks."""
     library = PAGE.read_text().partition("\n## From Python\n")[2]

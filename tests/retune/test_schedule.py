@@ -285,7 +285,7 @@ def runs(tmp_path):
     return []
 
 
-@pytest.mark.process
+@pytest.mark.system
 def test_daemons_that_are_killed_at_random_run_everything_once(history, tmp_path):
     """Two at a time, one of them killed after each run but the first: no two runs at once, none lost, no more than due."""
     add(history, every_s=1.0, next_run_at=0.0)

@@ -1,7 +1,8 @@
 """The three lanes of the tests: `unit` (no process), `process` (trials and commands), `system` (services, minutes).
 
-A test is in the lane that it or its module is marked with; a test without a mark is a unit test. A unit test that starts a
-process fails. What a worker of pytest-xdist shares with the others is kept apart here.
+A test is in the lane that it is marked with, else in that of its module; a test without a mark is a unit test. What takes many
+seconds, and tries what a faster test beside it tries too, is in `system`. A unit test that starts a process fails. What a worker
+of pytest-xdist shares with the others is kept apart here.
 """
 
 from __future__ import annotations
@@ -37,15 +38,8 @@ sys.addaudithook(_refuse_processes)
 
 
 def lane_of(item: pytest.Item) -> str:
-    """The lane of a test.
-
-    Raises:
-        pytest.UsageError: It is marked with several.
-    """
-    found = {mark.name for mark in item.iter_markers() if mark.name in LANES}
-    if len(found) > 1:
-        raise pytest.UsageError(f"{item.nodeid} is in several lanes: {', '.join(sorted(found))}")
-    return found.pop() if found else "unit"
+    """The lane of a test."""
+    return next((mark.name for mark in item.iter_markers() if mark.name in LANES), "unit")  # its own mark comes first
 
 
 @pytest.hookimpl(tryfirst=True)

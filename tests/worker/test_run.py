@@ -118,7 +118,9 @@ def cold(tmp_path_factory):
 
 
 # A rank in a fresh process imports torch and DeepSpeed, for seconds.
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("stage", "ranks"), [(0, 2), *(pytest.param(*each, marks=pytest.mark.system) for each in ((1, 1), (2, 1), (3, 2)))]
+)
 def test_a_forked_trial_equals_one_in_a_fresh_process_to_the_last_digit(cold, measured, stage, ranks):
     assert cold.executor.cold_reason.endswith("Python itself, as it is set up here, started the thread `busy`")
     what = {"zero_stage": stage, "world_size": ranks}
@@ -260,6 +262,7 @@ def batch(n):
 """
 
 
+@pytest.mark.system
 def test_temporary_files_of_a_trial_are_removed_and_caches_are_shared(zoo, cold, write_model):
     """Ranks end without multiprocessing's finalizers, which remove the folders of DataLoader workers."""
     target = write_model(TEMPORARY)

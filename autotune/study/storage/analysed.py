@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from optuna.study import Study
 from optuna.trial import FrozenTrial
@@ -21,33 +22,52 @@ from autotune.study.storage.records import StudyRecord, told_candidate, told_dat
 from autotune.trial.result import Outcome
 
 
-def measured(study: Study, folder: Path, kept: StudyRecord, seen: dict[int, Measured] | None = None) -> list[Measured]:
+@dataclass
+class Reading:
+    """What one reading of a study's trials leaves for the next one.
+
+    Attributes:
+        trials: Those that were read, by number; None while trials are measured again, since their files change.
+        foretold: What was foretold, and from what.
+    """
+
+    trials: dict[int, Measured] | None = None
+    foretold: tuple[Any, list[Foretold | None]] = field(default=(None, []))
+
+
+def measured(study: Study, folder: Path, kept: StudyRecord, before: Reading | None = None) -> list[Measured]:
     """Every told trial of a study with its re-measurements.
 
     Args:
         study: The study.
         folder: Its folder, which holds the re-measurements.
         kept: Its record.
-        seen: Trials that were read before and have not changed since, by number; newly read ones are added.
+        before: What an earlier reading left; this one adds to it.
     """
-    seen = {} if seen is None else seen
+    before = Reading() if before is None else before
     told, own = records.told_trials(study), kept.ds_config(Candidate.from_key(kept.baseline))
+    seen = {} if before.trials is None else before.trials
     seen |= {each.number: _as_measured(each, folder, kept, own) for each in told if each.number not in seen}
-    foretold = _foretold(kept, told)
+    foretold = _foretold(kept, told, before)
     return [replace(seen[each.number], forecast=forecast) for each, forecast in zip(told, foretold, strict=True)]
 
 
-def _foretold(kept: StudyRecord, told: Sequence[FrozenTrial]) -> list[Foretold | None]:
+def _foretold(kept: StudyRecord, told: Sequence[FrozenTrial], before: Reading) -> list[Foretold | None]:
     """What the search's model of all trials foretells of each one, whatever proposed them."""
     if kept.search is None:
         return [None] * len(told)
-    setting = kept.search.setting
+    setting, limit = kept.search.setting, kept.search.memory_limit_bytes
     seen = [observed(told_candidate(each), told_data(each), setting) for each in told]
-    guide = CandidateOptimizer(
-        [each.candidate for each in seen], generic_prior(kept.workload, setting), ["step_time_s"], world_size=setting.world_size,
-        memory_limit_bytes=kept.search.memory_limit_bytes, reference=Candidate.from_key(kept.baseline),
-    )  # fmt: skip
-    return guide.foretold(seen)
+    inputs = seen, kept.workload, setting, limit, kept.baseline
+    same, found = before.foretold
+    if same != inputs:
+        guide = CandidateOptimizer(
+            [each.candidate for each in seen], generic_prior(kept.workload, setting), ["step_time_s"],
+            world_size=setting.world_size, memory_limit_bytes=limit, reference=Candidate.from_key(kept.baseline),
+        )  # fmt: skip
+        found = guide.foretold(seen)
+        before.foretold = inputs, found
+    return found
 
 
 def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConfig) -> Measured:

@@ -51,6 +51,8 @@ READERS = ("/optuna/storages/", "/sqlalchemy/", "/autotune/study/storage/")
 UNREADABLE = object()  # stands for a JSON value that cannot be read
 T = TypeVar("T")
 
+_compatible: set[str] = set()  # versions of the tables that this process knows to be those of the installed Optuna
+
 
 class StoreError(UserError):
     """The database cannot be used, or lacks the study."""
@@ -73,7 +75,12 @@ class Storage(RDBStorage):
     def __init__(self, url: str, engine_kwargs: dict[str, Any]) -> None:
         self.on_wait: Callable[[str], None] = lambda _: None
         # Optuna takes the URL for a template, and a password may hold braces.
-        super().__init__(url.replace("{", "{{").replace("}", "}}"), {**engine_kwargs, "json_deserializer": _json})
+        template, engine = url.replace("{", "{{").replace("}", "}}"), {**engine_kwargs, "json_deserializer": _json}
+        super().__init__(template, engine, skip_compatibility_check=True)
+        # To compare versions Optuna imports all its migrations, so each version of the tables is looked at once.
+        if (version := self.get_current_version()) not in _compatible:
+            self._version_manager.check_table_schema_compatibility()
+            _compatible.add(version)
         sqlalchemy.event.listen(self.engine, "handle_error", self._damaged)
 
     @property

@@ -217,6 +217,7 @@ def test_a_study_in_which_all_failed_says_what_to_do(report):
         assert "Nothing to recommend" in page and advice in page and "nothing to compare" in page
 
 
+@pytest.mark.system
 def test_the_page_of_a_thousand_trials_is_below_five_megabytes(tmp_path):
     write(study_report(1000), tmp_path / "report.html")  # how long it takes: benchmarks/views.py
     assert (tmp_path / "report.html").stat().st_size < 5e6

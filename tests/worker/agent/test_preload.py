@@ -56,7 +56,7 @@ def shelf(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.process
+@pytest.mark.system
 def test_a_module_that_starts_a_thread_is_named_and_left_out_and_ranks_are_forked_all_the_same(shelf):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(shelf), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "autotune.worker", "serve", "outer", "quiet"]

@@ -52,7 +52,7 @@ os._exit(0)  # an ordinary exit may abort, see benchmarks/plain_trial.py
 """
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.system), 2])
 def test_a_deepspeed_checkpoint_is_read_whatever_its_stage(zoo, tmp_path, stage):
     script, folder = tmp_path / "saves.py", tmp_path / "checkpoint"
     script.write_text(SAVES.format(models=str(MODELS)))

@@ -71,7 +71,7 @@ def test_tied_frozen_and_giant_parameters_are_counted_once_each_in_their_own_way
     assert max(elements for _, _, elements in found.passes["fp32/0"].moments) <= trainable
 
 
-@pytest.mark.parametrize("model", ["vision", "hf", "seq2seq"])
+@pytest.mark.parametrize("model", ["vision", "hf", pytest.param("seq2seq", marks=pytest.mark.system)])
 def test_convolutions_hugging_face_models_and_two_kinds_of_block_are_followed(zoo, model):
     found = profile_of(zoo, model)
     plain, again = found.passes["fp32/0"], found.passes["fp32/1"]
@@ -166,6 +166,7 @@ def test_rates_are_those_of_all_ranks_together_and_plausible(zoo):
     assert 2**20 < machine.workspace_bytes < 2**30
 
 
+@pytest.mark.system
 def test_a_machine_probed_at_length_tells_every_collective_and_loads_the_users_data(zoo):
     folder = zoo.next_folder()
     request = TrialRequest(target=str(MODELS / "slow_loader.py"), mode="machine", world_size=2, deadline_s=120.0)

@@ -49,7 +49,7 @@ def test_a_rate_that_the_script_moves_with_the_batch_is_not_moved_twice(run, ben
     assert not any(change.startswith("Learning rate:") for change in plain.side_changes)
 
 
-@pytest.mark.parametrize("sharded", [(), ("--sharded",)])
+@pytest.mark.parametrize("sharded", [(), pytest.param(("--sharded",), marks=pytest.mark.system)])
 def test_a_script_starts_from_the_weights_of_another_run(run, tmp_path, sharded):
     path, still = tmp_path / "warm.pt", ("--rate", "0", *sharded)
     cold = run("rates.py", *still, ranks=2, steps=4)

@@ -62,6 +62,7 @@ def test_recomputing_is_a_matter_of_the_json_and_changes_no_loss(bench):
     assert plain.losses == recomputed.losses and not recomputed.side_changes
 
 
+@pytest.mark.system
 def test_hooks_change_no_digit_of_a_pipelines_loss(bench, tmp_path):
     own = losses_without_hooks("pipeline.py", "--stages", "2", "--steps", "12", ranks=2, cwd=tmp_path)
     assert bench.applied(bench.plan("pipeline.py", "--stages", "2", ranks=2), steps=12).losses == own and len(own) == 12

@@ -62,7 +62,7 @@ def script(bench, full):
         ("trainer", TRAINER, (8, 1), 0, "fp32", 0),
         ("trainer with a configuration", TRAINER, (4, 2), 3, "bf16", 1),
         ("accelerate", ACCELERATE, (8, 2), 0, "fp32", 0),
-        ("plugin", ACCELERATE, (4, 2), 3, "bf16", 1),
+        pytest.param("plugin", ACCELERATE, (4, 2), 3, "bf16", 1, marks=pytest.mark.system),
     ],
 )
 def test_a_probe_finds_the_baseline_and_everything_moves(script, name, family, batch, stage, precision, every):
@@ -104,6 +104,7 @@ def steps_of_two(losses):
     return (numbers[::2] + numbers[1::2]).tolist()
 
 
+@pytest.mark.system
 def test_the_exported_flags_train_a_trainer_as_the_trial_did(bench, tmp_path):
     found = bench.plan("hf_trainer.py", "--max_steps", "6", "--save_strategy", "no", "--report_to", "none")
     changes = {"zero_stage": 2, "micro_batch_size": 4, "gradient_accumulation_steps": 2, "checkpoint_every": 2}

@@ -59,6 +59,7 @@ def test_the_command_line_of_lightning_is_a_script_too(bench):
     bench.applied(found, zero_stage=3, micro_batch_size=6, precision="fp32")
 
 
+@pytest.mark.system
 def test_hooks_change_no_loss_of_a_script_without_deepspeed(bench, tmp_path):
     own = losses_without_hooks("lightning_fit.py", "--ordered", "--steps", "6", ranks=1, cwd=tmp_path)
     steps = [(first + second) / 2 for first, second in zip(own[::2], own[1::2], strict=True)]

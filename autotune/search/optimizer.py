@@ -351,8 +351,8 @@ class CandidateOptimizer:
         if not len(held):
             return state.held(rows)
         mean, seen = state.costs(rows)[0], state.costs(held)[0]
-        if self.quick:
-            # For a trial or two there is no time to look where little is known: what is expected to be best is next.
+        if self.quick or (self.goal_only and n_told % 2):
+            # What is expected to be best is next: always where a trial or two decide, else every second time.
             expected = mean @ self.shares + self._price(rows)
             return np.asarray(np.exp(expected.min() - expected), dtype=float)
         if self.goal_only:

@@ -92,7 +92,7 @@ def test_all_stages_and_offload_run_on_the_devices_of_their_ranks(gpus, tmp_path
     assert any("device busy 50%" in caveat for caveat in found[0].caveats)
 
 
-@pytest.mark.process
+@pytest.mark.system
 def test_no_rank_leaves_the_visible_devices(gpus, tmp_path, monkeypatch):
     used = gpus(capability="7.0", name="Tesla V100-SXM2-32GB", memory_gib=32)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-00000001-aaaa-bbbb-cccc-000000000000")

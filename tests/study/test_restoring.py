@@ -35,7 +35,7 @@ def dies_at(monkeypatch, owner, name, n, *, after):
     [(StudyLeases, "claim", False), (StudyLeases, "claim", True), (Proposer, "describe", True), (Teller, "tell", True)],
     ids=["before a claim", "before its configuration", "before its end", "between two"],
 )
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [1, pytest.param(3, marks=pytest.mark.system)])
 def test_a_run_that_is_killed_while_it_restores_loses_nothing(tmp_path, monkeypatch, owner, name, after, n):
     first = runner_of(tmp_path, Instant(), trials=5, finalists=0)
     first.run()

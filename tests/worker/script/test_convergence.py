@@ -59,7 +59,7 @@ def test_a_script_starts_from_the_weights_of_another_run(run, tmp_path, sharded)
     assert again.losses == pytest.approx(warm.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("plain", [(), ("--plain",)])
+@pytest.mark.parametrize("plain", [(), pytest.param(("--plain",), marks=pytest.mark.system)])
 def test_the_noise_scale_of_a_script_is_that_of_brute_force(run, noise_scale_of_still, plain):
     knobs = {"micro_batch_size": 64, "gradient_accumulation_steps": 4}
     terms = run("still.py", *plain, ranks=2, steps=40, noise=True, **knobs).noise

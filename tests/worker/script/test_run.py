@@ -220,7 +220,9 @@ def test_what_does_not_move_is_frozen_with_the_remedy(bench):
     [
         {"zero_stage": 0, "micro_batch_size": 2, "gradient_accumulation_steps": 1},
         {"zero_stage": 1, "precision": "bf16", "micro_batch_size": 4, "checkpoint_every": 1},
-        {"zero_stage": 2, "micro_batch_size": 3, "gradient_accumulation_steps": 3},
+        pytest.param(
+            {"zero_stage": 2, "micro_batch_size": 3, "gradient_accumulation_steps": 3}, marks=pytest.mark.system
+        ),
         {"zero_stage": 3, "precision": "torch_autocast", "micro_batch_size": 5, "checkpoint_every": 2},
     ],
     ids=["z0", "z1", "z2", "z3"],

@@ -295,7 +295,7 @@ def _stated_in(folder: Path) -> tuple[Path, dict[str, Any]]:
     """
     copy = folder / "study.yaml"
     try:
-        kept = json.loads(files.read_regular(folder / ORIGIN))
+        kept = files.json_of(files.read_regular(folder / ORIGIN))
         own = (folder / kept["file"]).resolve()
         if not own.is_file() or fingerprint.target_digest(copy) != kept["copy"]:
             return copy, {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -61,9 +60,9 @@ def _run(path: Path, trials: Path, _changed_ns: int) -> Run | None:
     name = path.relative_to(trials).as_posix()
     number = re.match(r"(\d+)(/|$)", name)
     try:
-        wall_s = float(json.loads(files.read_regular(path / "exit.json"))["wall_s"])
+        wall_s = float(files.json_of(files.read_regular(path / "exit.json"))["wall_s"])
         with (path / "events.jsonl").open("rb") as events:
-            began_s = float(json.loads(events.readline(4096))["time"])
+            began_s = float(files.json_of(events.readline(4096))["time"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
     lane = next(lane for pattern, lane in LANES.items() if re.fullmatch(pattern, name))

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
 from autotune.errors import UserError
 from autotune.space.candidate import Candidate
-from autotune.system import redaction
+from autotune.system import files, redaction
 from autotune.system.units import format_duration
 from autotune.trial.result import Outcome
 
@@ -225,7 +225,7 @@ class JournalReader:
             *whole, self._rest = (self._rest + piece).split(b"\n")
             for line in whole:
                 with contextlib.suppress(ValueError, UserError):
-                    yield _EVENT.validate_python(json.loads(line))
+                    yield _EVENT.validate_python(files.json_of(line))
 
     def _open(self) -> bool:
         try:
@@ -234,7 +234,7 @@ class JournalReader:
             return False
         try:
             first = os.read(descriptor, 4096).partition(b"\n")
-            found = first[1] and json.loads(first[0]).get("run") == self._pid
+            found = first[1] and files.json_of(first[0]).get("run") == self._pid
         except (ValueError, AttributeError, OSError):
             found = False
         if not found:

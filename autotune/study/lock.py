@@ -72,7 +72,7 @@ def _clear_away(folder: Path, file: IO[str]) -> None:
     """Ends and removes what the last run left, if it was killed: any other run erases its mark."""
     file.seek(0)
     try:
-        mark = json.loads(file.read() or "{}").get("agent")
+        mark = files.json_of(file.read() or "{}").get("agent")
     except (ValueError, AttributeError):
         mark = None
     if mark:
@@ -85,7 +85,7 @@ def _clear_away(folder: Path, file: IO[str]) -> None:
 
 def _owner(file: IO[str]) -> int | str:
     try:
-        return int(json.loads(file.read() or "{}").get("pid", "?"))
+        return int(files.json_of(file.read() or "{}").get("pid", "?"))
     except (ValueError, TypeError, AttributeError):
         return "?"
 

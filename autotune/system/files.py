@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import stat
@@ -176,6 +177,18 @@ def read_regular(path: Path) -> bytes:
     if not os.path.lexists(path):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     raise ValueError(f"{path} is no regular file of at most {format_bytes(LARGEST_WRITTEN_BYTES)} that can be read")
+
+
+def json_of(text: str | bytes) -> Any:
+    """Returns the value of a JSON text that a program wrote.
+
+    Raises:
+        ValueError: It is no JSON, or nested more deeply than Python reads.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("JSON that is nested without end") from None
 
 
 def last_line(path: Path) -> str:

@@ -144,7 +144,7 @@ def events(trial_dir: TrialDir) -> list[dict[str, Any]]:
     for path in sorted(trial_dir.path.glob("events*.jsonl")):
         lines += (files.tail(path, EVENTS_TAIL_BYTES) or b"").decode(errors="replace").splitlines()
     for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):  # cut short by a kill
-            event = json.loads(line)
+        with contextlib.suppress(ValueError):  # cut short by a kill
+            event = files.json_of(line)
             found += [event] if isinstance(event, dict) else []
     return found

@@ -33,11 +33,12 @@ def test_every_kind_of_run_has_its_lane_and_its_time(tmp_path):
     assert {run.trial for run in found if run.lane in ("trials", "branches", "measured again")} == {0, 1}
 
 
-def test_a_long_pause_is_cut_and_what_cannot_be_read_is_left_out(tmp_path):
+@pytest.mark.parametrize("text", ["{", "[" * 99_999])
+def test_a_long_pause_is_cut_and_what_cannot_be_read_is_left_out(tmp_path, text):
     leave(tmp_path, "0000", 0, 10)
     leave(tmp_path, "0001", 90_000, 10)
     leave(tmp_path, "0002", 90_010, 10)
-    (tmp_path / "trials" / "0002" / "exit.json").write_text("{")
+    (tmp_path / "trials" / "0002" / "exit.json").write_text(text)
     assert [run.began_s for run in runs(tmp_path)] == pytest.approx([0, 70])
     assert runs(tmp_path / "nothing") == []
 

@@ -245,3 +245,9 @@ def test_a_private_file_is_nobody_elses_from_its_first_byte_on(tmp_path, monkeyp
     )
     files.write_text(tmp_path / "secret", "x", private=True)
     assert seen == [0o600] and (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("text", ["", "{", b"\xff\xfe", "[" * 99_999])
+def test_what_is_no_json_is_refused_with_one_kind_of_error(text):
+    with pytest.raises(ValueError):
+        files.json_of(text)

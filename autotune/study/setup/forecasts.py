@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -27,7 +26,7 @@ from autotune.study.setup.engine import executor_for
 from autotune.study.setup.plan import grounds
 from autotune.study.setup.script import inspect_workload
 from autotune.study.spec.spec import StudySpec
-from autotune.system import device
+from autotune.system import device, files
 from autotune.system.units import format_bytes, format_seconds
 from autotune.trial.folder import TrialDir
 from autotune.trial.profile import Machine, Profile
@@ -265,7 +264,7 @@ def measured_in(folder: Path, target: Path, world_size: int) -> dict[Candidate, 
     for path in sorted((folder / "trials").glob("[0-9]*")):
         trial_dir = TrialDir(path)
         try:
-            request, result = (json.loads(file.read_bytes()) for file in (trial_dir.request, trial_dir.result))
+            request, result = (files.json_of(file.read_bytes()) for file in (trial_dir.request, trial_dir.result))
             if request["target"] != str(target) or result["world_size"] != world_size or result["outcome"] not in RAN:
                 continue
             candidate, stopped = Candidate.of(result["candidate"]), result["outcome"] == Outcome.STOPPED_EARLY

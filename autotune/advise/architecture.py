@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 from autotune.advise.names import closest, spelled
 from autotune.errors import UserError
+from autotune.system import files
 
 TABLE = Path(__file__).with_name("models.csv")
 SIZE = re.compile(r"([0-9]*\.?[0-9]+)\s*([bBmMtT])")
@@ -268,7 +268,7 @@ def read(path: Path) -> Architecture:
         UserError: The file cannot be read, or lacks a fact; it says which.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = files.json_of(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     except ValueError as error:

@@ -14,7 +14,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from autotune.system.files import write_text
+from autotune.system.files import json_of, write_text
 from autotune.system.machine import cache_dir
 
 ASK_TIMEOUT_S = 180.0
@@ -111,7 +111,7 @@ def here(environment: Mapping[str, str] | None = None) -> Devices:
         return Devices(problem="" if hidden(variables) else _cpu_build_problem())
     path = cache_dir() / "devices" / f"{_key(variables)}.json"
     try:
-        return from_data(json.loads(path.read_text()))
+        return from_data(json_of(path.read_text()))
     except (OSError, ValueError, TypeError, KeyError):
         found = ask(variables)
     if not found.problem:

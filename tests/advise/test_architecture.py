@@ -120,6 +120,7 @@ def test_the_words_of_other_families_are_known(tmp_path, family):
     ("config", "said"),
     [
         ("{", "not JSON"),
+        ("[" * 99_999, "not JSON"),
         ("[]", "a config.json is a JSON object"),
         ({"a": 1}, "no num_hidden_layers in it"),
         ({**LLAMA, "hidden_size": "wide"}, "hidden: 'wide' is no whole number"),

@@ -47,8 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks each test with its lane; files with most tests of processes come first, so that workers end together."""
     n_slow: Counter[Path] = Counter()
     for item in items:
-        item.add_marker(lane_of(item))
-        n_slow[item.path] += item.get_closest_marker("process") is not None
+        item.add_marker(lane := lane_of(item))
+        n_slow[item.path] += lane == "process"
     items.sort(key=lambda item: -n_slow[item.path])
 
 

@@ -29,7 +29,7 @@ from autotune.report.notebook import headline, lead
 from autotune.report.page import render
 from autotune.study.storage import records
 from autotune.study.storage.database import in_words
-from autotune.system import error_log
+from autotune.system import error_log, files
 
 Environ: TypeAlias = dict[str, Any]
 StartResponse: TypeAlias = Callable[..., Any]
@@ -325,8 +325,8 @@ def _holds_note(environ: Environ) -> bool:
     try:
         length = int(environ.get("CONTENT_LENGTH") or 0)
         body = environ["wsgi.input"].read(length) if 0 < length <= LARGEST_NOTE_BYTES else b""
-        note = json.loads(body)
-    except (ValueError, RecursionError):
+        note = files.json_of(body)
+    except ValueError:
         return False
     environ["wsgi.input"] = io.BytesIO(body)
     return isinstance(note, dict) and type(note.get("version")) is int and isinstance(note.get("body"), str)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,11 @@ class Reading:
 
     Attributes:
         trials: Those that were read, by number; None while trials are measured again, since their files change.
-        foretold: What was foretold, and from what.
+        foretold: From what each of them was last foretold, and what was.
     """
 
     trials: dict[int, Measured] | None = None
-    foretold: tuple[Any, list[Foretold | None]] = field(default=(None, []))
+    foretold: tuple[Any, list[Foretold | None]] | None = None
 
 
 def measured(study: Study, folder: Path, kept: StudyRecord, before: Reading | None = None) -> list[Measured]:
@@ -59,15 +59,14 @@ def _foretold(kept: StudyRecord, told: Sequence[FrozenTrial], before: Reading) -
     setting, limit = kept.search.setting, kept.search.memory_limit_bytes
     seen = [observed(told_candidate(each), told_data(each), setting) for each in told]
     inputs = seen, kept.workload, setting, limit, kept.baseline
-    same, found = before.foretold
-    if same != inputs:
+    foretold = before.foretold
+    if foretold is None or foretold[0] != inputs:
         guide = CandidateOptimizer(
             [each.candidate for each in seen], generic_prior(kept.workload, setting), ["step_time_s"],
             world_size=setting.world_size, memory_limit_bytes=limit, reference=Candidate.from_key(kept.baseline),
         )  # fmt: skip
-        found = guide.foretold(seen)
-        before.foretold = inputs, found
-    return found
+        foretold = before.foretold = inputs, guide.foretold(seen)
+    return foretold[1]
 
 
 def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConfig) -> Measured:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 import traceback
@@ -51,7 +50,7 @@ READERS = ("/optuna/storages/", "/sqlalchemy/", "/autotune/study/storage/")
 UNREADABLE = object()  # stands for a JSON value that cannot be read
 T = TypeVar("T")
 
-_compatible: set[str] = set()  # versions of the tables that this process knows to be those of the installed Optuna
+_compatible: set[str] = set()  # versions of the schema that this process has seen to be the installed Optuna's
 
 
 class StoreError(UserError):
@@ -77,7 +76,7 @@ class Storage(RDBStorage):
         # Optuna takes the URL for a template, and a password may hold braces.
         template, engine = url.replace("{", "{{").replace("}", "}}"), {**engine_kwargs, "json_deserializer": _json}
         super().__init__(template, engine, skip_compatibility_check=True)
-        # To compare versions Optuna imports all its migrations, so each version of the tables is looked at once.
+        # Optuna imports all its migrations to check a schema, so each version is checked once.
         if (version := self.get_current_version()) not in _compatible:
             self._version_manager.check_table_schema_compatibility()
             _compatible.add(version)
@@ -124,8 +123,8 @@ class Storage(RDBStorage):
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return files.json_of(text)
+    except ValueError:
         return UNREADABLE
 
 

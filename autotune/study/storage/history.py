@@ -27,7 +27,7 @@ from autotune.study.storage.tables import (
     TABLES,
     migrate,
 )  # fmt: skip
-from autotune.system import redaction
+from autotune.system import files, redaction
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -295,8 +295,8 @@ def _is_readable(row: Row) -> bool:
     if not all(isinstance(value, int | float | None) for value in row.get("metrics", {}).values()):
         return False
     if isinstance(text := row.get("candidate"), str):
-        with contextlib.suppress(ValueError, RecursionError):
-            return isinstance(json.loads(text), dict)
+        with contextlib.suppress(ValueError):
+            return isinstance(files.json_of(text), dict)
         return False
     return True
 

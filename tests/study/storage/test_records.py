@@ -140,6 +140,14 @@ def test_a_file_that_is_no_database_is_refused(tmp_path, content):
     assert (tmp_path / "x.db").read_bytes() == content
 
 
+def test_the_schema_of_another_optuna_is_refused_also_after_one_that_was_not(tmp_path, url):
+    records.open_storage(url).engine.dispose()
+    with sqlite3.connect(tmp_path / "studies" / "autotune.db") as connection:
+        connection.execute("UPDATE alembic_version SET version_num = 'v1.3.0.a'")
+    with pytest.raises(StoreError, match="no longer compatible"):
+        records.open_storage(url)
+
+
 def test_a_full_disk_is_told_as_such(url, monkeypatch):
     def full(*_: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")

@@ -119,14 +119,17 @@ def _run(arguments: dict[str, Any]) -> StudyResult:
     overrides = {key: _plain(value, key) for key, value in arguments.items()}
     overrides["script_args"] = _words(arguments["script_args"])
     overrides["storage"] = arguments["storage"] or os.environ.get(urls.VARIABLE) or None
-    from autotune import session
     from autotune.report.notebook import viewer
     from autotune.study.events import Broadcast
     from autotune.study.listeners import LogSink
+    from autotune.study.setup.request import requested
 
     with errors_in_words(), viewer(progress) as view:
         heard = Broadcast(LogSink(), view)
-        tuned = session.tune(_target(target), overrides, fresh=fresh, learn=learn, view=heard, callbacks=callbacks)
+        with requested(_target(target), overrides, heard) as request:
+            from autotune.session import tune  # takes a second, in which the engine starts
+
+            tuned = tune(request, fresh=fresh, learn=learn, view=heard, callbacks=callbacks)
     if tuned.stopped is not None:
         raise type(tuned.stopped)(_stopped(tuned)) from None
     if tuned.refused is not None:
@@ -197,13 +200,13 @@ def predict(
     given["max_length"] = max_length
     overrides = {key: _plain(value, key) for key, value in given.items()} | {"script_args": _words(script_args)}
     from autotune.report.notebook import viewer
-    from autotune.study.setup import forecasts, plan
+    from autotune.study.setup import forecasts, request
     from autotune.study.setup.capture import wanted_study
 
     file = _target(target)
     with errors_in_words(), viewer(progress) as view:
         wanted = wanted_study(file, overrides, view)[0]
-        return prediction_of(forecasts.foresee(wanted, settings, plan.studies_folder(Path(file)), view))
+        return prediction_of(forecasts.foresee(wanted, settings, request.studies_folder(Path(file)), view))
 
 
 def export(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,11 +28,10 @@ from autotune.study import parallel, warm_start
 from autotune.study.budget import closing_s
 from autotune.study.events import SILENT, Broadcast, EventSink, Journal
 from autotune.study.listeners import Callback, CallbackSink
-from autotune.study.lock import study_lock
 from autotune.study.runner import Runner
 from autotune.study.setup.capture import wanted_study
-from autotune.study.setup.engine import executor_for
-from autotune.study.setup.plan import Plan, plan, profiled, studies_folder
+from autotune.study.setup.plan import Plan, plan, profiled
+from autotune.study.setup.request import StudyRequest
 from autotune.study.spec import spec
 from autotune.study.spec.spec import StudySpec
 from autotune.study.spec.yaml_file import read_yaml
@@ -42,9 +42,11 @@ from autotune.study.storage.leases import StudyLeases
 from autotune.study.storage.records import StudyRecord
 from autotune.study.warm_start import HistoryRecorder
 from autotune.system import files
-from autotune.system.signals import terminable
+from autotune.trial.target import is_yaml
 
 STUDIES = Path("studies")
+# The first proposal needs these parts of scipy, which imports them when they are first used; the engine starts meanwhile.
+NEEDED_FIRST = ("scipy.linalg", "scipy.special")
 # In a study's folder: which file of the user states the study, and which options it was run with.
 ORIGIN = "origin.json"
 PATHS = ("hostfile", "from_checkpoint", "working_dir")  # keys whose values a study.yaml states relative to its folder
@@ -179,14 +181,13 @@ def open_history(url: str, storage: Storage | None = None) -> History:
 
 
 def tune(
-    target: str, overrides: Mapping[str, Any], *, fresh: bool, learn: bool, view: EventSink = SILENT,
-    callbacks: Sequence[Callback] = (), began_s: float | None = None,
+    request: StudyRequest, *, fresh: bool, learn: bool, view: EventSink = SILENT, callbacks: Sequence[Callback] = (),
+    began_s: float | None = None,
 ) -> Tuned:  # fmt: skip
     """Run a study to the end of its budget, or until the user stops it, and writes its answer.
 
     Args:
-        target: A `model.py`, a training script, a `study.yaml`, or a launch command.
-        overrides: Fields of `StudySpec` that replace those of the file; None leaves a field as it is.
+        request: The study, its folder and its engine.
         fresh: Delete the study's earlier trials.
         learn: Start from the findings of a related study.
         view: Receives what happens.
@@ -197,32 +198,27 @@ def tune(
         UserError: The study cannot be run, and why.
     """
     began_s = time.monotonic() if began_s is None else began_s
-    try:
-        wanted, notes = wanted_study(target, overrides, view)
-    except KeyboardInterrupt as stop:  # while a launch command ran, which leaves nothing behind
-        return Tuned(report=None, stopped=stop)
+    wanted, folder = request.spec, request.folder
     check_sampler(wanted.sampler)
-    studies = studies_folder(Path(target))
-    folder = studies / wanted.name
-    url = wanted.storage or records.default_url(studies)
+    url = wanted.storage or records.default_url(folder.parent)
     interrupted: KeyboardInterrupt | None = None
     refused: UserError | None = None
-    storage = records.open_storage(url)  # before seconds of imports, so that an error shows at once
+    storage = records.open_storage(url)  # before the engine is waited for, so that an error shows at once
     storage.patience_s = records.PATIENCE_S
-    with terminable(), records.failing_in_words(url), study_lock(folder):
+    with records.failing_in_words(url):
         held = leases.StudyLeases(storage, wanted.name)
         with held.leading(view.say):
             try:
                 heard = Broadcast(view, CallbackSink(callbacks, storage, wanted.name)) if callbacks else view
-                with _planned(wanted, folder, heard, began_s) as (found, executor, logged):
-                    if fresh:
-                        _forget(wanted.name, storage, folder, executor)
-                    with parallel.executors_for(found, executor, folder, view.say) as slots:
-                        runner = recorded_runner(found, executor, folder, held, logged, slots, learn=learn)
-                        _keep_spec(wanted, Path(target), overrides, folder)
-                        for note in (*notes, *found.notes):
-                            logged.say(note)
-                        runner.run()
+                found, logged = _planned(request, heard, began_s)
+                if fresh:
+                    _forget(wanted.name, storage, folder, request.executor)
+                with parallel.executors_for(found, request.executor, folder, view.say) as slots:
+                    runner = recorded_runner(found, request.executor, folder, held, logged, slots, learn=learn)
+                    _keep_spec(request)
+                    for note in (*request.notes, *found.notes):
+                        logged.say(note)
+                    runner.run()
             except KeyboardInterrupt as stop:
                 interrupted = stop
             except base.MachinesGone as gone:
@@ -232,36 +228,42 @@ def tune(
                     f"the time budget of {wanted.time_budget_s:.0f} s ended before the baseline was measured; give more time"
                 ) from None
     with records.failing_in_words(url):
-        if wanted.name not in records.study_names(storage):
-            if refused is not None:
-                raise refused
-            return Tuned(report=None, stopped=interrupted)
-        report = load.from_storage(storage, wanted.name, folder)
-    written = list[Path]()
+        if wanted.name in records.study_names(storage):
+            return _answered(storage, url, request, Tuned(report=None, stopped=interrupted, refused=refused))
+    if refused is not None:
+        raise refused
+    return Tuned(report=None, stopped=interrupted)
+
+
+def _answered(storage: Storage, url: str, request: StudyRequest, tuned: Tuned) -> Tuned:
+    """A run with the report of its study, and with the files that state the answer, as far as they can be written."""
+    name, folder = request.spec.name, request.folder
+    report = load.from_storage(storage, name, folder)
+    written, refused = list[Path](), tuned.refused
     try:
         with records.failing_in_words(url):
             written.extend(write_answer(report, folder))
-            if report.study["stored_as"] == wanted.name:
-                warm_start.keep_recommendation(storage, wanted.name, 0, report.recommended)
-                store_notes(records.load_study(storage, wanted.name), report)
+            if report.study["stored_as"] == name:
+                warm_start.keep_recommendation(storage, name, 0, report.recommended)
+                store_notes(records.load_study(storage, name), report)
     except records.StoreError as error:
         refused = refused or error
-    return Tuned(report=report, written=written, stopped=interrupted, refused=refused)
+    return replace(tuned, report=report, written=written, refused=refused)
 
 
-@contextlib.contextmanager
-def _planned(
-    wanted: StudySpec, folder: Path, view: EventSink, began_s: float
-) -> Iterator[tuple[Plan, Executor, EventSink]]:
-    """Start the engine and plan the study; the events from then on go to its journal, too."""
+def _planned(request: StudyRequest, view: EventSink, began_s: float) -> tuple[Plan, EventSink]:
+    """Wait for the engine and plan the study; the events from then on go to its journal, too."""
+    wanted, executor, folder = request.spec, request.executor, request.folder
     view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
-    with executor_for(wanted, folder, view.waits) as executor:
-        if wanted.time_budget_s is not None:
-            executor.ends_at_s = began_s + wanted.time_budget_s - closing_s(wanted.time_budget_s)
-        found = replace(plan(wanted, executor, folder, view.doing), began=began_s)
-        logged = Broadcast(Journal(folder), view)
-        logged.doing("profiling the model and the machine, once")
-        yield profiled(found, executor, folder, logged.waiting), executor, logged
+    for name in NEEDED_FIRST:
+        importlib.import_module(name)
+    executor.start()
+    if wanted.time_budget_s is not None:
+        executor.ends_at_s = began_s + wanted.time_budget_s - closing_s(wanted.time_budget_s)
+    found = replace(plan(wanted, executor, folder, view.doing), began=began_s)
+    logged = Broadcast(Journal(folder), view)
+    logged.doing("profiling the model and the machine, once")
+    return profiled(found, executor, folder, logged.waiting), logged
 
 
 def _forget(name: str, storage: Storage, folder: Path, executor: Executor) -> None:
@@ -274,15 +276,16 @@ def _forget(name: str, storage: Storage, folder: Path, executor: Executor) -> No
         base.forget(executor, path)
 
 
-def _keep_spec(wanted: StudySpec, target: Path, overrides: Mapping[str, Any], folder: Path) -> None:
+def _keep_spec(request: StudyRequest) -> None:
     """Write the study as it was understood, and the name of the user's file, unless that is the target itself."""
+    folder, target = request.folder, request.target
     file, origin = folder / "study.yaml", folder / ORIGIN
     if target.absolute() == file.absolute():
         return
-    files.write_text(file, wanted.to_yaml(folder))
+    files.write_text(file, request.spec.to_yaml(folder))
     origin.unlink(missing_ok=True)
-    if target.suffix in (".yaml", ".yml"):
-        options = [key for key, value in overrides.items() if value is not None and key != "storage"]
+    if is_yaml(target):
+        options = [key for key, value in request.overrides.items() if value is not None and key != "storage"]
         path = os.path.relpath(target.absolute(), folder.absolute())
         kept = {"file": path, "options": options, "copy": fingerprint.target_digest(file)}
         files.write_text(origin, json.dumps(kept, indent=1))

@@ -27,6 +27,7 @@ from autotune.cli import run as run_command
 from autotune.errors import UserError
 from autotune.report import files
 from autotune.space.candidate import Candidate
+from autotune.study.setup import request
 from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import records
 from autotune.system.processes import MARK
@@ -42,7 +43,7 @@ def instant_engine(folder, monkeypatch):
     """Trials that are over at once, for studies that begin in a folder; without a database of the user's."""
     instant = Instant()
     instant.mark = ""
-    monkeypatch.setattr(session, "executor_for", lambda *_: nullcontext(instant))
+    monkeypatch.setattr(request, "executor_for", lambda *_, **__: nullcontext(instant))
     monkeypatch.setattr(session, "plan", lambda spec, *_: plan_of(spec))
     monkeypatch.setattr(session, "profiled", lambda found, *_: found)
     monkeypatch.delenv("AUTOTUNE_STORAGE", raising=False)

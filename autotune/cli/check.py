@@ -44,7 +44,8 @@ def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = Fals
 
     from autotune.executors import base
     from autotune.study.setup.engine import executor_for
-    from autotune.study.setup.plan import plan, studies_folder
+    from autotune.study.setup.plan import plan
+    from autotune.study.setup.request import studies_folder
     from autotune.trial.folder import TrialDir
     from autotune.trial.request import TrialRequest
     from autotune.trial.result import Outcome

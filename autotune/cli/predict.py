@@ -44,7 +44,7 @@ def predict(
         from autotune.advise.devices import read_devices
         from autotune.study.setup.capture import wanted_study
         from autotune.study.setup.forecasts import foresee
-        from autotune.study.setup.plan import studies_folder
+        from autotune.study.setup.request import studies_folder
 
         wanted, _ = wanted_study(target, settings, view)
         on = read_devices(gpus, "--device") if gpus is not None else None

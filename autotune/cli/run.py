@@ -54,9 +54,12 @@ def run(
     began_s = time.monotonic() - processes.age_s()
     with ProgressView() as view:
         view.opening(target)
-        from autotune.session import tune
+        from autotune.study.setup.request import requested
 
-        tuned = tune(target, settings, fresh=fresh, learn=not no_history, view=view, began_s=began_s)
+        with requested(target, settings, view) as request:
+            from autotune.session import tune  # takes a second, in which the engine starts
+
+            tuned = tune(request, fresh=fresh, learn=not no_history, view=view, began_s=began_s)
     if tuned.report is None:
         print("autotune: stopped before the first trial ended; nothing to keep", file=sys.stderr)
         assert tuned.stopped is not None

@@ -212,7 +212,8 @@ def scale(
         from autotune.study.events import Broadcast, Journal
         from autotune.study.setup.capture import wanted_study
         from autotune.study.setup.engine import executor_for
-        from autotune.study.setup.plan import plan, studies_folder
+        from autotune.study.setup.plan import plan
+        from autotune.study.setup.request import studies_folder
 
         wanted, notes = wanted_study(target, {**settings, "ranks": max(counts)}, view)
     studies = studies_folder(Path(target))

@@ -33,7 +33,7 @@ def submit(
     from autotune.executors.driver_job import DriverJob
     from autotune.executors.options import check_names
     from autotune.study.setup.capture import wanted_study
-    from autotune.study.setup.plan import studies_folder
+    from autotune.study.setup.request import studies_folder
 
     if executor not in engines.ENGINES:
         raise UserError(f"--executor: {unknown(executor, engines.ENGINES)}")

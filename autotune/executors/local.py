@@ -54,14 +54,10 @@ class LocalExecutor:
         """The name of this machine."""
         return frozenset({socket.gethostname()})
 
-    def start(self) -> None:
-        """Starts the warm server and waits until it has imported everything.
-
-        Raises:
-            UserError: It died; quotes the last line of its log.
-        """
+    def launch(self) -> None:
+        """Starts the warm server, unless one runs, and does not wait for what it imports."""
         if self._server is not None:
-            if self._server.poll() is None:
+            if self._server.poll() is None or not self._ready:  # of one that died over its imports `start` tells
                 return
             self.lose(self._server)
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -74,6 +70,17 @@ class LocalExecutor:
             self._server = subprocess.Popen(
                 command, stdin=pipe, stdout=pipe, stderr=log, env=environment, start_new_session=True
             )
+
+    def start(self) -> None:
+        """Starts the warm server, unless one runs, and waits until it has imported everything.
+
+        Raises:
+            UserError: It died; quotes the last line of its log.
+        """
+        self.launch()
+        if self._ready:
+            return
+        assert self._server is not None
         answer = self._answer(START_TIMEOUT_S)
         if answer is None:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -18,11 +18,10 @@ from support.commands import autotune, called, one_sentence, processes_of, told
 from support.paths import BENCHMARKS, MODELS
 from support.zoo import wait_until
 
-from autotune import session
 from autotune.cli.app import COMMANDS
 from autotune.study import measure
 from autotune.study.lock import study_lock
-from autotune.study.setup import engine
+from autotune.study.setup import engine, request
 from autotune.study.spec.spec import StudySpec
 
 pytestmark = pytest.mark.process
@@ -71,8 +70,8 @@ def finished(tmp_path_factory, models) -> tuple[Path, subprocess.CompletedProces
 def warm(executor, monkeypatch, models, tmp_path):
     """A folder with the model, whose studies run on the session's server and do not wait for an idle machine."""
     monkeypatch.setattr(measure, "MAX_BUSY_TRIES", 1)
-    for module in (session, engine):
-        monkeypatch.setattr(module, "executor_for", lambda *_: contextlib.nullcontext(executor))
+    for module in (request, engine):
+        monkeypatch.setattr(module, "executor_for", lambda *_, **__: contextlib.nullcontext(executor))
     shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
     return tmp_path
 
@@ -240,7 +239,7 @@ def test_a_launch_command_that_is_interrupted_is_ended_with_all_that_it_started(
     assert wait_until((tmp_path / "begun").exists)
     driver.send_signal(how)
     _, said = driver.communicate(timeout=60)
-    assert driver.returncode == status and "nothing to keep" in said and processes_of(tmp_path) == []
+    assert driver.returncode == status and said.endswith("autotune: stopped\n") and processes_of(tmp_path) == []
 
 
 def test_a_rank_that_was_held_back_ends_when_its_holder_is_killed(tmp_path):

@@ -11,9 +11,10 @@ import pytest
 from support.commands import called, one_sentence
 from support.instant import ENVIRONMENT, WORKLOAD, Instant, Watcher, failed, report, runner_of, spec_of
 
-from autotune import session
 from autotune.errors import UserError
+from autotune.executors.local import LocalExecutor
 from autotune.space.candidate import Candidate
+from autotune.study.setup import request
 from autotune.study.storage import records
 from autotune.trial.folder import TrialDir, read_record, write_record
 from autotune.trial.request import TrialRequest
@@ -150,6 +151,7 @@ def place(finished, tmp_path, monkeypatch):
     (tmp_path / "studies").symlink_to(finished)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AUTOTUNE_DASHBOARD_TOKEN", "guess-me")
+    monkeypatch.setattr(LocalExecutor, "launch", lambda _: None)  # which a run does before it looks at the database
     return tmp_path
 
 
@@ -210,7 +212,7 @@ def machine(monkeypatch):
     """Puts a machine in the place of the one that the tests run on."""
 
     def put(given: Machine) -> None:
-        monkeypatch.setattr(session, "executor_for", lambda *_, **__: contextlib.nullcontext(given))
+        monkeypatch.setattr(request, "executor_for", lambda *_, **__: contextlib.nullcontext(given))
 
     return put
 

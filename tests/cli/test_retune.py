@@ -20,6 +20,7 @@ from autotune.cli.schedule import schedule_add, schedule_export, schedule_list, 
 from autotune.errors import UserError
 from autotune.retune import fingerprint
 from autotune.study.lock import study_lock
+from autotune.study.setup.request import StudyRequest
 from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import records
 from autotune.study.storage.history import History, Measurement
@@ -145,7 +146,9 @@ def test_a_retuning_reads_the_users_own_file_and_its_options(studies, tmp_path):
     own, folder = tmp_path / "mine.yaml", studies / "s"
     own.write_text(f"target: {MODELS / 'ok.py'}\nname: s\ntrials: 5\nranks: 2\n")
     given = {"trials": 7, "storage": None}
-    session._keep_spec(StudySpec.of(own, given), own, given, folder)
+    session._keep_spec(
+        StudyRequest(spec=StudySpec.of(own, given), target=own, overrides=given, folder=folder, executor=Instant())
+    )
     own.write_text(own.read_text() + "repeats: 4\nspace: [{zero_stage: [0, 3]}]\n")
     spec = session.open_study("s").spec({"ranks": 3, "from_checkpoint": None})
     assert (spec.trials, spec.repeats, spec.ranks, spec.name) == (7, 4, 3, "s")

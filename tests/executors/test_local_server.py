@@ -41,15 +41,24 @@ def test_two_executors_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     thread.join()
 
 
-def test_an_engine_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("launched", [False, True])
+def test_an_engine_that_cannot_start_says_why(
+    launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Also one that died before it was waited for; it is not started a second time."""
     broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho no such interpreter >&2\nexit 3\n")
+    broken.write_text("#!/bin/sh\necho no such interpreter >&2\necho >> starts\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(broken))
+    monkeypatch.chdir(tmp_path)
     executor = LocalExecutor([], tmp_path / "server.log")
+    if launched:
+        executor.launch()
+        assert executor._server is not None and executor._server.wait(60) == 3
     with pytest.raises(UserError, match=r"exit status 3\); see .*server.log: no such interpreter"):
         executor.start()
     executor.close()
+    assert (tmp_path / "starts").read_text() == "\n"
 
 
 def test_a_sweep_ends_what_bears_the_mark_and_nothing_else() -> None:

@@ -1,5 +1,6 @@
 """What `autotune report` writes for programs, and what it says where it cannot."""
 
+import contextlib
 import csv
 import errno
 import io
@@ -20,6 +21,7 @@ from autotune.errors import UserError
 from autotune.report import files, load, pictures, series
 from autotune.report.page import render
 from autotune.session import Tuned
+from autotune.study.setup import request
 from autotune.study.storage import records
 
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
@@ -69,6 +71,7 @@ def test_on_a_small_disk_the_answer_is_printed_and_the_small_files_are_written_f
     names = ["ds_config.json", "recommended.json", "front.json", "environment.json", "README.md"]
     assert [path.name for path in written] == names
     refused = UserError("report.html: No space left on device. Free some space")
+    monkeypatch.setattr(request, "requested", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(session, "tune", lambda *_, **__: Tuned(report=report, written=written, refused=refused))
     with pytest.raises(UserError, match="Free some space"):
         run("model.py", {}, fresh=False, as_json=False)

@@ -102,6 +102,9 @@ class Instant:
         self.requests: list[TrialRequest] = []
         self.gated: list[TrialRequest] = []
 
+    def start(self) -> None:
+        """It is ready."""
+
     def submit(self, folder: TrialDir) -> Instant:
         request = read_record(folder.request, TrialRequest)
         candidate = Candidate.of(request.candidate)

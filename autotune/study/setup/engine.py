@@ -70,11 +70,26 @@ def executor_of(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] =
 
 
 @contextlib.contextmanager
-def executor_for(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] = lambda _: None) -> Iterator[Executor]:
-    """Starts the executor of a study and closes it in the end; arguments and errors as for `executor_of`."""
+def executor_for(
+    spec: StudySpec, folder: Path, on_queue: Callable[[str], None] = lambda _: None, *, wait: bool = True
+) -> Iterator[Executor]:
+    """Starts the executor of a study and closes it in the end.
+
+    Args:
+        spec: The study.
+        folder: The study's folder.
+        on_queue: Called with the reason why a trial waits for machines.
+        wait: Wait until it is ready. Else it is left to `start`, and a server on this machine begins with its imports.
+
+    Raises:
+        UserError: As `executor_of`; the executor cannot be used.
+    """
     executor = executor_of(spec, folder, on_queue)
     try:
-        executor.start()
+        if wait:
+            executor.start()
+        elif isinstance(executor, LocalExecutor):
+            executor.launch()
         yield executor
     finally:
         executor.close()

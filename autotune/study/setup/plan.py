@@ -35,7 +35,7 @@ from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
 from autotune.system.machine import check_ranks, why_bf16_is_slow
 from autotune.trial.lengths import expected
-from autotune.trial.target import Target, is_yaml
+from autotune.trial.target import Target
 from autotune.trial.workload import Script, Workload
 
 DEFAULT_LEARNING_RATE = 1e-3
@@ -150,12 +150,6 @@ class Plan:
             **({"arg_mappings": self.spec.arg_mappings} if self.spec.arg_mappings else {}),
             "base_config": {key: value for key, value in self.base_config.items() if key not in SIDE_EFFECT_KEYS},
         }
-
-
-def studies_folder(spec_path: Path) -> Path:
-    """Returns the folder of all studies: `studies` around the study's file, else in the working directory."""
-    around = spec_path.absolute().parent.parent
-    return around if around.name == "studies" and is_yaml(spec_path) else Path("studies").absolute()
 
 
 def plan(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[[str], None] = lambda _: None) -> Plan:

@@ -1,0 +1,68 @@
+"""What a run is asked to do, and its engine, which gets ready while the driver imports the rest."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.executors.base import Executor
+from autotune.study.events import SILENT, EventSink
+from autotune.study.lock import study_lock
+from autotune.study.setup.capture import wanted_study
+from autotune.study.setup.engine import executor_for
+from autotune.study.spec.spec import StudySpec
+from autotune.system.signals import terminable
+from autotune.trial.target import is_yaml
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRequest:
+    """A study that is to run, and is locked.
+
+    Attributes:
+        spec: The study.
+        target: What the user named: a `model.py`, a training script, a `study.yaml`, or a launch command.
+        overrides: Fields of `StudySpec` that replace those of the file; None leaves a field as it is.
+        folder: The study's folder.
+        executor: Its engine, which need not be ready yet.
+        notes: Remarks for the user.
+    """
+
+    spec: StudySpec
+    target: Path
+    overrides: Mapping[str, Any]
+    folder: Path
+    executor: Executor
+    notes: Sequence[str] = ()
+
+
+def studies_folder(target: Path) -> Path:
+    """Returns the folder of all studies: `studies` around the study's file, else in the working directory."""
+    around = target.absolute().parent.parent
+    return around if around.name == "studies" and is_yaml(target) else Path("studies").absolute()
+
+
+@contextlib.contextmanager
+def requested(target: str, overrides: Mapping[str, Any], view: EventSink = SILENT) -> Iterator[StudyRequest]:
+    """Reads and locks a study, and begins to start its engine; closes the engine in the end.
+
+    To import what `tune` needs takes as long as a third of what a server on this machine imports, so the two go on at once.
+
+    Args:
+        target: What the user named.
+        overrides: Fields of `StudySpec` that replace those of the file.
+        view: Sink for progress.
+
+    Raises:
+        UserError: The target cannot be tuned, or another process runs this study.
+        KeyboardInterrupt: The user stopped a launch command.
+    """
+    spec, notes = wanted_study(target, overrides, view)
+    folder = studies_folder(Path(target)) / spec.name
+    with terminable(), study_lock(folder), executor_for(spec, folder, view.waits, wait=False) as executor:
+        yield StudyRequest(
+            spec=spec, target=Path(target), overrides=overrides, folder=folder, executor=executor, notes=notes,
+        )  # fmt: skip

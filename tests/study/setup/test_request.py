@@ -1,0 +1,49 @@
+"""What a run is asked to do: the study is locked and its engine begins, before anything waits for it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from support.paths import MODELS
+
+from autotune.errors import UserError
+from autotune.executors.local import LocalExecutor
+from autotune.study.lock import study_lock
+from autotune.study.setup.request import requested
+
+
+@pytest.fixture
+def said(tmp_path, monkeypatch):
+    """What is done with the engine, in order, in a folder with a model."""
+    said: list[str] = []
+    for name in ("launch", "start", "close"):
+        monkeypatch.setattr(LocalExecutor, name, lambda _, name=name: said.append(name))
+    shutil.copyfile(MODELS / "ok.py", tmp_path / "model.py")
+    monkeypatch.chdir(tmp_path)
+    return said
+
+
+def test_the_engine_is_launched_and_not_waited_for_and_closed_before_the_lock_is_given_up(said, monkeypatch):
+    with requested("model.py", {"trials": 3}) as asked:
+        assert said == ["launch"]
+        assert (asked.spec.trials, asked.folder) == (3, Path("studies").absolute() / asked.spec.name)
+        with pytest.raises(UserError, match="is being run by process"), study_lock(asked.folder):
+            pass
+
+        def close(_: LocalExecutor) -> None:
+            with pytest.raises(UserError, match="is being run by process"), study_lock(asked.folder):
+                pass
+            said.append("close")
+
+        monkeypatch.setattr(LocalExecutor, "close", close)
+    assert said == ["launch", "close"]
+    with study_lock(asked.folder):
+        pass
+
+
+def test_no_engine_begins_for_a_study_that_another_process_runs(said):
+    with requested("model.py", {}) as asked:
+        with pytest.raises(UserError, match="is being run by process"), requested("model.py", {}):
+            pass
+        assert said == ["launch"]
+        assert asked.folder.is_dir()

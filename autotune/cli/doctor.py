@@ -176,9 +176,10 @@ def _devices(here: Environment) -> list[Finding]:
         f", {here.uuid}" if here.uuid else ""
     )
     found = [Finding("ok", "device", name), *(Finding("warn", "device", remark) for remark in here.remarks)]
-    if (free := here.free_memory_bytes) is not None:
+    if here.free_bytes:
+        free, held = min(here.free_bytes), here.held_by_others_bytes(here.n_devices)
         detail = f"{free / 2**30:.1f} of {here.device_memory_bytes / 2**30:.1f} GiB free on the fullest device"
-        found.append(Finding("warn" if here.held_by_others_bytes else "ok", "device memory", detail))
+        found.append(Finding("warn" if held else "ok", "device memory", detail))
     return found
 
 

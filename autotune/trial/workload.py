@@ -37,7 +37,8 @@ class Environment:
         versions: Version of each library that a measurement depends on.
         capability: CUDA compute capability, or AMD's architecture; empty on a CPU.
         uuid: Identifier of the first device; of a part of a card (MIG), the part's.
-        free_memory_bytes: Memory of the fullest visible device that nobody used; None on a CPU.
+        free_bytes: Free memory of each visible device, in the order of the ranks that have them, before the target ran;
+            empty on a CPU.
         missing_ops: DeepSpeed's ops that cannot be compiled here, each with the reason and the remedy.
         remarks: Sentences for the user: a device that is not used, an accelerator that was never tested.
     """
@@ -53,7 +54,7 @@ class Environment:
     omp_num_threads: str | None = None
     capability: str = ""
     uuid: str = ""
-    free_memory_bytes: int | None = None
+    free_bytes: tuple[int, ...] = ()
     missing_ops: dict[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
 
@@ -61,13 +62,12 @@ class Environment:
         """Returns the memory of a rank: its device's without that of CUDA's context, NCCL and others; on a CPU its share."""
         if self.accelerator == "cpu":
             return self.device_memory_bytes / ranks
-        held = max(self.held_by_others_bytes, CUDA_CONTEXT_BYTES) + (NCCL_BYTES if ranks > 1 else 0)
+        held = max(self.held_by_others_bytes(ranks), CUDA_CONTEXT_BYTES) + (NCCL_BYTES if ranks > 1 else 0)
         return max(0.0, self.device_memory_bytes - held)
 
-    @property
-    def held_by_others_bytes(self) -> float:
-        """Memory of the fullest device that other processes hold, with this one's context; 0 where it is hardly any."""
-        held = self.device_memory_bytes - (self.free_memory_bytes or self.device_memory_bytes)
+    def held_by_others_bytes(self, ranks: int) -> float:
+        """What other processes hold of the fullest of the ranks' devices, with a context; 0 where it is hardly any."""
+        held = self.device_memory_bytes - min(self.free_bytes[:ranks], default=self.device_memory_bytes)
         return float(held) if self.accelerator != "cpu" and held > HELD_SHARE * self.device_memory_bytes else 0.0
 
 

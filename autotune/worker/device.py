@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,22 @@ def uuid_of(properties: Any) -> str:
     uuid = str(getattr(properties, "uuid", "") or "")
     mig = " MIG " in str(getattr(properties, "name", ""))
     return f"{'MIG' if mig else 'GPU'}-{uuid}" if uuid and "-" in uuid and not uuid.startswith(("GPU", "MIG")) else uuid
+
+
+def multiplies_in_tf32() -> bool:
+    """Whether CUDA multiplies fp32 matrices in TensorFloat-32.
+
+    Torch 2.9 brought a setting for each backend; where a script uses that, the older question raises.
+    """
+    own = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    return bool(own == "tf32" if own is not None else torch.get_float32_matmul_precision() != "highest")
+
+
+def free_bytes(devices: Iterable[int]) -> tuple[int, ...]:
+    """Returns the free memory of CUDA devices, on each of which that starts a context; nothing where torch does not tell."""
+    with contextlib.suppress(Exception):
+        return tuple(int(torch.cuda.mem_get_info(index)[0]) for index in devices)
+    return ()
 
 
 def driver_version() -> str:

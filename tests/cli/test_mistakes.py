@@ -182,13 +182,16 @@ class Machine(Instant):
         workload: What the target is.
         ending: How it ends where it cannot be loaded.
         log: What its rank then wrote.
+        cold_reason: Why its trials start slowly.
     """
 
-    cold_reason = mark = ""
+    mark = ""
 
-    def __init__(self, workload=WORKLOAD, ending: RankReport | None = None, log: str = "") -> None:
+    def __init__(
+        self, workload=WORKLOAD, ending: RankReport | None = None, log: str = "", cold_reason: str = ""
+    ) -> None:
         super().__init__()
-        self.workload, self.ending, self.log = workload, ending, log
+        self.workload, self.ending, self.log, self.cold_reason = workload, ending, log, cold_reason
 
     def submit(self, folder: TrialDir) -> Instant:
         request = read_record(folder.request, TrialRequest)
@@ -238,6 +241,12 @@ LOADED = {
     "data() that is a loader": (
         Machine(ending=failed(Outcome.CRASHED, "model.py: data() returned a DataLoader; return its dataset")), ["model.py"],
         ["model.py cannot be loaded", "return its dataset", "rank-0.log"],
+    ),
+    "a DeepSpeed that cannot be imported": (
+        Machine(
+            ending=failed(Outcome.CRASHED, "rank 0 exited with status 1"),
+            cold_reason="DeepSpeed could not be imported ahead: MissingCUDAException: CUDA_HOME does not exist",
+        ), ["model.py"], ["model.py cannot be loaded: rank 0 exited with status 1; DeepSpeed could not be imported", "CUDA_HOME"],
     ),
     "a script without its arguments": (
         Machine(ending=failed(Outcome.CRASHED, "the script exited with status 2"), log=USAGE), ["train.py"],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import autotune
-from support.paths import MODELS, ROOT
+from support.paths import MODELS, ROOT, SCRIPTS
 
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
@@ -17,7 +17,7 @@ from autotune.trial.folder import TrialDir, read_record
 from autotune.trial.profile import Machine
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
-from autotune.trial.workload import Workload
+from autotune.trial.workload import Script, Workload
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "fused": True}}
 H100 = "NVIDIA H100 80GB HBM3"
@@ -90,6 +90,63 @@ def test_all_stages_and_offload_run_on_the_devices_of_their_ranks(gpus, tmp_path
     assert found[0].reserved_memory_bytes and found[0].observed.tf32 is False
     assert found[-1].observed.tf32 and found[-1].observed.unwitnessed == () and "'high'" in found[-1].side_changes[-1]
     assert any("device busy 50%" in caveat for caveat in found[0].caveats)
+
+
+@pytest.mark.system
+def test_a_deepspeed_that_asks_what_devices_can_do_as_it_is_imported_leaves_the_server_warm(gpus, tmp_path):
+    used = gpus(asks=True)
+    (trial,), server = run(tmp_path, request(3))
+    assert trial.outcome is Outcome.COMPLETE and trial.observed.tf32 is False
+    asked = [line["pid"] for line in used() if line["parent"] == server and line["what"] == "init"]
+    assert asked and server not in {line["pid"] for line in used()}
+
+
+SCRIPT = """
+import os
+import deepspeed, torch
+from common import Net, config, dataset
+os.environ.update(CHOICE)
+model = Net()
+engine, _, loader, _ = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), training_data=dataset(), config=config(train_batch_size=32)
+)
+for _ in range(100):
+    for x, y in loader:
+        engine.backward(engine(x, y))
+        engine.step()
+"""
+
+
+def probed(folder: Path, **choice: str):
+    """The probe of a script on two devices, which sets these variables itself."""
+    (folder / "train.py").write_text(SCRIPT.replace("CHOICE", str(choice)))
+    script = Script(arguments=(), working_dir=str(SCRIPTS), environment={"PYTHONPATH": str(SCRIPTS)})
+    asked = TrialRequest(target=str(folder / "train.py"), mode="probe", world_size=2, script=script, deadline_s=120)
+    return run(folder, asked)[0][0]
+
+
+@pytest.mark.system
+def test_the_probe_of_a_script_asks_each_rank_about_its_own_device_alone(gpus, tmp_path, monkeypatch):
+    used = gpus()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], str(SCRIPTS)]))
+    found = probed(tmp_path)
+    assert found.outcome is Outcome.COMPLETE, found.reason
+    ranks = {line["pid"]: line["device"] for line in used() if line["what"] == "set_device"}
+    assert sorted(ranks.values()) == [0, 1]
+    assert {pid: {line["device"] for line in used() if line["pid"] == pid} for pid in ranks} == {
+        pid: {device} for pid, device in ranks.items()
+    }
+    here = read_record(TrialDir(tmp_path / "0").workload, Workload).environment
+    assert len(here.free_bytes) == 2 and here.held_by_others_bytes(2) == 0
+
+
+@pytest.mark.system
+def test_a_script_that_chooses_another_device_itself_is_refused(gpus, tmp_path, monkeypatch):
+    gpus()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"], str(SCRIPTS)]))
+    assert probed(tmp_path, CUDA_VISIBLE_DEVICES="0,1").outcome is Outcome.COMPLETE
+    other = probed(tmp_path, CUDA_VISIBLE_DEVICES="1,0")
+    assert "sets CUDA_VISIBLE_DEVICES to '1,0' itself, which comes too late" in other.reason
 
 
 @pytest.mark.system

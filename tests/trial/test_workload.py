@@ -10,8 +10,8 @@ from autotune.cli.check import _machine
 from autotune.cli.doctor import _devices
 from autotune.report.load import _threads
 from autotune.space.candidate import Candidate
+from autotune.study.setup.plan import held_by_others
 from autotune.trial.workload import CUDA_CONTEXT_BYTES, NCCL_BYTES, Probed
-from autotune.worker.model.inspect import _held
 
 GIB = 1 << 30
 DEVICE = replace(
@@ -27,24 +27,25 @@ DEVICE = replace(
 @pytest.mark.parametrize(
     ("free", "share"),
     [
-        (None, 80 * GIB - CUDA_CONTEXT_BYTES),
-        (79 * GIB, 80 * GIB - CUDA_CONTEXT_BYTES),  # what a context takes is no other process
-        (30 * GIB, 30 * GIB),
+        ((), 80 * GIB - CUDA_CONTEXT_BYTES),
+        ((79 * GIB, 79 * GIB), 80 * GIB - CUDA_CONTEXT_BYTES),  # what a context takes is no other process
+        ((30 * GIB, 79 * GIB), 30 * GIB),
     ],
 )
 def test_a_rank_has_what_others_leave_it(free, share):
-    here = replace(DEVICE, free_memory_bytes=free)
+    here = replace(DEVICE, free_bytes=free)
     assert here.share_bytes(1) == share
+    assert (
+        replace(DEVICE, free_bytes=free[::-1]).share_bytes(1) == 80 * GIB - CUDA_CONTEXT_BYTES
+    )  # of a device not in use
     assert here.share_bytes(2) == share - NCCL_BYTES
-    said = " ".join(_held(here))
-    assert ("other processes hold 50.0 of the 80.0 GiB" in said) is (free == 30 * GIB) and bool(said) is (
-        free == 30 * GIB
-    )
+    said = " ".join(held_by_others(here, 1))
+    assert bool(said) is ("other processes hold 50.0 of the 80.0 GiB" in said) is (30 * GIB in free)
 
 
 def test_ranks_of_a_host_share_its_memory():
-    assert replace(ENVIRONMENT, device_memory_bytes=8 * GIB, free_memory_bytes=None).share_bytes(4) == 2 * GIB
-    assert not _held(ENVIRONMENT)
+    assert replace(ENVIRONMENT, device_memory_bytes=8 * GIB).share_bytes(4) == 2 * GIB
+    assert not held_by_others(ENVIRONMENT, 2)
 
 
 def test_the_threads_of_a_rank_are_told_of_studies_on_a_cpu_alone():
@@ -60,7 +61,7 @@ def test_a_check_names_the_devices_with_capability_and_memory():
 
 
 def test_the_doctor_names_the_devices_their_free_memory_and_what_speaks_against_them():
-    held = replace(DEVICE, uuid="GPU-1", remarks=("the devices differ",), free_memory_bytes=30 * GIB)
+    held = replace(DEVICE, uuid="GPU-1", remarks=("the devices differ",), free_bytes=(79 * GIB, 30 * GIB))
     found = [(each.verdict, each.detail) for each in _devices(held)]
     assert found == [
         ("ok", "2 x cuda: NVIDIA H100 80GB HBM3, capability 9.0, GPU-1"),

@@ -13,7 +13,7 @@ from autotune.system.machine import processor_name
 from autotune.trial.request import TrialRequest
 from autotune.worker import device, rank
 from autotune.worker.agent import preload
-from autotune.worker.measure import trace, witnesses
+from autotune.worker.measure import gradient_check, trace, witnesses
 from autotune.worker.script.frameworks import accelerate, huggingface, lightning
 
 
@@ -42,6 +42,34 @@ def test_a_device_that_is_not_used_is_told_with_the_reason(monkeypatch, cuda, in
     for hides_all in ("", " -1", "NoDevFiles"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hides_all)
         assert device._why_cpu() == ""
+
+
+@pytest.mark.parametrize(("tf32", "said"), [("tf32", True), ("ieee", False)])
+def test_tensorfloat_is_read_where_a_script_uses_either_setting_of_torch(tf32, said, monkeypatch):
+    """To ask by the older one raises where the newer one was used."""
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("this torch has the older setting alone")
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.backends.cuda.matmul.fp32_precision = tf32
+        assert device.multiplies_in_tf32() is said
+        torch.set_float32_matmul_precision("high")
+        assert device.multiplies_in_tf32()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace())
+    assert device.multiplies_in_tf32() is (before != "highest")
+
+
+def test_random_numbers_of_ours_are_drawn_on_the_host_whatever_the_default_device_is(monkeypatch):
+    torch.set_default_device("meta")
+    try:
+        model = torch.nn.Linear(100, 100, device="cpu")
+        gradient_check.perturb(model, 1)
+        watch = gradient_check.GradientWatch(model, world_size=1)
+    finally:
+        torch.set_default_device("cpu")
+    assert model.weight.device.type == watch._parameters[0][1].device.type == "cpu"
 
 
 class Accelerator:

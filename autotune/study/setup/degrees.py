@@ -29,9 +29,10 @@ from autotune.trial.workload import Splitting, Workload
 COMPARED_SAMPLES = 2
 # Of each parameter, in fp32 with its gradient, in every rank of a machine; and of its memory, at most.
 COMPARED_BYTES, LARGEST_SHARE = 8, 0.5
+WHOLE_PHASE = "build"  # of the comparison: the whole model is trained in it
 UNCOMPARED = (
-    "the split model was not compared with the whole one, which takes {} of a machine's memory: hold the loss of the"
-    " first steps against a run without the degree"
+    "the split model was not compared with the whole one, which {}: hold the loss of the first steps against a run without"
+    " the degree"
 )
 SCRIPT = (
     "a training script builds its own groups and feeds its own ranks, so its degrees stay as they are: set the degree in"
@@ -137,7 +138,7 @@ def compared(
         degrees: Degrees above 1, by path.
         doing: Called with what is done.
     """
-    if workload.splitting is None:
+    if (splitting := workload.splitting) is None:
         return workload
     place = profile_cache.place_of(spec, setting.world_size, workload)
     key = profile_cache.workload_key(spec.target, None, place.where)
@@ -153,12 +154,17 @@ def compared(
         if entry in results or why_illegal(candidate, setting, DEGREE_RULES):
             continue
         if needed := _too_large(workload, setting):
-            return replace(workload, caveats=[*workload.caveats, UNCOMPARED.format(format_bytes(needed))])
+            takes = f"takes {format_bytes(needed)} of a machine's memory"
+            return replace(workload, caveats=[*workload.caveats, UNCOMPARED.format(takes)])
         doing(f"comparing the model split over {degree} ranks with the whole one")
         result = _compare(spec, executor, path / f"{name.partition('.')[0]}-{degree}", candidate, base_config, setting)
+        if result.outcome is Outcome.CRASHED and result.phase == WHOLE_PHASE:  # as flash attention does, in fp32
+            alone = f"fails by itself in fp32 ({result.reason})"
+            workload = replace(workload, caveats=[*workload.caveats, UNCOMPARED.format(alone)])
+            break
         if (said := _said(result)) is not None:
             results[entry] = said
-    workload = replace(workload, splitting=replace(workload.splitting, compared=results))
+    workload = replace(workload, splitting=replace(splitting, compared=results))
     if results:
         profile_cache.save(replace(workload, profile=None, machine=None), key)
     return workload

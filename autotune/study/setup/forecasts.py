@@ -250,7 +250,7 @@ def _of_card(here: Environment, on: Devices) -> Environment:
     """The environment of a study on other devices, with this machine's libraries."""
     return replace(
         here, accelerator="cuda", device_name=on.card.name, n_devices=on.local, device_memory_bytes=on.card.memory_bytes,
-        bf16="bf16" in on.card.flops, fp16=True, capability=on.card.capability, free_memory_bytes=None, missing_ops={},
+        bf16="bf16" in on.card.flops, fp16=True, capability=on.card.capability, free_bytes=(), missing_ops={},
         remarks=(),
     )  # fmt: skip
 

@@ -36,7 +36,7 @@ from autotune.system import redaction
 from autotune.system.machine import check_ranks, why_bf16_is_slow
 from autotune.trial.lengths import expected
 from autotune.trial.target import Target
-from autotune.trial.workload import Script, Workload
+from autotune.trial.workload import Environment, Script, Workload
 
 DEFAULT_LEARNING_RATE = 1e-3
 
@@ -202,7 +202,7 @@ def plan(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[[str
     if not any(c != baseline and why_illegal(c, setting) is None for c in pruned.candidates(baseline)):
         why = next(iter(feasibility.refusals(space, baseline, setting)), "the space holds nothing but the baseline")
         raise UserError(f"no candidate of the search space can run here: {why}")
-    notes = [*environment.remarks, *workload.caveats]
+    notes = [*environment.remarks, *held_by_others(environment, world_size), *workload.caveats]
     on_each = world_size // spec.nodes_for(world_size)
     if environment.n_cores < on_each and environment.accelerator == "cpu":
         notes.append(f"{on_each} ranks share {environment.n_cores} cores: step times will read slow and noisy")
@@ -221,6 +221,17 @@ def plan(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[[str
         spec=spec, target=target, workload=workload, world_size=world_size, base_config=base_config, baseline=baseline,
         space=pruned, full_space=space, setting=setting, notes=notes,
     )  # fmt: skip
+
+
+def held_by_others(environment: Environment, ranks: int) -> list[str]:
+    """Returns what is to be said where other processes hold memory of the ranks' devices."""
+    if not (held := environment.held_by_others_bytes(ranks)):
+        return []
+    total = environment.device_memory_bytes / 2**30
+    return [
+        f"other processes hold {held / 2**30:.1f} of the {total:.1f} GiB of a device, so trials have only the rest: end them"
+        " (`nvidia-smi` lists them), or leave that device out by CUDA_VISIBLE_DEVICES"
+    ]
 
 
 def grounds(

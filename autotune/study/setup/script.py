@@ -110,6 +110,8 @@ def inspect_workload(
         hint = _usage(log, spec.target) if is_script and result.reason.endswith(USAGE_STATUS) else ""
         if result.outcome is Outcome.TIMEOUT and (op := builds.under_way()):
             hint = f": DeepSpeed's {op} was still being compiled; compile it first, with `autotune doctor --build`"
+        if executor.cold_reason and "exited with status" in result.reason:  # it may not even import DeepSpeed
+            hint = hint or f"; {executor.cold_reason}"
         raise UserError(f"{spec.target} cannot be {how}: {result.reason}{hint} (see {shown(log)})")
     workload = read_record(TrialDir(path).workload, Workload)
     if workload.script is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import importlib.abc
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Self
 
 from autotune.system.device import CHOOSE
@@ -104,7 +105,8 @@ def preload(modules: Sequence[str], parts: Mapping[str, str]) -> Preloaded:
     before = _traces()
     try:
         with _Watch() as watch, uncollected():
-            import deepspeed
+            with _capability_from_a_fork():
+                import deepspeed
 
             import_rank_modules()
             # Probing the ops compiles and links a libaio test program, which takes 0.3 s; forked ranks keep the result.
@@ -120,6 +122,41 @@ def preload(modules: Sequence[str], parts: Mapping[str, str]) -> Preloaded:
     if not cold:
         _freeze()
     return Preloaded(cold, culprits)
+
+
+@contextlib.contextmanager
+def _capability_from_a_fork() -> Iterator[None]:
+    """Within, a forked process tells what CUDA devices can do: to ask starts CUDA, after which no rank could be forked.
+
+    DeepSpeed before 0.19 asks as it is imported, in `is_compatible` of its op builders.
+    """
+    import torch
+
+    own, asking = (torch.cuda.get_device_capability, torch.cuda.get_device_properties), True
+
+    @functools.cache
+    def asked(index: int) -> tuple[int, int]:
+        code, said = _in_a_fork(lambda: [str(number) for number in own[0](index)])
+        if code:
+            raise RuntimeError(next(iter(said), f"device {index} does not answer"))
+        return int(said[0]), int(said[1])
+
+    def capability(device: Any = None) -> tuple[int, int]:
+        return asked(device if isinstance(device, int) else 0) if asking else own[0](device)
+
+    def properties(device: Any = None) -> Any:  # a module that keeps this function has the true one afterwards
+        return (
+            SimpleNamespace(**dict(zip(("major", "minor"), capability(device), strict=True)))
+            if asking
+            else own[1](device)
+        )
+
+    torch.cuda.get_device_capability, torch.cuda.get_device_properties = capability, properties
+    try:
+        yield
+    finally:
+        asking = False
+        torch.cuda.get_device_capability, torch.cuda.get_device_properties = own
 
 
 def preload_more(modules: Sequence[str]) -> bool:

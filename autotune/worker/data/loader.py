@@ -249,7 +249,7 @@ class Loader:
         epoch, offset = divmod(position, self.n_samples)
         if epoch not in self._orders:
             generator = torch.Generator().manual_seed(self._seed + epoch)
-            self._orders = {epoch: torch.randperm(self.n_samples, generator=generator)} | {
+            self._orders = {epoch: torch.randperm(self.n_samples, generator=generator, device="cpu")} | {
                 known: order for known, order in self._orders.items() if known >= epoch - 1
             }
         return int(self._orders[epoch][offset])

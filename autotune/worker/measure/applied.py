@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from autotune.trial.result import Observed
+from autotune.worker.device import multiplies_in_tf32
 from autotune.worker.measure import groups
 from autotune.worker.measure.batches import BatchObserver
 
@@ -45,7 +46,7 @@ def observe(
         dtype=str(max(set(dtypes), key=dtypes.count)).removeprefix("torch."),
         autocast=str(autocast).removeprefix("torch.") if autocast else None,
         checkpointed_blocks=len(checkpointer.recomputed) if checkpointer else 0,
-        tf32=torch.get_float32_matmul_precision() != "highest" if torch.device(engine.device).type == "cuda" else None,
+        tf32=multiplies_in_tf32() if torch.device(engine.device).type == "cuda" else None,
         draw_size=batches.draw_size,
         parts=batches.parts,
         groups=groups.observe(engine),

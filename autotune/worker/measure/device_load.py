@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from autotune.trial.result import DeviceLoad
+from autotune.trial.result import BUSY_SHARE, DeviceLoad
 
 # Reasons for lower clocks that a tuner's user can do something about, by the name of NVML's constant.
 THROTTLE = {
     "SwThermalSlowdown": "heat", "HwThermalSlowdown": "heat", "HwPowerBrakeSlowdown": "the power supply",
     "SwPowerCap": "the power limit", "HwSlowdown": "heat or power", "SyncBoost": "a slower device beside it",
 }  # fmt: skip
+# The longest time over which NVML averages a device's use, and between two looks.
+REMEMBERED_S, LOOK_S = 1.0, 0.2
 
 
 class DeviceWatch:
@@ -33,10 +35,10 @@ class DeviceWatch:
             import pynvml
 
             pynvml.nvmlInit()
-            self._nvml = pynvml
+            self._nvml, until = pynvml, time.monotonic() + REMEMBERED_S
             for index in range(pynvml.nvmlDeviceGetCount()):
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                self._before[self._uuid(handle)] = self._occupation(handle)
+                self._before[self._uuid(handle)] = self._occupation(handle, until)
 
     def begin(self, uuid: str) -> None:
         """Starts to watch the device that this rank has; call it where the timed steps begin."""
@@ -79,13 +81,21 @@ class DeviceWatch:
             found += [why] if mask & bit else []
         return tuple(dict.fromkeys(found))
 
-    def _occupation(self, handle: Any) -> tuple[int | None, int | None, float | None]:
-        """Free bytes, processes on it, and the share of time that it was busy lately."""
-        return (
-            self._read(lambda nvml: int(nvml.nvmlDeviceGetMemoryInfo(handle).free)),
-            self._read(lambda nvml: len(nvml.nvmlDeviceGetComputeRunningProcesses(handle))),
-            self._read(lambda nvml: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100.0),
-        )
+    def _occupation(self, handle: Any, until: float) -> tuple[int | None, int | None, float | None]:
+        """Free bytes, processes on it, and the share of time that it is busy.
+
+        NVML says how busy it was in the last second, in which the trial before may have used it: until then it is asked again.
+        """
+        n_others = self._read(lambda nvml: len(nvml.nvmlDeviceGetComputeRunningProcesses(handle)))
+        used = self._used(handle)
+        while n_others and used is not None and used > BUSY_SHARE and time.monotonic() < until:
+            time.sleep(LOOK_S)
+            used = self._used(handle)
+        return self._read(lambda nvml: int(nvml.nvmlDeviceGetMemoryInfo(handle).free)), n_others, used
+
+    def _used(self, handle: Any) -> float | None:
+        used: float | None = self._read(lambda nvml: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100.0)
+        return used
 
     def _uuid(self, handle: Any) -> str:
         uuid = self._nvml.nvmlDeviceGetUUID(handle)

@@ -41,7 +41,11 @@ class GradientWatch:
             own = getattr(parameter, "allreduce", True) is False
             if parameter.requires_grad and 0 < parameter.numel() <= MAX_PARAMETER_SIZE and not own:
                 n = parameter.numel()
-                chosen = torch.arange(n) if n <= MAX_SAMPLED else torch.randint(n, (MAX_SAMPLED,), generator=generator)
+                chosen = (
+                    torch.arange(n)
+                    if n <= MAX_SAMPLED
+                    else torch.randint(n, (MAX_SAMPLED,), generator=generator, device="cpu")
+                )
                 self._parameters.append((parameter, chosen))
         self._sums: dict[int, Tensor] = {}
         self._handles = [parameter.register_hook(self._hook(i)) for i, (parameter, _) in enumerate(self._parameters)]
@@ -132,5 +136,7 @@ def perturb(model: nn.Module, replicate: int) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
-                share = torch.rand(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+                share = torch.rand(parameter.shape, generator=generator, device="cpu").to(
+                    parameter.device, parameter.dtype
+                )
                 parameter.mul_(1 + ROUNDING * (2 * share - 1))

@@ -24,6 +24,9 @@ class Memory:
     On a CPU memory is read in one more step, the last one: see `read_exactly`. Until then the C library keeps freed
     memory as it does in any training, so that peaks read high; they stand where no such step came. The timed steps, phase
     `steady`, are not read at all.
+
+    Attributes:
+        free_bytes: What was free of the ranks' devices before a script ran, in the order of the ranks; known to probes.
     """
 
     def __init__(self, accelerator: str, device_watch: DeviceWatch | None = None) -> None:
@@ -35,6 +38,7 @@ class Memory:
 
             self._accelerator = get_accelerator()
         self.device_watch = device_watch
+        self.free_bytes: tuple[int, ...] = ()
         self.peaks: dict[str, int] = {}
         self._phase = "initialize"
         self._reserved = self._in_use = 0

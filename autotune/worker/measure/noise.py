@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from autotune.trial.result import NoiseTerms
 from autotune.worker.measure.gradient_check import loss_scale
 
+# The optimizer of fp16 at stage 0 with an optimizer other than DeepSpeed's: its norm is that of the scaled gradients
+# (runtime/fp16/unfused_optimizer.py, `step`), where all others divide the scale out.
+SCALED_NORMS = ("FP16_UnfusedOptimizer",)
+
 
 class NoiseMeter:
     """Measures |g_i|^2 of every micro-batch and |G|^2 of every optimizer step, at every ZeRO stage and precision.
@@ -60,7 +64,10 @@ class NoiseMeter:
         micro, self._in_step = self._in_step, []
         norm = engine.get_global_grad_norm()
         # A norm that is a tensor is not waited for.
-        whole = torch.as_tensor(norm, device=engine.device).float().square() if norm is not None else own
+        whole = torch.as_tensor(norm, device=engine.device).float() if norm is not None else None
+        if whole is not None and type(engine.optimizer).__name__ in SCALED_NORMS:
+            whole = whole / loss_scale(engine)
+        whole = whole.square() if whole is not None else own
         if skipped or whole is None or len(micro) != self.accumulation:
             self._steps.append(None)
             return

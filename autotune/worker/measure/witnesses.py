@@ -11,6 +11,7 @@ import torch
 from autotune.space.deepspeed import SECTION_KEYS, Scalar
 from autotune.space.degree import EXPERT_DEGREE, PARTITION, PIPELINE_DEGREE
 from autotune.worker.data import witness as loading
+from autotune.worker.device import multiplies_in_tf32
 from autotune.worker.measure import experts, sizes
 from autotune.worker.measure.groups import exchanges
 from autotune.worker.measure.stages import stages
@@ -99,11 +100,9 @@ def _accumulation_dtype(engine: Any, value: Scalar) -> str | None:
 
 
 def _offloaded_optimizer(engine: Any, value: Scalar) -> str | None:
-    where = {state.device.type for state in _states(engine)}
+    where, device = {state.device.type for state in _states(engine)}, torch.device(engine.device).type
     if value == "none":
-        return (
-            None if where == {torch.device(engine.device).type} else f"the optimizer's states are on {', '.join(where)}"
-        )
+        return None if where == {device} else f"the optimizer's states are on {', '.join(where)}"
     return None if where <= {"cpu", "meta"} else "the optimizer's states stayed on the device"
 
 
@@ -382,7 +381,7 @@ WITNESSES: dict[str, Witness] = {
     "bf16.immediate_grad_update": _immediate_update,
     "bf16.check_grad_overflow": _overflow_check,
     "data_types.buffer_dtype": _buffer_dtype,
-    "torch.allow_tf32": _equal(lambda engine: torch.get_float32_matmul_precision() != "highest"),
+    "torch.allow_tf32": _equal(lambda engine: multiplies_in_tf32()),
     "disable_python_gc": _equal(lambda engine: not gc.isenabled()),
     "prescale_gradients": _equal(_scaled("postscale_gradients"), lambda value: not value),
     "gradient_predivide_factor": _predivide,

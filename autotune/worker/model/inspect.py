@@ -18,7 +18,7 @@ from autotune.trial.request import TrialRequest
 from autotune.trial.workload import Environment, Workload
 from autotune.worker.data import samples
 from autotune.worker.data.loader import Loader
-from autotune.worker.device import found_devices
+from autotune.worker.device import found_devices, free_bytes
 from autotune.worker.measure import experts
 from autotune.worker.model import model_file, staged
 from autotune.worker.model.split import splitting
@@ -30,6 +30,7 @@ CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 def inspect_model(request: TrialRequest) -> Workload:
     """Loads and describes the target of a request, without allocating its weights if the model permits."""
+    free = free_bytes(range(torch.cuda.device_count()))  # the model may be made on a device
     target = model_file.load(Path(request.target))
     try:
         with torch.device("meta"):
@@ -48,6 +49,7 @@ def inspect_model(request: TrialRequest) -> Workload:
     data = samples.describe(loader.samples(), loader.cannot(model), loader.collate)
     split = splitting(target, model)
     found = with_experts(found, model)
+    found = replace(found, environment=replace(found.environment, free_bytes=free))
     return replace(found, optimizer=own, learning_rates=rates, data=data, splitting=split)
 
 
@@ -139,7 +141,7 @@ def _environment() -> Environment:
     # A trial can do what all its devices can.
     least = min((each.capability for each in devices.each), key=_by_age, default="")
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found = Environment(
+    return Environment(
         accelerator=devices.accelerator,
         device_name=first.name if first else processor_name(),
         n_devices=len(devices.each) or 1,
@@ -152,22 +154,9 @@ def _environment() -> Environment:
         versions=versions(cuda=devices.accelerator == "cuda"),
         capability=least,
         uuid=first.uuid if first else "",
-        free_memory_bytes=_free_memory_bytes(len(devices.each)),
         missing_ops=ops.missing(),
         remarks=tuple(filter(None, [devices.problem, devices.untested, _unlike(devices)])),
     )
-    return replace(found, remarks=(*found.remarks, *_held(found)))
-
-
-def _held(found: Environment) -> list[str]:
-    """What is to be said where other processes hold memory of a device."""
-    if not (held := found.held_by_others_bytes):
-        return []
-    total = found.device_memory_bytes / 2**30
-    return [
-        f"other processes hold {held / 2**30:.1f} of the {total:.1f} GiB of a device, so trials have only the rest: end them"
-        " (`nvidia-smi` lists them), or leave that device out by CUDA_VISIBLE_DEVICES"
-    ]
 
 
 def _by_age(capability: str) -> tuple[float, str]:
@@ -182,13 +171,6 @@ def _computes_in_bf16(capability: str) -> bool:
 
     major = capability.partition(".")[0]
     return int(major) >= 8 if major.isdigit() else bool(get_accelerator().is_bf16_supported())
-
-
-def _free_memory_bytes(n_devices: int) -> int | None:
-    """Free memory of the fullest device; None where torch does not tell."""
-    with contextlib.suppress(Exception):
-        return min((int(torch.cuda.mem_get_info(index)[0]) for index in range(n_devices)), default=None)
-    return None
 
 
 def _unlike(devices: Devices) -> str:

@@ -156,6 +156,10 @@ class _Trainer:
         meter = self.meter
         self._train_window(1)
         self._train_window(1, apart=True)
+        while (
+            meter.ledger.skipped
+        ):  # while fp16 looks for its loss scale, no optimizer step is made: nothing to take apart
+            self._train_window(1, apart=True)
         meter.begin()
         self.micro_clock.forget()
         while not meter.ledger.done():

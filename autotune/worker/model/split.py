@@ -131,9 +131,12 @@ def _compare(what: str, split: float, whole: float, most: float) -> None:
 
 
 def _whole(model: nn.Module, loss_of: Any, batch: Any, seed: int) -> tuple[float, float]:
-    """Returns loss and gradient norm of the model before anything is split."""
+    """Returns loss and gradient norm of the model before anything is split, on the device that it is trained on."""
+    from deepspeed.accelerator import get_accelerator
+
+    before, device = next(model.parameters()).device, torch.device(get_accelerator().current_device_name())
+    model.to(device)
     set_seed(seed)
-    device = next(model.parameters()).device
     loss = loss_of(model, to_device(batch, device, None))
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -141,6 +144,7 @@ def _whole(model: nn.Module, loss_of: Any, batch: Any, seed: int) -> tuple[float
         raise UserError("the loss reaches no parameter of the model, so that a split model cannot be compared")
     norm = torch.stack([gradient.float().square().sum() for gradient in gradients]).sum().sqrt()
     model.zero_grad(set_to_none=True)
+    model.to(before)
     return float(loss.detach()), float(norm)
 
 

@@ -36,14 +36,15 @@ if TYPE_CHECKING:
 BUDGET_S = {"cpu": 0.12, "cuda": 0.25}
 MATRIX = {"cpu": 512, "cuda": 4096}
 COPIED_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
-MESSAGES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
+# Links between devices take as long for 4 MiB as for nothing at all: the rate shows in a bucket of gradients.
+MESSAGES = {"cpu": (1 << 10, 1 << 14, 1 << 18, 1 << 22), "cuda": (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)}
 OPTIMISED = {"cpu": 1 << 20, "cuda": 1 << 25}
 TINY = 64
 # In mode `machine`: products of several sizes, messages up to the size of a bucket of gradients.
 MATRICES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192)}
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # A CPU without fp16 arithmetic takes seconds for such a product.
-QUICK_TYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "bf16", "fp16")}
+QUICK_TYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "bf16", "fp16", "tf32")}
 LARGEST_MESSAGE = {"cpu": 1 << 24, "cuda": 1 << 28}
 MESSAGE_S = 0.3
 # A larger product is not tried after one that takes longer.
@@ -70,7 +71,7 @@ def measure_machine(recorder: Recorder, request: TrialRequest, rank: int, listen
     )
     products = _products(device, names, sizes, caveats)
     links = _links(device, request.world_size, at_length=at_length)
-    flops = {name: rate for name, (_, rate) in products.items() if name in TYPES}
+    flops = {name: rate for name, (_, rate) in products.items() if name in (*TYPES, "tf32")}
     sixteen = flops.get("bf16", flops.get("fp16", flops["fp32"]))  # old devices multiply in no bf16
     flops = {"fp16": sixteen, "torch_autocast": sixteen, "torch_autocast_fp16": flops.get("fp16", sixteen)} | flops
     machine = _machine(device, request.world_size, flops, links, workspace, kernels)
@@ -181,7 +182,11 @@ def _links(device: torch.device, world_size: int, *, at_length: bool) -> list[Li
     """Returns latency and bandwidth of each collective, fitted to messages of several sizes; none for one rank."""
     if world_size == 1:
         return []
-    sizes = [1 << n for n in range(10, LARGEST_MESSAGE[_sizes(device)].bit_length(), 2)] if at_length else MESSAGES
+    sizes = (
+        [1 << n for n in range(10, LARGEST_MESSAGE[_sizes(device)].bit_length(), 2)]
+        if at_length
+        else MESSAGES[_sizes(device)]
+    )
     found = []
     for name in RINGS if at_length else ["all_reduce"]:
         times = [(size, _message_s(device, world_size, name, size, MESSAGE_S if at_length else 0.0)) for size in sizes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,6 +24,7 @@ from autotune.worker.script import ds_config, execute
 if TYPE_CHECKING:
     from autotune.worker.measure.meter import Meter
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 INPUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -60,6 +62,7 @@ class ScriptContext:
         self.recorder, self.request, self.memory = recorder, request, memory
         self.report = recorder.report
         self.script = execute.in_rank(request.script, recorder.folder.ds_config)
+        self._visible = os.environ.get(VISIBLE)
         self.candidate = Candidate.of(request.candidate) if request.candidate else None
         self.scratch = recorder.folder.scratch
         self.meter: Meter | None = None
@@ -76,6 +79,23 @@ class ScriptContext:
         self.steps_grouped = 1
         self.data_by_framework: dict[str, list[str]] = {}
         self.data_limits: Callable[[dict[str, str], DataShape | None], dict[str, str]] = lambda found, _: found
+
+    def check_devices(self) -> None:
+        """Refuses a script that chose its devices itself, when CUDA had started already.
+
+        Raises:
+            ScriptError: It means another device than the one that this rank has.
+        """
+        local_rank, chosen = int(os.environ["LOCAL_RANK"]), os.environ.get(VISIBLE)
+        own, meant = (
+            dict(enumerate(value.split(","))).get(local_rank) if value is not None else str(local_rank)
+            for value in (self._visible, chosen)
+        )
+        if self.memory.cuda and meant != own:
+            raise ScriptError(
+                f"the script sets {VISIBLE} to {chosen!r} itself, which comes too late in a trial, where CUDA has started:"
+                f" take that out of it, and set it for all: {VISIBLE}={chosen} autotune ..."
+            )
 
     def value(self, field: str) -> tuple[int, int] | None:
         """Returns a field's value in the untouched script and in the candidate; None if equal or set by the user."""

@@ -122,6 +122,7 @@ class EngineHooks:
         from deepspeed.runtime.pipe.module import PipelineModule
 
         context, model = self._context, given["model"]
+        context.check_devices()
         context.recorder.enter("initialize")
         whose = "the optimizer given to deepspeed.initialize"
         if partly := model_file.check_optimizer(model, given.get("optimizer"), whose):

@@ -31,11 +31,13 @@ def without_stages(config: DsConfig) -> DsConfig:
 
 def whole(workload: Workload, module: Any) -> Workload:
     """Returns the workload of all stages together, from that of one stage; all ranks take part."""
+    from deepspeed.accelerator import get_accelerator
+
     own = [parameter for parameter in module.parameters() if not getattr(parameter, "ds_pipe_replicated", False)]
     counts = torch.tensor(
         [sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)], dtype=torch.float64
     )
-    counts = counts.to(next(module.parameters()).device if own else "cpu")
+    counts = counts.to(get_accelerator().current_device_name())
     dist.all_reduce(counts)
     copies = module.mpu().get_data_parallel_world_size() * module.mpu().get_slice_parallel_world_size()
     n_layers = len(module._layer_specs)

@@ -64,6 +64,7 @@ def workload_of(
     )
     workload = replace(
         prepared.workload,
+        environment=replace(prepared.workload.environment, free_bytes=meter.memory.free_bytes),
         script=probed,
         optimizer=type(getattr(engine, "basic_optimizer", None)).__name__,
         caveats=[*prepared.workload.caveats, *report.caveats],

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from autotune.space import torch_settings
 from autotune.trial.request import TrialRequest
+from autotune.worker.device import free_bytes
 from autotune.worker.measure import experts
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.measure.stages import stages
@@ -36,7 +39,13 @@ def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: i
     memory = prepare_device(request)
     identify(recorder.report, cuda=memory.cuda)
     recorder.enter("build")
+    # To ask about another rank's device starts a context there, and NCCL takes memory of each.
+    own = free_bytes([torch.cuda.current_device()]) if memory.cuda and not request.candidate else ()
     connect(request, rank, listener, cuda=memory.cuda)
+    if own:
+        rows: list[tuple[int, ...]] = [()] * request.world_size
+        dist.all_gather_object(rows, own)
+        memory.free_bytes = tuple(itertools.chain.from_iterable(rows))
     context = ScriptContext(recorder, request, memory)
     steps = _install_hooks(context)
     try:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from support.instant import WORKLOAD
 
 from autotune.space.candidate import Candidate
@@ -10,6 +11,7 @@ from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.study.setup import degrees
 from autotune.study.spec.spec import StudySpec
+from autotune.trial.result import Outcome, TrialResult
 from autotune.trial.workload import DataShape, Experts, Pipeline, Probed, Splitting
 
 TENSOR, SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
@@ -75,6 +77,23 @@ def test_a_model_that_no_machine_holds_several_times_is_not_compared(tmp_path):
     spec = StudySpec.of(target, {"ranks": 4})
     found = degrees.compared(spec, None, tmp_path, huge, {}, setting, [(TENSOR, 2)], print)
     assert found.splitting.compared == {} and "was not compared with the whole one" in found.caveats[-1]
+
+
+@pytest.mark.parametrize(("phase", "compared"), [("build", {}), ("warmup", {Splitting.key(TENSOR, 2, 4): "split so"})])
+def test_a_model_that_fails_whole_speaks_against_no_degree(phase, compared, tmp_path, monkeypatch):
+    """The comparison is in fp32, which flash attention does not compute in, split or whole."""
+    target = tmp_path / "model.py"
+    target.write_text("def model(): ...\ndef data(): ...")
+    ended = TrialResult(outcome=Outcome.CRASHED, reason="RuntimeError: FlashAttention only support fp16", phase=phase)
+    monkeypatch.setattr(degrees, "_compare", lambda *_: ended)
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
+    whole = replace(WORKLOAD, splitting=LLAMA)
+    setting = Setting(world_size=4, ranks_per_node=4, **degrees.facts(whole, {}, 4))
+    found = degrees.compared(
+        StudySpec.of(target, {"ranks": 4}), None, tmp_path, whole, {}, setting, [(TENSOR, 2)], print
+    )
+    assert {key: why[:8] for key, why in found.splitting.compared.items()} == compared
+    assert bool(compared) is not any("fails by itself in fp32 (RuntimeError" in caveat for caveat in found.caveats)
 
 
 def test_stages_need_one_shape_of_data_or_a_module_that_takes_any():

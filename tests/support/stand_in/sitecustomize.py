@@ -1,7 +1,8 @@
 """A stand-in for GPUs, for every process that has this folder on PYTHONPATH: CUDA's faces in torch and DeepSpeed, on a CPU.
 
 `STAND_IN` is JSON: `n`, `kind` (DeepSpeed's name of the accelerator), `name`, `capability`, `memory_gib`, `hip` (a version),
-`log` (a file that gets a line for each device that a process takes). Tensors that ask for the device are made on the CPU;
+`log` (a file that gets a line for each device that a process takes, or starts a context on), `asks` (DeepSpeed asks for the
+capability of devices as it is imported, as before 0.19). Tensors that ask for the device are made on the CPU;
 memory is the process's own.
 """
 
@@ -47,9 +48,9 @@ def uuid(index):
     return f"GPU-0000000{index}-aaaa-bbbb-cccc-000000000000"
 
 
-def note(what):
+def note(what, index=None):
     if GIVEN["log"]:
-        physical = visible()[TAKEN["device"]] if visible() else None
+        physical = visible()[TAKEN["device"] if index is None else index] if visible() else None
         line = {"what": what, "pid": os.getpid(), "parent": os.getppid(), "device": physical, "argv": sys.orig_argv}
         with open(GIVEN["log"], "a") as file:
             file.write(json.dumps(line) + "\n")
@@ -107,6 +108,14 @@ def patch_torch(torch):
         TAKEN["peak"] = max(TAKEN["peak"], resident())
         return TAKEN["peak"]
 
+    def capability(index=0):
+        take()
+        return int(major), int(minor or 0)
+
+    def free(index=None):
+        note("context", TAKEN["device"] if index is None else index)
+        return int(limited() - resident()), memory
+
     class Event:
         def __init__(self, **_):
             self.at = None
@@ -133,8 +142,8 @@ def patch_torch(torch):
         "is_available": lambda: bool(visible()), "device_count": lambda: len(visible()), "init": init,
         "is_initialized": lambda: TAKEN["initialised"], "current_device": lambda: TAKEN["device"],
         "set_device": set_device, "get_device_properties": properties,
-        "get_device_name": lambda *_: properties().name, "get_device_capability": lambda *_: (int(major), int(minor or 0)),
-        "synchronize": lambda *_: None, "mem_get_info": lambda *_: (int(limited() - resident()), memory),
+        "get_device_name": lambda *_: properties().name, "get_device_capability": capability,
+        "synchronize": lambda *_: None, "mem_get_info": free,
         "memory_allocated": lambda *_: resident(), "max_memory_allocated": lambda *_: peak(),
         "memory_reserved": lambda *_: resident(), "max_memory_reserved": lambda *_: peak() + (4 << 20),
         "memory_stats": lambda *_: {"num_alloc_retries": 0}, "reset_peak_memory_stats": lambda *_: TAKEN.update(peak=0),
@@ -288,10 +297,25 @@ def patch_accelerator(module):
 def shrink_probe(module):
     """The machine's rates are measured at sizes for a device, which take a CPU minutes."""
     module.MATRIX["cuda"], module.MATRICES["cuda"] = 128, (64, 128)
+    module.MESSAGES["cuda"] = module.MESSAGES["cpu"]
     module.COPIED_BYTES["cuda"], module.OPTIMISED["cuda"], module.LARGEST_MESSAGE["cuda"] = 1 << 20, 1 << 16, 1 << 16
 
 
+def ask(module):
+    if GIVEN.get("asks"):
+        cuda = sys.modules["torch"].cuda
+        assert cuda.get_device_properties(0).major == cuda.get_device_capability()[0] == int(float(GIVEN["capability"]))
+
+
+def find_toolkit(module):
+    """As a build of torch with CUDA does."""
+    if os.path.isdir(os.environ.get("CUDA_HOME", "")):
+        module.CUDA_HOME = os.environ["CUDA_HOME"]
+
+
 WANTED = {
+    "torch.utils.cpp_extension": find_toolkit,
+    "deepspeed.git_version_info": ask,
     "torch": patch_torch,
     "deepspeed.accelerator.real_accelerator": patch_accelerator,
     "autotune.worker.profile.machine": shrink_probe,

@@ -62,6 +62,15 @@ def test_a_collator_that_gives_positions_is_packed_with_those_of_the_row():
     assert one["position_ids"].tolist() == [[*range(3), *range(9)]]
 
 
+def test_the_order_of_the_samples_is_drawn_on_the_host_whatever_the_default_device_is():
+    plain = [loader()._index(i) for i in range(8)]
+    torch.set_default_device("meta")
+    try:
+        assert [loader()._index(i) for i in range(8)] == plain
+    finally:
+        torch.set_default_device("cpu")
+
+
 def test_a_data_set_without_a_length_is_read_in_order():
     class Positions:
         def __getitem__(self, position):

@@ -29,7 +29,11 @@ def nvml(monkeypatch):
         nvmlDeviceGetTotalEnergyConsumption=lambda _: 1e3 * 300 * clock.now, nvmlDeviceGetPowerUsage=lambda _: 450e3,
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "pynvml", found)
-    monkeypatch.setattr(device_load, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+
+    def sleep(seconds):
+        clock.now += seconds
+
+    monkeypatch.setattr(device_load, "time", types.SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
     return found
 
 
@@ -53,6 +57,17 @@ def test_power_is_the_mean_over_the_timed_steps_and_others_are_those_before_the_
         1980,
         ("the power limit", "heat or power"),
     )
+
+
+@pytest.mark.parametrize(("others", "used", "waited"), [([1], 0.05, True), ([], 0.0, False)])
+def test_what_the_trial_before_used_is_no_doing_of_others(nvml, others, used, waited):
+    """NVML remembers a second; a device that stays busy is waited for no longer, and one of its own not at all."""
+    nvml.nvmlDeviceGetComputeRunningProcesses = lambda _: others
+    nvml.nvmlDeviceGetUtilizationRates = lambda _: types.SimpleNamespace(gpu=90 if nvml.clock.now < 10.5 else 5)
+    began = nvml.clock.now
+    assert watched(nvml).used_by_others == used and (nvml.clock.now > began + 2.0) is waited
+    nvml.nvmlDeviceGetUtilizationRates = lambda _: types.SimpleNamespace(gpu=90)
+    assert watched(nvml).used_by_others == (0.9 if others else 0.0) and nvml.clock.now < began + 6.0
 
 
 def test_a_device_without_an_energy_counter_tells_one_moments_power(nvml):

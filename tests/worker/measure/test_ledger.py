@@ -184,6 +184,18 @@ def test_what_all_ranks_took_in_is_added_up_step_by_step(monkeypatch, tmp_path):
     }
 
 
+@pytest.mark.parametrize(("kind", "norm"), [("FP16_UnfusedOptimizer", 2.0**16 * 3), ("FP16_Optimizer", 3.0)])
+def test_the_norm_of_a_step_is_without_the_loss_scale_whatever_deepspeed_divides_it_by(kind, norm):
+    from autotune.worker.measure.noise import NoiseMeter
+
+    meter = NoiseMeter(torch.nn.Linear(2, 2), world_size=1, accumulation=1)
+    meter._in_step = [torch.tensor((2.0**16 * 5) ** 2)]
+    optimizer = type(kind, (), {"cur_scale": 2.0**16})()
+    engine = SimpleNamespace(optimizer=optimizer, device="cpu", get_global_grad_norm=lambda: norm)
+    meter.after_step(engine, None, skipped=False)
+    assert [float(each) for each in meter._steps[0]] == pytest.approx([25.0, 9.0])
+
+
 def test_noise_is_not_taken_from_what_is_left_out(ledger, monkeypatch):
     from autotune.worker.measure.noise import NoiseMeter
 

@@ -260,7 +260,7 @@ def _planned(request: StudyRequest, view: EventSink, began_s: float) -> tuple[Pl
     executor.start()
     if wanted.time_budget_s is not None:
         executor.ends_at_s = began_s + wanted.time_budget_s - closing_s(wanted.time_budget_s)
-    found = replace(plan(wanted, executor, folder, view.doing), began=began_s)
+    found = replace(plan(wanted, executor, folder, view), began=began_s)
     logged = Broadcast(Journal(folder), view)
     logged.doing("profiling the model and the machine, once")
     return profiled(found, executor, folder, logged.waiting), logged

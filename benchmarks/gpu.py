@@ -86,7 +86,7 @@ class Run:
                 self.system(bench)
                 for part in within:
                     self.part(part, lambda part=part: getattr(self, part)(bench))  # type: ignore[misc]
-        for name, size in others if "larger" in parts else ():
+        for name, size in (others or [first]) if "larger" in parts else ():
             self.part("larger", lambda name=name, size=size: self.larger(name, size))  # type: ignore[misc]
         self.part_until = self.until
         self.output.write("end", left_s=self.left_s)

@@ -53,14 +53,18 @@ TINY = {"gpt-tiny": Size(2, 32, 2, 16, 64, 2), "gpt-small": Size(2, 64, 2, 32, 6
 
 
 class Output:
-    """The results, one line each, on the disk as soon as they are there."""
+    """The results, one line each, on the disk as soon as they are there, after those of earlier calls."""
 
     SHOWN = ("model", "words", "outcome", "step_time_s", "reason", "error")
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.path, self.start = folder, folder / "results.jsonl", time.monotonic()
-        self.path.unlink(missing_ok=True)
+        if self.path.exists() and not self.path.read_bytes().endswith(
+            b"\n"
+        ):  # a call was killed in the midst of a line
+            with self.path.open("a") as file:
+                file.write("\n")
 
     def write(self, part: str, **what: Any) -> None:
         at_s = round(time.monotonic() - self.start, 2)

@@ -7,6 +7,7 @@ folder.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import statistics
@@ -21,6 +22,7 @@ from autotune.system.cards import find_card
 
 ROOT = Path(__file__).parent.parent
 NEAR_BEST = 0.02
+NOT_RUN = "not run"  # begins the error of a part that the time did not suffice for
 # Parts that write a line for each trial, and those that are commands.
 TRIALS = ("grid", "larger", "honesty trial", "forecast", "limit trial", "kill trial")
 COMMANDS = ("default", "doctor", "search command", "trainer")
@@ -29,14 +31,13 @@ Row = dict[str, Any]
 
 
 def read(folder: Path) -> list[Row]:
-    """The lines that were written; the last may be cut short where the call was killed."""
+    """The lines that were written, by several calls if need be; the last of each may be cut short where that was killed."""
     rows = []
     for line in (folder / "results.jsonl").read_text().splitlines():
-        try:
+        with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    ran = {row["part"] for row in rows if not row.get("error")}
+    return [row for row in rows if not (str(row.get("error")).startswith(NOT_RUN) and row["part"] in ran)]
 
 
 def figures(rows: list[Row]) -> dict[str, Any]:
@@ -80,7 +81,6 @@ def model_figures(model: Row, rows: list[Row], card: str) -> dict[str, Any]:
     complete = [row for row in rows if row["outcome"] == "complete" and row.get("step_time_s")]
     table = [configuration(row, model, card) for row in complete if row["part"] not in ("limit trial", "kill trial")]
     utilised = [row["flops_share"] for row in table if row["flops_share"]]
-    events = [row["events_over_wall"] for row in table if row["events_over_wall"]]
     return {
         "parameters": model["profile"]["n_parameters"],
         "flops_per_sample": model["profile"]["flops_per_sample"],
@@ -90,9 +90,6 @@ def model_figures(model: Row, rows: list[Row], card: str) -> dict[str, Any]:
             "unseen": forecast([row for row in complete if row["part"] == "forecast"], "after"),
         },
         "best_flops_share": max(utilised, default=None),
-        "events_over_wall": {"median": statistics.median(events), "lowest": min(events), "highest": max(events)}
-        if events
-        else None,
         "most_alloc_retries": max((row["alloc_retries"] or 0 for row in table), default=None),
         "configurations": table,
     }
@@ -103,15 +100,12 @@ def configuration(row: Row, model: Row, card: str) -> dict[str, Any]:
     seconds, samples = row["step_time_s"], row["samples_per_step"]
     rate = samples / seconds
     precision = row["candidate"].get("precision", "fp32")
-    accumulation = int(row["candidate"].get("gradient_accumulation_steps", 1))
-    inner, boundary = (row["micro_step_s"].get(name, 0.0) for name in ("inner", "boundary"))
     joules, tokens = row.get("joules_per_step"), row["tokens_per_step"]
     peak = peak_flops(card, precision, model["machine"]["flops"])
     same = ("words", "part", "step_time_s", "ci95_s", "peak_memory_bytes", "alloc_retries")
     return {name: row[name] for name in same} | {
         "samples_per_s": rate, "tokens_per_s": tokens / seconds if tokens else None,
         "flops_share": model["profile"]["flops_per_sample"] * rate / peak, "peak_reserved_bytes": row["reserved_memory_bytes"],
-        "events_over_wall": ((accumulation - 1) * inner + boundary) / seconds if boundary else None,
         "joules_per_sample": joules / samples if joules is not None else None,
         "watts": joules / seconds if joules is not None else None, "startup_s": row["wall_s"] - row["n_steps"] * seconds,
     }  # fmt: skip

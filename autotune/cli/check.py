@@ -59,7 +59,7 @@ def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = Fals
     with ProgressView() as view, terminable():
         view.doing(f"loading {shown(wanted.target)}")
         with executor_for(wanted, folder, view.waits) as executor:
-            found = plan(wanted, executor, folder, view.doing)
+            found = plan(wanted, executor, folder, view)
             found.notes[:0] = notes
             view.doing("running two steps of the baseline")
             request = TrialRequest(

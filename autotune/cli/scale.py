@@ -223,7 +223,7 @@ def scale(
         logged = Broadcast(Journal(folder), view)
         logged.doing(f"scaling of {wanted.name}: importing torch and DeepSpeed once")
         with executor_for(wanted, folder, view.waits) as executor:
-            found = plan(wanted, executor, folder)
+            found = plan(wanted, executor, folder, logged)
             on_cpu = found.workload.environment.accelerator == "cpu"
             notes += [*found.notes, *found.workload.caveats, *([threads] if on_cpu else [])]
             ways, note = configurations(found.baseline, counts, mode)

@@ -213,6 +213,9 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: s.accelerator == "cpu" and {c.offload_optimizer, c.offload_param} != {"none"},
          "offload: on a CPU the host memory is the device memory, so there is nothing to move",
          ("offload_optimizer", "offload_param")),
+    Rule(lambda c, k, s: c.offload_optimizer == "nvme" and c.zero_stage in (1, 2),
+         "offload_optimizer to nvme needs ZeRO stage 3; at stage {zero_stage} DeepSpeed moves the states to the host instead",
+         ("offload_optimizer", "zero_stage")),
     Rule(lambda c, k, s: any(getattr(c, name) == "nvme" and not k.get(path) for name, path in NVME_PATHS.items()),
          "offload to nvme needs its nvme_path in the base config", (*NVME_PATHS, "zero_stage", *NVME_PATHS.values())),
     Rule(lambda c, k, s: k.get("zero_optimization.overlap_comm") is True and s.accelerator == "cpu",
@@ -244,6 +247,10 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: bool(k.get(MASTER_WEIGHTS)) and not k.get(OPTIMIZER_STATES) and c.offload_optimizer != "cpu",
          "bf16 master weights without bf16 optimizer states need the optimizer offloaded to the CPU",
          ("offload_optimizer", "precision", MASTER_WEIGHTS, OPTIMIZER_STATES)),
+    Rule(lambda c, k, s: bool(k.get(MASTER_WEIGHTS)) and c.offload_optimizer != "none"
+         and bool(s.own_optimizer or {**dict(s.base), **k}.get("optimizer.params.torch_adam")),
+         "bf16 master weights with an offloaded optimizer need DeepSpeed's own Adam; take optimizer.params.torch_adam, or the"
+         " target's optimizer, away", ("offload_optimizer", "precision", MASTER_WEIGHTS, *OPTIMIZER)),
     Rule(lambda c, k, s: k.get(GRAD_ACCUM_DTYPE) is not None and c.precision not in DTYPES,
          "grad_accum_dtype has an effect only with precision bf16 or fp16", ("precision", GRAD_ACCUM_DTYPE)),
     Rule(lambda c, k, s: k.get(GRAD_ACCUM_DTYPE) == "fp32" and c.zero_stage == 0,

@@ -45,6 +45,15 @@ class Pass:
     moved_bytes: tuple[float, float]
     n_ops: float
 
+    def scaled(self, factor: float) -> Pass:
+        """Returns the pass in an arithmetic of so much larger numbers: the same operations on more bytes."""
+        kept, largest, moved = (
+            (factor * constant, factor * slope)
+            for constant, slope in (self.kept_bytes, self.largest_bytes, self.moved_bytes)
+        )
+        moments = tuple((factor * constant, factor * slope, n) for constant, slope, n in self.moments)
+        return replace(self, moments=moments, kept_bytes=kept, largest_bytes=largest, moved_bytes=moved)
+
     def highest(self, micro: Floats, gradient_bytes: Floats) -> tuple[Floats, Floats]:
         """Returns the bytes of activations and of gradients at the moment at which their sum is highest.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -20,6 +21,8 @@ OOM_EXIT_CODE = 77
 BUSY_CORES = 0.3
 # The same for a device: share of the time that other processes computed on it.
 BUSY_SHARE = 0.1
+# Stands for infinity and NaN, which a record cannot hold.
+NOT_FINITE = sys.float_info.max
 # Words of the caveat of trials that shared their host.
 BESIDE = "ran on this host at the same time"
 # Phases of a rank, in order.
@@ -186,8 +189,8 @@ class GradientCheck:
     """Comparison of the first step's accumulated and reduced gradient with the mean of its micro-gradients.
 
     Attributes:
-        error: Norm of the difference, taken in fp32, relative to the mean's.
-        norm: Norm of the gradient over the sampled elements, loss scaling undone.
+        error: Norm of the difference, taken in fp32, relative to the mean's; `NOT_FINITE` where it is not finite.
+        norm: Norm of the gradient over the sampled elements, loss scaling undone; the same.
         n_micro: Micro-gradients in the mean.
     """
 

@@ -47,13 +47,24 @@ def measured(seconds, memory, *, part="grid", time_off=1.0, joules=None, precisi
     }  # fmt: skip
 
 
+def test_several_calls_are_read_as_one(tmp_path):
+    """The first was killed in the midst of a line, and had no time for a part that the second ran."""
+    first = gpu_bench.Output(tmp_path)
+    first.write("limits", error="not run: the time was over")
+    first.write("kill", error="not run: the time was over")
+    with first.path.open("a") as file:
+        file.write('{"part": "gr')
+    gpu_bench.Output(tmp_path).write("limits", card="24 GB")
+    assert [(row["part"], "error" in row) for row in gpu_results.read(tmp_path)] == [("kill", True), ("limits", False)]
+
+
 def test_a_configuration_is_told_by_speed_arithmetic_memory_and_energy():
     found = gpu_results.figures([MODEL, SYSTEM, measured(0.1, 10**10, joules=50.0)])["models"]["gpt-125m"]
     (row,) = found["configurations"]
     assert row["samples_per_s"] == pytest.approx(80) and row["tokens_per_s"] == pytest.approx(81920)
     assert row["flops_share"] == pytest.approx(80e12 / 989.4e12) == found["best_flops_share"]
     assert row["joules_per_sample"] == pytest.approx(50 / 8) and row["watts"] == pytest.approx(500)
-    assert row["events_over_wall"] == pytest.approx(0.9) and found["most_alloc_retries"] == 1
+    assert found["most_alloc_retries"] == 1
     assert row["startup_s"] == pytest.approx(2.0)
 
 

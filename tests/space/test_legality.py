@@ -67,6 +67,20 @@ ILLEGAL = [
         Setting(accelerator="cuda", tf32=True),
         "precision bf16 makes none",
     ),
+    ({"zero_stage": 2, "offload_optimizer": "nvme"}, Setting(accelerator="cuda"), "nvme needs ZeRO stage 3"),
+    *(
+        (
+            {
+                "precision": "bf16",
+                "zero_stage": 2,
+                "offload_optimizer": "cpu",
+                "bf16.bf16_master_weights_and_grads": True,
+            },
+            Setting(accelerator="cuda", **given),
+            "need DeepSpeed's own Adam",
+        )
+        for given in ({"own_optimizer": True}, {"base": (("optimizer.params.torch_adam", True),)})
+    ),
     ({TENSOR: 2}, replace(LLAMA, no_degrees="a script feeds its own ranks"), "a script feeds"),
     ({}, replace(LLAMA, no_degrees="a script feeds its own ranks", base=((TENSOR, 2),)), "a script feeds"),
     ({TENSOR: 3}, LLAMA, "does not divide the 4 ranks"),
@@ -129,7 +143,7 @@ ILLEGAL = [
     ({"offload_optimizer": "cpu"}, GPUS, "stage 1"),
     ({"offload_param": "cpu", "zero_stage": 2}, GPUS, "stage 3"),
     ({"offload_optimizer": "cpu", "zero_stage": 2}, CPU, "nothing to move"),
-    ({"offload_optimizer": "nvme", "zero_stage": 2}, GPUS, "nvme_path"),
+    ({"offload_optimizer": "nvme", "zero_stage": 3}, GPUS, "nvme_path"),
     ({f"{ZERO}overlap_comm": True}, GPUS, "stage 0"),
     ({f"{ZERO}overlap_comm": True, "zero_stage": 1}, CPU, "no streams"),
     ({f"{ZERO}stage3_max_live_parameters": 1, "zero_stage": 2}, GPUS, "stage 3"),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.trial.result import GradientCheck
+from autotune.trial.result import NOT_FINITE, GradientCheck
 
 Floats = NDArray[np.float64]
 
@@ -190,7 +190,7 @@ def judge_gradient(found: GradientCheck | None, reference: GradientCheck | None,
     """
     if found is None:
         return ""
-    if not math.isfinite(found.error) or not math.isfinite(found.norm):
+    if max(found.error, found.norm) >= NOT_FINITE:
         return "its first gradient is not finite"
     if found.error > WORST_ERROR and not numerics(config).keys() & {*QUANTISED}:
         what = f"the sum of {found.n_micro} micro-gradients" if found.n_micro > 1 else "its gradient"

@@ -153,12 +153,12 @@ def compared(
         entry = Splitting.key(name, degree, setting.world_size, _beside(base_config, name))
         if entry in results or why_illegal(candidate, setting, DEGREE_RULES):
             continue
-        if needed := _too_large(workload, setting):
-            takes = f"takes {format_bytes(needed)} of a machine's memory"
+        if takes := _too_large(workload, setting):
             return replace(workload, caveats=[*workload.caveats, UNCOMPARED.format(takes)])
         doing(f"comparing the model split over {degree} ranks with the whole one")
         result = _compare(spec, executor, path / f"{name.partition('.')[0]}-{degree}", candidate, base_config, setting)
-        if result.outcome is Outcome.CRASHED and result.phase == WHOLE_PHASE:  # as flash attention does, in fp32
+        # As flash attention does in fp32.
+        if result.outcome in (Outcome.CRASHED, Outcome.OOM) and result.phase == WHOLE_PHASE:
             alone = f"fails by itself in fp32 ({result.reason})"
             workload = replace(workload, caveats=[*workload.caveats, UNCOMPARED.format(alone)])
             break
@@ -170,10 +170,14 @@ def compared(
     return workload
 
 
-def _too_large(workload: Workload, setting: Setting) -> float:
-    """Returns the bytes that whole models with their gradients take in a machine's memory; 0 where there is room."""
-    needed = COMPARED_BYTES * workload.n_parameters * setting.ranks_per_node
-    return needed if needed > LARGEST_SHARE * psutil.virtual_memory().total else 0.0
+def _too_large(workload: Workload, setting: Setting) -> str:
+    """Returns what whole models with their gradients take of a machine or a device; empty where there is room."""
+    each, environment = COMPARED_BYTES * workload.n_parameters, workload.environment
+    rooms = [("machine", each * setting.ranks_per_node, psutil.virtual_memory().total)]
+    if environment.accelerator != "cpu":
+        rooms.append(("device", each, environment.device_memory_bytes))
+    full = next(((what, needed) for what, needed, room in rooms if needed > LARGEST_SHARE * room), None)
+    return f"takes {format_bytes(full[1])} of a {full[0]}'s memory" if full else ""
 
 
 def _compare(

@@ -22,6 +22,7 @@ from autotune.space.legality import inherited_settings, why_illegal
 from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.space.torch_settings import has_tf32
+from autotune.study.events import SILENT, EventSink
 from autotune.study.setup import degrees, profile_cache
 from autotune.study.setup.script import (
     DEFAULT_MICRO_BATCH,
@@ -152,18 +153,25 @@ class Plan:
         }
 
 
-def plan(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[[str], None] = lambda _: None) -> Plan:
+def plan(spec: StudySpec, executor: Executor, folder: Path, view: EventSink = SILENT) -> Plan:
     """Loads the target in a rank and works out baseline, space and setting.
 
     Args:
         spec: The study.
         executor: Runs the target.
         folder: The study's folder.
-        doing: Called with what the run does, if that takes minutes.
+        view: Told what the run does, if that takes minutes, and that it waits for another study.
 
     Raises:
         UserError: The target, the baseline or the space cannot be used.
     """
+    # Beside another study's trial a probe would disturb it, and take what that holds of a device for used by others.
+    with executor.turn(view.waiting):
+        return _planned(spec, executor, folder, view.doing)
+
+
+def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[[str], None]) -> Plan:
+    """Returns the plan, in this study's turn."""
     target = spec.inspected
     if not spec.runs_elsewhere:
         check_ranks(spec.stated_ranks or 1, "--ranks")

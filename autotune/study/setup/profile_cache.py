@@ -106,7 +106,9 @@ def load(kind: type[T], key: str) -> T | None:
 
 
 def save(value: Profile | Machine | Workload | Probe, key: str) -> None:
-    """Writes a record into the cache."""
+    """Writes a record into the cache, without what was free of the devices just then."""
+    if isinstance(value, Workload):
+        value = replace(value, environment=replace(value.environment, free_bytes=()))
     write_record(_path(type(value), key), value, sync=False)
 
 
@@ -146,7 +148,8 @@ def measure_missing(
             target=str(target), mode="profile", ds_config=dict(ds_config), deadline_s=PROFILE_DEADLINE_S,
             budget_s=min(PROFILE_S, max(0.0, PROFILE_SHARE * (executor.ends_at_s - time.monotonic()))),
         )  # fmt: skip
-        result = base.run(executor, folder / "profile", request)
+        with executor.turn(on_wait):  # it may take much of a device
+            result = base.run(executor, folder / "profile", request)
         if result.outcome is Outcome.COMPLETE:
             profile = read_record(TrialDir(folder / "profile").profile, Profile)
             if not profile.cut_short:

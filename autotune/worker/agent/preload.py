@@ -108,9 +108,9 @@ def preload(modules: Sequence[str], parts: Mapping[str, str]) -> Preloaded:
             with _capability_from_a_fork():
                 import deepspeed
 
+                # Probing the ops compiles and links a libaio test program, which takes 0.3 s; forked ranks keep the result.
+                deepspeed.ops.__compatible_ops__  # noqa: B018
             import_rank_modules()
-            # Probing the ops compiles and links a libaio test program, which takes 0.3 s; forked ranks keep the result.
-            deepspeed.ops.__compatible_ops__  # noqa: B018
     except Exception as error:
         return Preloaded(f"DeepSpeed could not be imported ahead: {type(error).__name__}: {error}")
     culprits = _import_all(modules)

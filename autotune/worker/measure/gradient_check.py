@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autotune.trial.result import GradientCheck
+from autotune.trial.result import NOT_FINITE, GradientCheck
 
 # Elements compared of each parameter; larger parameters are left out, since comparing copies them.
 MAX_SAMPLED, MAX_PARAMETER_SIZE = 4096, 2**20
+AUTOCAST_SCALER = "torch_autocast_gradscaler"
 # Rounding to bfloat16 changes weights by up to this share, so a run from there is as good as the original.
 ROUNDING = 2**-9
 
@@ -62,20 +64,25 @@ class GradientWatch:
         return gradient.detach().flatten()[chosen].float()
 
     def backward(self, engine: Any) -> None:
-        """Ends a micro-batch, and at the end of the first optimizer step compares; all ranks take part."""
+        """Ends a micro-batch, and at the end of the first optimizer step compares; all ranks take part.
+
+        A step whose scaled gradients overflow is no optimizer step: fp16 skips some until it finds its scale.
+        """
         self.n_micro += 1
         if not engine.is_gradient_accumulation_boundary():
             return
-        self.done = True
-        for handle in self._handles:
-            handle.remove()
         if not self._parameters:
+            self._end()
             return
         # One collective, the same on every rank, though ranks may use different parameters.
         zeros = (torch.zeros(len(chosen), device=engine.device) for _, chosen in self._parameters)
         unread = torch.full((1,), float(not self._readable(engine)), device=engine.device)
         expected = torch.cat([*(self._sums.get(i, zero) for i, zero in enumerate(zeros)), unread])
         dist.all_reduce(expected)
+        if loss_scale(engine) != 1.0 and not bool(expected.isfinite().all()):
+            self._sums, self.n_micro = {}, 0
+            return
+        self._end()
         if float(expected[-1]):  # reading is a collective for each parameter, which one rank must not leave
             print("the first gradient could not be looked at: its parts are not where DeepSpeed looks for them")
             return
@@ -84,6 +91,11 @@ class GradientWatch:
             self.found = self._compared(engine, expected / self.world_size)
         except Exception as error:  # this engine keeps gradients elsewhere: losses alone decide
             print(f"the first gradient could not be looked at: {type(error).__name__}: {error}")
+
+    def _end(self) -> None:
+        self.done = True
+        for handle in self._handles:
+            handle.remove()
 
     def _readable(self, engine: Any) -> bool:
         """Returns whether this rank's part of each gradient lies where DeepSpeed looks for it.
@@ -109,11 +121,12 @@ class GradientWatch:
                 applied = self._sampled(i, whole)
                 sums += torch.stack([(applied - part).square().sum(), part.square().sum(), applied.square().sum()])
         error, size, norm = (float(value) ** 0.5 for value in sums)
-        if not size > 0:
+        if size == 0:
             return None
-        return GradientCheck(
-            error=error / size, norm=norm * self.divided_by / loss_scale(engine), n_micro=self.n_micro * self.world_size
-        )
+        numbers = error / size, norm * self.divided_by / loss_scale(engine)
+        # A report is JSON, which has neither infinity nor NaN.
+        error, norm = (value if math.isfinite(value) else NOT_FINITE for value in numbers)
+        return GradientCheck(error=error, norm=norm, n_micro=self.n_micro * self.world_size)
 
 
 def _holds_own_part(parameter: Any) -> bool:
@@ -126,8 +139,13 @@ def _holds_own_part(parameter: Any) -> bool:
 
 
 def loss_scale(engine: Any) -> float:
-    """Returns the factor of fp16 on loss and gradients; 1 in other precisions."""
-    return float(getattr(engine.optimizer, "cur_scale", None) or getattr(engine.optimizer, "loss_scale", None) or 1.0)
+    """Returns the factor of fp16 on loss and gradients, DeepSpeed's or that of torch's autocast; 1 in other precisions."""
+    optimizer = engine.optimizer
+    # At stage 0 the engine has it, from stage 1 on the optimizer.
+    for scaler in (getattr(optimizer, AUTOCAST_SCALER, None), getattr(engine, "torch_autocast_z0_gradscaler", None)):
+        if scaler is not None:
+            return float(scaler.get_scale())
+    return float(getattr(optimizer, "cur_scale", None) or getattr(optimizer, "loss_scale", None) or 1.0)
 
 
 def perturb(model: nn.Module, replicate: int) -> None:

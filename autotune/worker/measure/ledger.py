@@ -141,8 +141,7 @@ class StepLedger:
         if skipped:
             # fp16 needs some skips to find its scale; a loss that is not finite, or endless skips, are no such search.
             self.skipped += 1
-            spent = self.elapsed_s >= self.request.budget_s and len(self.report.step_times_s) < MIN_STEPS
-            if self.skipped > MAX_SKIPPED_UPDATES or not finite or spent:
+            if self.skipped > MAX_SKIPPED_UPDATES or not finite:
                 raise Diverged(f"{self.skipped} updates were skipped because gradients were not finite")
             return
         self.skipped = 0

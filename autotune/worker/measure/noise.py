@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autotune.trial.result import NoiseTerms
-from autotune.worker.measure.gradient_check import loss_scale
+from autotune.worker.measure.gradient_check import AUTOCAST_SCALER, loss_scale
 
 # The optimizer of fp16 at stage 0 with an optimizer other than DeepSpeed's: its norm is that of the scaled gradients
-# (runtime/fp16/unfused_optimizer.py, `step`), where all others divide the scale out.
+# (runtime/fp16/unfused_optimizer.py, `step`), as under torch's autocast to fp16, where all others divide the scale out.
 SCALED_NORMS = ("FP16_UnfusedOptimizer",)
 
 
@@ -65,7 +65,9 @@ class NoiseMeter:
         norm = engine.get_global_grad_norm()
         # A norm that is a tensor is not waited for.
         whole = torch.as_tensor(norm, device=engine.device).float() if norm is not None else None
-        if whole is not None and type(engine.optimizer).__name__ in SCALED_NORMS:
+        optimizer = engine.optimizer
+        scaled = type(optimizer).__name__ in SCALED_NORMS or getattr(optimizer, AUTOCAST_SCALER, None) is not None
+        if whole is not None and scaled:
             whole = whole / loss_scale(engine)
         whole = whole.square() if whole is not None else own
         if skipped or whole is None or len(micro) != self.accumulation:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autotune.errors import UserError
 from autotune.space.deepspeed import precision_of
 from autotune.trial.lengths import Table, longest
-from autotune.trial.profile import ARITHMETIC, Pass, Profile
+from autotune.trial.profile import ACTIVATION_SCALE, ARITHMETIC, Pass, Profile
 from autotune.trial.request import TrialRequest
 from autotune.trial.workload import Experts
 from autotune.worker.containers import map_tensors, to_device
@@ -91,7 +91,7 @@ class _Subject:
             convert(model, device, None, anew=fake is not None)
             self.batches = [to_device(self._own(batch), device, None) for batch in batches]
         model_file.turn_off_cache(model)
-        self.first = self._follow("fp32", 0)  # a model that cannot be followed fails here
+        self.first = self._followed_first()  # a model that cannot be followed fails here
 
     def passes(self, asked: str, budget_s: float) -> dict[str, Pass]:
         """Counts passes in every arithmetic, with and without recomputation, within the time budget.
@@ -101,12 +101,13 @@ class _Subject:
             budget_s: Seconds of this process's computing time; what is not counted in time follows from the others.
         """
         until = time.process_time() + budget_s  # not wall time: a busy machine must not change the forecasts
-        found = {"fp32/0": self.first}
+        first, known = self.first
+        found = {f"{first}/0": known, "fp32/0": known.scaled(1.0 / ACTIVATION_SCALE[first])}
         several = [0, *(k for k in EVERY if k <= len(self.blocks))]
         # Last come those with some blocks recomputed, which can be interpolated.
         order = [(a, k) for a in dict.fromkeys((asked, "fp32", "autocast", "bf16")) for k in several[:2]]
-        order.remove(("fp32", 0))
         order += [(a, k) for k in several[2:] for a in ("bf16", "fp32", "autocast")]
+        order = [(a, k) for a, k in order if (a, k) != (first, 0) and (a != "fp32" or first == "fp32")]
         for arithmetic, every in order:
             if time.process_time() > until:
                 self.cut_short = True
@@ -121,6 +122,18 @@ class _Subject:
                 if not any(key.startswith(f"{arithmetic}/") for key in found) and every == 0:
                     self.caveats.append(f"no pass in {arithmetic}, scaled from fp32: {_first_line(error)}")
         return found
+
+    def _followed_first(self) -> tuple[str, Pass]:
+        """Returns a pass in fp32, or where the model has none, as with flash attention, in 16 bits, and its arithmetic."""
+        try:
+            return "fp32", self._follow("fp32", 0)
+        except Exception as error:
+            for arithmetic in ("bf16", "autocast"):
+                with contextlib.suppress(Exception):
+                    found = self._follow(arithmetic, 0)
+                    self.caveats.append(f"no pass in fp32, scaled from {arithmetic}: {_first_line(error)}")
+                    return arithmetic, found
+            raise
 
     def _follow(self, arithmetic: str, every: int) -> Pass:
         dtype = torch.bfloat16 if arithmetic == "bf16" else None

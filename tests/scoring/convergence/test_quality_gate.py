@@ -21,7 +21,7 @@ from autotune.scoring.convergence.quality_gate import (
     numerics,
 )
 from autotune.space.candidate import Candidate
-from autotune.trial.result import GradientCheck
+from autotune.trial.result import NOT_FINITE, GradientCheck
 
 STEPS = 60
 
@@ -167,8 +167,8 @@ CLEAN = GradientCheck(error=0.0019, norm=2.0, n_micro=4)
         (GradientCheck(error=0.0, norm=4.1, n_micro=1), "2.05 times the reference's"),
         (GradientCheck(error=0.0, norm=0.01, n_micro=1), "0.005 times the reference's"),
         (GradientCheck(error=0.0051, norm=2.0, n_micro=1), "its gradient is off by 0.51%"),
-        (GradientCheck(error=math.nan, norm=2.0, n_micro=1), "not finite"),
-        (GradientCheck(error=0.0, norm=math.inf, n_micro=1), "not finite"),
+        (GradientCheck(error=NOT_FINITE, norm=2.0, n_micro=1), "not finite"),
+        (GradientCheck(error=0.0, norm=NOT_FINITE, n_micro=1), "not finite"),
     ],
 )
 def test_a_gradient_that_is_not_what_was_computed_is_refused(found: GradientCheck, said: str) -> None:

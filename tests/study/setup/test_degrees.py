@@ -69,14 +69,22 @@ def test_degrees_are_those_of_the_space_and_of_the_baseline():
     assert degrees.asked(space, Candidate.of({"micro_batch_size": 1, SEQUENCE: 4})) == [(SEQUENCE, 4), (TENSOR, 2)]
 
 
-def test_a_model_that_no_machine_holds_several_times_is_not_compared(tmp_path):
-    huge = replace(WORKLOAD, splitting=LLAMA, n_parameters=10**13)
+@pytest.mark.parametrize(
+    ("n_parameters", "memory_bytes", "said"),
+    [(10**13, 0, "TiB of a machine's memory"), (10**6, 8 << 20, "7.63 MiB of a device's memory")],
+)
+def test_a_model_that_no_machine_or_device_holds_several_times_is_not_compared(
+    n_parameters, memory_bytes, said, tmp_path
+):
+    devices = {"accelerator": "cuda", "device_memory_bytes": memory_bytes} if memory_bytes else {}
+    here = replace(WORKLOAD.environment, **devices)
+    huge = replace(WORKLOAD, splitting=LLAMA, n_parameters=n_parameters, environment=here)
     target = tmp_path / "model.py"
     target.write_text("def model(): ...\ndef data(): ...")
     setting = Setting(world_size=4, ranks_per_node=4, **degrees.facts(huge, {}, 4))
     spec = StudySpec.of(target, {"ranks": 4})
     found = degrees.compared(spec, None, tmp_path, huge, {}, setting, [(TENSOR, 2)], print)
-    assert found.splitting.compared == {} and "was not compared with the whole one" in found.caveats[-1]
+    assert found.splitting.compared == {} and said in found.caveats[-1]
 
 
 @pytest.mark.parametrize(("phase", "compared"), [("build", {}), ("warmup", {Splitting.key(TENSOR, 2, 4): "split so"})])

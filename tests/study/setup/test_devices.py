@@ -1,5 +1,6 @@
 """What a study makes of the devices that it finds: ranks, the default optimizer, notes, and disjoint shares of them."""
 
+import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -34,7 +35,8 @@ def planned(monkeypatch, tmp_path):
         monkeypatch.setattr(planning, "inspect_workload", lambda *_: workload)
         (tmp_path / "model.py").write_text((MODELS / "ok.py").read_text().partition("def optimizer")[0])
         spec = StudySpec.of(tmp_path / "model.py", {"name": "s", "space": [SPACE], **changes})
-        return planning.plan(spec, SimpleNamespace(cold_reason=""), tmp_path)
+        executor = SimpleNamespace(cold_reason="", turn=lambda _: contextlib.nullcontext())
+        return planning.plan(spec, executor, tmp_path)
 
     return make
 

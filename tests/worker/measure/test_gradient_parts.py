@@ -1,5 +1,6 @@
 """Where the check of the first gradient reads it, on one process; `test_gradient_check.py` has real trials."""
 
+import json
 import sys
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from autotune.scoring.convergence.quality_gate import judge_gradient
 from autotune.worker.measure import gradient_check
 
 
@@ -31,3 +33,45 @@ def test_a_gradient_is_read_only_where_every_rank_finds_its_part(monkeypatch, or
     watch.backward(SimpleNamespace(device="cpu", is_gradient_accumulation_boundary=lambda: True, optimizer=optimizer))
     assert watch.done and bool(read) is looked_at
     assert (watch.found is not None and watch.found.error == pytest.approx(0)) is looked_at
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Takes a step of a model whose inputs are given; returns its watch, and whether that is done."""
+    utils = SimpleNamespace(safe_get_full_grad=lambda parameter: parameter.grad)
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(utils=utils))
+    monkeypatch.setitem(sys.modules, "deepspeed.utils", utils)
+    monkeypatch.setattr(gradient_check.dist, "all_reduce", lambda _: None)
+    model = nn.Linear(3, 2)
+    watch = gradient_check.GradientWatch(model, world_size=1)
+
+    def step(value: float, **optimizer: object) -> gradient_check.GradientWatch:
+        model.zero_grad()
+        model(torch.full((4, 3), value)).sum().backward()
+        watch.backward(
+            SimpleNamespace(
+                device="cpu", is_gradient_accumulation_boundary=lambda: True, optimizer=SimpleNamespace(**optimizer)
+            )
+        )
+        return watch
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "scaled", [{"cur_scale": 4.0}, {"torch_autocast_gradscaler": SimpleNamespace(get_scale=lambda: 4.0)}]
+)
+def test_a_step_that_overflows_while_fp16_looks_for_its_scale_is_not_looked_at(watched, scaled):
+    """It changes no weight. Its gradient is not finite, and a report cannot hold such numbers."""
+    assert not watched(float("inf"), **scaled).done
+    watch = watched(1.0, **scaled)
+    assert watch.done and watch.found.error == pytest.approx(0) and watch.found.n_micro == 1
+    # Six weights with a gradient of 4 each and two biases with the same, at a scale of 4.
+    assert watch.found.norm == pytest.approx(8**0.5)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_is_told_in_numbers_that_a_report_holds(watched, value):
+    watch = watched(value)
+    assert watch.done and "not finite" in judge_gradient(watch.found, None, {})
+    json.dumps(vars(watch.found), allow_nan=False)

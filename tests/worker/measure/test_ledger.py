@@ -61,9 +61,11 @@ def test_updates_that_are_skipped_without_end_diverge(ledger):
         add(ledger, 0.1, skipped={0})
 
 
-def test_a_budget_that_goes_by_without_a_scale_ends_the_search(ledger):
-    with pytest.raises(Diverged, match="1 updates were skipped"):
-        add(ledger, 2e6, skipped={0})
+def test_a_budget_that_goes_by_before_the_scale_is_found_is_no_divergence(ledger):
+    """Under --quick the first step may take longer than the budget, and fp16 skips it nearly always."""
+    add(ledger, 2e6, skipped={0})
+    add(ledger, 1.0)
+    assert len(ledger.report.step_times_s) == 1 and ledger.skipped == 0
 
 
 def test_a_skip_after_the_budget_is_no_divergence(ledger):

@@ -102,6 +102,36 @@ def test_a_model_that_looks_at_its_values_is_profiled_by_real_steps(zoo, write_m
     assert "real steps" in found.caveats[0] and found.passes["fp32/0"].flops[1] == 2 * 2 * 8 * 8
 
 
+def test_a_model_that_computes_in_16_bits_alone_is_followed_there(zoo, write_model):
+    """As flash attention does. In fp32 it is taken for the same operations on numbers twice as long."""
+    target = write_model("""
+        import torch
+
+        class Flash(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(8, 8)
+
+            def forward(self, x):
+                y = self.layer(x)
+                if y.dtype == torch.float32:
+                    raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+                return y
+
+        def model():
+            return Flash()
+
+        def batch(n):
+            return torch.ones(n, 8), torch.zeros(n, 8)
+    """)
+    found = profile_of(zoo, target)
+    half, whole = found.passes["bf16/0"], found.passes["fp32/0"]
+    assert "no pass in fp32, scaled from bf16: RuntimeError: FlashAttention only" in found.caveats[-1]
+    assert half.flops == whole.flops and half.flops[1] == 2 * 2 * 8 * 8 and half.n_ops == whole.n_ops
+    assert whole.kept_bytes == tuple(2 * each for each in half.kept_bytes)
+    assert found.activation_bytes_per_sample == whole.kept_bytes[1] > 0
+
+
 def test_states_and_scratch_are_those_of_the_optimizer_that_is_named(zoo):
     found = profile_of(zoo, "tied", optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}})
     assert found.optimizer_bytes == 4 and found.optimizer_scratch <= 4

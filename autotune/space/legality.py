@@ -285,6 +285,10 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: s.own_optimizer and any(name.startswith("optimizer.params.") for name in k),
          "optimizer.params settings are for an optimizer of the configuration, and the target makes its own: leave them"
          " out of the space, or take the target's away and state one in the base config", ("optimizer.params.*",)),
+    Rule(lambda c, k, s: c.precision == "fp16" and c.zero_stage == 0 and not older(s, 0, 18, 3) and older(s, 0, 19, 9),
+         "fp16 at ZeRO stage 0: DeepSpeed {deepspeed_version} divides gradients by a loss scale that it never multiplied the loss"
+         " with (engine.backward), and that grows until no weight moves; use ZeRO stage 1, 2 or 3, or another precision",
+         ("precision", "zero_stage")),
     Rule(lambda c, k, s: c.precision.startswith("torch_autocast") and older(s, 0, 17, 2),
          "{precision} is not in DeepSpeed {deepspeed_version}: it came with 0.17.2", ("precision",)),
     Rule(lambda c, k, s: bool(k.get(MASTER_WEIGHTS) or k.get(OPTIMIZER_STATES)) and older(s, 0, 18, 3),

@@ -46,7 +46,7 @@ class Pass:
     n_ops: float
 
     def scaled(self, factor: float) -> Pass:
-        """Returns the pass in an arithmetic of so much larger numbers: the same operations on more bytes."""
+        """Returns the pass in an arithmetic whose numbers are longer by this factor: the same operations on more bytes."""
         kept, largest, moved = (
             (factor * constant, factor * slope)
             for constant, slope in (self.kept_bytes, self.largest_bytes, self.moved_bytes)

@@ -67,6 +67,7 @@ ILLEGAL = [
         Setting(accelerator="cuda", tf32=True),
         "precision bf16 makes none",
     ),
+    ({"precision": "fp16"}, Setting(accelerator="cuda", fp16=True), "never multiplied the loss with"),
     ({"zero_stage": 2, "offload_optimizer": "nvme"}, Setting(accelerator="cuda"), "nvme needs ZeRO stage 3"),
     *(
         (

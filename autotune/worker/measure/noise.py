@@ -63,19 +63,17 @@ class NoiseMeter:
         """
         micro, self._in_step = self._in_step, []
         norm = engine.get_global_grad_norm()
-        # A norm that is a tensor is not waited for.
-        whole = torch.as_tensor(norm, device=engine.device).float() if norm is not None else None
-        optimizer = engine.optimizer
+        optimizer, scale = engine.optimizer, loss_scale(engine)
         scaled = type(optimizer).__name__ in SCALED_NORMS or getattr(optimizer, AUTOCAST_SCALER, None) is not None
-        if whole is not None and scaled:
-            whole = whole / loss_scale(engine)
-        whole = whole.square() if whole is not None else own
+        # A norm that is a tensor is not waited for.
+        whole = torch.as_tensor(norm, device=engine.device).float().square() if norm is not None else own
+        if whole is not None and (scaled or norm is None):
+            whole = whole / scale**2
         if skipped or whole is None or len(micro) != self.accumulation:
             self._steps.append(None)
             return
         # The engine divides the loss by the accumulation steps, and fp16 multiplies it by its scale.
-        scale = len(micro) / loss_scale(engine)
-        self._steps.append((torch.stack(micro).mean() * scale**2, whole))
+        self._steps.append((torch.stack(micro).mean() * (len(micro) / scale) ** 2, whole))
 
     def leave_out(self, steps: Sequence[bool]) -> None:
         """Counts the steps that ended since the last call, except those marked true; the same on all ranks.

@@ -45,6 +45,7 @@ class ScriptContext:
             it could.
         casts_inputs: Convert floating-point inputs to the type of 16-bit weights; off where a framework does so.
         sums_losses: The framework divides the loss: backward calls get parts of a step's loss, not micro-batch losses.
+        clipping: The norm at which a script without DeepSpeed clips gradients; None where it was not seen to.
         batch_factor: Micro-batches in a loader's batch, for frameworks that split batches between ranks.
         in_backward: An engine's backward pass is running.
         at_end: Functions to call before the process ends.
@@ -70,6 +71,7 @@ class ScriptContext:
         self.recomputers: list[Callable[[torch.nn.Module, int], bool]] = []
         self.casts_inputs = True
         self.sums_losses = False
+        self.clipping: float | None = None
         self.batch_factor = 1
         self.in_backward = False
         self.at_end: list[Callable[[], None]] = []

@@ -40,8 +40,9 @@ def workload_of(
     counted = seen.loader_batch_size or seen.micro_batch_size
     if how := _how_counted(seen, flattened=meter.batches.flattened):
         report.caveats.append(how)
+    own = prepared.own_config | ({} if context.clipping is None else {"gradient_clipping": context.clipping})
     probed = Probed(
-        ds_config=redaction.without_secrets(_with_dtype(context, prepared.own_config, seen.dtype)),
+        ds_config=redaction.without_secrets(_with_dtype(context, own, seen.dtype)),
         micro_batch_size=counted,
         gradient_accumulation_steps=seen.gradient_accumulation_steps,
         family=context.family or "raw DeepSpeed",

@@ -16,6 +16,7 @@ def main():
     parser.add_argument("--mixed_precision", default=None)
     parser.add_argument("--split_batches", action="store_true")
     parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--clip", choices=["accelerator", "torch", "no"], default="accelerator")
     args = parser.parse_args()
     accelerator = Accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -39,7 +40,10 @@ def main():
             with accelerator.accumulate(model):
                 loss = model(x, y)
                 accelerator.backward(loss)
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                if args.clip == "accelerator":
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                elif args.clip == "torch":
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.5)
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()

@@ -14,7 +14,7 @@ from autotune.errors import UserError
 from autotune.space.deepspeed import DsConfig
 from autotune.trial.workload import ACCELERATE, TRAINER
 from autotune.worker.script.context import ScriptContext
-from autotune.worker.script.patching import after_import, patch
+from autotune.worker.script.patching import after_import, patch, patch_everywhere
 
 # DeepSpeed configuration for a script that does not use DeepSpeed: no sharding, the rest from the script.
 NO_DEEPSPEED: DsConfig = {
@@ -63,6 +63,9 @@ class _Adapter:
     def on_state(self, module: ModuleType) -> None:
         if not self._context.memory.on_cpu:
             return
+        os.environ.pop(
+            "ACCELERATE_USE_CPU", None
+        )  # of `accelerate launch --cpu`: else Accelerate would not use DeepSpeed
 
         def prepare_backend(_original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> Any:
             # Else every rank would train as if alone, and all on the same data.
@@ -122,7 +125,7 @@ class _Adapter:
         names = ("device_placement", "split_batches", "mixed_precision", "gradient_accumulation_steps", "cpu")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         given["log_with"] = None
-        self._inject_deepspeed(given)
+        self._inject_deepspeed(accelerator, given)
         self._accumulation(given)
         if self._context.candidate is not None:
             self._precision(given)
@@ -130,14 +133,17 @@ class _Adapter:
         if accelerator.split_batches:
             self._context.batch_factor = self._context.request.world_size
 
-    def _inject_deepspeed(self, given: dict[str, Any]) -> None:
+    def _inject_deepspeed(self, accelerator: Any, given: dict[str, Any]) -> None:
         plugged = given.get("deepspeed_plugin") or given.get("deepspeed_plugins")
         if plugged is None and not asked_for("DEEPSPEED"):
             if given.get("fsdp_plugin") or asked_for("FSDP"):
                 refuse_fsdp(self._context)
             file = self._context.scratch / f"ds_config.{self._context.report.rank}.json"
             file.parent.mkdir(exist_ok=True)
-            file.write_text(json.dumps(NO_DEEPSPEED))
+            # Accelerate makes 1 of "auto"; at which norm the script clips gradients itself shows when it does so.
+            file.write_text(json.dumps(NO_DEEPSPEED | {"gradient_clipping": 0.0}))
+            patch_everywhere(torch.nn.utils, "clip_grad_norm_", self._clips)
+            patch(type(accelerator), "clip_grad_norm_", self._clips)
             os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
             self._context.changed(
                 "DeepSpeed: the script is run without it; launch it with"
@@ -145,6 +151,15 @@ class _Adapter:
             )
         if given.get("cpu") and self._context.memory.on_cpu:
             given["cpu"] = False  # else Accelerate would not use DeepSpeed
+
+    def _clips(
+        self, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:  # of an Accelerator or of torch, with the parameters before it
+        """Notes the norm at which the script clips gradients; under DeepSpeed its engine does so."""
+        limit = kwargs.get("max_norm", next((each for each in args if isinstance(each, (int, float))), None))
+        if limit is not None:
+            self._context.clipping = float(limit)
+        return original(*args, **kwargs)
 
     def _accumulation(self, given: dict[str, Any]) -> None:
         change = self._context.value("gradient_accumulation_steps")

@@ -123,6 +123,15 @@ def test_the_exported_flags_train_a_trainer_as_the_trial_did(bench, tmp_path):
     assert "add `--deepspeed ds_config.json`" in str(result.side_changes)
 
 
+@pytest.mark.parametrize(("clip", "norm"), [("accelerator", 1.0), ("torch", 0.5), ("no", 0.0)])
+def test_a_script_without_deepspeed_keeps_the_norm_at_which_it_clips_gradients(bench, clip, norm, monkeypatch):
+    """Accelerate would fill in 1. With `accelerate launch --cpu` it would not use DeepSpeed at all."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    found = bench.plan("accelerate_loop.py", "--clip", clip)
+    assert found.base_config["gradient_clipping"] == norm
+    assert found.ds_config(replace(found.baseline, zero_stage=1))["gradient_clipping"] == norm
+
+
 @pytest.mark.system
 def test_the_exported_json_trains_with_accelerate_as_the_trial_did(bench, tmp_path, monkeypatch):
     found = bench.plan("accelerate_loop.py")

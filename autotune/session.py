@@ -42,11 +42,14 @@ from autotune.study.storage.leases import StudyLeases
 from autotune.study.storage.records import StudyRecord
 from autotune.study.warm_start import HistoryRecorder
 from autotune.system import files
+from autotune.trial.folder import TrialDir
 from autotune.trial.target import is_yaml
 
 STUDIES = Path("studies")
 # The first proposal needs these parts of scipy, which imports them when they are first used; the engine starts meanwhile.
 NEEDED_FIRST = ("scipy.linalg", "scipy.special")
+# Ranks that do nothing for a longer share of a time budget seem to hang.
+QUIET_SHARE = 0.3
 # In a study's folder: which file of the user states the study, and which options it was run with.
 ORIGIN = "origin.json"
 PATHS = ("hostfile", "from_checkpoint", "working_dir")  # keys whose values a study.yaml states relative to its folder
@@ -224,15 +227,24 @@ def tune(
             except base.MachinesGone as gone:
                 refused = gone
             except base.TimeOver:
-                raise UserError(
-                    f"the time budget of {wanted.time_budget_s:.0f} s ended before the baseline was measured; give more time"
-                ) from None
+                raise UserError(_too_little_time(wanted.time_budget_s or 0.0, folder)) from None
     with records.failing_in_words(url):
         if wanted.name in records.study_names(storage):
             return _answered(storage, url, request, Tuned(report=None, stopped=interrupted, refused=refused))
     if refused is not None:
         raise refused
     return Tuned(report=None, stopped=interrupted)
+
+
+def _too_little_time(budget_s: float, folder: Path) -> str:
+    """Why a time budget brought no measurement: it was too short, or ranks stood still."""
+    said = f"the time budget of {budget_s:.0f} s ended before the baseline was measured"
+    signs = [path for pattern in ("events.jsonl", "rank-*.log") for path in folder.glob(f"trials/*/{pattern}")]
+    last = max(signs, key=lambda path: path.stat().st_mtime, default=None)
+    if last is None or (quiet_s := time.time() - last.stat().st_mtime) < QUIET_SHARE * budget_s:
+        return f"{said}; give more time"
+    log = files.shown(TrialDir(last.parent).log(0))
+    return f"{said}, and its ranks did and said nothing for the last {quiet_s:.0f} s: see where they hang ({log}), or give more time"
 
 
 def _answered(storage: Storage, url: str, request: StudyRequest, tuned: Tuned) -> Tuned:

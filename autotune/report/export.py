@@ -213,7 +213,9 @@ def _command(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, 
         launcher = ["accelerate", "launch", "--config_file", "accelerate.yaml"]
     elif "deepspeed" in flags or DS_CONFIG in flags:
         arguments = with_flag(arguments, flags.get("deepspeed") or flags[DS_CONFIG], EXPORTED_CONFIG)
-    elif DS_CONFIG not in templates_in([*arguments, *how.environment.values()]):
+    elif DS_CONFIG not in templates_in([*arguments, *how.environment.values()]) and not (
+        candidate == Candidate.of(started.baseline) and not changes
+    ):
         file = started.config_source
         comments.append(
             f"No flag carries it: {EXPORTED_CONFIG} takes the place of {file}, which the script reads."

@@ -8,6 +8,9 @@ from collections import Counter
 
 from autotune.report.data import StudyReport, pick_words
 
+# Begins the reason of a search that expected no more (`study.proposals`).
+STOPPED = "stopped after"
+
 
 def next_steps(report: StudyReport) -> list[str]:
     """The next steps, the first one first; commands stand in backticks."""
@@ -36,9 +39,12 @@ def reproduce(report: StudyReport) -> str:
 
 
 def _more(report: StudyReport) -> str:
-    """The option that lets the search go on: more time where the time budget ended it, else more trials."""
+    """The option that lets the search go on: what it expects set aside, more time, or more trials, by what ended it."""
     budget_s, n_trials = report.study.get("time_budget_s"), len(report.trials)
-    if budget_s and n_trials < (report.study.get("trials_wanted") or 0):
+    left = n_trials < (report.study.get("trials_wanted") or 0)
+    if str(report.study.get("ended") or "").startswith(STOPPED):
+        return "--stop-below 0" if left else f"--stop-below 0 --trials {2 * n_trials}"
+    if budget_s and left:
         return f"--time-budget {math.ceil(2 * max(budget_s, report.study.get('wall_s') or 0.0) / 60)}m"
     return f"--trials {2 * n_trials}"
 

@@ -72,7 +72,7 @@ class BranchCheck:
         if m.trial not in self._left:
             self._left.add(m.trial)
             self._events.say(
-                f"no branch for trial {m.trial}, so its global batch stays unchecked: it would take"
+                f"no branch for trial {m.trial} so far, so its global batch is unchecked: it would take"
                 f" {format_duration(needed_s)}, {self._budget.why_unchecked(math.inf if room_s > left_s else needed_s)}"
             )
         return 0

@@ -93,7 +93,7 @@ class NumericsCheck:
                     self._events.say(f"trial {m.trial} {verdict.reason}")
         for why, names in left.items():
             if unsaid := [name for name in names if name not in self._left]:
-                self._events.say(f"no quality gate for trial {', '.join(unsaid)}: it would take {why}")
+                self._events.say(f"no quality gate for trial {', '.join(unsaid)} so far: it would take {why}")
                 self._left.update(unsaid)
         return failed
 

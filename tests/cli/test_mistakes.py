@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import os
 import re
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from support.commands import called, one_sentence
 from support.instant import ENVIRONMENT, WORKLOAD, Instant, Watcher, failed, report, runner_of, spec_of
 
+from autotune import session
 from autotune.errors import UserError
 from autotune.executors.local import LocalExecutor
 from autotune.space.candidate import Candidate
@@ -323,3 +326,15 @@ def test_a_run_that_is_refused_leaves_the_study_as_it_was(finished, place, machi
     said = refused("run", "model.py", "--study", "s", "--space", "zero")
     assert re.search(r"differs in .*--fresh", said), said
     assert trials_of(finished) == before and len(before) == 3 and not (finished / "s" / "study.yaml").exists()
+
+
+@pytest.mark.parametrize(("quiet_s", "hangs"), [(20.0, True), (2.0, False)])
+def test_a_time_budget_that_ranks_hung_through_is_not_said_to_be_too_short(quiet_s, hangs, tmp_path):
+    folder = tmp_path / "trials" / "inspect"
+    folder.mkdir(parents=True)
+    assert session._too_little_time(30.0, tmp_path).endswith("measured; give more time")
+    events = folder / "events.jsonl"
+    events.write_text('{"rank": 0, "phase": "warmup"}\n')
+    os.utime(events, (time.time() - quiet_s,) * 2)
+    said = session._too_little_time(30.0, tmp_path)
+    assert ("did and said nothing for the last 20 s" in said and "inspect/rank-0.log" in said) is hangs

@@ -147,6 +147,10 @@ def test_a_search_that_its_time_budget_ended_goes_on_with_more_time():
     study = {"trials_wanted": 50, "time_budget_s": 120.0, "ended": "the time budget of 120 s is spent", "wall_s": 200.0}
     report = replace(study_report(), recommended={"picks": {"recommended": base}, "baseline": base})
     assert "--trials 60` looks further" in next_steps(report)[0]
+    stopped = report.study | study | {"ended": "stopped after 30 of 40 trials: no further trial is expected to"}
+    assert "--stop-below 0` looks further" in next_steps(replace(report, study=stopped))[0]
+    last = stopped | {"trials_wanted": 30}
+    assert "--stop-below 0 --trials 60` looks further" in next_steps(replace(report, study=last))[0]
     assert "--time-budget 7m` looks further" in next_steps(replace(report, study=report.study | study))[0]
 
 

@@ -296,6 +296,13 @@ HF = {
 }
 
 
+def test_the_baselines_own_command_needs_no_change_of_the_script():
+    started = replace(STARTED, flags={})
+    assert "change the script" not in export(pick(STARTED.baseline), BASE, "command", 2, started)
+    moved = pick({**STARTED.baseline, "zero_stage": 3 - int(STARTED.baseline.get("zero_stage", 0))})
+    assert "change the script" in export(moved, BASE, "command", 2, started)
+
+
 def test_training_arguments_are_those_of_the_winner_and_no_others():
     how = replace(
         STARTED.invocation, arguments=("--bf16", "true", "--per_device_train_batch_size=8", "--gradient_checkpointing")

@@ -91,7 +91,8 @@ SETTINGS: dict[str, Setting] = {
         "Number of trials at most, the baseline and those of earlier runs included.", metavar="N",
         comment="The budget: trials in all, and wall time (null: no limit).", default=30),
     "time_budget_s": Setting(
-        "Wall time at most, from the command's start to its answer.", more="Seconds, or a text such as `10m`.",
+        "Wall time at most, from the command's start to its answer.",
+        more="Seconds, or a text such as `10m`. Earlier runs of the study count.",
         metavar="10m", flag="--time-budget"),
     "ranks": Setting(
         "Ranks of a trial (default: the launcher's, or one per GPU).",

@@ -73,7 +73,7 @@ class Loader:
                 self.n_samples = len(self.dataset)
                 self._workers = self._started()
             else:
-                self._stream = itertools.islice(self._endless(target.path.name), first_sample, None)
+                self._stream = itertools.islice(self._endless(target), first_sample, None)
         else:
             # batch(n) draws at random: other samples on every rank.
             torch.manual_seed(seed * 1_000_003 + rank + first_sample)
@@ -180,15 +180,18 @@ class Loader:
             self._largest = batch
         return batch
 
-    def _endless(self, name: str) -> Iterator[Any]:
+    def _endless(self, target: ModelFile) -> Iterator[Any]:
+        fresh = False
         while True:
-            empty = True
+            empty, once = True, isinstance(self.dataset, Iterator)
             for sample in self.dataset:
                 empty = False
                 yield sample
+            if empty and (fresh or not once):
+                raise WorkloadError(f"{target.path.name}: data() yields no sample")
             self._n_passes += 1
-            if empty:
-                raise WorkloadError(f"{name}: data() yields no sample")
+            if once:  # a generator, of which nothing is left
+                self.dataset, fresh = _dataset(target), True
 
     def _started(self) -> Any:
         """Starts the workers, or the thread that pins, if there are to be any."""

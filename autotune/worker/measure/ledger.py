@@ -141,7 +141,9 @@ class StepLedger:
         if skipped:
             # fp16 needs some skips to find its scale; a loss that is not finite, or endless skips, are no such search.
             self.skipped += 1
-            if self.skipped > MAX_SKIPPED_UPDATES or not finite:
+            if not finite:
+                raise Diverged(f"the loss was not finite at step {len(self.report.losses) + 1}")
+            if self.skipped > MAX_SKIPPED_UPDATES:
                 raise Diverged(f"{self.skipped} updates were skipped because gradients were not finite")
             return
         self.skipped = 0

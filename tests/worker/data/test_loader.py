@@ -62,6 +62,21 @@ def test_a_collator_that_gives_positions_is_packed_with_those_of_the_row():
     assert one["position_ids"].tolist() == [[*range(3), *range(9)]]
 
 
+def test_a_generator_is_made_anew_when_it_is_read_to_its_end():
+    """Also one that inspection has read to its end before the first batch."""
+
+    def made():
+        target = SimpleNamespace(path=Path("model.py"), data=lambda: iter(DATA), batch=None, collate=collate)
+        return Loader(target, micro_batch_size=2, rank=0, world_size=1, seed=0)
+
+    one, other = made(), made()
+    assert len([*other.samples()]) == len(DATA)
+    for loaded in (one, other):
+        assert [len(loaded.next()[0]["input_ids"]) for _ in range(10)] == [2] * 10
+    with pytest.raises(WorkloadError, match="yields no sample"):
+        loader(data=iter(())).next()
+
+
 def test_the_order_of_the_samples_is_drawn_on_the_host_whatever_the_default_device_is():
     plain = [loader()._index(i) for i in range(8)]
     torch.set_default_device("meta")

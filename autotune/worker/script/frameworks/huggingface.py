@@ -146,6 +146,11 @@ class _Adapter:
             if bool(getattr(arguments, name)) != (name == wanted):
                 setattr(arguments, name, name == wanted)
                 instead = f"add `--{name}`" if name == wanted else f"leave out `--{name}`"
+                if name == wanted and self._context.memory.on_cpu and wanted != self._context.script.precision:
+                    refused = (
+                        f"On a CPU transformers refuses `--{name}` beside DeepSpeed; the trial made it accept that."
+                    )
+                    self._context.changed(refused, reproducible=False)
                 self._context.changed(f"TrainingArguments: {instead}.")
             if name != wanted:
                 setattr(arguments, f"{name}_full_eval", False)

@@ -145,6 +145,13 @@ def test_the_exported_json_trains_with_accelerate_as_the_trial_did(bench, tmp_pa
     assert "accelerate launch --config_file" in str(result.side_changes)
 
 
+def test_bf16_that_transformers_refuses_on_a_cpu_is_out_of_reach(bench, script):
+    result = bench.applied(script("trainer"), precision="bf16")
+    (refused,) = result.unreproducible
+    assert "On a CPU transformers refuses `--bf16`" in refused
+    assert bench.applied(script("trainer with a configuration"), precision="bf16").unreproducible == []
+
+
 def test_what_has_to_be_changed_beside_the_json_is_told(bench, script):
     result = bench.applied(script("trainer with a configuration"), precision="fp32", micro_batch_size=2)
     changes = str(result.side_changes)

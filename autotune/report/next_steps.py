@@ -10,6 +10,8 @@ from autotune.report.data import StudyReport, pick_words
 
 # Begins the reason of a search that expected no more (`study.proposals`).
 STOPPED = "stopped after"
+# Part of the reason of one that its time budget ended (`study.budget`), and how much longer a budget makes room for checks.
+OUT_OF_TIME, UNCHECKED_BUDGETS = "the time budget of", 4
 
 
 def next_steps(report: StudyReport) -> list[str]:
@@ -23,7 +25,7 @@ def next_steps(report: StudyReport) -> list[str]:
     if pick is None:
         found += _without_answer(report, again)
     elif report.is_baseline(pick):
-        found.append(f"Keep your configuration. `{again} {_more(report)}` looks further.")
+        found.append(_kept(report, again))
     else:
         found += _with_answer(report, name)
     if pick is not None:
@@ -47,6 +49,16 @@ def _more(report: StudyReport) -> str:
     if budget_s and left:
         return f"--time-budget {math.ceil(2 * max(budget_s, report.study.get('wall_s') or 0.0) / 60)}m"
     return f"--trials {2 * n_trials}"
+
+
+def _kept(report: StudyReport, again: str) -> str:
+    """What to do with the baseline as the answer: a better trial may lack a check that the time was too short for."""
+    budget_s, better = report.study.get("time_budget_s"), next(iter(report.unchecked), None)
+    if budget_s and better is not None and OUT_OF_TIME in str(report.study.get("ended")):
+        minutes = math.ceil(UNCHECKED_BUDGETS * budget_s / 60)
+        checks = f"{again} --trials {len(report.trials)} --time-budget {minutes}m"
+        return f"Keep your configuration until trial {better} is checked: `{checks}` does so, and searches no further."
+    return f"Keep your configuration. `{again} {_more(report)}` looks further."
 
 
 def _with_answer(report: StudyReport, name: str) -> list[str]:

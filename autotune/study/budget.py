@@ -14,6 +14,8 @@ from typing import Any
 from optuna.trial import FrozenTrial
 
 from autotune.errors import UserError
+from autotune.scoring import recommend
+from autotune.scoring.estimates import estimate
 from autotune.study.spec.settings import SETTINGS
 from autotune.study.state import StudyState
 from autotune.study.storage import records
@@ -25,6 +27,8 @@ from autotune.trial.result import Outcome
 ABORT_AFTER_CRASHES = 4  # identical crashes from the first trial on; twice as many if their reasons differ
 # Share of a time budget that the end of a study may reserve, for the finalists' repeats and the checks before them.
 MAX_RESERVED_SHARE = 0.3
+# Where the best so far needs checks, without which it is no answer: share of a time budget that these may cost and reserve.
+DECIDING_SHARE = 0.5
 # Nothing is reserved before this number of trials: a slow baseline alone says little of how long others take.
 FIRST_TRIALS = 3
 # Share of a study's time that its checks (quality gate, branches) may cost; where one decides the answer, twice as much.
@@ -113,7 +117,8 @@ class Budget:
         if self._state.spec.time_budget_s is None:
             return False
         # A short budget serves the search first: without it there is nothing to confirm.
-        reserve_s = min(self._end_s(), MAX_RESERVED_SHARE * self._state.spec.time_budget_s)
+        share = DECIDING_SHARE if self._leader_needs_checks() else MAX_RESERVED_SHARE
+        reserve_s = min(self._end_s(), share * self._state.spec.time_budget_s)
         # Time that is left unused is lost for sure, and a trial that is cut only perhaps: it may be one of the quick ones.
         walls = sorted(data["wall_s"] for data in self._ran())
         quick_s = walls[len(walls) // 4] if walls else 0.0
@@ -153,7 +158,9 @@ class Budget:
         """Seconds that are left of the checks' share and of the time budget."""
         room_s = self._check_share_s()
         if decides:
-            room_s = max(2 * room_s, CHECK_BUDGETS * self.trial_s)
+            room_s = max(
+                2 * room_s, CHECK_BUDGETS * self.trial_s, DECIDING_SHARE * (self._state.spec.time_budget_s or 0.0)
+            )
             # A quick study has few trials, so its share is small; without the check they were for nothing.
             if self._state.spec.quick:
                 room_s = max(room_s, self._worked_s())
@@ -193,12 +200,18 @@ class Budget:
         spec, ran = self._state.spec, self._ran()
         if not spec.finalists or not ran:
             return 0.0
-        checks_s = min(CHECK_TRIALS * self.usual_s(), self._check_share_s())
+        most_s = DECIDING_SHARE * (spec.time_budget_s or 0.0) if self._leader_needs_checks() else 0.0
+        checks_s = min(CHECK_TRIALS * self.usual_s(), max(self._check_share_s(), most_s))
         doubtful = any(m.doubt and not m.barred for m in self._state.measured())
         # The baseline is in every round, and trials that were stopped early are in none.
         walls = [data["wall_s"] for data in ran[1:] if data["outcome"] == Outcome.COMPLETE]
         round_s = ran[0]["wall_s"] + spec.finalists * (statistics.median(walls) if walls else ran[0]["wall_s"])
         return float(spec.repeats * round_s + (checks_s if doubtful else 0.0))
+
+    def _leader_needs_checks(self) -> bool:
+        """Whether the best trial so far is better than the baseline, and may be the answer only once it was checked."""
+        ranked = recommend.rank(estimate(self._state.measured()), self._state.objectives)
+        return bool(ranked) and ranked[0].trial != 0 and bool(ranked[0].doubt) and not ranked[0].barred
 
     def again_s(self, trials: Iterable[int]) -> float:
         """Seconds that measuring some trials again takes, as they took before."""

@@ -152,6 +152,9 @@ def test_a_search_that_its_time_budget_ended_goes_on_with_more_time():
     last = stopped | {"trials_wanted": 30}
     assert "--stop-below 0 --trials 60` looks further" in next_steps(replace(report, study=last))[0]
     assert "--time-budget 7m` looks further" in next_steps(replace(report, study=report.study | study))[0]
+    left = replace(report, study=report.study | study, front=[{"trial": 3, "doubt": "was not checked"}])
+    assert next_steps(left)[0].startswith("Keep your configuration until trial 3 is checked: `")
+    assert "--trials 30 --time-budget 8m` does so" in next_steps(left)[0]
 
 
 def test_a_trial_of_the_front_that_did_not_pass_its_checks_is_marked(report):

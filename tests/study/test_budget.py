@@ -7,7 +7,7 @@ from support.instant import Clock, Instant, plan_of, spec_of
 from support.studies import run
 
 from autotune.executors.base import Status, TimeOver
-from autotune.study.budget import CHECK_BUDGETS, CHECK_SHARE, MOST_CLOSING_S, Budget, closing_s
+from autotune.study.budget import CHECK_BUDGETS, CHECK_SHARE, DECIDING_SHARE, MOST_CLOSING_S, Budget, closing_s
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from autotune.study.budget import CHECK_BUDGETS, CHECK_SHARE, MOST_CLOSING_S, Bu
     [
         (None, 4.0, 1000.0, 1000 * CHECK_SHARE, 2000 * CHECK_SHARE),
         (None, 4.0, 10.0, 10 * CHECK_SHARE, 4 * CHECK_BUDGETS),
-        (2000.0, 4.0, 1000.0, 2000 * CHECK_SHARE, 4000 * CHECK_SHARE),
+        (2000.0, 4.0, 900.0, 2000 * CHECK_SHARE, 2000 * DECIDING_SHARE),
         (2000.0, 4.0, 1980.0, 20.0 - MOST_CLOSING_S, 20.0 - MOST_CLOSING_S),
         (2000.0, 4.0, 2001.0, 0.0, 0.0),
     ],

@@ -56,7 +56,7 @@ def refuse_fsdp(context: ScriptContext) -> NoReturn:
 
 class _Adapter:
     def __init__(self, context: ScriptContext) -> None:
-        self._context = context
+        self._context, self._injected = context, False
 
     # On a CPU, which Accelerate does not know as a device of DeepSpeed
 
@@ -114,6 +114,7 @@ class _Adapter:
     def on_accelerator(self, module: ModuleType) -> None:
         patch(module.Accelerator, "__init__", self._accelerator)
         patch(module.Accelerator, "init_trackers", self._no_trackers)
+        patch(module.Accelerator, "clip_grad_norm_", self._clips)
         for name in SAVERS:
             patch(module.Accelerator, name, self._context.saver(f"accelerator.{name}"))
 
@@ -125,7 +126,7 @@ class _Adapter:
         names = ("device_placement", "split_batches", "mixed_precision", "gradient_accumulation_steps", "cpu")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         given["log_with"] = None
-        self._inject_deepspeed(accelerator, given)
+        self._inject_deepspeed(given)
         self._accumulation(given)
         if self._context.candidate is not None:
             self._precision(given)
@@ -133,7 +134,7 @@ class _Adapter:
         if accelerator.split_batches:
             self._context.batch_factor = self._context.request.world_size
 
-    def _inject_deepspeed(self, accelerator: Any, given: dict[str, Any]) -> None:
+    def _inject_deepspeed(self, given: dict[str, Any]) -> None:
         plugged = given.get("deepspeed_plugin") or given.get("deepspeed_plugins")
         if plugged is None and not asked_for("DEEPSPEED"):
             if given.get("fsdp_plugin") or asked_for("FSDP"):
@@ -142,8 +143,8 @@ class _Adapter:
             file.parent.mkdir(exist_ok=True)
             # Accelerate makes 1 of "auto"; at which norm the script clips gradients itself shows when it does so.
             file.write_text(json.dumps(NO_DEEPSPEED | {"gradient_clipping": 0.0}))
+            self._injected = True
             patch_everywhere(torch.nn.utils, "clip_grad_norm_", self._clips)
-            patch(type(accelerator), "clip_grad_norm_", self._clips)
             os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
             self._context.changed(
                 "DeepSpeed: the script is run without it; launch it with"
@@ -157,7 +158,7 @@ class _Adapter:
     ) -> Any:  # of an Accelerator or of torch, with the parameters before it
         """Notes the norm at which the script clips gradients; under DeepSpeed its engine does so."""
         limit = kwargs.get("max_norm", next((each for each in args if isinstance(each, (int, float))), None))
-        if limit is not None:
+        if limit is not None and self._injected:
             self._context.clipping = float(limit)
         return original(*args, **kwargs)
 

@@ -7,11 +7,10 @@ import shlex
 from collections import Counter
 
 from autotune.report.data import StudyReport, pick_words
+from autotune.study.events import OUT_OF_TIME, STOPPED
 
-# Begins the reason of a search that expected no more (`study.proposals`).
-STOPPED = "stopped after"
-# Part of the reason of one that its time budget ended (`study.budget`), and how much longer a budget makes room for checks.
-OUT_OF_TIME, UNCHECKED_BUDGETS = "the time budget of", 4
+# A time budget that was too short for a check is to be this many times as long.
+UNCHECKED_BUDGETS = 4
 
 
 def next_steps(report: StudyReport) -> list[str]:
@@ -44,7 +43,7 @@ def _more(report: StudyReport) -> str:
     """The option that lets the search go on: what it expects set aside, more time, or more trials, by what ended it."""
     budget_s, n_trials = report.study.get("time_budget_s"), len(report.trials)
     left = n_trials < (report.study.get("trials_wanted") or 0)
-    if str(report.study.get("ended") or "").startswith(STOPPED):
+    if _ended(report).startswith(STOPPED):
         return "--stop-below 0" if left else f"--stop-below 0 --trials {2 * n_trials}"
     if budget_s and left:
         return f"--time-budget {math.ceil(2 * max(budget_s, report.study.get('wall_s') or 0.0) / 60)}m"
@@ -54,11 +53,15 @@ def _more(report: StudyReport) -> str:
 def _kept(report: StudyReport, again: str) -> str:
     """What to do with the baseline as the answer: a better trial may lack a check that the time was too short for."""
     budget_s, better = report.study.get("time_budget_s"), next(iter(report.unchecked), None)
-    if budget_s and better is not None and OUT_OF_TIME in str(report.study.get("ended")):
+    if budget_s and better is not None and _ended(report).startswith(OUT_OF_TIME):
         minutes = math.ceil(UNCHECKED_BUDGETS * budget_s / 60)
         checks = f"{again} --trials {len(report.trials)} --time-budget {minutes}m"
         return f"Keep your configuration until trial {better} is checked: `{checks}` does so, and searches no further."
     return f"Keep your configuration. `{again} {_more(report)}` looks further."
+
+
+def _ended(report: StudyReport) -> str:
+    return str(report.study.get("ended") or "")
 
 
 def _with_answer(report: StudyReport, name: str) -> list[str]:

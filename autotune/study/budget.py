@@ -16,6 +16,7 @@ from optuna.trial import FrozenTrial
 from autotune.errors import UserError
 from autotune.scoring import recommend
 from autotune.scoring.estimates import estimate
+from autotune.study.events import OUT_OF_TIME
 from autotune.study.spec.settings import SETTINGS
 from autotune.study.state import StudyState
 from autotune.study.storage import records
@@ -81,7 +82,7 @@ class Budget:
 
     def search_ended(self) -> None:
         """Notes that the search is over: repeats and checks follow."""
-        self.expect(self._end_s())
+        self.expect(self._end_s(decides=self._leader_needs_checks()))
 
     def expect(self, needed_s: float) -> None:
         """Notes how long the rest of the study is expected to take from now on."""
@@ -117,8 +118,9 @@ class Budget:
         if self._state.spec.time_budget_s is None:
             return False
         # A short budget serves the search first: without it there is nothing to confirm.
-        share = DECIDING_SHARE if self._leader_needs_checks() else MAX_RESERVED_SHARE
-        reserve_s = min(self._end_s(), share * self._state.spec.time_budget_s)
+        decides = self._leader_needs_checks()
+        share = DECIDING_SHARE if decides else MAX_RESERVED_SHARE
+        reserve_s = min(self._end_s(decides=decides), share * self._state.spec.time_budget_s)
         # Time that is left unused is lost for sure, and a trial that is cut only perhaps: it may be one of the quick ones.
         walls = sorted(data["wall_s"] for data in self._ran())
         quick_s = walls[len(walls) // 4] if walls else 0.0
@@ -127,7 +129,7 @@ class Budget:
     def words(self) -> str:
         """What is said when the time budget ends the search."""
         n, budget_s = self.n_spent(), self._state.spec.time_budget_s or 0.0
-        return f"the time budget of {budget_s:.0f} s is spent after {n} trial{'s' * (n != 1)}"
+        return f"{OUT_OF_TIME} {budget_s:.0f} s is spent after {n} trial{'s' * (n != 1)}"
 
     def startup_s(self) -> float:
         """Seconds that a trial takes beside its training, as the baseline took them."""
@@ -192,15 +194,20 @@ class Budget:
         if self._expected_s is not None:
             left_s = max(0.0, self._expected_s - self.spent_s())
         else:
-            left_s = max(0, spec.trials - self.n_spent()) * self.usual_s() + self._end_s()
+            end_s = self._end_s(decides=self._leader_needs_checks())
+            left_s = max(0, spec.trials - self.n_spent()) * self.usual_s() + end_s
         return min(left_s, max(0.0, self.room_s()))
 
-    def _end_s(self) -> float:
-        """Estimated seconds of the end of the study: the finalists' repeats, and checks where candidates need any."""
+    def _end_s(self, *, decides: bool) -> float:
+        """Estimated seconds of the end of the study: the finalists' repeats, and checks where candidates need any.
+
+        Args:
+            decides: The best so far is the answer only once it was checked; see `_leader_needs_checks`.
+        """
         spec, ran = self._state.spec, self._ran()
         if not spec.finalists or not ran:
             return 0.0
-        most_s = DECIDING_SHARE * (spec.time_budget_s or 0.0) if self._leader_needs_checks() else 0.0
+        most_s = DECIDING_SHARE * (spec.time_budget_s or 0.0) if decides else 0.0
         checks_s = min(CHECK_TRIALS * self.usual_s(), max(self._check_share_s(), most_s))
         doubtful = any(m.doubt and not m.barred for m in self._state.measured())
         # The baseline is in every round, and trials that were stopped early are in none.
@@ -209,7 +216,12 @@ class Budget:
         return float(spec.repeats * round_s + (checks_s if doubtful else 0.0))
 
     def _leader_needs_checks(self) -> bool:
-        """Whether the best trial so far is better than the baseline, and may be the answer only once it was checked."""
+        """Whether the best trial so far is better than the baseline, and may be the answer only once it was checked.
+
+        Only time budgets reserve for that, so without one nothing is looked at.
+        """
+        if self._state.spec.time_budget_s is None:
+            return False
         ranked = recommend.rank(estimate(self._state.measured()), self._state.objectives)
         return bool(ranked) and ranked[0].trial != 0 and bool(ranked[0].doubt) and not ranked[0].barred
 

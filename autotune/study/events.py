@@ -20,6 +20,9 @@ from autotune.system import files, redaction
 from autotune.system.units import format_duration
 from autotune.trial.result import Outcome
 
+# How the reason begins for which a search ended: nothing more was expected of it, or its time was over.
+STOPPED, OUT_OF_TIME = "stopped after", "the time budget of"
+
 
 class Kind(StrEnum):
     """What kind of event happened."""

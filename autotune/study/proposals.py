@@ -16,7 +16,7 @@ from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.legality import why_illegal
 from autotune.study import autocast
 from autotune.study.budget import Budget
-from autotune.study.events import EventSink
+from autotune.study.events import STOPPED, EventSink
 from autotune.study.parallel import ClaimedTrial
 from autotune.study.state import StudyState
 from autotune.study.storage import records
@@ -151,7 +151,7 @@ class Proposer:
         if state.spec.sampler == "physics" and sampler.forced is None:
             with undisturbed():
                 if why := self.advisor().settled(state.study, state.spec.stop_below):
-                    return f"stopped after {n_spent} of {state.spec.trials} trials: {why}"
+                    return f"{STOPPED} {n_spent} of {state.spec.trials} trials: {why}"
         if claim := self.claim():
             return claim
         n_unfit = sum(outcome is Outcome.PREDICTED_OOM for outcome in state.outcomes())

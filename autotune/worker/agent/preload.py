@@ -128,7 +128,7 @@ def preload(modules: Sequence[str], parts: Mapping[str, str]) -> Preloaded:
 def _capability_from_a_fork() -> Iterator[None]:
     """Within, a forked process tells what CUDA devices can do: to ask starts CUDA, after which no rank could be forked.
 
-    DeepSpeed before 0.19 asks as it is imported, in `is_compatible` of its op builders.
+    DeepSpeed before 0.19.3 asks as it is imported, in `is_compatible` of its op builders.
     """
     import torch
 
@@ -141,15 +141,15 @@ def _capability_from_a_fork() -> Iterator[None]:
             raise RuntimeError(next(iter(said), f"device {index} does not answer"))
         return int(said[0]), int(said[1])
 
+    # A module that keeps one of these two has the true one afterwards.
     def capability(device: Any = None) -> tuple[int, int]:
         return asked(device if isinstance(device, int) else 0) if asking else own[0](device)
 
-    def properties(device: Any = None) -> Any:  # a module that keeps this function has the true one afterwards
-        return (
-            SimpleNamespace(**dict(zip(("major", "minor"), capability(device), strict=True)))
-            if asking
-            else own[1](device)
-        )
+    def properties(device: Any = None) -> Any:
+        if not asking:
+            return own[1](device)
+        major, minor = capability(device)
+        return SimpleNamespace(major=major, minor=minor)
 
     torch.cuda.get_device_capability, torch.cuda.get_device_properties = capability, properties
     try:

@@ -40,9 +40,8 @@ def workload_of(
     counted = seen.loader_batch_size or seen.micro_batch_size
     if how := _how_counted(seen, flattened=meter.batches.flattened):
         report.caveats.append(how)
-    own = prepared.own_config | ({} if context.clipping is None else {"gradient_clipping": context.clipping})
     probed = Probed(
-        ds_config=redaction.without_secrets(_with_dtype(context, own, seen.dtype)),
+        ds_config=redaction.without_secrets(_as_trained(context, prepared.own_config, seen.dtype)),
         micro_batch_size=counted,
         gradient_accumulation_steps=seen.gradient_accumulation_steps,
         family=context.family or "raw DeepSpeed",
@@ -136,8 +135,10 @@ def _data(context: ScriptContext, meter: Meter) -> DataShape | None:
     )
 
 
-def _with_dtype(context: ScriptContext, own: DsConfig, dtype: str) -> DsConfig:
-    """Returns the script's configuration, with the type of 16-bit weights that it does not tell DeepSpeed about."""
+def _as_trained(context: ScriptContext, own: DsConfig, dtype: str) -> DsConfig:
+    """Returns the script's configuration, with what it does not tell DeepSpeed: where it clips, the type of 16-bit weights."""
+    if context.clipping is not None:
+        own = {**own, "gradient_clipping": context.clipping}
     section = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
     if section is None or precision_of(without_auto(own)) != "fp32":
         return own

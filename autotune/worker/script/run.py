@@ -40,9 +40,10 @@ def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: i
     identify(recorder.report, cuda=memory.cuda)
     recorder.enter("build")
     # To ask about another rank's device starts a context there, and NCCL takes memory of each.
-    own = free_bytes([torch.cuda.current_device()]) if memory.cuda and not request.candidate else ()
+    probes = memory.cuda and not request.candidate
+    own = free_bytes([torch.cuda.current_device()]) if probes else ()
     connect(request, rank, listener, cuda=memory.cuda)
-    if own:
+    if probes:
         rows: list[tuple[int, ...]] = [()] * request.world_size
         dist.all_gather_object(rows, own)
         memory.free_bytes = tuple(itertools.chain.from_iterable(rows))

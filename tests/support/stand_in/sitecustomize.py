@@ -2,7 +2,7 @@
 
 `STAND_IN` is JSON: `n`, `kind` (DeepSpeed's name of the accelerator), `name`, `capability`, `memory_gib`, `hip` (a version),
 `log` (a file that gets a line for each device that a process takes, or starts a context on), `asks` (DeepSpeed asks for the
-capability of devices as it is imported, as before 0.19). Tensors that ask for the device are made on the CPU;
+capability of devices as it is imported, as before 0.19.3). Tensors that ask for the device are made on the CPU;
 memory is the process's own.
 """
 

@@ -63,9 +63,8 @@ class _Adapter:
     def on_state(self, module: ModuleType) -> None:
         if not self._context.memory.on_cpu:
             return
-        os.environ.pop(
-            "ACCELERATE_USE_CPU", None
-        )  # of `accelerate launch --cpu`: else Accelerate would not use DeepSpeed
+        # Set by `accelerate launch --cpu`: Accelerate would not use DeepSpeed.
+        os.environ.pop("ACCELERATE_USE_CPU", None)
 
         def prepare_backend(_original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> Any:
             # Else every rank would train as if alone, and all on the same data.
@@ -153,10 +152,8 @@ class _Adapter:
         if given.get("cpu") and self._context.memory.on_cpu:
             given["cpu"] = False  # else Accelerate would not use DeepSpeed
 
-    def _clips(
-        self, original: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:  # of an Accelerator or of torch, with the parameters before it
-        """Notes the norm at which the script clips gradients; under DeepSpeed its engine does so."""
+    def _clips(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Notes the norm at which the script clips gradients, by an Accelerator or by torch; DeepSpeed's engine will do it."""
         limit = kwargs.get("max_norm", next((each for each in args if isinstance(each, (int, float))), None))
         if limit is not None and self._injected:
             self._context.clipping = float(limit)

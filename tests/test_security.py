@@ -169,6 +169,13 @@ def test_a_lock_is_not_taken_through_a_link_to_a_folder(tmp_path, monkeypatch):
     assert not os.listdir(tmp_path / "precious")
 
 
+def test_a_cache_that_cannot_be_written_ends_in_a_sentence(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(UserError, match="Set AUTOTUNE_CACHE to a folder"), machine_turn(lambda: None):
+        pass
+
+
 # What a database holds may have been written by somebody else.
 
 

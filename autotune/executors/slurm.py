@@ -194,7 +194,7 @@ class Slurm:
             return self.ranks_per_node * whole(self.options, "gpus_per_rank")
         done = _call("sinfo", "--noheader", "--format=%P %G", *(["--partition", partition] if partition else []))
         # An asterisk marks the default partition.
-        lines = [line for line in done.stdout.splitlines() if partition or line.split(maxsplit=1)[0].endswith("*")]
+        lines = [line for line in done.stdout.splitlines() if partition or line.partition(" ")[0].endswith("*")]
         counts = [
             int(n or 1)
             for line in lines

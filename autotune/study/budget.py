@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial
 
 from autotune.errors import UserError
 from autotune.scoring import recommend
-from autotune.scoring.estimates import estimate
+from autotune.scoring.estimates import Estimates, estimate
 from autotune.study.events import OUT_OF_TIME
 from autotune.study.spec.settings import SETTINGS
 from autotune.study.state import StudyState
@@ -33,7 +33,12 @@ DECIDING_SHARE = 0.5
 # Nothing is reserved before this number of trials: a slow baseline alone says little of how long others take.
 FIRST_TRIALS = 3
 # Share of a study's time that its checks (quality gate, branches) may cost; where one decides the answer, twice as much.
-CHECK_SHARE = 0.15
+CHECK_SHARE, DECIDING_FACTOR = 0.15, 2
+# At most this many times the rounds that the user states, while it is not settled who is best.
+MOST_ROUNDS = 4
+# Rounds of re-measurement until it is settled who is best, over those that are stated: without noise, and for each unit
+# of noise. On simulated machines they are 1.8 at 2.5 % noise and 3.6 at 10 % (`benchmarks/estimates.py`).
+USUAL_ROUNDS, ROUNDS_PER_NOISE = 1.2, 24.0
 # A trial trains for this share of a time budget at most, unless the user states otherwise: one trial tells nothing.
 TRIAL_SHARE, LEAST_TRIAL_S = 0.05, 1.0
 # The noise probe may take this share of the time that is left: without trials there is nothing to compare.
@@ -55,10 +60,11 @@ class Budget:
 
     Args:
         state: The study.
+        leads: Whether this coordinator leads the study, so that its time is the study's.
     """
 
-    def __init__(self, state: StudyState) -> None:
-        self._state = state
+    def __init__(self, state: StudyState, *, leads: bool = True) -> None:
+        self._state, self._leads = state, leads
         began_s = state.plan.began
         self._began_s = time.monotonic() if began_s is None else began_s
         self._earlier_s, self._n_earlier = 0.0, 0
@@ -71,10 +77,10 @@ class Budget:
         told = self._state.told()
         self._earlier_s, self._n_earlier = max(known_s, measuring_s(told)), len(told)
 
-    def keep(self) -> None:
-        """Stores the time spent so far with the study."""
-        if self._state.exists:
-            records.note_wall(self._state.study, self.spent_s())
+    def keep(self, left_s: float = 0.0) -> None:
+        """Stores with the study the time that it has taken, and when it is expected to end."""
+        if self._state.exists and self._leads:
+            records.note_time(self._state.study, wall_s=self.spent_s(), ends_s=time.time() + left_s)
 
     def spent_s(self) -> float:
         """Seconds that the study has taken so far."""
@@ -82,11 +88,18 @@ class Budget:
 
     def search_ended(self) -> None:
         """Notes that the search is over: repeats and checks follow."""
-        self.expect(self._end_s(decides=self._leader_needs_checks()))
+        estimates = estimate(self._state.measured())
+        rounds = self._usual_rounds(estimates.noise_sd)
+        self._expected_s = self.spent_s() + self._end_s(decides=self._leader_needs_checks(estimates), rounds=rounds)
+        self.keep(self._expected_s - self.spent_s())
 
-    def expect(self, needed_s: float) -> None:
-        """Notes how long the rest of the study is expected to take from now on."""
-        self._expected_s = self.spent_s() + needed_s
+    def expect_rounds(self, round_s: float, n_done: int, noise_sd: float) -> None:
+        """Notes that rounds of re-measurement follow, each of which takes about `round_s` seconds."""
+        left = max(1.0, self._usual_rounds(noise_sd) - n_done)
+        self._expected_s = self.spent_s() + left * round_s
+
+    def _usual_rounds(self, noise_sd: float) -> float:
+        return self._state.spec.repeats * min(MOST_ROUNDS, USUAL_ROUNDS + ROUNDS_PER_NOISE * noise_sd)
 
     def n_spent(self) -> int:
         """Trials that count. Those predicted not to fit are free, until there are as many as the whole budget."""
@@ -118,9 +131,11 @@ class Budget:
         if self._state.spec.time_budget_s is None:
             return False
         # A short budget serves the search first: without it there is nothing to confirm.
-        decides = self._leader_needs_checks()
+        decides = self._leader_needs_checks(estimate(self._state.measured()))
         share = DECIDING_SHARE if decides else MAX_RESERVED_SHARE
-        reserve_s = min(self._end_s(decides=decides), share * self._state.spec.time_budget_s)
+        reserve_s = min(
+            self._end_s(decides=decides, rounds=self._state.spec.repeats), share * self._state.spec.time_budget_s
+        )
         # Time that is left unused is lost for sure, and a trial that is cut only perhaps: it may be one of the quick ones.
         walls = sorted(data["wall_s"] for data in self._ran())
         quick_s = walls[len(walls) // 4] if walls else 0.0
@@ -161,7 +176,9 @@ class Budget:
         room_s = self._check_share_s()
         if decides:
             room_s = max(
-                2 * room_s, CHECK_BUDGETS * self.trial_s, DECIDING_SHARE * (self._state.spec.time_budget_s or 0.0)
+                DECIDING_FACTOR * room_s,
+                CHECK_BUDGETS * self.trial_s,
+                DECIDING_SHARE * (self._state.spec.time_budget_s or 0.0),
             )
             # A quick study has few trials, so its share is small; without the check they were for nothing.
             if self._state.spec.quick:
@@ -188,41 +205,38 @@ class Budget:
             self._checks_s = sum(result.wall_s for result in results if result is not None)
         return self._checks_s
 
-    def left_s(self) -> float:
-        """Estimated seconds until the end of the study, with repeats and checks."""
-        spec = self._state.spec
+    def left_s(self, *, decides: bool, noise_sd: float) -> float:
+        """Estimated seconds until the end of the study, with repeats and checks.
+
+        Args:
+            decides: The best so far is the answer only once it was checked.
+            noise_sd: Standard deviation of a measurement's logarithm.
+        """
         if self._expected_s is not None:
             left_s = max(0.0, self._expected_s - self.spent_s())
         else:
-            end_s = self._end_s(decides=self._leader_needs_checks())
-            left_s = max(0, spec.trials - self.n_spent()) * self.usual_s() + end_s
+            n_left = max(0, self._state.spec.trials - self.n_spent())
+            left_s = n_left * self.usual_s() + self._end_s(decides=decides, rounds=self._usual_rounds(noise_sd))
         return min(left_s, max(0.0, self.room_s()))
 
-    def _end_s(self, *, decides: bool) -> float:
-        """Estimated seconds of the end of the study: the finalists' repeats, and checks where candidates need any.
-
-        Args:
-            decides: The best so far is the answer only once it was checked; see `_leader_needs_checks`.
-        """
+    def _end_s(self, *, decides: bool, rounds: float) -> float:
+        """Estimated seconds of the end of the study: rounds of repeats, and checks where candidates need any."""
         spec, ran = self._state.spec, self._ran()
         if not spec.finalists or not ran:
             return 0.0
-        most_s = DECIDING_SHARE * (spec.time_budget_s or 0.0) if decides else 0.0
-        checks_s = min(CHECK_TRIALS * self.usual_s(), max(self._check_share_s(), most_s))
+        most_s = self._check_share_s()
+        if decides:
+            most_s = max(DECIDING_FACTOR * most_s, DECIDING_SHARE * (spec.time_budget_s or 0.0))
+        checks_s = min(CHECK_TRIALS * self.usual_s(), most_s)
         doubtful = any(m.doubt and not m.barred for m in self._state.measured())
         # The baseline is in every round, and trials that were stopped early are in none.
         walls = [data["wall_s"] for data in ran[1:] if data["outcome"] == Outcome.COMPLETE]
         round_s = ran[0]["wall_s"] + spec.finalists * (statistics.median(walls) if walls else ran[0]["wall_s"])
-        return float(spec.repeats * round_s + (checks_s if doubtful else 0.0))
+        return float(rounds * round_s + (checks_s if doubtful else 0.0))
 
-    def _leader_needs_checks(self) -> bool:
-        """Whether the best trial so far is better than the baseline, and may be the answer only once it was checked.
-
-        Only time budgets reserve for that, so without one nothing is looked at.
-        """
-        if self._state.spec.time_budget_s is None:
-            return False
-        ranked = recommend.rank(estimate(self._state.measured()), self._state.objectives)
+    def _leader_needs_checks(self, estimates: Estimates) -> bool:
+        """Whether the best trial so far is better than the baseline, and may be the answer only once it was checked."""
+        ranked = recommend.rank(estimates, self._state.objectives)
         return bool(ranked) and ranked[0].trial != 0 and bool(ranked[0].doubt) and not ranked[0].barred
 
     def again_s(self, trials: Iterable[int]) -> float:

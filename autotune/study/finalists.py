@@ -11,7 +11,7 @@ from autotune.scoring.estimates import Estimates, estimate
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import measure
 from autotune.study.branch_check import BranchCheck
-from autotune.study.budget import Budget
+from autotune.study.budget import MOST_ROUNDS, Budget
 from autotune.study.events import EventSink
 from autotune.study.measure import TrialMeasurer
 from autotune.study.numerics_check import NumericsCheck
@@ -20,8 +20,6 @@ from autotune.study.storage import records
 from autotune.study.tell import Teller
 from autotune.trial.folder import result_in
 
-# At most this many times the rounds that the user states, while it is not settled who is best.
-MOST_ROUNDS = 4
 # As many rounds at most where the user states none.
 UNSTATED_ROUNDS = 2
 
@@ -118,7 +116,8 @@ class Finalists:
                 self._events.say(f"measuring the best {len(turn)} {beside}again, in turns")
             elif n_done == spec.repeats:
                 self._events.say("more rounds: it is not settled yet which one is best")
-            self._budget.expect(max(1, spec.repeats - n_done) * self._budget.again_s(m.trial for m in [*turn, *base]))
+            round_s = self._budget.again_s(m.trial for m in [*turn, *base])
+            self._budget.expect_rounds(round_s, n_done, estimates.noise_sd)
             self._round([*turn, *base])
 
     def _round(self, turn: Sequence[Measured]) -> None:

@@ -75,7 +75,7 @@ class Runner:
         self._events, self._leads = events, leads
         self._slots = list(slots) or [executor]
         self.state = state = StudyState(plan, folder, storage)
-        self._budget = Budget(state)
+        self._budget = Budget(state, leads=leads)
         self._teller = Teller(state, self._budget, events)
         self.proposer = Proposer(state, self._teller, self._budget, events, warm, leads=leads)
         self._measurer = TrialMeasurer(state, executor, events, self._budget, self.proposer.bounds_to_beat)

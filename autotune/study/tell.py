@@ -16,7 +16,7 @@ from autotune.forecast.predictor import Predictor, generic_prior, settings_of
 from autotune.forecast.regression import STOPPED_SD, interval_sd
 from autotune.scoring import objective, recommend
 from autotune.scoring.estimates import estimate
-from autotune.scoring.measured import log_gain
+from autotune.scoring.measured import Measured, log_gain
 from autotune.scoring.objective import Score
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.study import autocast, placement
@@ -35,7 +35,7 @@ from autotune.trial.result import RAN, Outcome, TrialResult
 # The constraint that a trial has completed, in Optuna's study.
 COMPLETED = "completed"
 # Share of a study's time that the leader in its progress may cost (the estimates are cubic in the trials), where once is more than CHEAP_S.
-LEADER_SHARE, CHEAP_S = 0.02, 0.1
+STANDING_SHARE, CHEAP_S = 0.02, 0.1
 # Phases of ordinary steps, in which memory is read.
 ORDINARY_PHASES = ("steady", "data", "forward", "backward", "step")
 ABANDONED = "the run ended before the trial did"
@@ -58,8 +58,8 @@ class Teller:
     def __init__(self, state: StudyState, budget: Budget, events: EventSink) -> None:
         self._state, self._budget, self._events = state, budget, events
         self._learned: set[int] = set()
-        self._led: tuple[Leader | None, float | None] = None, None
-        self._leads_until_s = 0.0
+        self._stood: tuple[Measured | None, float | None, float] = None, None, 0.0
+        self._stands_until_s = 0.0
 
     def tell(
         self, asked: Trial | FrozenTrial, candidate: Candidate, role: str, result: TrialResult, *, quiet: bool = False
@@ -138,7 +138,10 @@ class Teller:
         self, number: int, role: str, candidate: Candidate, result: TrialResult, metrics: Mapping[str, float]
     ) -> None:
         """Emits that a trial ended, and the state of the study."""
-        best, best_gain = self._leader()
+        best, gain, noise_sd = self._standing()
+        decides = best is not None and best.trial != 0 and bool(best.doubt)
+        left_s = self._budget.left_s(decides=decides, noise_sd=noise_sd)
+        self._budget.keep(left_s)
         event = Progress(
             number=number,
             role=role,
@@ -149,25 +152,25 @@ class Teller:
             wall_s=result.wall_s,
             n_told=self._budget.n_spent(),
             n_trials=self._state.spec.trials,
-            best=best,
-            best_gain=best_gain,
-            left_s=self._budget.left_s(),
+            best=Leader(best.trial, best.candidate) if best else None,
+            best_gain=gain,
+            left_s=left_s,
         )
         self._events.ended(event)
 
-    def _leader(self) -> tuple[Leader | None, float | None]:
-        """The best trial so far and its gain over the baseline; in a large study as of some trials ago."""
-        if time.monotonic() < self._leads_until_s:
-            return self._led
+    def _standing(self) -> tuple[Measured | None, float | None, float]:
+        """The best trial so far, its gain over the baseline, and the noise; in a large study as of some trials ago."""
+        if time.monotonic() < self._stands_until_s:
+            return self._stood
         began_s = time.thread_time()
         estimates, objectives = estimate(self._state.measured()), self._state.objectives
         best = next((m for m in recommend.rank(estimates, objectives) if not m.barred), None)
         baseline = estimates.baseline
         gain = math.exp(log_gain(best, baseline, objectives)) if best and baseline else None
-        self._led = Leader(best.trial, best.candidate) if best else None, gain
+        self._stood = best, gain, estimates.noise_sd
         took_s = time.thread_time() - began_s
-        self._leads_until_s = time.monotonic() + took_s / LEADER_SHARE if took_s > CHEAP_S else 0.0
-        return self._led
+        self._stands_until_s = time.monotonic() + took_s / STANDING_SHARE if took_s > CHEAP_S else 0.0
+        return self._stood
 
     def _forecast(self, candidate: Candidate) -> dict[str, list[float]]:
         """What the trials before this one led to expect of it: value, low and high end of a 90 % interval by metric."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -115,8 +116,8 @@ def here(environment: Mapping[str, str] | None = None) -> Devices:
     except (OSError, ValueError, TypeError, KeyError):
         found = ask(variables)
     if not found.problem:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(asdict(found)), sync=False)
+        with contextlib.suppress(OSError):  # of a cache that cannot be written: asked again the next time
+            write_text(path, json.dumps(asdict(found)), sync=False)
     return found
 
 

@@ -26,10 +26,13 @@ def lock_path() -> Path:
     removes that folder while a study may still run. The name is the machine's, because a home directory may be shared.
 
     Raises:
-        UserError: The folder belongs to somebody else, or others may write to it.
+        UserError: The folder cannot be made, belongs to somebody else, or others may write to it.
     """
     folder = cache_dir() / f"locks-{os.getuid()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}. Set AUTOTUNE_CACHE to a folder that you can write to") from None
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise UserError(f"{folder}: not a folder that only you can write to; remove it, or set AUTOTUNE_CACHE")

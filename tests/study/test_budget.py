@@ -8,6 +8,7 @@ from support.studies import run
 
 from autotune.executors.base import Status, TimeOver
 from autotune.study.budget import CHECK_BUDGETS, CHECK_SHARE, DECIDING_SHARE, MOST_CLOSING_S, Budget, closing_s
+from autotune.study.storage import records
 
 
 @pytest.mark.parametrize(
@@ -117,3 +118,15 @@ def test_a_trial_of_a_short_study_trains_for_a_share_of_it_unless_stated(
 def test_a_busy_machine_is_given_longer_to_write_the_answer(monkeypatch, budget_s, load, seconds):
     monkeypatch.setattr("autotune.study.budget.load_per_core", lambda: load)
     assert closing_s(budget_s) == pytest.approx(seconds)
+
+
+def test_the_time_left_counts_the_rounds_that_usually_follow_and_is_stored_for_those_who_watch(tmp_path, monkeypatch):
+    """Each trial takes a second; two finalists and the baseline are measured again, in a round at least and four at most."""
+    clock = Clock(monkeypatch)
+    executor = Instant(clock.takes(1.0))
+    runner, _, watcher = run(
+        tmp_path, executor, trials=6, objectives=["latency"], space=[{"micro_batch_size": [2, 4, 6, 8, 10, 12]}]
+    )
+    left = [told.left_s for told in watcher.ended_with if told.role != "repeat"]
+    assert all(5 - n + 3 < left_s < 5 - n + 4 * 3 for n, left_s in enumerate(left)) and len(left) == 6
+    assert records.ends_s(runner.study) == records.wall_s(runner.study) == pytest.approx(clock.now_s)

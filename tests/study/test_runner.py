@@ -67,7 +67,7 @@ def test_a_quick_study_measures_again_at_most_twice_what_it_cannot_tell_apart(tm
 def test_the_leader_of_a_study_is_estimated_anew_only_where_that_is_cheap(tmp_path, monkeypatch, dear):
     """So long that it is not estimated again: a share of nothing, or hardly a share."""
     monkeypatch.setattr(tell, "CHEAP_S", -1.0 if dear else 1e9)
-    monkeypatch.setattr(tell, "LEADER_SHARE", 1e-9)
+    monkeypatch.setattr(tell, "STANDING_SHARE", 1e-9)
     _, _, watcher = run(tmp_path, trials=6, finalists=0)
     assert (len({progress.best for progress in watcher.ended_with}) == 1) is dear
 

@@ -153,7 +153,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: self.now_s, time=lambda: self.now_s))
         monkeypatch.setattr(budget, "load_per_core", lambda: 0.0)
 
     def takes(self, seconds: float) -> Behaviour:

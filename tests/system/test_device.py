@@ -39,6 +39,12 @@ def test_a_kept_answer_that_cannot_be_read_is_asked_again(asked, tmp_path):
     assert device.here({}) == TWO and len(asked) == 2
 
 
+def test_an_answer_that_cannot_be_kept_is_asked_for_again(asked, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "file" / "cache"))
+    assert device.here({}) == device.here({}) == TWO and len(asked) == 2
+
+
 def test_who_asks_for_the_cpu_gets_it_without_a_question(asked):
     assert device.here({"DS_ACCELERATOR": "cpu"}).accelerator == "cpu" and not asked
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import stat
-import statistics
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,6 @@ from autotune.study.storage import records
 from autotune.study.storage.optuna_tables import note_attrs, note_of
 from autotune.system import redaction
 from autotune.system.units import BYTE_UNITS, format_duration
-from autotune.trial.result import Outcome
 
 # Where optuna-dashboard looks for the files of a study or a trial (optuna.artifacts).
 ARTIFACT_PREFIX = "artifacts:"
@@ -152,20 +150,16 @@ def artifact_attrs(files: Mapping[str, File]) -> dict[str, str]:
 
 def under_way(study: optuna.Study, report: StudyReport, folder: Path) -> str:
     """The rest of the budget in words; empty if nobody runs the study."""
-    stated = records.stated_settings(study)
-    n_trials = stated.get("trials")
+    n_trials = report.study["trials_wanted"]
     if n_trials is None or run_under_way(folder) is None:
         return ""
-    walls_s = [row["wall_s"] for row in report.trials if row["outcome"] != Outcome.PREDICTED_OOM]
-    # Trials that were predicted not to fit cost nothing, until they are as many as the whole budget (`study.runner`).
-    n_spent = len(report.trials) - min(len(report.trials) - len(walls_s), n_trials)
-    if n_spent >= n_trials or report.study["ended"]:
-        return "**Under way**: the search is over, and its answer is being checked."
-    left_s = (n_trials - n_spent) * statistics.median(walls_s) if walls_s else math.inf
-    if stated.get("time_budget_s") is not None:
-        left_s = min(left_s, max(0.0, stated["time_budget_s"] - report.study["wall_s"]))
-    about = f", up to {format_duration(left_s)} left" if math.isfinite(left_s) else ""
-    return f"**Under way**: {n_spent} of {n_trials} trials{about}."
+    left_s = (records.ends_s(study) or 0.0) - time.time()
+    left = format_duration(left_s) if left_s >= 1 else ""
+    if not report.trials_left:
+        about = f", about {left} left" if left else ""
+        return f"**Under way**: the search is over, and its answer is being checked{about}."
+    about = f", up to {left} left" if left else ""
+    return f"**Under way**: {n_trials - report.trials_left} of {n_trials} trials{about}."
 
 
 def pick_link(study_id: int, name: str) -> str:

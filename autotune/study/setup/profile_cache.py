@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -106,10 +107,11 @@ def load(kind: type[T], key: str) -> T | None:
 
 
 def save(value: Profile | Machine | Workload | Probe, key: str) -> None:
-    """Writes a record into the cache, without what was free of the devices just then."""
+    """Writes a record into the cache, if that can be written, without what was free of the devices just then."""
     if isinstance(value, Workload):
         value = replace(value, environment=replace(value.environment, free_bytes=()))
-    write_record(_path(type(value), key), value, sync=False)
+    with contextlib.suppress(OSError):
+        write_record(_path(type(value), key), value, sync=False)
 
 
 def known(

@@ -175,7 +175,7 @@ def _made(url: str, connect: dict[str, Any]) -> Storage:
             return Storage(url, connect)
         except DBAPIError as error:
             said = str(error.orig).lower()
-            starts, left = any(words in said for words in STARTING), left - 1
+            starts, left = any(words in said for words in STARTING), max(0, left - 1)
             if starts and time.monotonic() > until:
                 raise StoreAway(
                     f"storage {urls.redact_url(url)}: {_reason(error)}; the same command goes on later"

@@ -45,7 +45,8 @@ RECORD_ATTR, MEASURED_ATTR = "autotune:record", "autotune:measured"
 # Where releases before 0.2 kept them, as user attributes.
 OLD_RECORD_ATTR, OLD_MEASURED_ATTR = "autotune", "measured"
 RECORD_FILE = "record.json"
-ROLE_ATTR, ENDED_ATTR, SETTINGS_ATTR, WALL_ATTR = "role", "ended", "autotune:settings", "autotune:wall_s"
+ROLE_ATTR, ENDED_ATTR, SETTINGS_ATTR = "role", "ended", "autotune:settings"
+WALL_ATTR, ENDS_ATTR = "autotune:wall_s", "autotune:ends_s"
 # Fields of a study that a run may change and its workers must know. The others are the same for all of its trials.
 SETTINGS = (
     "trials", "sampler", "memory_filter", "stop_below", "stop_trials", "trial_budget_s",
@@ -241,14 +242,20 @@ def note_end(study: Study, why: str) -> None:
         study.set_user_attr(ENDED_ATTR, why)
 
 
-def note_wall(study: Study, seconds: float) -> None:
-    """Store how long a study has taken so far, all of its runs together."""
-    storage_of(study).set_study_system_attr(study_id(study), WALL_ATTR, seconds)
+def note_time(study: Study, *, wall_s: float, ends_s: float) -> None:
+    """Store how long a study has taken, all of its runs together, and the Unix time at which it is expected to end."""
+    for key, value in ((WALL_ATTR, wall_s), (ENDS_ATTR, ends_s)):
+        storage_of(study).set_study_system_attr(study_id(study), key, value)
 
 
 def wall_s(study: Study) -> float:
     """Seconds that a study has taken, as far as its runs have stored; 0 where none has."""
     return float(storage_of(study).get_study_system_attrs(study_id(study)).get(WALL_ATTR, 0.0))
+
+
+def ends_s(study: Study) -> float | None:
+    """The Unix time at which a study that is run is expected to end; None before its first trial has ended."""
+    return storage_of(study).get_study_system_attrs(study_id(study)).get(ENDS_ATTR)
 
 
 def told_trials(study: Study) -> list[FrozenTrial]:

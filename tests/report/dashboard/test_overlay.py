@@ -12,7 +12,7 @@ from http import HTTPStatus
 import plotly.graph_objects as go
 import pytest
 from support.dashboard import EVIL, ask, overlay_of
-from support.instant import Clock, Instant, finished, runner_of
+from support.instant import Instant, finished, runner_of
 
 from autotune.report import load, readme
 from autotune.report.dashboard import storage
@@ -124,19 +124,21 @@ def test_the_notes_of_a_study_without_a_pick_say_why(answer):
     assert "Nothing to recommend" in readme.study_note(bare, lambda name: name)
 
 
-@pytest.mark.parametrize(("time_budget_s", "left"), [(None, "6 s"), (9, "5 s")])
-def test_the_note_of_a_study_under_way_says_how_much_of_its_budget_is_left(tmp_path, monkeypatch, time_budget_s, left):
-    Clock(monkeypatch)
-
+def test_the_note_of_a_study_under_way_says_how_much_of_its_budget_is_left(tmp_path, monkeypatch):
     def note():
         return ask(Application(overlay_of(tmp_path), "127.0.0.1", None), "/api/studies/1").json["note"]["body"]
 
     executor = Instant()
     executor.stop_at = 4
     with pytest.raises(KeyboardInterrupt):
-        runner_of(tmp_path, executor, trials=10, time_budget_s=time_budget_s).run()
+        runner_of(tmp_path, executor, trials=10).run()
+    study = records.load_study(records.open_storage(records.default_url(tmp_path)), "s")
     with study_lock(tmp_path / "s"):
-        assert note().startswith(f"**Under way**: 4 of 10 trials, up to {left} left.")
+        assert note().startswith("**Under way**: 4 of 10 trials.")  # the end that was expected has passed
+        records.note_time(study, wall_s=1.0, ends_s=time.time() + 90.4)
+        assert note().startswith("**Under way**: 4 of 10 trials, up to 1 min 30 s left.")
+        records.note_end(study, "nothing more is to be gained")
+        assert "its answer is being checked, about 1 min 30 s left." in note()
     assert "Under way" not in note()
 
 

@@ -77,18 +77,20 @@ def test_the_database_and_its_folder_are_made(tmp_path, url):
 
 
 def test_a_server_that_is_starting_is_waited_for(monkeypatch):
-    calls = []
+    said = ["the database system is starting up"] * 7
 
     def storage(url, connect):
-        calls.append(url)
-        if len(calls) < 8:
-            raise sqlalchemy.exc.OperationalError("", {}, Exception("FATAL:  the database system is starting up"))
+        if said:
+            raise sqlalchemy.exc.OperationalError("", {}, Exception(f"FATAL:  {said.pop(0)}"))
         return "open"
 
     monkeypatch.setattr(database, "Storage", storage)
     monkeypatch.setattr(database.time, "sleep", lambda _: None)
     assert database._made("postgresql://h/d", {}) == "open"
-    calls.clear()
+    said[:] = ["the database system is starting up"] * 5 + ["already exists"] * 20
+    with pytest.raises(sqlalchemy.exc.OperationalError):  # what others are not about to make is not waited for
+        database._made("postgresql://h/d", {})
+    said[:] = ["the database system is starting up"]
     monkeypatch.setattr(database, "STARTS_WITHIN_S", -1.0)
     with pytest.raises(database.StoreAway, match=r"ann:\*\*\*@h/d: FATAL.*starting up; the same command") as away:
         database.open_storage("postgresql://ann:secret12@h/d")

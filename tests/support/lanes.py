@@ -69,6 +69,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
             _unit_test = None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown() -> None:
+    """Allows processes again: a fixture of the module, of tests in another lane, may end now."""
+    global _unit_test  # noqa: PLW0603
+    _unit_test = None
+
+
 @contextlib.contextmanager
 def _turn(how: int) -> Iterator[None]:
     """Holds the lock that the workers of a session share; who waits for it goes before those that come later."""

@@ -1,8 +1,10 @@
 """A made-up study such as `studies/code-gpt` leaves behind, and a reader of the page that shows it."""
 
+import base64
 import json
 import random
 import re
+import zlib
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -150,4 +152,10 @@ def with_picks(report: StudyReport, **picks) -> StudyReport:
 
 
 def data_of(page: str) -> dict:
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+    """What the page's script reads."""
+    return json.loads(unpacked(page, "data"))
+
+
+def unpacked(page: str, name: str) -> str:
+    """What a page holds compressed."""
+    return zlib.decompress(base64.b64decode(re.search(rf'id="{name}">([^<]*)<', page)[1])).decode()

@@ -7,14 +7,12 @@
   const narrow = () => window.innerWidth < 760;
   // When there is nothing else to do; Safari has no such call.
   const later = window.requestIdleCallback ?? ((run) => setTimeout(run, 20));
-  const raw = JSON.parse($("data").textContent);
-  // What several figures share stands in the data once.
-  const whole = (value) => {
-    if (Array.isArray(value)) return value.map(whole);
-    if (value === null || typeof value !== "object") return value;
-    if ("$" in value) return whole(raw.lists[value.$]);
-    return Object.fromEntries(Object.entries(value).map(([name, each]) => [name, whole(each)]));
-  };
+  // Figures and plotly.js lie in the page compressed. It is no request: the policy allows none.
+  async function unpacked(id) {
+    const packed = Uint8Array.from(atob($(id).textContent), (letter) => letter.charCodeAt(0));
+    return new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"))).text();
+  }
+  let raw; // the figures, once they are unpacked
 
   function oncePerFrame(run) {
     let waiting = false;
@@ -90,7 +88,7 @@
   const figure = (id) => {
     const key = all(`[data-chooses="${id}"]`).map((select) => select.value).join("|");
     const found = raw.figures[id];
-    return whole(found[key] ?? Object.values(found)[0]);
+    return structuredClone(found[key] ?? Object.values(found)[0]); // plotly.js writes into what it draws
   };
   const logBox = (id) => document.querySelector(`[data-log="${id}"]`);
   function show(id, { data, layout }, log) {
@@ -112,7 +110,7 @@
   const chosen = new Map();
   const chosenNote = (name) => name && chosen.get(Number(name.split("|")[0])) === Number(name.split("|")[1]);
   function drawParallel() {
-    const made = figure("parallel"), levels = whole(raw.levels), size = made.layout.xaxis.tickvals.length + 1;
+    const made = figure("parallel"), levels = raw.levels, size = made.layout.xaxis.tickvals.length + 1;
     const keeps = (trial) => [...chosen].every(([axis, level]) => levels[trial][axis] === level);
     const data = made.data.map((trace) => ({ ...trace, y: trace.y.map((y, i) => (keeps(trace.meta[Math.floor(i / size)]) ? y : null)) }));
     const trials = Object.keys(levels);
@@ -136,8 +134,8 @@
     const found = wanted.map((n) => curves.find((curve) => curve.trial === n)).filter(Boolean);
     const missing = wanted.filter((n) => !curves.some((curve) => curve.trial === n)), numbers = curves.map((curve) => curve.trial);
     $("steps-said").textContent = missing.length ? `no steps were timed in trial ${missing.join(", ")}; they were in ${numbers.length} trials from ${Math.min(...numbers)} to ${Math.max(...numbers)}` : "";
-    const data = found.flatMap((curve, i) => whole(curve.traces).map((trace) => ({ ...trace, line: { ...trace.line, color: colors[i % colors.length] } })));
-    return show("steps-plot", { data, layout: whole(layout) }, { y: $("steps-log").checked });
+    const data = found.flatMap((curve, i) => structuredClone(curve.traces).map((trace) => ({ ...trace, line: { ...trace.line, color: colors[i % colors.length] } })));
+    return show("steps-plot", { data, layout: structuredClone(layout) }, { y: $("steps-log").checked });
   }
 
   function sortable(table) {
@@ -216,31 +214,34 @@
     if (idle) drawOn();
   };
 
-  const isLog = (id) => { const { xaxis, yaxis } = whole(Object.values(raw.figures[id])[0].layout); return [xaxis, yaxis].some((axis) => axis.type === "log"); };
-  if ($("front-log")) $("front-log").checked = isLog("front-plot");
-  if ($("steps-trials")) {
-    const { curves } = raw.steps, named = curves.filter((curve) => curve.named).slice(0, 4), first = named.length ? named : curves.slice(0, 3);
-    $("steps-trials").value = first.map((curve) => curve.trial).join(" ");
-    // A first step that compiles or allocates would press the others flat.
-    $("steps-log").checked = first.some((curve) => {
-      const [longest, median] = whole(curve.traces).map((trace) => trace.y);
-      return Math.max(...longest) > 6 * Math.min(...median);
-    });
-    $("steps-trials").addEventListener("input", oncePerFrame(drawSteps));
-  }
-  if ($("trials")) sortable($("trials"));
-  all("[data-chooses]").forEach((select) => select.addEventListener("change", () => draw(select.dataset.chooses)));
-  all("[data-log]").forEach((box) => box.addEventListener("change", () => draw(box.dataset.log)));
-  all("[data-axis]").forEach((select) => select.addEventListener("change", () => choose(select.dataset.axis, select.value)));
-  all("[data-copy]").forEach((button) => button.addEventListener("click", () => copy(button)));
-  // plotly.js lies in the page compressed. It is no request: the policy allows none.
-  async function unpackPlotly() {
-    const packed = Uint8Array.from(atob($("library").textContent), (letter) => letter.charCodeAt(0));
+  const isLog = (id) => { const { xaxis, yaxis } = Object.values(raw.figures[id])[0].layout; return [xaxis, yaxis].some((axis) => axis.type === "log"); };
+  async function begin() {
+    raw = JSON.parse(await unpacked("data"));
     const script = document.createElement("script");
-    script.textContent = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"))).text();
+    script.textContent = await unpacked("library");
     document.head.append(script);
+    if ($("front-log")) $("front-log").checked = isLog("front-plot");
+    if ($("steps-trials")) {
+      const { curves } = raw.steps, named = curves.filter((curve) => curve.named).slice(0, 4), first = named.length ? named : curves.slice(0, 3);
+      $("steps-trials").value = first.map((curve) => curve.trial).join(" ");
+      // A first step that compiles or allocates would press the others flat.
+      $("steps-log").checked = first.some((curve) => {
+        const [longest, median] = curve.traces.map((trace) => trace.y);
+        return Math.max(...longest) > 6 * Math.min(...median);
+      });
+      $("steps-trials").addEventListener("input", oncePerFrame(drawSteps));
+    }
+    all("[data-chooses]").forEach((select) => select.addEventListener("change", () => draw(select.dataset.chooses)));
+    all("[data-log]").forEach((box) => box.addEventListener("change", () => draw(box.dataset.log)));
+    all("[data-axis]").forEach((select) => select.addEventListener("change", () => choose(select.dataset.axis, select.value)));
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+    matchMedia("(max-width: 759px)").addEventListener("change", drawAll);
     document.documentElement.dataset.ready = "yes";
+    drawAll();
   }
+
+  if ($("trials")) sortable($("trials"));
+  all("[data-copy]").forEach((button) => button.addEventListener("click", () => copy(button)));
   // Paper is narrower than most windows, and what lies beside it is cut; 950 pixels fit A4 and Letter sideways.
   const PAPER_WIDTH_PX = 950;
   const sizes = (layout) => { if (window.Plotly) all("[data-plot]").forEach((plot) => plot.data && Plotly.relayout(plot, layout(plot))); };
@@ -249,9 +250,7 @@
     sizes((plot) => ({ width: plot.clientWidth * Math.min(1, PAPER_WIDTH_PX / document.querySelector("main").clientWidth), height: plot.clientHeight }));
   });
   window.addEventListener("afterprint", () => sizes(() => ({ width: null, height: null, autosize: true })));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-  matchMedia("(max-width: 759px)").addEventListener("change", drawAll);
-  unpackPlotly().then(drawAll, () => all("[data-plot]").forEach((plot) => {
+  begin().catch(() => all("[data-plot]").forEach((plot) => {
     plot.textContent = "This browser is too old to draw the figures; the tables hold the same numbers.";
   }));
 })();

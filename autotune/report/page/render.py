@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 import zlib
-from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup, escape
 
 from autotune._version import __version__
@@ -28,8 +26,6 @@ from autotune.system import files
 PLOTLY = "assets/plotly-basic.min.js"
 # Code up to this length is kept on one line; words longer than that break at their joints.
 SHORT_CODE, LONG_WORD = 34, 12
-# Parts of the figures of this length or more that occur several times are written into the page once.
-SHARED_CHARS = 60
 
 
 def write(report: StudyReport, path: Path) -> None:
@@ -70,9 +66,9 @@ def fill(template: str, *, title: str, data: Mapping[str, Any], **values: Any) -
             title=title,
             policy=policy,
             style=Markup(_asset("page.css")),
-            library=_packed(PLOTLY),
+            library=_library(),
             script=Markup(_asset("page.js")),
-            data=htmlsafe_json_dumps(_shared(data), allow_nan=False, separators=(",", ":")),
+            data=_packed(json.dumps(data, allow_nan=False, separators=(",", ":"))),
             version=__version__,
             **values,
         )
@@ -147,56 +143,20 @@ def _data(report: StudyReport, drawn: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _shared(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The data with each part that occurs again kept once in `lists`; where it is used stands `{"$": position}`."""
-    seen: Counter[str] = Counter()
-    positions: dict[str, int] = {}
-    lists: list[Any] = []
-
-    def parts(value: Any) -> list[Any]:
-        return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-
-    def count(value: Any) -> None:
-        if not isinstance(value, dict | list):
-            return
-        key = json.dumps(value)
-        seen[key] += 1
-        for part in parts(value) if seen[key] == 1 and len(key) >= SHARED_CHARS else ():
-            count(part)
-
-    def inner(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: replaced(each) for name, each in value.items()}
-        return [replaced(each) for each in value]
-
-    def replaced(value: Any) -> Any:
-        if not isinstance(value, dict | list):
-            return value
-        key = json.dumps(value)
-        if len(key) < SHARED_CHARS:
-            return value
-        if seen[key] < 2:
-            return inner(value)
-        if key not in positions:
-            positions[key] = len(lists)
-            lists.append(None)
-            lists[positions[key]] = inner(value)
-        return {"$": positions[key]}
-
-    for each in data.values():
-        count(each)
-    return {**{name: inner(each) if parts(each) else each for name, each in data.items()}, "lists": lists}
-
-
 @cache
 def _asset(name: str) -> str:
     return (resources.files("autotune.report.page") / name).read_text(encoding="utf-8")
 
 
 @cache
-def _packed(name: str) -> str:
-    """An asset as text, compressed: plotly.js takes half a megabyte so, instead of 1.2."""
-    return base64.b64encode(zlib.compress(_asset(name).encode(), 9)).decode()
+def _library() -> str:
+    """plotly.js, packed: half a megabyte instead of 1.2."""
+    return _packed(_asset(PLOTLY))
+
+
+def _packed(text: str) -> str:
+    """A text as the page's script unpacks it; figures have much in common, so that they shrink to a tenth."""
+    return base64.b64encode(zlib.compress(text.encode())).decode()
 
 
 @cache

@@ -110,18 +110,18 @@ def compare(own: Run, baseline: Run, predicted: float | None = None, seen: float
     ratios = middle / np.maximum(there, middle / 100) / speed
     value = float(np.median(ratios))
     low, high = (float(end) for end in np.quantile(ratios, (0.025, 0.975)))
-    promised = "" if predicted is None else f"{predicted:.2f}x was predicted"
     said = (
         f"in a branch of {n_samples:,} samples it reached the baseline's loss in {value:.2f}x ({low:.2f} to {high:.2f}) of"
         " the baseline's time"
     )
     confirmed: bool | None = True
     if low > TOLERANCE * max(1.0, predicted or 1.0):
-        confirmed, said = False, f"{said}: refuted{f', since {promised}' if promised else ''}"
+        confirmed, said = False, f"{said}: refuted{'' if predicted is None else f', since {predicted:.2f}x was predicted'}"
     elif high > WIDEST * low:
         confirmed, said = None, f"{said}, which is too wide an interval to decide; {MORE}"
-    elif promised:
-        said += f", as predicted ({predicted:.2f}x)"
+    elif predicted is not None:
+        how = "sooner than" if high < predicted else "later than" if low > predicted else "as"
+        said += f", {how} predicted ({predicted:.2f}x)"
     return Branch(
         confirmed=confirmed, reason=said, time_ratio=value, low=low, high=high, predicted=predicted, n_samples=n_samples
     )

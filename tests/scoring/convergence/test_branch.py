@@ -41,6 +41,12 @@ def test_a_batch_that_is_worth_less_than_predicted_is_refuted() -> None:
     assert found.confirmed is False and found.low > 1 and ": refuted, since" in found.reason
 
 
+@pytest.mark.parametrize(("predicted", "how"), [(0.3, "later than"), (0.9, "sooner than")])
+def test_a_batch_that_stands_is_said_to_be_as_predicted_only_where_it_is(predicted: float, how: str) -> None:
+    found = compare(run(64, 2.0), run(BASE, 1.0, seed=1), predicted, 400.0)
+    assert found.confirmed and f"{how} predicted ({predicted:.2f}x)" in found.reason
+
+
 def test_the_same_batch_at_the_same_speed_takes_the_same_time() -> None:
     found = compare(run(BASE, 1.0), run(BASE, 1.0, seed=1))
     assert found.confirmed and found.time_ratio == pytest.approx(1, abs=0.05)

@@ -28,7 +28,7 @@ from simulator import DIRECTIONS, KINDS, METRICS, NOISES, Noise, Table, World, m
 
 from autotune.forecast.features import PriorPrediction, flat
 from autotune.forecast.predictor import AnalyticPrior
-from autotune.search.physics import PhysicsSampler
+from autotune.search.physics import MEASURED_ATTR, PhysicsSampler
 from autotune.search.samplers import LegalSampler
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.trial.profile import Machine, Profile
@@ -65,6 +65,10 @@ def prior_of(kind: str, world: World, seed: int) -> Callable[[Sequence[Candidate
 
         return wrong
     return analytic
+
+
+def keep_result(study: optuna.Study, trial: optuna.Trial, result: dict[str, Any]) -> None:
+    study._storage.set_trial_system_attr(trial._trial_id, MEASURED_ATTR, json.dumps(result))
 
 
 def run(table: Table, kind: str, seed: int, n_trials: int, noise: Noise) -> dict[str, Any]:
@@ -104,10 +108,10 @@ def run(table: Table, kind: str, seed: int, n_trials: int, noise: Noise) -> dict
             rows.append(row)
             metrics = measure(table, row, rng, noise)
             told = {"outcome": "complete", "metrics": metrics, "micro_step_s": micro_steps(table, row, rng, noise)}
-            trial.set_user_attr("measured", json.dumps(told))
+            keep_result(study, trial, told)
             study.tell(trial, [metrics[name] for name in METRICS])
         else:
-            trial.set_user_attr("measured", json.dumps({"outcome": "oom", "metrics": {}}))
+            keep_result(study, trial, {"outcome": "oom", "metrics": {}})
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)
         if n + 1 in CHECKED:
             curve[n + 1] = {**found_by(table, rows), "oom": int(sum(oom))}

@@ -41,15 +41,13 @@ class Expectations:
         told: The trials that taught the model something.
 
     Raises:
-        StoreError: An earlier version made the study and kept too little of it.
+        StoreError: autotune did not make the study, or died while it did.
     """
 
     def __init__(self, study: Study) -> None:
         kept = records.record(study)
-        if kept is None or kept.search is None:
-            raise StoreError(
-                f"study {study.study_name!r} was made by an earlier version, which kept too little to explain it"
-            )
+        if kept is None:
+            raise StoreError(f"study {study.study_name!r} in this database was not made by autotune")
         search, self._setting = kept.search, kept.search.setting
         self._space = replace(
             SearchSpace.parse(search.space, f"study {study.study_name}"), samples_per_rank=search.samples_per_rank

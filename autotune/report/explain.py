@@ -101,7 +101,7 @@ class Evidence:
         report: Its report.
 
     Raises:
-        StoreError: An earlier version made the study and kept too little of it.
+        StoreError: autotune did not make the study, or died while it did.
     """
 
     def __init__(self, study: Study, report: StudyReport) -> None:

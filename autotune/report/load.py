@@ -27,9 +27,10 @@ from autotune.trial.folder import result_in
 from autotune.trial.result import TrialResult
 from autotune.trial.workload import TRAINER
 
-# What a trial's row takes from its stored result, and what results of earlier releases do not hold.
-TOLD = ("reason", "phase", "censored", "feasible", "wall_s", "caveats")
-TOLD_SINCE = ("phase_times_s", "forecast", "tail", "padding")
+# What a trial's row takes from its stored result.
+TOLD = (
+    "reason", "phase", "censored", "feasible", "wall_s", "caveats", "phase_times_s", "forecast", "tail", "padding",
+)  # fmt: skip
 # Where it ran, which its file alone tells.
 WHERE = ("hosts", "machine", "waited_s", "lost_attempts")
 
@@ -197,7 +198,7 @@ def _trials(study: Study, estimates: Estimates, folder: Path | None) -> list[dic
         result = result_in(records.trial_path(folder, told.number)) if folder else None
         row: dict[str, Any] = {"trial": told.number, "role": told.user_attrs.get(records.ROLE_ATTR, "search")}
         row |= {"outcome": str(seen.outcome), "candidate": seen.candidate.values()}
-        row |= {name: data[name] for name in TOLD} | {name: data.get(name, {}) for name in TOLD_SINCE}
+        row |= {name: data[name] for name in TOLD}
         row |= recommend.figures(seen, estimates) | {"readings_s": _readings(estimates.raw[told.number])}
         if verdict is not None and verdict.passed is False:
             row["reason"] = verdict.reason

@@ -75,9 +75,7 @@ def diagnose(evidence: Evidence, others: Sequence[StepObservation], effects: Eff
     ranks = _typical(evidence.ranks)
     total = max((sum(phases.values()) for phases in ranks.values()), default=0.0)
     if total <= 0:
-        why = (
-            "the phases of its step were not kept (by an earlier version, say): --profile runs it again and takes them"
-        )
+        why = "the phases of its step were not kept: --profile runs it again and takes them"
         unknown = [Part(name=name, seconds=None, share=None, known="not measured") for name in ("compute", *BOUND_FROM)]
         return Diagnosis(
             trial=evidence.seen.trial, bound_by="", parts=[*unknown, memory], advice=[], notes=[why, *notes]
@@ -177,9 +175,7 @@ def _lost_between(
     if evidence.world_size == 1:
         return 0.0, 0.0, "one rank"
     waits = {rank: phases["wait"] for rank, phases in ranks.items() if "wait" in phases}
-    if not waits:
-        return None, None, "the trial was made by an earlier version; --profile measures it again"
-    if len(waits) == 1:
+    if len(waits) < 2:
         return None, messages, "measured on the slowest rank alone: the trial's folder is gone"
     slow = min(waits, key=lambda rank: waits[rank])
     lead = statistics.median_high(wait for rank, wait in waits.items() if rank != slow) - waits[slow]

@@ -34,9 +34,8 @@ from autotune.space.space import SearchSpace
 from autotune.trial.request import TrialToBeat
 from autotune.trial.result import Outcome
 
-# What a told trial yielded, as JSON.
-# A trial's result, as a system attribute; a user attribute in databases of earlier releases.
-MEASURED_ATTR, OLD_MEASURED_ATTR = "autotune:measured", "measured"
+# A told trial's result, as JSON, in a system attribute.
+MEASURED_ATTR = "autotune:measured"
 # Spaces up to this size are enumerated; from larger ones `DRAWN` candidates are drawn, and the neighbours of the best
 # join them.
 MOST_CANDIDATES = 100_000
@@ -195,8 +194,7 @@ class PhysicsSampler(LegalSampler):
 
     def _as_told(self, trial: FrozenTrial) -> Observation:
         candidate, attrs = self._candidate_of(trial), trial.user_attrs
-        text = trial.system_attrs.get(MEASURED_ATTR) or attrs.get(OLD_MEASURED_ATTR)
-        if text is not None:
+        if (text := trial.system_attrs.get(MEASURED_ATTR)) is not None:
             return observed(candidate, _parsed(text), self._setting)
         if trial.state is TrialState.PRUNED or trial.values is None:
             return Observation(candidate=candidate, outcome=Outcome(attrs.get("outcome", "oom")))

@@ -88,8 +88,6 @@ class Candidate:
         Raises:
             ConfigError: A name is neither a field nor a known DeepSpeed path, or a value is not one the field takes.
         """
-        if values.get("optimizer") == "keep":  # a field of candidates that earlier versions stored
-            values = {name: value for name, value in values.items() if name != "optimizer"}
         own: dict[str, Any] = {name: value for name, value in values.items() if name in FIELDS}
         config = {name: value for name, value in values.items() if name not in FIELDS and value is not None}
         config = {name: value for name, value in config.items() if name not in DEGREES or value not in (0, 1)}

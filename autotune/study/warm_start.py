@@ -121,13 +121,13 @@ class PriorStudy:
 
 
 def from_study(storage: Storage, name: str, relation: str, doubt: float = transfer.SAME_MODEL) -> PriorStudy | None:
-    """The study to learn from; None if it has too few trials, or an earlier version kept it."""
+    """The study to learn from; None if it has too few trials, or cannot be read."""
     try:
         study = records.load_study(storage, name)
         kept = records.record(study)
     except UserError:
         return None
-    if kept is None or kept.search is None:
+    if kept is None:
         return None
     space = replace(
         SearchSpace.parse(kept.search.space, f"study {name}"), samples_per_rank=kept.search.samples_per_rank

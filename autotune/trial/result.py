@@ -109,7 +109,7 @@ class Observed:
         checkpointed_blocks: Blocks whose activations were recomputed.
         tf32: CUDA only: whether fp32 products used TensorFloat-32.
         unwitnessed: Settings that differ from the baseline's and that nothing in the engine shows.
-        groups: Groups of ranks that share a copy of the model or a sequence; None in results of earlier versions.
+        groups: Groups of ranks that share a copy of the model or a sequence; None where they were not looked at.
         uneven: Samples of the smallest and the largest micro-batch, where the target makes batches of varying sizes.
     """
 

@@ -134,12 +134,6 @@ def test_memory_traffic_that_takes_less_than_the_arithmetic_is_no_bottleneck():
     assert found.bound_by == "compute" and share(found, "memory bandwidth") > 0.35
 
 
-def test_a_trial_of_an_earlier_version_is_told_what_it_lacks():
-    old = {name: BALANCED[name] for name in ("data", "forward", "backward", "step")}
-    found = diagnose(evidence(ranks=[{0: old, 1: old}]), [])
-    assert share(found, "communication") is None and "--profile" in part(found, "communication").known
-
-
 def test_one_disturbed_step_among_three_decides_nothing():
     quiet, disturbed = {0: BALANCED, 1: BALANCED}, {0: BALANCED | {"wait": 0.8}, 1: BALANCED | {"forward": 0.9}}
     assert diagnose(evidence(ranks=[disturbed, quiet, quiet]), []).bound_by == "compute"

@@ -14,7 +14,7 @@ from autotune.forecast.predictor import AnalyticPrior
 from autotune.forecast.regression import probability_below
 from autotune.search.observation import Observation
 from autotune.search.optimizer import CandidateOptimizer, Outlook
-from autotune.search.physics import PhysicsSampler
+from autotune.search.physics import MEASURED_ATTR, PhysicsSampler
 from autotune.search.samplers import encoded
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.legality import why_illegal
@@ -78,6 +78,10 @@ def study_for(sampler, storage=None, name=None):
     )
 
 
+def keep_result(study, trial, result):
+    study._storage.set_trial_system_attr(trial._trial_id, MEASURED_ATTR, json.dumps(result))
+
+
 def step(study, sampler, space, limit=math.inf, values=None):
     """One trial as `autotune run` does it; None when the sampler is exhausted."""
     forced, default = sampler.forced, sampler._default
@@ -92,7 +96,7 @@ def step(study, sampler, space, limit=math.inf, values=None):
     trial.set_user_attr(CANDIDATE_ATTR, candidate.key)
     told = told_of(candidate, limit)
     metrics = dict(told.metrics) if values is None else values
-    trial.set_user_attr("measured", json.dumps({"outcome": str(told.outcome), "metrics": metrics}))
+    keep_result(study, trial, {"outcome": str(told.outcome), "metrics": metrics})
     if told.outcome is Outcome.COMPLETE:
         study.tell(trial, [metrics.get(name, 1.0) for name in METRICS])
     else:
@@ -232,7 +236,7 @@ def test_the_hosts_memory_says_nothing_of_the_devices(accelerator, outcome):
     ):
         trial = study.ask()
         trial.set_user_attr(CANDIDATE_ATTR, DEFAULT.key)
-        trial.set_user_attr("measured", json.dumps({"outcome": "oom", "metrics": {}, "reason": reason}))
+        keep_result(study, trial, {"outcome": "oom", "metrics": {}, "reason": reason})
         study.tell(trial, state=optuna.trial.TrialState.PRUNED)
     assert [each.outcome for each in sampler.told(study)] == [outcome, Outcome.OOM]
 

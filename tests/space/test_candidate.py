@@ -84,7 +84,6 @@ def test_flat_values_and_the_key_give_the_candidate_back():
     assert Candidate.of({**VALUES, "communication_data_type": None}).config == (
         ("zero_optimization.overlap_comm", True),
     )
-    assert Candidate.of({**VALUES, "optimizer": "keep"}) == candidate  # as earlier versions wrote it
 
 
 def test_a_candidate_is_described_in_words():

@@ -38,9 +38,7 @@ from autotune.study.storage.database import Storage
 from autotune.study.storage.leases import TOLD_BY_ATTR
 
 # Attributes of our studies and trials that are for programs.
-OWN_ATTRS = frozenset(
-    {records.OLD_RECORD_ATTR, records.OLD_MEASURED_ATTR, CANDIDATE_ATTR, TOLD_BY_ATTR, "reason", "outcome", "settings"}
-)
+OWN_ATTRS = frozenset({CANDIDATE_ATTR, TOLD_BY_ATTR, "reason", "outcome"})
 # A study is read again after this long, or after this multiple of the reading time if that is longer, so that a large
 # study does not keep the server busy.
 REFRESH_S, REFRESH_SHARE = 10.0, 20.0

@@ -54,8 +54,6 @@ def measured(study: Study, folder: Path, kept: StudyRecord, before: Reading | No
 
 def _foretold(kept: StudyRecord, told: Sequence[FrozenTrial], before: Reading) -> list[Foretold | None]:
     """What the search's model of all trials foretells of each one, whatever proposed them."""
-    if kept.search is None:
-        return [None] * len(told)
     setting, limit = kept.search.setting, kept.search.memory_limit_bytes
     seen = [observed(told_candidate(each), told_data(each), setting) for each in told]
     inputs = seen, kept.workload, setting, limit, kept.baseline

@@ -38,7 +38,7 @@ def mark(study: Study, studies: Path) -> None:
 
 
 def is_own(study: Study, studies: Path) -> bool:
-    """Whether a study belongs to a folder of studies; one of an earlier release belongs to everybody."""
+    """Whether a study belongs to a folder of studies; one without an owner belongs to everybody."""
     return not (owner := _owner(study)) or owner.get("key") == kept_key(studies)
 
 

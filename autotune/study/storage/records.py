@@ -42,8 +42,6 @@ open_storage, failing_in_words = database.open_storage, database.failing_in_word
 
 # System attributes, which dashboards do not list: a study's record and a trial's measurements are long JSON texts.
 RECORD_ATTR, MEASURED_ATTR = "autotune:record", "autotune:measured"
-# Where releases before 0.2 kept them, as user attributes.
-OLD_RECORD_ATTR, OLD_MEASURED_ATTR = "autotune", "measured"
 RECORD_FILE = "record.json"
 ROLE_ATTR, ENDED_ATTR, SETTINGS_ATTR = "role", "ended", "autotune:settings"
 WALL_ATTR, ENDS_ATTR = "autotune:wall_s", "autotune:ends_s"
@@ -178,7 +176,7 @@ class StudyRecord:
         learning_rate: How the learning rate followed the batch.
         invocation: How the script is started; None for a `model.py`.
         branches: Whether another global batch must be confirmed by a branch.
-        search: Inputs of the search; None in studies of earlier versions.
+        search: Inputs of the search.
         goal: The goal that set the objectives; None where they were stated.
     """
 
@@ -190,10 +188,10 @@ class StudyRecord:
     objectives: list[Objective]
     reference: Reference | None
     workload: Workload
+    search: SearchRecord
     learning_rate: LearningRate = field(default_factory=LearningRate)
     invocation: Invocation | None = None
     branches: bool = False
-    search: SearchRecord | None = None
     goal: str | None = None
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
@@ -214,7 +212,7 @@ def record(study: Study) -> StudyRecord | None:
         StoreError: Another version of autotune wrote it.
     """
     attrs = storage_of(study).get_study_system_attrs(study_id(study))
-    text = attrs.get(RECORD_ATTR) or study.user_attrs.get(OLD_RECORD_ATTR)
+    text = attrs.get(RECORD_ATTR)
     try:
         return None if text is None else TypeAdapter(StudyRecord).validate_json(text)
     except ValidationError:
@@ -296,7 +294,7 @@ def told_data(told: FrozenTrial) -> dict[str, Any]:
 
 
 def _measured_text(told: FrozenTrial) -> str | None:
-    return told.system_attrs.get(MEASURED_ATTR) or told.user_attrs.get(OLD_MEASURED_ATTR)
+    return told.system_attrs.get(MEASURED_ATTR)
 
 
 @functools.lru_cache(maxsize=20_000)

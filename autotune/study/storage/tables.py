@@ -94,22 +94,11 @@ OF_A_STUDY = (MEASUREMENT, RECOMMENDATION, DECISION)
 STUDIES = sql.table("studies", sql.column("study_name"))  # Optuna's
 
 
-def _one_table_of_leases(connection: sql.Connection) -> None:
-    """Keep leases in one table: releases before 0003 had one for studies, one for turns and one for the scheduler.
-
-    Nothing is copied: the leases of studies have these columns already, and the other two tables hold only who is at
-    work at this moment.
-    """
-    LEASE.create(connection, checkfirst=True)
-    for old in ("autotune_lease", "autotune_turns"):
-        connection.execute(sql.text(f"DROP TABLE IF EXISTS {old}"))
-
-
 # Applied once each, in this order. A migration that was released is not edited.
 MIGRATIONS: dict[str, Callable[[sql.Connection], None]] = {
     "0001-history": lambda connection: TABLES.create_all(connection, [ENVIRONMENT, *OF_A_STUDY]),
     "0002-schedules": lambda connection: TABLES.create_all(connection, [SCHEDULE]),
-    "0003-leases": _one_table_of_leases,
+    "0003-leases": lambda connection: LEASE.create(connection, checkfirst=True),
 }
 
 

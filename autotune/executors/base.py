@@ -33,10 +33,12 @@ RETRY_S = (2.0, 60.0)
 
 
 class Status(StrEnum):
-    """State of a job.
+    """State of a job, and by it what follows the end of an attempt at a trial, alike for all engines.
 
-    `LOST`: an agent or a warm server died, which the configuration may have caused. `TAKEN`: the engine says that it
-    took the machines away, or has none at present. `REFUSED`: the engine can never run the job.
+    `EXITED`: the ranks ended by themselves, and the result is told. `LOST`: an agent or a warm server died, which the
+    configuration may have caused; the trial runs once more, and a second such end is the configuration's crash.
+    `TAKEN`: the engine says that it took the machines away, or has none at present; the trial runs again without being
+    counted, until the attempts have cost `patience_s`. `REFUSED`: the engine can never run the job; the study ends.
     """
 
     QUEUED = "queued"
@@ -48,28 +50,6 @@ class Status(StrEnum):
 
 
 UNDER_WAY = (Status.QUEUED, Status.RUNNING)
-
-
-class NextStep(StrEnum):
-    """What follows the end of an attempt at a trial.
-
-    `TELL`: its result is told. `ONCE_MORE`: it runs again; a second such end is the configuration's crash. `AGAIN`: it
-    runs again without being counted, until the attempts have cost `patience_s`. `REFUSE`: the study is refused.
-    """
-
-    TELL = "tell"
-    ONCE_MORE = "once more"
-    AGAIN = "again"
-    REFUSE = "refuse"
-
-
-# The policy of all engines; an engine only says in which state its job is.
-THEN = {
-    Status.EXITED: NextStep.TELL,
-    Status.LOST: NextStep.ONCE_MORE,
-    Status.TAKEN: NextStep.AGAIN,
-    Status.REFUSED: NextStep.REFUSE,
-}
 
 
 class MachinesGone(Unavailable):
@@ -183,7 +163,7 @@ def run(
     on_tick: Callable[[], None] = lambda: None,
     on_retry: Callable[[str], None] = lambda _: None,
 ) -> TrialResult:
-    """Runs one trial by the policy `THEN`, writes `result.json`, and returns it.
+    """Runs one trial by the policy of `Status`, writes `result.json`, and returns it.
 
     Args:
         executor: The engine.
@@ -315,11 +295,11 @@ def _watch(job: Job, folder: TrialDir, request: TrialRequest, on_tick: Callable[
             if not over:  # the user stopped it: nothing to resume
                 folder.job.unlink(missing_ok=True)
     shutil.rmtree(folder.scratch, ignore_errors=True)
-    then = THEN.get(status, NextStep.TELL)  # its deadline has passed if it is under way
-    if then is NextStep.REFUSE:
+    if status is Status.REFUSED:
         raise UserError(shown(job.reason))
-    result = conclude(folder, request, "" if then is NextStep.TELL else job.reason)
-    if result.outcome is Outcome.LOST and then is NextStep.AGAIN:
+    # A job that is still under way has passed its deadline.
+    result = conclude(folder, request, job.reason if status in (Status.LOST, Status.TAKEN) else "")
+    if result.outcome is Outcome.LOST and status is Status.TAKEN:
         raise MachinesGone(shown(job.reason), time.monotonic() - started if started is not None else 0.0)
     if result.outcome in (Outcome.CRASHED, Outcome.LOST):
         files.check_space(folder.path, result.reason)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from autotune.executors import base
-from autotune.executors.base import UNDER_WAY, Status
+from autotune.executors.base import UNDER_WAY, Status, no_turn
 from autotune.executors.node_agent import Settings, Spool
 from autotune.system import processes
 from autotune.trial.folder import TrialDir, ends, read_record, write_record
@@ -71,7 +71,7 @@ class JobState:
 
 
 class Engine(Protocol):
-    """Interface of an engine: starts an agent on each of several machines, and tells what became of them.
+    """Base of an engine: starts an agent on each of several machines, and tells what became of them.
 
     Attributes:
         name: Name in `--executor`.
@@ -81,7 +81,7 @@ class Engine(Protocol):
 
     name: str
     options: dict[str, str]
-    hold: bool
+    hold: bool = True
 
     def check(self, nodes: int) -> None:
         """Checks that the engine can be used.
@@ -104,10 +104,12 @@ class Engine(Protocol):
         """Ends a job with all its processes."""
 
     def exchange(self, job: str, spool: Spool, folder: TrialDir) -> None:
-        """Copies files between a trial's folder and its machines, if they share no file system."""
+        """Copies files between a trial's folder and its machines; not needed where they share a file system."""
+        return
 
     def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        """Waits for a turn to measure; see `Executor.turn`."""
+        """Waits for a turn to measure, if the engine shares machines out; see `Executor.turn`."""
+        return no_turn(on_wait)
 
 
 class Allocation:

@@ -22,11 +22,10 @@ from types import FrameType
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.executors.base import Status, no_turn
-from autotune.executors.cluster import JobState, Refused
+from autotune.executors.base import Status
+from autotune.executors.cluster import Engine, JobState, Refused
 from autotune.executors.node_agent import Spool
 from autotune.system import files, processes
-from autotune.trial.folder import TrialDir
 
 # Variables of the pods: the folder of calls, the number of machines, and the pod's own address.
 BOARD, MACHINES, ADDRESS = "AUTOTUNE_PODS", "AUTOTUNE_MACHINES", "AUTOTUNE_ADDRESS"
@@ -62,7 +61,7 @@ class Board:
         files.write_text(path, json.dumps(said))
 
 
-class Pods:
+class Pods(Engine):
     """Engine of a study over several machines in Kubernetes: the pods are there already, and are called.
 
     Args:
@@ -70,8 +69,6 @@ class Pods:
     """
 
     name = "kubernetes"
-    hold = True
-    turn = staticmethod(no_turn)
 
     def __init__(self, options: dict[str, str]) -> None:
         self.options, self.board = options, Board(Path(os.environ[BOARD]))
@@ -125,9 +122,6 @@ class Pods:
         """Sends the pods of a call back to waiting."""
         if self.board.read(self.board.call).get("id") == job:
             self.board.write(self.board.call, {})
-
-    def exchange(self, job: str, spool: Spool, folder: TrialDir) -> None:
-        """Does nothing: the pods mount one volume."""
 
     def _silent_s(self, number: int) -> float:
         """Seconds since a pod was last heard, by this process's clock."""

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import Unavailable, UserError
-from autotune.executors.base import Status, no_turn
-from autotune.executors.cluster import JobState, Refused
+from autotune.executors.base import Status
+from autotune.executors.cluster import Engine, JobState, Refused
 from autotune.executors.node_agent import Settings, Spool, key_of
 from autotune.executors.options import is_yes
 from autotune.executors.ray_machine import ANSWER_TIMEOUT_S, NEVER_STARTED, Machine, stamp
@@ -42,7 +42,7 @@ EXCHANGE_S = 0.2
 FOR_ALL = ("request.json", "ds_config.json", "job.json", "cancel", "master.json")
 
 
-class Ray:
+class Ray(Engine):
     """The engine of `--executor ray`.
 
     Args:
@@ -51,8 +51,6 @@ class Ray:
     """
 
     name = "ray"
-    hold = True
-    turn = staticmethod(no_turn)
 
     def __init__(self, options: dict[str, str], ranks_per_node: int | None) -> None:
         self.options, self.ranks_per_node = options, ranks_per_node

@@ -11,12 +11,11 @@ import sys
 from pathlib import Path
 
 from autotune.errors import Unavailable, UserError
-from autotune.executors.base import Status, no_turn
-from autotune.executors.cluster import JobState, Refused
+from autotune.executors.base import Status
+from autotune.executors.cluster import Engine, JobState, Refused
 from autotune.executors.node_agent import Spool
 from autotune.executors.options import is_yes, whole
 from autotune.system import files, processes
-from autotune.trial.folder import TrialDir
 
 # Names and descriptions of `--executor-option`.
 OPTIONS = {
@@ -78,7 +77,7 @@ NO_CAUSE = re.compile(
 )
 
 
-class Slurm:
+class Slurm(Engine):
     """The engine of `--executor slurm`; it needs Slurm's commands and a file system that the nodes share.
 
     Args:
@@ -88,7 +87,6 @@ class Slurm:
     """
 
     name = "slurm"
-    turn = staticmethod(no_turn)
 
     def __init__(self, options: dict[str, str], ranks_per_node: int | None, job_name: str) -> None:
         self.options, self.ranks_per_node, self.job_name = options, ranks_per_node, job_name
@@ -165,9 +163,6 @@ class Slurm:
     def end(self, job: str) -> None:
         """Cancels a job."""
         _call("scancel", job)
-
-    def exchange(self, job: str, spool: Spool, folder: TrialDir) -> None:
-        """Does nothing: the nodes share this file system."""
 
     def _with_last_words(self, job: str, found: JobState) -> JobState:
         """Returns the state of a job with what its log ends with, if its agents failed."""

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from autotune.errors import SpecError, UserError
 from autotune.executors.base import Status
-from autotune.executors.cluster import JobState
+from autotune.executors.cluster import Engine, JobState
 from autotune.executors.local import machine_turn
 from autotune.executors.node_agent import Settings, Spool
 from autotune.system import files
-from autotune.trial.folder import TrialDir, read_record
+from autotune.trial.folder import read_record
 
 OPTIONS = {
     "ssh": "the command that reaches a host, with its options (default: ssh -o BatchMode=yes)",
@@ -32,7 +32,7 @@ LINK_FAILED = 255
 BROKE = re.compile(r"closed by|connection reset|broken pipe|not responding|it said nothing", re.IGNORECASE)
 
 
-class Hosts:
+class Hosts(Engine):
     """Engine that starts agents over ssh; each ends with its connection, so that nothing outlives this process.
 
     Args:
@@ -41,7 +41,6 @@ class Hosts:
     """
 
     name = "ssh"
-    hold = True
 
     def __init__(self, options: dict[str, str], hosts: Sequence[str]) -> None:
         self.options, self.hosts = options, list(hosts)
@@ -113,9 +112,6 @@ class Hosts:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-    def exchange(self, job: str, spool: Spool, folder: TrialDir) -> None:
-        """Does nothing: the hosts share this file system."""
 
 
 def _log(spool: Spool, node: int) -> Path:

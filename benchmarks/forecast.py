@@ -27,10 +27,11 @@ from truth import planned
 from autotune.errors import UserError
 from autotune.executors import base
 from autotune.forecast.predictor import Forecast, Predictor, probability_below, settings_of
+from autotune.forecast.words import SURE
 from autotune.space.candidate import Candidate
 from autotune.space.legality import why_illegal
 from autotune.study.setup.engine import executor_for
-from autotune.study.setup.forecasts import SURE, foresee_workload, measured_in
+from autotune.study.setup.forecasts import foresee_workload, measured_in
 from autotune.study.setup.plan import plan
 from autotune.study.spec.spec import StudySpec
 from autotune.trial.request import TrialRequest

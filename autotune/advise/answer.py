@@ -9,20 +9,10 @@ from typing import Any
 from autotune.advise.choose import Choice
 from autotune.advise.constants import CONSTANTS
 from autotune.advise.ds_config import ds_config
-from autotune.advise.forecast import SURE, Interval
+from autotune.advise.forecast import Interval
+from autotune.forecast.words import BINDS, SURE, memory_by_part, verdict
 from autotune.system.units import format_bytes, format_duration, format_seconds
 
-BINDS = {
-    "compute": "compute: the matrix products", "traffic": "the memory bandwidth of the device",
-    "recompute": "compute: blocks are computed twice to save memory", "communication": "the links between devices",
-    "messages": "the links between devices: the latency of many messages",
-    "groups": "the links between devices: what the ranks of a group send each other for a split model",
-    "optimizer": "the memory bandwidth: the optimizer's step", "offload": "the link between host and device",
-    "launches": "the host: launching operations; a larger micro-batch helps",
-    "bookkeeping": "the host: what ZeRO does for each parameter; a larger micro-batch helps",
-    "partitioning": "the host: what ZeRO-3 fetches, releases and splits; a larger micro-batch helps",
-    "input": "drawing the samples",
-}  # fmt: skip
 # Keys of the DeepSpeed configuration that the words of an advice leave out: always, or at this value.
 ALWAYS_SET = ("overlap_comm", "allgather_bucket_size", "sub_group_size")
 USUAL = {"zero_hpz_partition_size": 1, "reduce_bucket_size": 500_000_000}
@@ -110,7 +100,7 @@ class Advice:
     @property
     def verdict(self) -> str:
         """Whether it fits."""
-        return _verdict(self.chosen.fits)
+        return verdict(self.chosen.fits)
 
     @property
     def binds(self) -> list[str]:
@@ -182,7 +172,7 @@ class Advice:
         yield f"{'global batch':<20}{batch:,} samples, {amount(batch * self.sequence)} tokens a step"
         yield ""
         yield from _waterfall(
-            "device memory", self.peak_bytes, devices.memory_bytes, chosen.terms("memory"), _verdict(chosen.fits_device)
+            "device memory", self.peak_bytes, devices.memory_bytes, chosen.terms("memory"), verdict(chosen.fits_device)
         )
         yield ""
         yield from _waterfall(
@@ -190,7 +180,7 @@ class Advice:
             self.host_bytes,
             devices.host_bytes,
             chosen.terms("host"),
-            f"of a node, {_verdict(chosen.fits_host)}",
+            f"of a node, {verdict(chosen.fits_host)}",
         )
         yield ""
         step, rate, mfu = self.step_s, self.tokens_per_s, self.mfu
@@ -229,11 +219,6 @@ class Advice:
         return f"{some} x {name} with offload to the host, {plain} without"
 
 
-def _verdict(fits: float) -> str:
-    """A probability to fit in words."""
-    return "fits" if fits >= SURE else "may not fit" if fits > 1 - SURE else "does not fit"
-
-
 def amount(number: float) -> str:
     """A number of parameters or tokens in short, as the field writes it: `8.19B`."""
     if number >= 1e15:
@@ -258,10 +243,7 @@ def _waterfall(name: str, whole: Interval, limit: float, terms: Mapping[str, flo
     """A memory by part, largest first."""
     value, low, high, most = (format_bytes(x) for x in (whole.value, whole.low, whole.high, limit))
     yield f"{name:<20}{value} ({low} to {high}) of {most}: {said}"
-    longest = max(terms.values())
-    for part, size in sorted(terms.items(), key=lambda pair: -pair[1]):
-        if size >= 0.005 * whole.value:
-            yield f"  {part:<18}{format_bytes(size):>10}  {'#' * max(1, round(30 * size / longest))}"
+    yield from memory_by_part(terms, whole.value, {}, width=18)
 
 
 def comparison(advice: Sequence[Advice]) -> Iterator[str]:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from autotune.advise.devices import Devices
-from autotune.advise.forecast import SURE, Forecasts, forecast
+from autotune.advise.forecast import Forecasts, forecast
 from autotune.errors import UserError
+from autotune.forecast.words import SURE
 from autotune.space.candidate import FIELDS, Candidate
 from autotune.space.deepspeed import Scalar
 from autotune.space.degree import EXPERT_DEGREE, SEQUENCE_DEGREE, TENSOR_DEGREE, degrees_of, ranks_per_replica

@@ -18,8 +18,6 @@ from autotune.space.candidate import Candidate
 from autotune.trial.profile import Floats, Profile
 
 Z95 = 1.96
-# Probability from which a configuration counts as fitting.
-SURE = 0.9
 OFFLOADS = ("offload_optimizer", "offload_param")
 # Host memory of a process that trains: Python, libraries, CUDA's and NCCL's own.
 PROCESS_BYTES = 4.5e9

@@ -247,7 +247,7 @@ def _advice(
     """Advice on one kind of devices."""
     from autotune.advise.answer import Advice
     from autotune.advise.choose import Question, best, fewest_devices
-    from autotune.advise.forecast import SURE
+    from autotune.forecast.words import SURE
 
     question = Question(
         profile=asked.profile,

@@ -251,7 +251,7 @@ def _read(path: Path, kind: type[T]) -> T:
 
 def _notes(cluster: Cluster, inputs: ForecastInputs, last: Projected, n_measured: int) -> Iterator[str]:
     from autotune.forecast.communication import NODE_LATENCY_S
-    from autotune.study.setup.forecasts import SURE
+    from autotune.forecast.words import SURE
 
     yield f"corrected by {n_measured} measurements on {inputs.world_size} rank(s) here; assumes devices as fast as here"
     if inputs.machine.accelerator == "cpu":
@@ -269,8 +269,8 @@ def _notes(cluster: Cluster, inputs: ForecastInputs, last: Projected, n_measured
 
 def _cells(rows: Sequence[Projected], first: str, names: Sequence[str], *, describe: bool = False) -> list[list[str]]:
     """The rows of a table, its header first."""
+    from autotune.forecast.words import SURE
     from autotune.report.data import metric_scale
-    from autotune.study.setup.forecasts import SURE
 
     times = metric_scale("step_time_s", [end for row in rows for end in (row.step_time_s.low, row.step_time_s.high)])
     sizes = metric_scale("peak_memory_bytes", [row.peak_memory_bytes.value for row in rows])

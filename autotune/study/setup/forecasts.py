@@ -17,6 +17,7 @@ from autotune.advise.devices import Devices
 from autotune.errors import UserError
 from autotune.forecast.predictor import Forecast, ForecastInputs, Predictor, probability_below, settings_of
 from autotune.forecast.regression import STOPPED_SD, interval_sd
+from autotune.forecast.words import BINDS, SURE_Z, memory_by_part, verdict
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig, Scalar, check_setting
 from autotune.space.legality import why_illegal
@@ -34,25 +35,9 @@ from autotune.trial.result import RAN, Outcome
 from autotune.trial.target import Target
 from autotune.trial.workload import Environment, Workload
 
-# Probability from which a configuration counts as fitting.
-SURE = 0.95
 MOST_SAMPLES = 4096
 # Share of a step from which a single term binds it.
 BINDING_SHARE = 0.5
-BINDS = {
-    "compute": "compute: the matrix products",
-    "traffic": "the memory bandwidth of the device",
-    "recompute": "recomputation: checkpoint less if memory allows",
-    "communication": "communication between the ranks",
-    "messages": "the latency of many messages between the ranks: larger buckets",
-    "groups": "what the ranks of a group send each other for a split model: a smaller degree",
-    "optimizer": "the optimizer's step: accumulate more micro-batches, or shard it",
-    "offload": "the link between host and device",
-    "launches": "the fixed cost of each operation: a larger micro-batch",
-    "bookkeeping": "what ZeRO does for each parameter: a lower stage",
-    "partitioning": "what ZeRO-3 fetches, releases and splits: a lower stage",
-    "input": "drawing the samples",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +51,7 @@ class Answer:
         step_time: Seconds of an optimizer step.
         limit_bytes: Memory limit of a rank.
         fits: Probability that it fits.
-        largest_micro_batch_size: Largest that fits with probability `SURE`, all else equal; None if none does.
+        largest_micro_batch_size: Largest that surely fits, all else equal; None if none does.
         largest_tensor_bytes: Largest tensor of the forward pass, often the logits.
         tokens_per_sample: Of an average sample; None where samples are not token sequences.
         measured: Metrics of this configuration in the study, if it was measured.
@@ -135,16 +120,12 @@ class Answer:
         total, time, limit = self.memory.total, self.step_time.total, self.limit_bytes
         yield f"{self.candidate.describe()}, {self.world_size} rank(s), on {self.device}"
         yield ""
-        verdict = "fits" if self.fits >= SURE else "may not fit" if self.fits > 1 - SURE else "does not fit"
         needed = f"{format_bytes(total.value)} ({format_bytes(total.low)} to {format_bytes(total.high)})"
-        yield f"memory      {needed} of a rank's {format_bytes(limit)}: {verdict}"
-        scale = max(term.value for term in self.memory.terms)
-        for term in sorted(self.memory.terms, key=lambda term: -term.value):
-            if term.value >= 0.005 * total.value:
-                bar = "#" * max(1, round(30 * term.value / scale))
-                shown = term.name == "activations" and self.largest_tensor_bytes > 0.1 * term.value
-                note = f"  (the largest tensor {format_bytes(self.largest_tensor_bytes)})" if shown else ""
-                yield f"  {term.name:<12}{format_bytes(term.value):>10}  {bar}{note}"
+        yield f"memory      {needed} of a rank's {format_bytes(limit)}: {verdict(self.fits)}"
+        terms = {term.name: term.value for term in self.memory.terms}
+        shown = self.largest_tensor_bytes > 0.1 * terms["activations"]
+        notes = {"activations": f"  (the largest tensor {format_bytes(self.largest_tensor_bytes)})"} if shown else {}
+        yield from memory_by_part(terms, total.value, notes, width=12)
         yield ""
         yield f"step time   {format_seconds(time.value)} ({format_seconds(time.low)} to {format_seconds(time.high)})"
         for term in sorted(self.step_time.terms, key=lambda term: -term.value):
@@ -322,10 +303,10 @@ def _ranks(spec: StudySpec, workload: Workload) -> tuple[int, int]:
 
 
 def _largest(predictor: Predictor, candidate: Candidate, limit: float) -> int | None:
-    """Returns the largest micro-batch that fits with probability `SURE`, all else equal."""
+    """Returns the largest micro-batch that surely fits, all else equal."""
     sizes = list(range(1, MOST_SAMPLES + 1))
     mean, sd = predictor.log_memory([replace(candidate, micro_batch_size=size) for size in sizes])
-    fitting = np.flatnonzero(mean + 1.6449 * sd <= np.log(limit))  # the quantile of `SURE`
+    fitting = np.flatnonzero(mean + SURE_Z * sd <= np.log(limit))
     return sizes[int(fitting[-1])] if len(fitting) else None
 
 

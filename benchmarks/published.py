@@ -26,10 +26,11 @@ from scipy.optimize import least_squares
 from autotune.advise.architecture import PLAIN, TIED, Architecture
 from autotune.advise.constants import CONSTANTS, FILE, Constants
 from autotune.advise.devices import GENERATIONS, GIB, Devices, device_card
-from autotune.advise.forecast import Z95, Forecasts, forecast, host_terms
+from autotune.advise.forecast import Forecasts, forecast, host_terms
 from autotune.advise.shape import Training, profile_of
 from autotune.forecast.knobs import Knobs
 from autotune.forecast.words import SURE
+from autotune.scoring.quantiles import Z95
 from autotune.space.candidate import Candidate
 from autotune.trial.profile import Profile
 

@@ -14,10 +14,10 @@ from autotune.advise.devices import Devices
 from autotune.forecast.degrees import cost_terms
 from autotune.forecast.knobs import Knobs
 from autotune.forecast.memory import QUANTIZED_BYTES
+from autotune.scoring.quantiles import Z95
 from autotune.space.candidate import Candidate
 from autotune.trial.profile import Floats, Profile
 
-Z95 = 1.96
 OFFLOADS = ("offload_optimizer", "offload_param")
 # Host memory of a process that trains: Python, libraries, CUDA's and NCCL's own.
 PROCESS_BYTES = 4.5e9

@@ -43,13 +43,13 @@ def is_yes(options: Mapping[str, str], name: str) -> bool:
     return value == "yes"
 
 
-def whole(options: Mapping[str, str], name: str, usual: int = 1) -> int:
-    """Returns an option that is a whole number.
+def whole(options: Mapping[str, str], name: str) -> int:
+    """Returns an option that is a whole number, 1 by default.
 
     Raises:
         UserError: It is none.
     """
-    value = options.get(name, str(usual))
+    value = options.get(name, "1")
     if not value.isdecimal():
         raise UserError(f"--executor-option {name}={value}: a whole number is needed")
     return int(value)

@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autotune.forecast.regression import Design, joined
 from autotune.space.candidate import FIELDS, Candidate
 from autotune.space.deepspeed import Scalar
-
-Floats = NDArray[np.float64]
+from autotune.trial.profile import Floats
 
 # A knob with more whole-number values than this has a slope and a bend instead of an offset for each value.
 MOST_LEVELS = 5

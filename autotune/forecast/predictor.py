@@ -16,7 +16,6 @@ from autotune.forecast.features import FeatureTable, PriorPrediction, knobs_of
 from autotune.forecast.regression import (
     MEMORY_NOISE,
     MEMORY_SMOOTH,
-    Z90,
     CalibratedGP,
     Data,
     Design,
@@ -24,6 +23,7 @@ from autotune.forecast.regression import (
     fit,
     joined,
 )
+from autotune.scoring.quantiles import Z90
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig
 from autotune.space.rule import Setting

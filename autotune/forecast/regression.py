@@ -11,7 +11,8 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from autotune.scoring.quantiles import Z90, Z95
+from autotune.trial.profile import Floats
 
 # What the marginal likelihood weighs: the standard deviations of the smooth remainder and of a trial's noise (of the
 # logarithm), and factors on the stated standard deviations of the linear coefficients.
@@ -33,7 +34,6 @@ OWN_SD, SAME = 0.01, 1.0 - 1e-9
 OUTLYING, MOST_OUTLYING = 2.5, 0.2
 # Leave-one-out errors weigh against this many that agree with the stated deviations; beyond `FAR` they count as `FAR`.
 PRIOR_ERRORS, FAR, NARROWEST, WIDEST = 8.0, 4.0, 1.15, 2.0
-Z90, Z95 = 1.645, 1.96
 # What a trial's own interval can say of its noise at most, and what a trial that was stopped has besides (standard
 # deviations of the logarithm).
 WIDEST_OWN, STOPPED_SD = 0.2, 0.1

@@ -8,12 +8,12 @@ from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 from optuna.study import Study
 
 from autotune.forecast.predictor import generic_prior
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
+from autotune.scoring.quantiles import Z90
 from autotune.search.observation import Observation
 from autotune.search.optimizer import Outlook, chance_needed
 from autotune.search.physics import PhysicsSampler
@@ -24,9 +24,7 @@ from autotune.space.space import SearchSpace
 from autotune.study.storage import records
 from autotune.study.storage.records import StoreError
 from autotune.system.units import format_bytes
-
-INTERVAL = 1.645  # standard deviations to either side of a 90 % interval
-Floats = NDArray[np.float64]
+from autotune.trial.profile import Floats
 
 
 class Expectations:
@@ -120,7 +118,7 @@ class Expectations:
         """By metric `value`, `low` and `high` (90 % interval), and where the reference has it `ratio` to it."""
         found = {}
         for metric, (means, sds) in self._logs([candidate]).items():
-            low, value, high = (math.exp(float(means[0]) + sign * INTERVAL * float(sds[0])) for sign in (-1, 0, 1))
+            low, value, high = (math.exp(float(means[0]) + sign * Z90 * float(sds[0])) for sign in (-1, 0, 1))
             found[metric] = {"value": value, "low": low, "high": high}
             if reference.get(metric):
                 found[metric]["ratio"] = value / reference[metric]

@@ -11,7 +11,7 @@ from typing import Any, Self
 from autotune.report import progress, tables
 from autotune.report.data import StudyReport, end_words, pick_words, titles, words
 from autotune.report.next_steps import next_steps
-from autotune.report.page.render import fragment
+from autotune.report.page.render import notebook
 from autotune.report.readme import machine, subject
 from autotune.scoring.metrics import METRICS
 from autotune.study.events import Event, EventSink, Kind, Progress
@@ -41,7 +41,7 @@ def answer_html(report: StudyReport) -> str:
             ("What to know", report.caveats()),
         ],
     }
-    return fragment("notebook.html", "answer", found)
+    return notebook("answer", found)
 
 
 def _cells(line: list[str], row: tables.Row) -> list[str]:
@@ -149,7 +149,7 @@ class NotebookView(EventSink):
             "standing": self._standing(),
         }
         found |= {"doing": doing, "notes": list(self._notes), "ends": list(reversed(self._ends))}
-        return fragment("notebook.html", "progress", found)
+        return notebook("progress", found)
 
     def __repr__(self) -> str:
         return self._standing()

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from autotune.scoring import step_times
 from autotune.scoring.estimates import estimate
 from autotune.scoring.measured import Measured, log_ratio
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.objective import Objective
+from autotune.scoring.quantiles import Z95, t95
 from autotune.scoring.reasons import DRIFT
 from autotune.space.candidate import Candidate
 from autotune.trial.result import Outcome, TrialResult
@@ -264,11 +264,11 @@ def _shifted(then: EarlierRatio, logs: Sequence[float], common: Mapping[str, Any
     moved = abs(shift) + UNMOVED_Z * se >= math.log1p(MARGIN)
     if not moved:
         reason = f"its step time against the baseline's is what it was, within {MARGIN:.0%}"
-    elif abs(shift) > 1.96 * se:
+    elif abs(shift) > Z95 * se:
         reason = f"against the baseline, what is in use is {_pace(shift)} than it was"
     else:
         reason = f"the noise ({se:.1%}) hides whether what is in use has moved against the baseline"
-    interval = (shift - 1.96 * se, shift + 1.96 * se)
+    interval = (shift - Z95 * se, shift + Z95 * se)
     return DriftCheck(moved=moved, reason=reason, shift=shift, shift_ci95=interval, **common)
 
 
@@ -293,7 +293,7 @@ class _Mean:
     @property
     def reach(self) -> float:
         """Half-width of the 95 % interval."""
-        return step_times.t95(self.degrees) * self.se
+        return t95(self.degrees) * self.se
 
     @property
     def sure(self) -> bool:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from autotune.trial.profile import Floats
 
 # Fewer trials than this say nothing about several knobs.
 MIN_TRIALS = 6

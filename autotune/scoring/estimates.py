@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autotune.scoring import posterior, samples, step_times
+from autotune.scoring import posterior, samples
 from autotune.scoring.measured import Foretold, Measured, improvement
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
 from autotune.scoring.posterior import Posterior, Readings
+from autotune.scoring.quantiles import Z95, t95, t_quantile
 from autotune.trial.result import Outcome
 
 STEP, TO_TARGET = "step_time_s", "time_to_loss_s"
@@ -26,7 +27,6 @@ TIMED = (STEP, "samples_per_s", "tokens_per_s", "padded_tokens_per_s", GOODPUT, 
 # Degrees of freedom that the prior of the noise is worth to a 95 % interval, and the fewest that are counted far out.
 PRIOR_DEGREES = LEAST_FAR_OUT = 8
 # Standard deviations on either side of a normal interval of 95 %.
-Z95 = 1.96
 # An interval of a gain wider than this, high over low, says nothing.
 WIDEST = 4.0
 
@@ -97,7 +97,7 @@ class Estimates:
 
     def _reach(self, measured: Measured, reference: Measured, metric: str) -> float:
         beyond = [self._beyond.get((m.trial, metric), 0.0) for m in (measured, reference)]
-        timed = step_times.t95(self._degrees) * self.sd(measured, reference) if metric in TIMED else 0.0
+        timed = t95(self._degrees) * self.sd(measured, reference) if metric in TIMED else 0.0
         return math.hypot(timed, *beyond)
 
     def reach(self, one: Measured, other: Measured, objectives: Sequence[Objective], n_compared: int) -> float:
@@ -108,7 +108,7 @@ class Estimates:
         degree that it states, whatever it adds to the coverage of ordinary intervals.
         """
         degrees = max(LEAST_FAR_OUT, self._degrees - PRIOR_DEGREES + 1)
-        share, quantile = timed_share(objectives), step_times.t_quantile(1 - 0.025 / n_compared, degrees)
+        share, quantile = timed_share(objectives), t_quantile(1 - 0.025 / n_compared, degrees)
         return share * quantile * self.sd(one, other) if share else 0.0
 
     def speedup(self, measured: Measured) -> Gain | None:
@@ -157,7 +157,7 @@ def estimate(measured: Sequence[Measured]) -> Estimates:
     found = posterior.fit(readings) if timed else None
     n_again = int((readings.round > 0).sum())
     degrees = PRIOR_DEGREES + max(0, n_again - len(set(readings.round.tolist()) - {0}))
-    quantile = step_times.t95(degrees)
+    quantile = t95(degrees)
     beyond: dict[tuple[int, str], float] = {}
     estimated = []
     for m in measured:

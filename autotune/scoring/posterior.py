@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from autotune.trial.profile import Floats
 
 # What the marginal likelihood weighs, as standard deviations of the logarithm: noise of one measurement, drift of the
 # machine from one trial to the next, and the factor on what is stated of the trials' effects. Each prior is log-normal,

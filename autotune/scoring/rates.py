@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.scoring.quantiles import Z95, t95
+from autotune.trial.profile import Floats
 from autotune.trial.result import TrialResult
 
-Floats = NDArray[np.float64]
 # Blocks that the steps are divided into; neighbouring steps share what disturbs the machine.
 MOST_BLOCKS = 20
 N_RESAMPLES = 1000
@@ -159,12 +159,5 @@ def _block_interval(times: Floats, counts: Floats) -> tuple[float, float]:
     logs = np.log(np.maximum(resampled_counts, 1e-12) / resampled_times) - math.log(counts.sum() / times.sum())
     low, high = np.quantile(logs, (0.025, 0.975))
     # The bootstrap takes the blocks for the whole population: Student's t instead of the normal, and n - 1.
-    widen = T95[n_blocks - 1] / 1.96 * math.sqrt(n_blocks / (n_blocks - 1))
+    widen = t95(n_blocks - 1) / Z95 * math.sqrt(n_blocks / (n_blocks - 1))
     return min(0.0, float(low) * widen), max(0.0, float(high) * widen)
-
-
-# Two-sided 95 % quantiles of Student's t by degrees of freedom: the ranks stop by them, and load no SciPy for it.
-T95 = (
-    math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093,
-)  # fmt: skip

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from autotune.trial.profile import Floats
 
 # Standard deviations of the logarithm: the level, the curve over the batch, smooth over this number of doublings
 # (E_min (1 + B / B_noise), McCandlish et al., 1812.06162), and what other numerics change.

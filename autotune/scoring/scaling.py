@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from autotune.errors import UserError
 from autotune.scoring import step_times
+from autotune.scoring.quantiles import t95
 from autotune.space.candidate import Candidate
 
 Mode = Literal["strong", "weak"]
@@ -299,8 +300,5 @@ def _share_ci95(shares: Sequence[float]) -> Interval | None:
     """Of a share, which may be zero: around the mean, and no less than nothing."""
     if len(shares) < 2:
         return None
-    mean, reach = (
-        statistics.fmean(shares),
-        step_times.t95(len(shares) - 1) * statistics.stdev(shares) / math.sqrt(len(shares)),
-    )
+    mean, reach = (statistics.fmean(shares), t95(len(shares) - 1) * statistics.stdev(shares) / math.sqrt(len(shares)))
     return max(0.0, mean - reach), min(1.0, mean + reach)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import NormalDist
 
 import numpy as np
 
 from autotune.scoring import rates
+from autotune.scoring.quantiles import Z95, t95
 from autotune.trial.request import TrialToBeat
 from autotune.trial.result import StepStats
 
@@ -22,8 +22,6 @@ MIN_TIMED_STEPS = 5
 # Fewest timed steps that give an interval, if the budget ends early.
 LEAST_TIMED_STEPS = 3
 TARGET_RELATIVE_CI = 0.02
-# Two-sided 95 % quantiles of Student's t with 1 to 9 degrees of freedom.
-T95 = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157)
 MOST_SPLITS = 256  # places where the end of the warm-up is sought
 
 
@@ -55,7 +53,7 @@ def _deviation(values: np.ndarray) -> float:
     return float(np.abs(values - np.median(values)).sum()) if len(values) else 0.0
 
 
-def summarise(times_s: Sequence[float], *, n_warmup: int | None = None) -> StepStats:
+def summarise(times_s: Sequence[float]) -> StepStats:
     """Median and confidence interval of the steps after warm-up.
 
     The interval is the distribution-free one between order statistics, with the number of independent steps reduced by
@@ -63,9 +61,8 @@ def summarise(times_s: Sequence[float], *, n_warmup: int | None = None) -> StepS
 
     Args:
         times_s: Every optimizer step of the trial in order, warm-up included, each the slowest rank's.
-        n_warmup: Steps to cut; found by `warmup_steps` if not given.
     """
-    cut = warmup_steps(times_s) if n_warmup is None else n_warmup
+    cut = warmup_steps(times_s)
     timed = np.asarray(times_s[cut:], dtype=float)
     if len(timed) == 0:
         return StepStats(median_s=math.nan, ci95_s=math.inf, n_steps=0, n_warmup=cut)
@@ -85,7 +82,7 @@ def _median_ci95(steps: np.ndarray) -> float:
     correlation = max(0.0, _lag1(values))
     independent = max(3.0, n * (1 - correlation) / (1 + correlation))
     # Order statistics at n/2 -+ 1.96 sqrt(n)/2 enclose the median in 95 % of samples; dependence widens them.
-    reach = 1.96 * math.sqrt(n) / 2 * math.sqrt(n / independent)
+    reach = Z95 * math.sqrt(n) / 2 * math.sqrt(n / independent)
     ordered = np.sort(values)
     low = ordered[max(0, math.floor(n / 2 - reach - 0.5))]
     high = ordered[min(n - 1, math.ceil(n / 2 + reach - 0.5))]
@@ -117,45 +114,19 @@ def measured_enough(times_s: Sequence[float], taken_in: Mapping[str, Sequence[in
     return found is not None and found.high <= found.low * (1 + 2 * TARGET_RELATIVE_CI)
 
 
-def ratio_ci95(
-    log_ratios: Sequence[float], spread: float | None = None, degrees: int | None = None
-) -> tuple[float, tuple[float, float]]:
+def ratio_ci95(log_ratios: Sequence[float]) -> tuple[float, tuple[float, float]]:
     """Geometric mean of paired ratios with its 95 % interval (Student's t on their logarithms).
 
     Args:
         log_ratios: Natural logarithms of the ratios, one for each pair.
-        spread: Standard deviation of one log ratio, pooled over more pairs than these; from these alone if not given.
-        degrees: Degrees of freedom of `spread`.
     """
     values = np.asarray(log_ratios, dtype=float)
     n = len(values)
     centre = float(values.mean())
-    if spread is None:
-        spread, degrees = (float(values.std(ddof=1)), n - 1) if n > 1 else (math.inf, 1)
-    reach = t95(degrees or 1) * spread / math.sqrt(n)
+    spread = float(values.std(ddof=1)) if n > 1 else math.inf
+    reach = t95(n - 1) * spread / math.sqrt(n)
     low = math.exp(centre - reach) if reach < 50 else 0.0
     return math.exp(centre), (low, math.exp(min(centre + reach, 50.0)))
-
-
-def t95(degrees: int) -> float:
-    """Two-sided 95 % quantile of Student's t."""
-    return T95[max(1, degrees) - 1] if degrees <= len(T95) else t_quantile(0.975, degrees)
-
-
-def t_quantile(probability: float, degrees: int) -> float:
-    """Quantile of Student's t, for 8 degrees of freedom or more.
-
-    By the expansion in 1 / degrees about the normal one (Abramowitz and Stegun 26.7.5), to 0.2 % up to a probability of
-    0.9999: importing scipy.special takes longer than all the rest of `autotune status`.
-    """
-    z = NormalDist().inv_cdf(probability)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / float(degrees**power) for power, term in enumerate(terms, start=1))
 
 
 def half_width(steps: StepStats) -> float:

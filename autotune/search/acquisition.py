@@ -6,7 +6,7 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from autotune.trial.profile import Floats
 
 DRAWN, KEPT = 6000, 256
 

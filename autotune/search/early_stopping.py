@@ -6,18 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from autotune.scoring.convergence.quality_gate import keeps_numerics
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import GOODPUT
 from autotune.search.observation import Observation
 from autotune.search.optimizer import CandidateOptimizer
 from autotune.space.candidate import Candidate
+from autotune.trial.profile import Floats
 from autotune.trial.request import TrialToBeat
-
-Floats = NDArray[np.float64]
 
 # Two runs of one configuration differ by a few per cent: a rival must be better by more.
 RIVAL_MARGIN = 1.05

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.search.model import CostModel
+from autotune.trial.profile import Floats
 
-Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 
 # Each level of a knob whose best candidate may be within this factor of the best by the goal is tried once, if it is

@@ -33,9 +33,9 @@ from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.search.observation import Observation
 from autotune.search.sample_counts import SampleCounts
 from autotune.space.candidate import Candidate
+from autotune.trial.profile import Floats
 from autotune.trial.result import RAN, Outcome
 
-Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 Bound = tuple[str, Literal["min", "max"], float]
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune.forecast.regression import Z95, interval_sd
+from autotune.forecast.regression import interval_sd
+from autotune.scoring.quantiles import Z95
 from autotune.space.candidate import Candidate
 from autotune.space.rule import Setting
 from autotune.trial.failures import means_host_memory

@@ -23,11 +23,11 @@ from autotune.search.observation import Observation
 from autotune.search.pool import pool
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
+from autotune.trial.profile import Floats
 from autotune.trial.result import Outcome
 
 __all__ = ["Beliefs", "Bound", "CandidateOptimizer", "Observation", "Outlook", "RemainingCandidates", "chance_needed"]
 
-Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 
 MEMORY = "peak_memory_bytes"

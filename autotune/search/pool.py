@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.search.model import CostModel
+from autotune.trial.profile import Floats
 
-Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 
 # The best by each objective, by the goal and by random weightings of both; random rows; the best of each level.

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from autotune.scoring.quantiles import Z90
 from autotune.search.observation import Observation
 from autotune.search.optimizer import HOPELESS, CandidateOptimizer, RemainingCandidates, chance_needed
 from autotune.space.candidate import Candidate
 from autotune.system.units import format_bytes
-
-INTERVAL = 1.645
 
 
 def unfit(guide: CandidateOptimizer, told: Sequence[Observation], candidate: Candidate) -> str | None:
@@ -24,7 +23,7 @@ def unfit(guide: CandidateOptimizer, told: Sequence[Observation], candidate: Can
     if not believed.sized or believed.fits[0] >= chance_needed(told):
         return None
     mean, sd = float(believed.log_memory[0][0]), float(believed.log_memory[1][0])
-    low, high = (math.exp(mean + sign * INTERVAL * sd) for sign in (-1, 1))
+    low, high = (math.exp(mean + sign * Z90 * sd) for sign in (-1, 1))
     needed = f"{format_bytes(math.exp(mean))} ({format_bytes(low)} to {format_bytes(high)})"
     return f"predicted to need {needed}; a rank has {format_bytes(math.exp(guide.limit))}"
 

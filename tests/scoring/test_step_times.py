@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import special
 
 from autotune.scoring import step_times
 
@@ -126,7 +125,7 @@ class TestSummary:
     """Median and counts."""
 
     def test_the_median_is_of_the_steps_after_warm_up(self) -> None:
-        summary = step_times.summarise([9.0, 9.0, 1.0, 2.0, 3.0], n_warmup=2)
+        summary = step_times.summarise([*SETUP, 1.0, 2.0, 3.0])
         assert (summary.median_s, summary.n_steps, summary.n_warmup) == (2.0, 3, 2)
         assert summary.relative_ci == summary.ci95_s / 2.0
 
@@ -190,18 +189,6 @@ class TestRatio:
             covered.append(low <= math.exp(0.2) <= high)
         assert 0.93 <= np.mean(covered) <= 0.97
 
-    def test_one_pair_says_nothing_unless_the_spread_is_known(self) -> None:
+    def test_one_pair_says_nothing(self) -> None:
         _, (low, high) = step_times.ratio_ci95([0.0])
         assert low == 0.0 and high > 1e20
-        _, (low, high) = step_times.ratio_ci95([0.0], spread=0.1, degrees=10)
-        assert (low, high) == pytest.approx((math.exp(-0.2228), math.exp(0.2228)), rel=1e-3)
-
-    def test_quantiles_are_students(self) -> None:
-        for degrees in (*range(40), 10**6):
-            assert step_times.t95(degrees) == pytest.approx(special.stdtrit(max(1, degrees), 0.975), rel=1e-5)
-
-    def test_quantiles_hold_far_out_where_many_are_compared(self) -> None:
-        for degrees in (8, 12, 40, 10**6):
-            for n_compared in (1, 15, 240):
-                exact = special.stdtrit(degrees, 1 - 0.025 / n_compared)
-                assert step_times.t_quantile(1 - 0.025 / n_compared, degrees) == pytest.approx(exact, rel=2e-3)

@@ -80,9 +80,9 @@ def studies(answers: list[dict[str, Any]]) -> str:
     return _environment().get_template("studies.html").render(answers=answers, style=Markup(_asset("page.css")))
 
 
-def fragment(template: str, macro: str, found: Mapping[str, Any]) -> str:
-    """A part of a page, by a macro of a template."""
-    return str(getattr(_environment().get_template(template).module, macro)(found))
+def notebook(macro: str, found: Mapping[str, Any]) -> str:
+    """What a notebook shows, by a macro of its template."""
+    return str(getattr(_environment().get_template("notebook.html").module, macro)(found))
 
 
 def _figures(report: StudyReport) -> dict[str, dict[str, figures.Figure]]:

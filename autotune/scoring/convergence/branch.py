@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from autotune.trial.profile import Floats
 
 DRAWS = 2000
 # Windows of equal data that curves are compared over; fewer do not show their noise.

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from autotune.trial.result import NoiseTerms
 
-Floats = NDArray[np.float64]
-
 REPLICATES = 1000
 # Fewest steps for a bootstrap.
 LEAST_STEPS = 8

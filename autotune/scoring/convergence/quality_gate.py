@@ -8,11 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autotune.trial.profile import Floats
 from autotune.trial.result import NOT_FINITE, GradientCheck
-
-Floats = NDArray[np.float64]
 
 # A mean loss may lag by one step (DeepSpeed's bf16 stage 0 loses a quarter of Adam's first one), or by this share of
 # all steps.

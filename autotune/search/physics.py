@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from optuna.distributions import BaseDistribution
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
@@ -26,7 +25,7 @@ from autotune.search import early_stopping, stopping
 from autotune.search.model import Bound
 from autotune.search.observation import Observation, observed
 from autotune.search.optimizer import Beliefs, CandidateOptimizer
-from autotune.search.samplers import LegalSampler, encoded
+from autotune.search.samplers import LegalSampler
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.legality import why_illegal
 from autotune.space.rule import Setting
@@ -102,13 +101,8 @@ class PhysicsSampler(LegalSampler):
             self._guide.quick = self.quick
         return self._guide
 
-    def sample_relative(
-        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        """The values of the active knobs of the next candidate; empty, with `exhausted` set, when none is left or fits."""
-        if self.forced is not None:
-            candidate, self.forced = self.forced, None
-            return encoded(self._space, candidate)
+    def _chosen(self, study: Study, trial: FrozenTrial) -> Candidate | None:
+        """The legal new candidate that the guide expects most of; None, with `exhausted` set, when none is left or fits."""
         known, told = self._known(study), self.told(study)
         guide = self.guide
         if not self._whole:
@@ -117,8 +111,7 @@ class PhysicsSampler(LegalSampler):
         proposed = guide.suggest([*told, *self._imagined(study, told)], busy)
         if proposed is None:
             self.exhausted, self.why_exhausted = True, stopping.nothing_left(guide.left(told, busy), guide.limit)
-            return {}
-        return encoded(self._space, proposed)
+        return proposed
 
     def told(self, study: Study) -> list[Observation]:
         """Every trial of the study that taught something, from the storage alone.
@@ -169,10 +162,6 @@ class PhysicsSampler(LegalSampler):
     def beliefs(self, study: Study, candidates: Sequence[Candidate]) -> Beliefs:
         """What the trials so far let one expect of candidates."""
         return self.guide.beliefs(self.told(study), candidates)
-
-    def best(self, study: Study) -> dict[str, Candidate]:
-        """For each objective the measured candidate with the best posterior mean."""
-        return self.guide.best(self.told(study))
 
     def _known(self, study: Study) -> set[str]:
         states = [state for state in TrialState if state is not TrialState.FAIL]

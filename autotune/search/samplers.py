@@ -66,14 +66,10 @@ class LegalSampler(BaseSampler):
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """The values of the active knobs of one legal new candidate; empty, with `exhausted` set, when none is left."""
-        if self.forced is not None:
-            candidate, self.forced = self.forced, None
-            return encoded(self._space, candidate)
-        known = self._known(study)
-        found = self._proposed(study, trial, known) or next((c for c in self._every() if self._fits(c, known)), None)
-        self.exhausted = found is None
-        return encoded(self._space, found) if found else {}
+        """The values of the active knobs of the next candidate; empty, with `exhausted` set, when none is left."""
+        candidate = self.forced or self._chosen(study, trial)
+        self.forced = None
+        return encoded(self._space, candidate) if candidate else {}
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
@@ -95,6 +91,13 @@ class LegalSampler(BaseSampler):
         """Passed on, and our own draws too."""
         self._base.reseed_rng()
         self._rng = random.Random()
+
+    def _chosen(self, study: Study, trial: FrozenTrial) -> Candidate | None:
+        """A legal new candidate; None, with `exhausted` set, when none is left."""
+        known = self._known(study)
+        found = self._proposed(study, trial, known) or next((c for c in self._every() if self._fits(c, known)), None)
+        self.exhausted = found is None
+        return found
 
     def _known(self, study: Study) -> set[str]:
         states = [state for state in TrialState if state is not TrialState.FAIL]  # lost trials are to run again

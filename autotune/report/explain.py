@@ -13,6 +13,7 @@ from optuna.study import Study
 from autotune.errors import UserError
 from autotune.report.data import StudyReport, differences, metric_scale, quantity, times
 from autotune.report.expectations import Expectations
+from autotune.scoring.measured import improvement, weighted_gain
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.recommend import PICKS
 from autotune.space.candidate import Candidate, check_knob, check_value
@@ -207,7 +208,9 @@ class Evidence:
         if self.recommended is None or not ratios:
             return "there is no recommendation to compare it with"
         gains = {
-            o.metric: _log_gain(o.metric, ratios[o.metric]) for o in self.expected.objectives if o.metric in ratios
+            o.metric: improvement(math.log(ratios[o.metric]), o.metric)
+            for o in self.expected.objectives
+            if o.metric in ratios
         }
         better = [METRICS[metric].label for metric, gain in gains.items() if gain > NOTHING]
         worse = [METRICS[metric].label for metric, gain in gains.items() if gain < -NOTHING]
@@ -217,9 +220,7 @@ class Evidence:
 
     def _compromise(self, ratios: Mapping[str, float]) -> float:
         """Logarithm of the weighted geometric mean of the gains over the recommended configuration."""
-        shown = [objective for objective in self.expected.objectives if objective.metric in ratios]
-        total = sum(objective.weight * _log_gain(objective.metric, ratios[objective.metric]) for objective in shown)
-        return total / sum(objective.weight for objective in shown) if shown else 0.0
+        return weighted_gain({name: math.log(ratio) for name, ratio in ratios.items()}, self.expected.objectives)
 
     def _without(self, best: Candidate, name: str, before: Scalar, now: Scalar) -> str:
         """The effect of one of the recommended configuration's changes, as the loss without it."""
@@ -275,11 +276,6 @@ def _nearest(trials: Sequence[Mapping[str, Any]], candidate: Candidate) -> list[
     found.sort(key=lambda each: (each[0], each[1]["trial"]))
     exact = [data for distance, data in found if distance == 0]
     return (exact or [data for _, data in found])[:NEAREST]
-
-
-def _log_gain(metric: str, ratio: float) -> float:
-    """Logarithm of the gain; above 0 is better."""
-    return -math.log(ratio) if METRICS[metric].direction == "minimize" else math.log(ratio)
 
 
 def _said(value: Any) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from autotune.report.data import Data, StudyReport, end_words, measured
 from autotune.scoring import step_times
+from autotune.scoring.measured import improvement
 from autotune.scoring.metrics import METRICS
 from autotune.space.candidate import Candidate
 
@@ -261,6 +262,5 @@ def _gain(report: StudyReport, trial: Data, base: Data) -> float | None:
     own, reference, names = measured(trial), measured(base), report.objectives
     if not all(own.get(name, 0) > 0 and reference.get(name, 0) > 0 for name in names):
         return None
-    signs = {name: -1 if METRICS[name].direction == "minimize" else 1 for name in names}
-    logs = (weights.get(name, 1.0) * signs[name] * math.log(own[name] / reference[name]) for name in names)
+    logs = (weights.get(name, 1.0) * improvement(math.log(own[name] / reference[name]), name) for name in names)
     return round(math.exp(sum(logs) / sum(weights.get(name, 1.0) for name in names)), 5)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from autotune.scoring.estimates import estimate
-from autotune.scoring.measured import Measured, log_ratio
-from autotune.scoring.metrics import METRICS
+from autotune.scoring.measured import Measured, log_ratio, weighted_gain
 from autotune.scoring.objective import Objective
 from autotune.scoring.quantiles import Z95, t95
 from autotune.scoring.reasons import DRIFT
@@ -349,13 +348,9 @@ def _gain(
     other: Mapping[str, float],
 ) -> float:
     """Weighted mean over the objectives of the logarithm of the gain in one round."""
-    total, gain = 0.0, 0.0
-    for each in objectives:
-        ratio = _log_ratio(each.metric, both, own, other)
-        if ratio is not None:
-            total += each.weight
-            gain += each.weight * (-ratio if METRICS[each.metric].direction == "minimize" else ratio)
-    return gain / total if total else math.log(own["samples_per_s"] / other["samples_per_s"])
+    ratios = {each.metric: _log_ratio(each.metric, both, own, other) for each in objectives}
+    known = {metric: ratio for metric, ratio in ratios.items() if ratio is not None}
+    return weighted_gain(known, objectives) if known else math.log(own["samples_per_s"] / other["samples_per_s"])
 
 
 def _log_ratio(

@@ -11,7 +11,6 @@ from typing import Any
 from autotune.retune import fingerprint
 from autotune.retune.comparison import Comparison, DriftCheck
 from autotune.retune.fingerprint import Change
-from autotune.space.candidate import Candidate
 
 
 class RetuneVerdict(StrEnum):
@@ -109,14 +108,6 @@ def explain(differences: Sequence[tuple[str, Any, Any]], changes: Sequence[Chang
     if rest:
         found.append(f"{', '.join(rest)}: no change that was found touches it")
     return found
-
-
-def differences(before: Candidate, after: Candidate) -> list[tuple[str, Any, Any]]:
-    """The knobs in which two configurations differ: name, before, after."""
-    old, new = before.values(), after.values()
-    return [
-        (name, old.get(name), new.get(name)) for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)
-    ]
 
 
 def _said(value: Any) -> str:

@@ -18,10 +18,10 @@ from optuna.study import Study
 from autotune.errors import UserError
 from autotune.executors.base import Executor
 from autotune.report import files, load
-from autotune.report.data import StudyReport
+from autotune.report.data import StudyReport, differences
 from autotune.retune import comparison, fingerprint
 from autotune.retune.comparison import Comparison, DriftCheck
-from autotune.retune.decision import Decision, RetuneVerdict, differences, explain
+from autotune.retune.decision import Decision, RetuneVerdict, explain
 from autotune.retune.fingerprint import Change, Fingerprint
 from autotune.retune.rounds import Rounds
 from autotune.space.candidate import Candidate
@@ -225,7 +225,7 @@ class Retuning:
                 verdict=RetuneVerdict.UNCHANGED, reason="what is in use is still the best that was found", **made
             )
         outcome = self._duel(runner, challenger) if standing.runs else Comparison.walkover(standing.reason)
-        changed = differences(self.incumbent, challenger)
+        changed = differences(challenger.values(), self.incumbent.values())
         made |= {"duel": outcome, "differences": changed}
         if not outcome.decides(self.asked.min_gain):
             return Decision(verdict=RetuneVerdict.UNCHANGED, reason=outcome.why_not(self.asked.min_gain), **made)

@@ -106,8 +106,14 @@ class Measured:
 
 def log_gain(measured: Measured, reference: Measured, objectives: Sequence[Objective]) -> float:
     """Weighted mean over the objectives of the logarithm of the gain over a reference; above 0 is better."""
-    total = sum(objective.weight for objective in objectives)
-    return sum(o.weight * improvement(log_ratio(measured, reference, o.metric), o.metric) for o in objectives) / total
+    return weighted_gain({o.metric: log_ratio(measured, reference, o.metric) for o in objectives}, objectives)
+
+
+def weighted_gain(log_ratios: Mapping[str, float], objectives: Sequence[Objective]) -> float:
+    """The same of logarithms of ratios by metric; objectives without one do not count, and 0 where none has one."""
+    known = [objective for objective in objectives if objective.metric in log_ratios]
+    total = sum(objective.weight for objective in known)
+    return sum(o.weight * improvement(log_ratios[o.metric], o.metric) for o in known) / total if known else 0.0
 
 
 def log_ratio(measured: Measured, reference: Measured, metric: str) -> float:

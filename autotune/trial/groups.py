@@ -19,9 +19,7 @@ class Groups:
         expert: Ranks over which the experts of a mixture are shared out.
         data: Ranks, or groups of them, that train on different samples.
         split_modules: Modules that are split over a tensor group.
-        held_experts: Experts of a layer that this rank holds; 0 without expert layers.
         exchanges: Calls in which tokens were sent to the ranks of their experts.
-        exchanged_bytes: Bytes of all of them, what stayed in the rank included.
         held_parameters: Parameters of this rank's share of the model, before ZeRO shards them.
     """
 
@@ -31,9 +29,7 @@ class Groups:
     expert: int = 1
     data: int = 1
     split_modules: int = 0
-    held_experts: int = 0
     exchanges: int = 0
-    exchanged_bytes: int = 0
     held_parameters: int = 0
 
     def mismatch(self, candidate: Candidate) -> str | None:

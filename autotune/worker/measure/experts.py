@@ -69,15 +69,10 @@ layers = Layers()
 
 
 class _Sent:
-    """What this rank sent to the ranks of other experts, once `watch` was called.
-
-    Attributes:
-        calls: All-to-alls among the ranks of an expert group.
-        n_bytes: Bytes of tokens in them, those that stay in the rank included.
-    """
+    """Counts the calls in which tokens were sent to the ranks of their experts, once `watch` was called."""
 
     def __init__(self) -> None:
-        self.calls, self.n_bytes, self._watching = 0, 0, False
+        self.calls, self._watching = 0, False
 
     def watch(self, model: nn.Module) -> None:
         """Wraps DeepSpeed's all-to-all where the experts of a model are shared out; call it before the model runs."""
@@ -88,10 +83,9 @@ class _Sent:
         self._watching, original = True, comm.all_to_all_single
 
         @functools.wraps(original)
-        def send(output: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def send(*args: Any, **kwargs: Any) -> Any:
             self.calls += 1
-            self.n_bytes += tensor.numel() * tensor.element_size()
-            return original(output, tensor, *args, **kwargs)
+            return original(*args, **kwargs)
 
         comm.all_to_all_single = send
 
@@ -153,19 +147,10 @@ def _is_own(module: nn.Module) -> bool:
     return isinstance(module, MoE)
 
 
-def _shared_out(model: nn.Module) -> list[Any]:
-    """Returns the expert layers of a running engine's module: those of deepspeed.moe, and those AutoEP put in."""
-    return [module for module in model.modules() if _is_own(module) or getattr(module, "_is_autoep_layer", False)]
-
-
 def degree(model: nn.Module) -> int:
-    """Returns the ranks over which a running engine's experts are shared out; 1 without experts."""
-    return max((int(module.ep_size) for module in _shared_out(model)), default=1)
-
-
-def held(model: nn.Module) -> int:
-    """Returns the experts of a layer that this rank holds; 0 without expert layers."""
-    return max((int(module.num_local_experts) for module in _shared_out(model)), default=0)
+    """Returns the ranks over which a running engine's experts are shared out, by deepspeed.moe or AutoEP; 1 without any."""
+    layers: list[Any] = [m for m in model.modules() if _is_own(m) or getattr(m, "_is_autoep_layer", False)]
+    return max((int(layer.ep_size) for layer in layers), default=1)
 
 
 def of_this_rank(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -24,9 +24,7 @@ def observe(engine: Any) -> Groups:
         sequence=int(getattr(engine, "sequence_parallel_size", 1) or 1),
         pipeline=int(getattr(engine, "num_stages", 1)),
         expert=experts.degree(engine.module),
-        held_experts=experts.held(engine.module),
         exchanges=experts.sent.calls,
-        exchanged_bytes=experts.sent.n_bytes,
         data=data_parallel(engine),
         split_modules=len(split_modules(engine.module)),
         # ZeRO-3 parts what a rank holds of the model over the data-parallel ranks.

@@ -30,7 +30,7 @@ def test_layers_of_deepspeed_are_built_for_the_candidates_degree(target):
     assert (found.counts, found.layers, found.per_token, found.own, found.degree) == ((4,), 2, 1.0, True, 1)
     assert found.parameters == 2 * 4 * (2 * 32 * 64 + 32 + 64)
     assert experts.facts(half).parameters == found.parameters
-    assert (experts.degree(whole), experts.held(whole), experts.degree(half), experts.held(half)) == (1, 4, 2, 2)
+    assert (experts.degree(whole), experts.degree(half)) == (1, 2)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -61,6 +61,6 @@ def test_autoep_finds_the_experts_of_a_transformers_model_and_says_where_it_does
 
 def test_a_degree_without_tokens_for_other_ranks_was_not_applied():
     asked = Candidate.of({"micro_batch_size": 1, EXPERTS: 2})
-    assert Groups(data=2, expert=2, held_experts=2, exchanges=8).mismatch(asked) is None
+    assert Groups(data=2, expert=2, exchanges=8).mismatch(asked) is None
     assert "2 was asked for, 1 ran" in Groups(data=2).mismatch(asked)
     assert "no token was sent" in Groups(data=2, expert=2).mismatch(asked)

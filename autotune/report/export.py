@@ -16,7 +16,7 @@ from autotune.report.data import StudyReport
 from autotune.report.script_changes import DTYPES, every_nth
 from autotune.space.candidate import Candidate
 from autotune.space.data import TRAINER_ARGUMENTS
-from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, Scalar, without_auto
+from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, Scalar, at_path, without_auto
 from autotune.study.storage.records import StoreError
 from autotune.system import files, redaction
 from autotune.trial.command import (
@@ -306,11 +306,11 @@ def _training_flags(candidate: Candidate, config: DsConfig) -> list[tuple[str, .
 
 
 def _hf_twins(config: DsConfig) -> list[tuple[str, Any]]:
-    found = [(flag, value) for path, flag in HF_TWINS.items() if (value := _at(config, path)) is not None]
-    betas = _at(config, "optimizer.params.betas")
+    found = [(flag, value) for path, flag in HF_TWINS.items() if (value := at_path(config, path)) is not None]
+    betas = at_path(config, "optimizer.params.betas")
     if betas:
         found += [("adam_beta1", betas[0]), ("adam_beta2", betas[1])]
-    warmup_lr = _at(config, "scheduler.params.warmup_max_lr")
+    warmup_lr = at_path(config, "scheduler.params.warmup_max_lr")
     if warmup_lr is not None and "learning_rate" not in dict(found):
         found.append(("learning_rate", warmup_lr))
     return found
@@ -320,13 +320,6 @@ def training_rate(config: DsConfig) -> float | None:
     """The learning rate that TrainingArguments must state beside a DeepSpeed configuration; None for any."""
     rate: float | None = dict(_hf_twins(config)).get("learning_rate")
     return rate
-
-
-def _at(config: Mapping[str, Any], path: str) -> Any:
-    value: Any = config
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
 
 
 FORMATS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], int, Started | None], str]] = {
@@ -345,7 +338,7 @@ def notes(
 ) -> list[str]:
     """What someone who uses the exported text has to know and cannot read in it."""
     config, candidate = deepspeed_config(pick, base), Candidate.of(pick["candidate"])
-    every, scheduler = candidate.checkpoint_every, _at(config, "scheduler.params") or {}
+    every, scheduler = candidate.checkpoint_every, at_path(config, "scheduler.params") or {}
     loader = f"The DataLoader needs batch_size={candidate.micro_batch_size}: the JSON states it and does not set it."
     recompute = f"Recompute the activations of {every_nth(every)} block in the script: no key of this file does."
     made = "The JSON makes the {}: the script passes accelerate.utils.Dummy{} in place of the script's."

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from autotune.errors import UserError, unknown
-
 # Words that make a name another card's: a part of one (MIG), one with other clocks or another chip. A number with such a
 # letter is a virtual one's share of memory (`A100-10C`).
 _OTHER = {"mig", "laptop", "mobile", "q", "d", "ti", "super", "blackwell"}
@@ -68,14 +66,9 @@ def cards() -> tuple[Card, ...]:
         return tuple(_card(row) for row in csv.DictReader(file))
 
 
-def find_card(device_name: str, memory_bytes: float | None = None) -> Card | None:
-    """Returns the card that a driver's device name means; None for an unknown one and for a part of one (MIG).
-
-    Args:
-        device_name: As torch or NVML names it.
-        memory_bytes: Memory of the device, which tells cards of one name apart.
-    """
-    words = _words(device_name)
+def find_card(name: str) -> Card | None:
+    """Returns the card that a driver or a user names; None for an unknown one and for a part of one (MIG)."""
+    words = _words(name)
     if any(map(_VIRTUAL.fullmatch, words)):
         return None
     other = words & _OTHER
@@ -84,22 +77,7 @@ def find_card(device_name: str, memory_bytes: float | None = None) -> Card | Non
         for card in cards()
         if (held := [alias for alias in card.aliases if other <= alias <= words])
     ]
-    if not found:
-        return None
-    most = max(n for n, _ in found)
-    best = [card for n, card in found if n == most]
-    return min(best, key=lambda card: abs(card.memory_bytes - memory_bytes)) if memory_bytes else best[0]
-
-
-def named_card(name: str, where: str = "--device") -> Card:
-    """Returns the card of a name that a user gave, such as `H100-80GB`.
-
-    Raises:
-        UserError: No such card is known.
-    """
-    if (card := find_card(name)) is None:
-        raise UserError(f"{where}: {unknown(name, [each.name for each in cards()], 'card ')}")
-    return card
+    return max(found, key=lambda pair: pair[0])[1] if found else None  # the first of those alike
 
 
 def _words(name: str) -> frozenset[str]:

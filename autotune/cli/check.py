@@ -7,7 +7,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,6 @@ def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = Fals
     from autotune.study.setup.plan import plan
     from autotune.study.setup.request import studies_folder
     from autotune.trial.folder import TrialDir
-    from autotune.trial.request import TrialRequest
     from autotune.trial.result import Outcome
 
     # Other machines do not see this one's temporary files.
@@ -62,12 +61,7 @@ def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = Fals
             found = plan(wanted, executor, folder, view)
             found.notes[:0] = notes
             view.doing("running two steps of the baseline")
-            request = TrialRequest(
-                target=str(wanted.target), candidate=found.baseline.values(), ds_config=found.ds_config(found.baseline),
-                world_size=found.world_size, nodes=wanted.nodes_for(found.world_size), seed=wanted.seed,
-                max_steps=2, budget_s=0.0, deadline_s=wanted.trial_deadline_s,
-                device_memory_bytes=wanted.device_memory_bytes, script=found.script(found.baseline),
-            )  # fmt: skip
+            request = replace(found.request(found.baseline), max_steps=2, budget_s=0.0)
             with executor.turn(view.waiting):
                 result = base.run(executor, folder / "trials" / "check", request, view.tick)
     if result.outcome is Outcome.COMPLETE:

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -120,7 +120,6 @@ def measure(
     from autotune.report import diagnosis
     from autotune.scoring.scaling import Run
     from autotune.trial.folder import TrialDir
-    from autotune.trial.request import TrialRequest
     from autotune.trial.result import Outcome
 
     asked: list[Asked] = list(dict.fromkeys((n, candidate) for each in wanted for n, candidate in each.items()))
@@ -135,12 +134,9 @@ def measure(
             events.say(f"round {number + 1} of {rounds}: {n} rank{'s' if n > 1 else ''}, {candidate.describe()}")
             other = "" if (n, candidate) == next(each for each in asked if each[0] == n) else "-weak"
             path = folder / "trials" / f"{number}-{n}{other}"
-            request = TrialRequest(
-                target=str(spec.target), candidate=candidate.values(), ds_config=plan.ds_config(candidate),
-                world_size=n, nodes=spec.nodes_for(n), seed=spec.seed, budget_s=spec.trial_budget_s,
-                deadline_s=spec.trial_deadline_s, device_memory_bytes=spec.device_memory_bytes,
-                script=plan.script(candidate),
-            )  # fmt: skip
+            request = replace(
+                plan.request(candidate), world_size=n, nodes=spec.nodes_for(n), budget_s=spec.trial_budget_s
+            )
             with executor.turn(events.waiting):
                 result = base.run(executor, path, request, events.tick)
             if result.outcome is not Outcome.COMPLETE or result.steps is None or not result.samples_per_step:

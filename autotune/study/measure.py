@@ -67,19 +67,16 @@ class TrialMeasurer:
 
     def request(self, candidate: Candidate, role: str) -> TrialRequest:
         """Returns the request for a trial; DeepSpeed ops that it needs are compiled before."""
-        plan, spec, rate = self._state.plan, self._state.spec, self._state.learning_rate
+        plan, rate = self._state.plan, self._state.learning_rate
         batch = candidate.global_batch_size(plan.data_parallel)
-        ds_config = plan.ds_config(candidate)
+        shared = plan.request(candidate)
+        ds_config = shared.ds_config
         if plan.workload.script is None:  # a script's rates are followed where the script applies them
             ds_config = rate.scaled(ds_config, batch)
         self._build_ops(ds_config)
-        return TrialRequest(
-            target=str(spec.target),
-            candidate=candidate.values(),
+        return replace(
+            shared,
             ds_config=ds_config,
-            world_size=plan.world_size,
-            nodes=spec.nodes_for(plan.world_size),
-            seed=spec.seed,
             budget_s=self._budget.trial_s * (2 if role == "noise" else 1),
             noise=role == "noise",
             check_gradient=role in ("baseline", "search", "gate")
@@ -87,8 +84,6 @@ class TrialMeasurer:
             and candidate.is_whole,
             min_samples=self._min_samples(role),
             deadline_s=self._deadline_s(candidate),
-            device_memory_bytes=spec.device_memory_bytes,
-            script=plan.script(candidate),
             learning_rate_factor=rate.factor(batch),
             changed_from=self._changed_from(candidate),
             rivals=self._bounds_to_beat(candidate) if role == "search" else (),

@@ -36,6 +36,7 @@ from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
 from autotune.system.machine import check_ranks, why_bf16_is_slow
 from autotune.trial.lengths import expected
+from autotune.trial.request import TrialRequest
 from autotune.trial.target import Target
 from autotune.trial.workload import Environment, Script, Workload
 
@@ -113,6 +114,15 @@ class Plan:
         """Returns how the script is run for a candidate; None for a `model.py`."""
         probed = self.workload.script
         return script_request(self.spec, probed, candidate, self.baseline) if probed else None
+
+    def request(self, candidate: Candidate) -> TrialRequest:
+        """Returns the request for a trial of a candidate, with what all trials of the study share."""
+        spec = self.spec
+        return TrialRequest(
+            target=str(spec.target), candidate=candidate.values(), ds_config=self.ds_config(candidate),
+            world_size=self.world_size, nodes=spec.nodes_for(self.world_size), seed=spec.seed,
+            deadline_s=spec.trial_deadline_s, device_memory_bytes=spec.device_memory_bytes, script=self.script(candidate),
+        )  # fmt: skip
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns what must be equal in two runs of one study, without secrets."""

@@ -188,12 +188,10 @@ def _calibrated(inputs: ForecastInputs, folder: Path, target: Path, front: Seque
 
     predictor = Predictor(inputs.profile, inputs.machine, settings_of(inputs.base_config))
     n = 0
-    for part, counts in ((folder, [inputs.world_size]), (folder / "scaling", range(1, 65))):
-        if not (part / "trials").is_dir():
-            continue
-        for ranks in counts:
+    for part in (folder, folder / "scaling"):
+        for ranks, trials in sorted(measured_in(part, target).items()):
             machine = replace(inputs.machine, world_size=ranks)
-            for candidate, metrics in measured_in(part, target, ranks).items():
+            for candidate, metrics in trials.items():
                 predictor.learn(candidate, **metrics, machine=machine)
                 n += 1
     if not n:

@@ -171,7 +171,7 @@ def foresee(
     if (reason := why_illegal(candidate, replace(found.setting, global_batch=None))) is not None:
         raise UserError(f"this cannot run {f'on {on.describe()}' if on else 'here'}: {reason}")
     predictor = Predictor(found.profile, found.machine, settings_of(found.base_config))
-    measured = {} if on else measured_in(studies / spec.name, spec.target, found.world_size)
+    measured = {} if on else measured_in(studies / spec.name, spec.target).get(found.world_size, {})
     for other, metrics in measured.items():
         predictor.learn(other, **metrics, machine=found.machine)
     limit = float(spec.device_memory_bytes or found.share_bytes)
@@ -236,28 +236,28 @@ def _of_card(here: Environment, on: Devices) -> Environment:
     )  # fmt: skip
 
 
-def measured_in(folder: Path, target: Path, world_size: int) -> dict[Candidate, dict[str, float]]:
-    """What the trials of a study with this target and number of ranks measured, by candidate, as `Predictor.learn` takes it.
+def measured_in(folder: Path, target: Path) -> dict[int, dict[Candidate, dict[str, float]]]:
+    """What a study's trials of this target measured, by number of ranks and candidate, as `Predictor.learn` takes it.
 
     A trial that was stopped early counts with more noise, and only where no other trial of its candidate was complete.
     """
-    found: dict[Candidate, dict[str, float]] = {}
+    found: dict[int, dict[Candidate, dict[str, float]]] = {}
     for path in sorted((folder / "trials").glob("[0-9]*")):
         trial_dir = TrialDir(path)
         try:
             request, result = (files.json_of(file.read_bytes()) for file in (trial_dir.request, trial_dir.result))
-            if request["target"] != str(target) or result["world_size"] != world_size or result["outcome"] not in RAN:
+            if request["target"] != str(target) or result["outcome"] not in RAN:
                 continue
             candidate, stopped = Candidate.of(result["candidate"]), result["outcome"] == Outcome.STOPPED_EARLY
-            if stopped and candidate in found:
+            alike = found.setdefault(int(result["world_size"]), {})
+            if stopped and candidate in alike:
                 continue
             median, half = float(result["steps"]["median_s"]), float(result["steps"]["ci95_s"])
-            metrics = {
+            alike[candidate] = {
                 "peak_memory_bytes": float(result["peak_memory_bytes"]),
                 "step_time_s": median,
                 "step_time_sd": math.hypot(interval_sd(median - half, median + half), STOPPED_SD * stopped),
             }
-            found[candidate] = metrics
         except (OSError, ValueError, KeyError, TypeError, UserError):
             continue  # lost, incomplete, or written by another version
     return found

@@ -241,7 +241,7 @@ def test_trials_of_another_target_or_other_ranks_or_without_a_result_do_not_coun
     write_trial(tmp_path, 2, Candidate(micro_batch_size=3), 10**8, target=MODELS / "tied.py")
     write_trial(tmp_path, 3, Candidate(micro_batch_size=4), 10**8)
     (tmp_path / "trials" / "0003" / "result.json").write_text('{"outcome": "comp')
-    assert list(forecasts.measured_in(tmp_path, TARGET, 2)) == [Candidate(micro_batch_size=1)]
+    assert list(forecasts.measured_in(tmp_path, TARGET)[2]) == [Candidate(micro_batch_size=1)]
 
 
 @pytest.mark.process

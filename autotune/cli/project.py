@@ -79,6 +79,8 @@ class Projection:
 
     def lines(self) -> Iterator[str]:
         """The forecasts for people."""
+        from autotune.report.tables import aligned
+
         cluster = self.cluster
         whose = f", trial {self.trial}" if self.trial is not None else ""
         yield f"{self.study}{whose}: {self.rows[-1].candidate.describe()}, on devices like this one: {self.device}"
@@ -86,12 +88,13 @@ class Projection:
         kept = "every device does what it did" if self.mode == "weak" else "the global batch stays"
         yield f"{nodes}; {self.mode} scaling: {kept}; intervals hold 90 %"
         yield ""
-        yield from _table(_cells(self.rows, "devices", [str(row.world_size) for row in self.rows]))
+        yield from aligned(_cells(self.rows, "devices", [str(row.world_size) for row in self.rows]))
         if self.others:
             yield ""
             yield f"The front's other configurations on {cluster.devices} devices, by throughput:"
             rows = [row for _, row in self.others]
-            yield from _table(_cells(rows, "trial", [str(n) for n, _ in self.others], describe=True))
+            cells = _cells(rows, "trial", [str(n) for n, _ in self.others], describe=True)
+            yield from aligned(cells, left={len(cells[0]) - 1})
         yield ""
         yield from (f"note: {note}" for note in self.notes)
 
@@ -286,15 +289,6 @@ def _cells(rows: Sequence[Projected], first: str, names: Sequence[str], *, descr
             *([row.candidate.describe()] if describe else [f"{row.efficiency:.0%}", f"{low:.0%}–{min(high, 9.9):.0%}"]),
         ])  # fmt: skip
     return found
-
-
-def _table(rows: list[list[str]]) -> Iterator[str]:
-    """The rows with their columns aligned to the right, but a last column of configurations to the left."""
-    width = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = rows[0][-1] == "configuration"
-    for row in rows:
-        cells = [cell.rjust(size) for cell, size in zip(row, width, strict=True)]
-        yield "  ".join([*cells[:-1], row[-1] if left else cells[-1]]).rstrip()
 
 
 def _data(row: Projected) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from autotune.forecast.degrees import cost_terms
 from autotune.report.data import Data, StudyReport, measured, metric_scale, times, words
 from autotune.report.series import level_text
+from autotune.report.tables import aligned
 from autotune.scoring.bottleneck import diagnose
 from autotune.scoring.effects import effects
 from autotune.scoring.step_parts import Advice, Diagnosis, Evidence, Part, StepObservation
@@ -211,11 +212,7 @@ def lines(report: StudyReport, found: Diagnosis) -> Iterator[str]:
     for part in found.parts:
         share = "-" if part.share is None else f"{part.share:.0%}" if part.share >= 0.005 else "0%"
         cells.append((part.name, share, "-" if part.seconds is None else scale.number(part.seconds), part.known))
-    wide = [max(len(line[i]) for line in cells) for i in range(3)]
-    yield from (
-        f"  {name:<{wide[0]}}  {share:>{wide[1]}}  {time:>{wide[2]}}  {how}".rstrip()
-        for name, share, time, how in cells
-    )
+    yield from (f"  {line}" for line in aligned(cells, left={0, 3}))
     yield ""
     if found.advice:
         yield "What the study's other trials say about the knobs that matter here:"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,14 @@ class Row:
     def line(self, scales: dict[str, Scale], missing: str) -> list[str]:
         """The numbers as text: trial, metrics, speed-up."""
         return [str(self.trial), *(self.cells.get(name, missing) for name in scales), times(self.speedup) or missing]
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> Iterator[str]:
+    """Rows of cells as lines, every column to the right but those whose numbers are in `left`."""
+    width = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (f"{cell:{'<' if n in left else '>'}{width[n]}}" for n, cell in enumerate(row))
+        yield "  ".join(cells).rstrip()
 
 
 def scales_of(points: Sequence[Data], names: Sequence[str]) -> dict[str, Scale]:

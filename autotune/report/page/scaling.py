@@ -11,6 +11,7 @@ from autotune.report import pictures
 from autotune.report.data import metric_scale
 from autotune.report.figures import BLUE, GREY, Figure, Trace, axis, error_bars, scatter
 from autotune.report.page.render import fill
+from autotune.report.tables import aligned
 from autotune.scoring.scaling import Interval, Mode, Scale
 from autotune.system import files
 from autotune.system.units import format_duration
@@ -124,10 +125,8 @@ def _lost(scale: Scale) -> str:
 
 def lines(found: Sequence[Scale], mode: Mode) -> Iterator[str]:
     """The table for a terminal."""
-    table = list(rows(found))
-    wide = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     yield NOTES[mode]
-    yield from ("  ".join(cell.rjust(size) for cell, size in zip(row, wide, strict=True)) for row in table)
+    yield from aligned(list(rows(found)))
 
 
 def write(found: Mapping[Mode, Sequence[Scale]], title: str, notes: Sequence[str], path: Path) -> None:

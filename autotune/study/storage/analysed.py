@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,17 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from autotune.forecast.predictor import generic_prior
+from autotune.scoring import metrics
 from autotune.scoring.convergence.quality_gate import keeps_numerics
+from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.scoring.measured import Foretold, Measured
 from autotune.search.observation import observed
 from autotune.search.optimizer import CandidateOptimizer
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig
-from autotune.study.storage import records, repeats
+from autotune.study.storage import records
 from autotune.study.storage.records import StudyRecord, told_candidate, told_data
+from autotune.trial.folder import result_in
 from autotune.trial.result import Outcome
 
 
@@ -86,9 +89,39 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConf
         metrics=data["metrics"],
         ci95={name: (low, high) for name, (low, high) in data["ci95"].items()},
         feasible=data["feasible"],
-        repeats=repeats.metrics_of(paths, candidate, kept.reference, had_tail=bool(data.get("tail"))),
-        unfit=repeats.unfit(paths.values(), candidate),
+        repeats=_repeated(paths, candidate, kept.reference, had_tail=bool(data.get("tail"))),
+        unfit=_unfit(paths.values(), candidate),
         script_side_changes=data.get("side_changes", ()),
         unreproducible=data.get("unreproducible", ()),
         unwitnessed=data.get("unwitnessed", ()),
     )
+
+
+def _repeated(
+    paths: Mapping[int, Path], candidate: Candidate, reference: Reference | None, *, had_tail: bool
+) -> dict[int, dict[str, float]]:
+    """Returns the metrics of each complete re-measurement, by round.
+
+    Args:
+        paths: Their folders.
+        candidate: What was measured.
+        reference: The study's.
+        had_tail: The trial itself trained on the worst batch, so that the memory of those that did not is none.
+    """
+    # Re-measurements time steps; they are too short for a loss curve.
+    reference = replace(reference, loss_target=None) if reference is not None else None
+    found = {}
+    for n, path in paths.items():
+        result = result_in(path)
+        if result is not None and result.outcome is Outcome.COMPLETE and result.candidate == candidate.values():
+            found[n] = {name: each.value for name, each in metrics.measure(result, reference).items()}
+            if had_tail and not result.tail:
+                found[n].pop("peak_memory_bytes", None)
+    return found
+
+
+def _unfit(paths: Iterable[Path], candidate: Candidate) -> str:
+    """Returns why the tail check of a re-measurement failed; empty if none did."""
+    results = (result_in(path) for path in paths)
+    failed = (r for r in results if r is not None and r.failed_check and r.candidate == candidate.values())
+    return next((result.reason for result in failed), "")

@@ -7,17 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def front(values: Sequence[Sequence[float]], directions: Sequence[str]) -> list[int]:
+def front(gains: Sequence[Sequence[float]]) -> list[int]:
     """Indices of the points that are not dominated, in the given order; of equal points the first.
 
     Args:
-        values: One row for each point, one column for each objective.
-        directions: `minimize` or `maximize` for each column.
+        gains: One row for each point, one column for each objective; more is better.
     """
-    signs = np.array([1.0 if direction == "minimize" else -1.0 for direction in directions])
-    costs, found = np.asarray(values, dtype=float).reshape(len(values), len(signs)) * signs, list[int]()
-    for i, row in enumerate(costs):
-        no_worse, same = (costs <= row).all(axis=1), (costs == row).all(axis=1)
+    values, found = np.asarray(gains, dtype=float), list[int]()
+    for i, row in enumerate(values):
+        no_worse, same = (values >= row).all(axis=1), (values == row).all(axis=1)
         same[:i] = False  # an earlier point beats a later one that is the same
         if not (no_worse & ~same).any():
             found.append(i)

@@ -160,7 +160,7 @@ def recommend(estimates: Estimates, objectives: Sequence[Objective], world_size:
         return Recommendation(estimates=estimates, baseline=own, front=[], picks={})
     reference = baseline or ranked[0]
     rows = [[improvement(log_ratio(m, reference, o.metric), o.metric) for o in objectives] for m in ranked]
-    front = sorted((ranked[i] for i in pareto.front(rows, ["maximize"] * len(objectives))), key=lambda m: m.trial)
+    front = sorted((ranked[i] for i in pareto.front(rows)), key=lambda m: m.trial)
     sound = [m for m in ranked if baseline is None or not m.doubt]
     if not sound:
         return Recommendation(estimates=estimates, baseline=own, front=front, picks={}, unchecked=ranked[:1])

@@ -220,7 +220,9 @@ class Evidence:
 
     def _compromise(self, ratios: Mapping[str, float]) -> float:
         """Logarithm of the weighted geometric mean of the gains over the recommended configuration."""
-        return weighted_gain({name: math.log(ratio) for name, ratio in ratios.items()}, self.expected.objectives)
+        objectives = self.expected.objectives
+        shown = {each.metric: math.log(ratios[each.metric]) for each in objectives if each.metric in ratios}
+        return weighted_gain(shown, objectives)
 
     def _without(self, best: Candidate, name: str, before: Scalar, now: Scalar) -> str:
         """The effect of one of the recommended configuration's changes, as the loss without it."""

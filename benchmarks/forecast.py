@@ -72,7 +72,7 @@ def score(source: Path, target: Path | None, ranks: int, *, timed: bool) -> None
         foreseen = foresee_workload(spec)
         name, profile, base_config = spec.name, foreseen.profile, foreseen.base_config
         machine = replace(foreseen.machine, world_size=ranks)
-        found = measured_in(source, spec.target)[ranks]
+        found = measured_in(source, spec.target).get(ranks, {})
     else:  # with the profile of the machine that the table was measured on, whatever this one is
         study = source.with_name(source.name.replace(".csv.gz", ".yaml"))
         if not study.with_suffix(".json").exists():

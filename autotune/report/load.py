@@ -104,6 +104,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             "goal": kept.goal,
             "n_trials": len(trials),
             "wall_s": max(records.wall_s(study), sum(t["wall_s"] for t in trials)),
+            "unchecked_s": records.unchecked_s(study),
             "base_config": kept.base_config,
             "threads_per_rank": _threads(kept),
             "baseline": Candidate.from_key(kept.baseline).values(),

@@ -7,10 +7,11 @@ import shlex
 from collections import Counter
 
 from autotune.report.data import StudyReport, pick_words
-from autotune.study.events import OUT_OF_TIME, STOPPED
+from autotune.study.budget import DECIDING_SHARE
+from autotune.study.events import STOPPED
 
-# A time budget that was too short for a check is to be this many times as long.
-UNCHECKED_BUDGETS = 4
+# The time that is stated for what was left out is this many times as long as it was expected to take.
+SPARE = 1.5
 
 
 def next_steps(report: StudyReport) -> list[str]:
@@ -51,12 +52,16 @@ def _more(report: StudyReport) -> str:
 
 
 def _kept(report: StudyReport, again: str) -> str:
-    """What to do with the baseline as the answer: a better trial may lack a check that the time was too short for."""
-    budget_s, better = report.study.get("time_budget_s"), next(iter(report.unchecked), None)
-    if budget_s and better is not None and _ended(report).startswith(OUT_OF_TIME):
-        minutes = math.ceil(UNCHECKED_BUDGETS * budget_s / 60)
+    """What to do with the baseline as the answer: a better trial may lack a check that would have taken too long."""
+    if report.trials_left:
+        return "Until then keep your configuration."
+    needed_s, spent_s = report.study.get("unchecked_s") or 0.0, report.study.get("wall_s") or 0.0
+    if needed_s and report.unchecked:
+        minutes = math.ceil(SPARE * max(needed_s / DECIDING_SHARE, spent_s + needed_s) / 60)
         checks = f"{again} --trials {len(report.trials)} --time-budget {minutes}m"
-        return f"Keep your configuration until trial {better} is checked: `{checks}` does so, and searches no further."
+        return (
+            f"Keep your configuration until what reads better is checked: `{checks}` does so, and searches no further."
+        )
     return f"Keep your configuration. `{again} {_more(report)}` looks further."
 
 
@@ -84,6 +89,8 @@ def _without_answer(report: StudyReport, again: str) -> list[str]:
     if not ends["complete"] and 2 * (ends["oom"] + ends["predicted_oom"]) >= len(report.trials):
         smaller = "`--space batch,zero,offload` tries smaller micro-batches, ZeRO stages and offloading"
         return [f"Need less memory: {smaller}; more ranks (`--ranks`) share the states."]
+    if ends["complete"] and report.trials_left:
+        return ["Or loosen the constraints in study.yaml."]
     if ends["complete"]:
         return [f"Loosen the constraints in study.yaml, or look further: `{again} {_more(report)}`."]
     return [

@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from autotune.errors import nearest
@@ -214,6 +214,12 @@ class SearchSpace:
         """Every candidate, legal or not, each once."""
         template = self.template(default)
         return (self.build(values, *template) for values in self.assignments(default))
+
+    def global_batches(self, default: Candidate, world_size: int) -> set[int]:
+        """The global batches of its micro-batches and numbers of micro-steps, legal or not."""
+        sizes = tuple(p for p in self.parameters if p.name in BATCH_FIELDS and not p.when)
+        alone = replace(self, parameters=sizes)
+        return {candidate.global_batch_size(world_size) for candidate in alone.candidates(default)}
 
     def sample(self, rng: random.Random, default: Candidate) -> Candidate:
         """A random candidate, legal or not: each active parameter uniformly."""

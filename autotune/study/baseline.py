@@ -10,10 +10,11 @@ from autotune.executors.base import TimeOver
 from autotune.scoring import objective
 from autotune.scoring.convergence.noise_scale import noise_scale_of
 from autotune.scoring.convergence.time_to_loss import Reference
-from autotune.scoring.metrics import GOODPUT
+from autotune.scoring.metrics import GOODPUT, measure
 from autotune.scoring.objective import Objective
 from autotune.space import feasibility
 from autotune.space.legality import why_illegal
+from autotune.study.branch_check import largest_batch
 from autotune.study.budget import PROBE_SHARE, Budget
 from autotune.study.events import EventSink
 from autotune.study.measure import TrialMeasurer
@@ -22,6 +23,7 @@ from autotune.study.spec.readers import objective_of
 from autotune.study.state import StudyState
 from autotune.study.storage import records
 from autotune.system.units import format_bytes
+from autotune.trial.folder import result_in
 from autotune.trial.result import Outcome, TrialResult
 
 # Micro-gradients of a step that the noise probe takes at least.
@@ -54,6 +56,7 @@ class BaselineTrial:
         dropped = self._unmeasurable(result) if complete else self._without_baseline(result)
         objectives = [o for o in self._state.objectives if o not in dropped]
         self._state.settle(self._state.reference, [*objectives, *self._scarce(result)])
+        self._leave_out_batches(result)
         return result
 
     def _scarce(self, result: TrialResult) -> list[Objective]:
@@ -97,6 +100,31 @@ class BaselineTrial:
         reference = self._state.reference
         if reference is not None and reference.noise is None and self._state.spec.global_batch != "keep":
             self._keep_batch(reference.noise_problem)
+        if (result := result_in(self._state.trial_path(0))) is not None:
+            self._leave_out_batches(result)
+
+    def _leave_out_batches(self, result: TrialResult) -> None:
+        """Searches no global batch whose branch would take longer than the study can give it: it would be no answer."""
+        plan, spec = self._state.plan, self._state.spec
+        rate = measure(result, None).get("samples_per_s")
+        checked = spec.branch and plan.replicated and spec.finalists and spec.branch_tokens is None
+        if rate is None or not checked or result.outcome is not Outcome.COMPLETE:
+            return
+        baseline, world = plan.baseline, plan.setting.world_size
+        rest_s = 3 * self._budget.startup_s() + self._budget.trial_s  # weights to start from, and both sides
+        most = largest_batch(self._budget.expected_check_room_s(result.wall_s), rate.value, rest_s)
+        most = max(most, baseline.global_batch_size(world))
+        low, high = plan.setting.global_batch or (1, math.inf)
+        larger = any(most < batch <= high for batch in plan.space.global_batches(baseline, world))
+        setting = replace(plan.setting, global_batch=(int(low), most))
+        space = feasibility.pruned(plan.space, baseline, setting)
+        if not larger or not any(c != baseline and why_illegal(c, setting) is None for c in space.candidates(baseline)):
+            return
+        self._events.say(
+            f"global batches above {most} are not tried: the branch that checks what one is worth would take longer than this"
+            " study can give it; a longer --time-budget includes them, --no-branch tries them unchecked"
+        )
+        self._state.narrow(space, setting)
 
     def _measure_noise(self) -> None:
         """Measures the gradient noise scale once, if an objective needs it."""

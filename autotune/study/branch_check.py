@@ -22,6 +22,21 @@ from autotune.trial.result import Outcome, TrialResult
 
 # A branch is this many times as long as the baseline's training in a trial.
 BRANCH_BUDGETS = 2
+# A branch that did not decide is followed by one that is so many times as long.
+LONGER = 4
+
+
+def largest_batch(room_s: float, samples_per_s: float, rest_s: float) -> int:
+    """The largest global batch whose branch takes no longer than that, if its candidate is twice as fast as the baseline.
+
+    Of a branch with the fewest steps the interval is often too wide, so this one has twice as many.
+
+    Args:
+        room_s: Seconds that the branch may take.
+        samples_per_s: Throughput of the baseline.
+        rest_s: Seconds of it that are no training.
+    """
+    return int(max(0.0, room_s - rest_s) * samples_per_s / 1.5 / (2 * MIN_STEPS))
 
 
 class BranchCheck:
@@ -51,16 +66,27 @@ class BranchCheck:
         if baseline is None or not unchecked or done >= self._state.spec.finalists:
             return False
         best = next(unchecked[m.trial] for m in found if m.trial in unchecked)
-        n_samples = self._affordable(best, baseline, decides=best.trial == found[0].trial)
+        decides = best.trial == found[0].trial
+        n_samples = self._affordable(best, baseline, decides=decides)
         start = self._start() if n_samples else None
         if start is None:
             return False
-        self._compare(best, baseline, n_samples, *start)
+        while n_samples and not self._compare(best, baseline, n_samples, *start):
+            n_samples = self._affordable(best, baseline, decides=decides)
         return True
+
+    def reopen(self) -> None:
+        """Takes back that a branch was too short to decide, where there is time for a longer one now."""
+        measured = estimate(self._state.measured()).measured
+        baseline = baseline_of(measured)
+        for m in measured if baseline else ():
+            undecided = m.branch is not None and m.branch.confirmed is None and m.branch.n_samples
+            if baseline and undecided and self._affordable(m, baseline, decides=True):
+                records.branch_path(self._state.folder, m.trial).unlink()
 
     def _affordable(self, m: Measured, baseline: Measured, *, decides: bool) -> int:
         """Samples of a branch that keeps to the checks' share of the study's time; 0 if none does, said once."""
-        least, wanted = self._n_samples(baseline, m.candidate.global_batch_size(self._state.plan.data_parallel))
+        least, wanted = self._n_samples(m, baseline)
         room_s, round_s = self._budget.check_room_s(decides=decides), self._budget.again_s([m.trial, baseline.trial])
         # A round of both is to follow; what does not decide the answer leaves the time to all the finalists' rounds.
         left_s = self._budget.room_s() - round_s if decides or not self._budget.out_of_time() else 0.0
@@ -71,10 +97,14 @@ class BranchCheck:
             return n_samples
         if m.trial not in self._left:
             self._left.add(m.trial)
+            longer = "longer " if self._lengths(m) else ""
+            why = self._budget.why_unchecked(math.inf if room_s > left_s else needed_s)
             self._events.say(
-                f"no branch for trial {m.trial} so far, so its global batch is unchecked: it would take"
-                f" {format_duration(needed_s)}, {self._budget.why_unchecked(math.inf if room_s > left_s else needed_s)}"
+                f"no {longer}branch for trial {m.trial} so far, so its global batch is unchecked: it would take"
+                f" {format_duration(needed_s)}, {why}"
             )
+        if decides:
+            self._budget.leave_unchecked(needed_s)
         return 0
 
     def _seconds(self, m: Measured, baseline: Measured, n_samples: int) -> tuple[float, float]:
@@ -87,7 +117,13 @@ class BranchCheck:
     def _branch_of(self, m: Measured, n_samples: int) -> Path:
         return self._state.trial_path(m.trial) / f"branch-{n_samples}"
 
-    def _compare(self, m: Measured, baseline: Measured, n_samples: int, weights: Path, first_sample: int) -> None:
+    def _lengths(self, m: Measured) -> list[int]:
+        """The samples of the branches that a trial has had."""
+        paths = self._state.trial_path(m.trial).glob("branch-*")
+        return [int(path.name.removeprefix("branch-")) for path in paths if result_in(path) is not None]
+
+    def _compare(self, m: Measured, baseline: Measured, n_samples: int, weights: Path, first_sample: int) -> bool:
+        """Branches once; whether that ends the check, since a longer branch would tell no more."""
         self._events.say(
             f"branch: training trial {m.trial} and the baseline from one state on the same data, to see what its global"
             " batch is worth"
@@ -101,13 +137,14 @@ class BranchCheck:
                 why = f"the branch of trial {each.trial} ended with {result.outcome}: {result.reason}"
                 confirmed = False if result.outcome is Outcome.DIVERGED and each is m else None
                 write_record(path, Branch(confirmed=confirmed, reason=why))
-                return
+                return True
             batch = each.candidate.global_batch_size(world)
             runs.append(Run(losses=result.losses, batch=batch, samples_per_s=each.metrics.get("samples_per_s") or 1.0))
         own, base = m.metrics.get(GOODPUT), baseline.metrics.get(GOODPUT)
         verdict = compare(runs[1], runs[0], base / own if own and base else None, first_sample or None)
         write_record(path, verdict)
         self._events.say(f"trial {m.trial}: {verdict.reason}")
+        return verdict.confirmed is not None or self._state.spec.branch_tokens is not None
 
     def _train(self, m: Measured, n_samples: int, weights: Path, first_sample: int) -> TrialResult:
         path, spec = self._branch_of(m, n_samples), self._state.spec
@@ -148,7 +185,7 @@ class BranchCheck:
             return None
         return path, len(found[0].losses) * (found[0].samples_per_step or 0)
 
-    def _n_samples(self, baseline: Measured, batch: int) -> tuple[int, int]:
+    def _n_samples(self, m: Measured, baseline: Measured) -> tuple[int, int]:
         """Samples of a branch, at least and wanted: as the user states, else enough steps, and a multiple of a trial's."""
         spec, plan = self._state.spec, self._state.plan
         if spec.branch_tokens is not None:
@@ -156,11 +193,12 @@ class BranchCheck:
             tokens_per_sample = tokens_per_s / baseline.metrics["samples_per_s"] if tokens_per_s else 1.0
             stated = max(1, round(spec.branch_tokens / tokens_per_sample))
             return stated, stated
-        least = max(batch, plan.baseline.global_batch_size(plan.data_parallel)) * MIN_STEPS
+        batches = (each.candidate.global_batch_size(plan.data_parallel) for each in (m, baseline))
+        least = max(max(batches) * MIN_STEPS, LONGER * max(self._lengths(m), default=0))
         wanted = max(least, round(BRANCH_BUDGETS * self._budget.trial_s * baseline.metrics["samples_per_s"]))
         # A branch of the baseline that was trained for another candidate will do.
-        kept = [int(path.name.removeprefix("branch-")) for path in self._state.trial_path(0).glob("branch-*")]
-        return (n, n) if (n := min((n for n in kept if least <= n), default=0)) else (least, wanted)
+        kept = (n for n in self._lengths(baseline) if least <= n)
+        return (n, n) if (n := min(kept, default=0)) else (least, wanted)
 
 
 def _needs_branch(m: Measured) -> bool:

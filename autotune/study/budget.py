@@ -50,6 +50,8 @@ CLOSING_S, CLOSING_SHARE, MOST_CLOSING_S, MOST_SLOWER = 1.5, 0.02, 10.0, 3.0
 CHECK_TRIALS = 6
 # What a check that decides may cost in a study however short, in training times of a trial: both sides of a branch.
 CHECK_BUDGETS = 5
+# Share of its trials after which a search usually ends, since no further one is worth its time (`benchmarks/stopping.py`).
+USUAL_TRIALS_SHARE = 0.6
 # Beyond this share of a time budget nothing is measured again only since the machine was busy.
 HURRY_SHARE = 0.1
 FAILURES = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.NOT_APPLIED, Outcome.DIVERGED)
@@ -144,7 +146,7 @@ class Budget:
     def words(self) -> str:
         """What is said when the time budget ends the search."""
         n, budget_s = self.n_spent(), self._state.spec.time_budget_s or 0.0
-        return f"{OUT_OF_TIME} {budget_s:.0f} s is spent after {n} trial{'s' * (n != 1)}"
+        return f"{OUT_OF_TIME} {budget_s:.0f} s has no room for a further trial after {n} trial{'s' * (n != 1)}"
 
     def startup_s(self) -> float:
         """Seconds that a trial takes beside its training, as the baseline took them."""
@@ -165,11 +167,15 @@ class Budget:
         """
         return needed_s <= self.check_room_s(decides=decides)
 
+    def leave_unchecked(self, needed_s: float) -> None:
+        """Stores with the study how long the check would take that decides the answer, for advice on a longer run."""
+        records.note_unchecked(self._state.study, needed_s)
+
     def why_unchecked(self, needed_s: float) -> str:
         """What a check would take too much of, for a message."""
         if not self.affords(needed_s):
             return "more than is left of the time budget"
-        return f"more than the checks' share of the study's time ({CHECK_SHARE:.0%}, twice as much where the answer depends on it)"
+        return "more than the checks' share of the study's time"
 
     def check_room_s(self, *, decides: bool = False) -> float:
         """Seconds that are left of the checks' share and of the time budget."""
@@ -184,6 +190,14 @@ class Budget:
             if self._state.spec.quick:
                 room_s = max(room_s, self._worked_s())
         return max(0.0, min(room_s - self._checked_s(), self.room_s()))
+
+    def expected_check_room_s(self, trial_wall_s: float) -> float:
+        """Seconds that the check which decides the answer will be given, as expected where trials take so long."""
+        spec = self._state.spec
+        if spec.time_budget_s is not None:
+            return DECIDING_SHARE * spec.time_budget_s
+        works_s = self.spent_s() + USUAL_TRIALS_SHARE * spec.trials * trial_wall_s
+        return max(works_s * (1.0 if spec.quick else DECIDING_FACTOR * CHECK_SHARE), CHECK_BUDGETS * self.trial_s)
 
     def _check_share_s(self) -> float:
         """Seconds that all checks may take: a share of the study's time, or of its whole time budget."""

@@ -47,6 +47,7 @@ class Finalists:
         """Checks and measures until the recommended configurations pass every check."""
         if not self._state.spec.finalists:
             return
+        self._branch.reopen()
         found = self._finalists()
         # Where nothing is measured again without need, checks come last: they cost more.
         while self._state.spec.repeats and self._changed(found):

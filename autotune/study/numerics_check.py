@@ -46,13 +46,15 @@ class NumericsCheck:
         self._state, self._measurer, self._budget, self._events = state, measurer, budget, events
         self._baseline = state.plan.baseline
         self._world = state.plan.data_parallel
+        self._own_batch = self._baseline.global_batch_size(self._world)
         self._left: set[str] = set()
 
     def run(self, found: Sequence[Measured]) -> bool:
         """Checks candidates, the best first.
 
         Those with the baseline's batch, for which its own trial is the reference, are checked while the time budget has
-        room for it, the others while the checks keep to their share of the study's time.
+        room for it, the others while the checks keep to their share of the study's time. Where a batch is too large for
+        that, their numerics are checked at the baseline's batch.
 
         Returns:
             Whether one failed the check.
@@ -65,7 +67,6 @@ class NumericsCheck:
         ]
         if not unchecked:
             return False
-        own_batch = self._baseline.global_batch_size(self._world)
         by_batch: dict[int, list[Measured]] = {}
         for m in unchecked:
             by_batch.setdefault(m.candidate.global_batch_size(self._world), []).append(m)
@@ -73,20 +74,19 @@ class NumericsCheck:
         for n, (batch, group) in enumerate(by_batch.items()):
             names = [str(m.trial) for m in group]
             decides = n == 0 and group[0].trial == found[0].trial
-            needed_s = self._needed_s(batch, baseline)
-            if not (
-                self._budget.affords(needed_s)
-                if batch == own_batch
-                else self._budget.affords_check(needed_s, decides=decides)
-            ):
+            at = self._affordable(batch, len(group), baseline, decides=decides)
+            if at is None:
+                needed_s = self._needed_s(self._own_batch, baseline)
                 left.setdefault(self._budget.why_unchecked(needed_s), []).extend(names)
+                if decides:
+                    self._budget.leave_unchecked(needed_s)
                 continue
             self._events.say(
-                f"quality gate: comparing the loss of trial {', '.join(names)} with the baseline's numerics at a global batch of {batch}"
+                f"quality gate: comparing the loss of trial {', '.join(names)} with the baseline's numerics at a global batch of {at}"
             )
-            reference, *replicates = self._references(batch, baseline)
+            reference, *replicates = self._references(at, baseline)
             for m in group:
-                verdict = self._verdict(m, baseline, batch, reference, replicates)
+                verdict = self._verdict(m, baseline, at, reference, replicates)
                 write_record(records.gate_path(self._state.folder, m.trial), verdict)
                 if not verdict.passed:
                     failed = True
@@ -96,6 +96,17 @@ class NumericsCheck:
                 self._events.say(f"no quality gate for trial {', '.join(unsaid)} so far: it would take {why}")
                 self._left.update(unsaid)
         return failed
+
+    def _affordable(self, batch: int, n: int, baseline: Measured, *, decides: bool) -> int | None:
+        """The global batch at which to check `n` candidates with a batch: theirs, the baseline's, or none."""
+        own_s = self._needed_s(self._own_batch, baseline)
+        if batch == self._own_batch:
+            return batch if self._budget.affords(own_s) else None
+        if self._budget.affords_check(self._needed_s(batch, baseline), decides=decides):
+            return batch
+        own_s += n * self._curve_s(self._own_batch, baseline)  # their own trials are no curves at that batch
+        affordable = self._budget.affords(own_s) if decides else self._budget.affords_check(own_s, decides=False)
+        return self._own_batch if affordable else None
 
     def _sums_right(self, m: Measured, baseline: Measured) -> bool:
         """Whether a candidate differs in sums of 16 bits alone, and its trial showed that they are right; kept if so."""
@@ -118,13 +129,18 @@ class NumericsCheck:
             return GateVerdict(passed=None, reason=f"its numerics could not be checked: {why}", batch=batch)
         path = self._state.trial_path(m.trial)
         own = result_in(path) or TrialResult(outcome=Outcome.LOST)
-        if wrong := quality_gate.judge_gradient(own.gradient, reference.gradient, m.ds_config):
+        at_own_batch = m.candidate.global_batch_size(self._world) == batch
+        like = reference.gradient if at_own_batch else None
+        if wrong := quality_gate.judge_gradient(own.gradient, like, m.ds_config):
             return GateVerdict(passed=False, reason=wrong, batch=batch)
-        if len(own.losses) < min(MIN_STEPS, len(reference.losses)):
+        if not at_own_batch or len(own.losses) < min(MIN_STEPS, len(reference.losses)):
             if (passed := self._passed_alike(m, batch)) is not None:
                 return passed
-            step_s = m.metrics.get("step_time_s") or self._step_s(batch, baseline)
-            own = self._curve(m.candidate, path / "gate", len(reference.losses), step_s)
+            step_s = (at_own_batch and m.metrics.get("step_time_s")) or self._step_s(batch, baseline)
+            candidate = with_batch(m.candidate, batch, self._world)
+            own = self._curve(candidate, path / "gate", len(reference.losses), step_s)
+            if wrong := quality_gate.judge_gradient(own.gradient, reference.gradient, m.ds_config):
+                return GateVerdict(passed=False, reason=wrong, batch=batch)
         if own.outcome is Outcome.DIVERGED:
             return GateVerdict(passed=False, reason=own.reason, batch=batch)
         # Other samples in a step are luck either way; numerics and learning rate are the reference's.
@@ -150,7 +166,11 @@ class NumericsCheck:
         """Seconds that the references at a batch and a curve of their length take at least."""
         if result_in(records.reference_path(self._state.folder, batch) / str(REPLICATES)) is not None:
             return 0.0
-        return (REPLICATES + 1) * (MIN_STEPS * self._step_s(batch, baseline) + max(1.0, self._budget.startup_s()))
+        return (REPLICATES + 1) * self._curve_s(batch, baseline)
+
+    def _curve_s(self, batch: int, baseline: Measured) -> float:
+        """Seconds that one curve with the baseline's numerics takes at least."""
+        return MIN_STEPS * self._step_s(batch, baseline) + max(1.0, self._budget.startup_s())
 
     def _step_s(self, batch: int, baseline: Measured) -> float:
         """Estimated step time with the baseline's numerics."""
@@ -158,7 +178,7 @@ class NumericsCheck:
 
     def _references(self, batch: int, baseline: Measured) -> list[TrialResult]:
         """The baseline's numerics at a global batch (its own trial where it has that batch), and replicates."""
-        candidate = reference_candidate(self._baseline, batch, self._world)
+        candidate = with_batch(self._baseline, batch, self._world)
         first = result_in(self._state.trial_path(baseline.trial))
         own = first if candidate == self._baseline and first is not None and len(first.losses) >= MIN_STEPS else None
         folder = records.reference_path(self._state.folder, batch)
@@ -210,10 +230,10 @@ def training_budget_s(spec: StudySpec, trial_s: float, needed_s: float) -> float
     return min(wanted_s, WITHIN_DEADLINE * spec.trial_deadline_s)
 
 
-def reference_candidate(baseline: Candidate, batch: int, world_size: int) -> Candidate:
-    """The baseline with another global batch, in the largest micro-batches that surely fit: only numerics count."""
+def with_batch(candidate: Candidate, batch: int, world_size: int) -> Candidate:
+    """A candidate with another global batch, in the largest micro-batches that surely fit: only numerics count."""
     per_rank = max(1, batch // world_size)
-    micro = max(m for m in range(1, min(baseline.micro_batch_size, per_rank) + 1) if per_rank % m == 0)
-    if per_rank == baseline.micro_batch_size * baseline.gradient_accumulation_steps:
-        return baseline
-    return replace(baseline, micro_batch_size=micro, gradient_accumulation_steps=per_rank // micro)
+    if per_rank == candidate.micro_batch_size * candidate.gradient_accumulation_steps:
+        return candidate
+    micro = max(m for m in range(1, min(candidate.micro_batch_size, per_rank) + 1) if per_rank % m == 0)
+    return replace(candidate, micro_batch_size=micro, gradient_accumulation_steps=per_rank // micro)

@@ -122,8 +122,8 @@ class Runner:
             found = self._restore() or found
         if not found:
             return
-        self._baseline.restore()
         self._budget.resume()
+        self._baseline.restore()
         if self._leads and (n := self._budget.n_spent()):
             self._events.say(f"resuming: {n} of {self.plan.spec.trials} trials are already there")
 

@@ -144,7 +144,12 @@ def test_the_answer_shows_picks_speedup_interval_and_what_was_written_in_plain_a
 
 def test_a_search_that_its_time_budget_ended_goes_on_with_more_time():
     base = study_report().baseline
-    study = {"trials_wanted": 50, "time_budget_s": 120.0, "ended": "the time budget of 120 s is spent", "wall_s": 200.0}
+    study = {
+        "trials_wanted": 50,
+        "time_budget_s": 120.0,
+        "ended": "the time budget of 120 s has no room",
+        "wall_s": 200.0,
+    }
     report = replace(study_report(), recommended={"picks": {"recommended": base}, "baseline": base})
     assert "--trials 60` looks further" in next_steps(report)[0]
     stopped = report.study | study | {"ended": "stopped after 30 of 40 trials: no further trial is expected to"}
@@ -152,9 +157,27 @@ def test_a_search_that_its_time_budget_ended_goes_on_with_more_time():
     last = stopped | {"trials_wanted": 30}
     assert "--stop-below 0 --trials 60` looks further" in next_steps(replace(report, study=last))[0]
     assert "--time-budget 7m` looks further" in next_steps(replace(report, study=report.study | study))[0]
-    left = replace(report, study=report.study | study, front=[{"trial": 3, "doubt": "was not checked"}])
-    assert next_steps(left)[0].startswith("Keep your configuration until trial 3 is checked: `")
-    assert "--trials 30 --time-budget 8m` does so" in next_steps(left)[0]
+
+
+@pytest.mark.parametrize(("time_budget_s", "wall_s", "budget"), [(None, 60.0, "10m"), (120.0, 600.0, "20m")])
+def test_what_was_left_unchecked_is_checked_by_a_command_with_time_for_it(time_budget_s, wall_s, budget):
+    base = study_report().baseline
+    study = {"trials_wanted": 30, "time_budget_s": time_budget_s, "ended": "", "wall_s": wall_s, "unchecked_s": 200.0}
+    report = replace(study_report(), recommended={"picks": {"recommended": base}, "baseline": base})
+    report = replace(report, study=report.study | study, front=[{"trial": 3, "doubt": "was not checked"}])
+    said = next_steps(report)[0]
+    assert said.startswith("Keep your configuration until what reads better is checked: `")
+    assert f"--trials 30 --time-budget {budget}` does so" in said
+    sound = next_steps(replace(report, front=[{"trial": 3}]))[0]
+    assert sound.startswith("Keep your configuration. `")
+
+
+def test_a_search_that_was_stopped_has_one_way_to_go_on():
+    base = study_report().baseline
+    report = replace(study_report(), recommended={"picks": {"recommended": base}, "baseline": base})
+    left = replace(report, study=report.study | {"trials_wanted": 41, "ended": "", "time_budget_s": None})
+    assert next_steps(left)[0].startswith("Go on: the search was stopped with 11 trials left; `")
+    assert next_steps(left)[1] == "Until then keep your configuration."
 
 
 def test_a_trial_of_the_front_that_did_not_pass_its_checks_is_marked(report):

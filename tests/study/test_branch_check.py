@@ -8,9 +8,11 @@ from support.instant import Instant, report
 from support.studies import run
 
 from autotune.scoring import recommend
+from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.estimates import estimate
 from autotune.space.candidate import Candidate
-from autotune.study import budget
+from autotune.study import branch_check, budget
+from autotune.study.storage import records
 from autotune.trial import request as trial_request
 from autotune.trial.folder import read_record
 
@@ -134,6 +136,39 @@ def test_a_branch_has_as_many_samples_as_there_is_time_for(tmp_path, monkeypatch
         branches = [request for request in executor.requests if request.weights is not None]
         samples.append({r.max_steps * r.candidate["micro_batch_size"] for r in branches})
     assert 12 * 16 < max(samples[1]) < min(samples[0])
+
+
+def lengths(executor):
+    branched = [request for request in executor.requests if request.weights is not None]
+    return [r.max_steps * r.candidate["micro_batch_size"] for r in branched]
+
+
+def test_a_branch_that_did_not_decide_is_followed_by_longer_ones_while_there_is_time(tmp_path, monkeypatch):
+    """One that was left out for want of time is made by a later run with more of it, and its time is kept for advice."""
+
+    def undecided_below(n_samples):
+        def decide(own, baseline, *_):
+            n = len(own.losses) * own.batch
+            return Branch(confirmed=True if n >= n_samples else None, reason=f"saw {n}", n_samples=n)
+
+        monkeypatch.setattr(branch_check, "compare", decide)
+
+    space = {"space": [{"micro_batch_size": [8, 16]}], "trials": 2, "trial_budget_s": 0.1, "objectives": ["throughput"]}
+    monkeypatch.setattr(budget, "CHECK_BUDGETS", 100)
+    undecided_below(10**6)
+    runner, executor, watcher = branching(tmp_path, **space)
+    first = lengths(executor)
+    assert len(set(first)) > 1 and max(first) > 3 * min(first)
+    assert any(text.startswith("no longer branch for trial 1 so far") for text in watcher.said)
+    assert records.unchecked_s(runner.study) > 0
+    assert (
+        recommend.recommend(estimate(runner.measured()), runner.objectives, 1).picks["recommended"].measured.trial == 0
+    )
+    undecided_below(max(first) + 1)
+    runner, executor, _ = branching(tmp_path, **space, time_budget_s=1e6)
+    assert min(lengths(executor)) > 3 * max(first)
+    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
+    assert found.picks["recommended"].measured.trial == 1
 
 
 def test_a_branch_that_decides_comes_before_the_rounds_that_time_is_kept_for(tmp_path, monkeypatch):

@@ -137,3 +137,26 @@ def test_where_steps_are_slow_checks_train_as_long_as_they_need_and_once_for_equ
     assert [r.candidate["precision"] for r in executor.gated].count("bf16") == 1
     found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
     assert found.picks["recommended"].measured.candidate.precision == "bf16"
+
+
+def test_where_a_large_batch_is_too_dear_to_check_its_numerics_are_checked_at_the_baselines(tmp_path):
+    """A study of seconds left a gain of 3x unchecked, and without a time budget nothing could have it checked."""
+    space, goals = [{"micro_batch_size": [8, 64], "precision": ["fp32", "bf16"]}], ["throughput"]
+    runner, executor, watcher = run(
+        tmp_path, trials=4, sampler="grid", space=space, objectives=goals, trial_budget_s=0.01, repeats=0
+    )
+    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1).picks["recommended"].measured
+    assert (found.candidate.micro_batch_size, found.candidate.precision) == (64, "bf16")
+    assert found.verdict.passed and found.verdict.batch == 8
+    assert {request.candidate["micro_batch_size"] for request in executor.gated} == {8}
+    assert "at a global batch of 8" in "".join(watcher.said)
+
+
+def test_a_fault_at_the_baselines_batch_refuses_a_large_one_too(tmp_path):
+    space, goals = [{"micro_batch_size": [8, 64], "precision": ["fp32", "bf16"]}], ["throughput"]
+    runner, _, _ = run(
+        tmp_path, Instant(trains(bf16=3.0)), trials=4, sampler="grid", space=space, objectives=goals,
+        trial_budget_s=0.01, repeats=0,
+    )  # fmt: skip
+    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1).picks["recommended"].measured
+    assert (found.candidate.micro_batch_size, found.candidate.precision) == (64, "fp32")

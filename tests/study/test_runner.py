@@ -107,7 +107,7 @@ def test_the_time_budget_ends_a_study_and_says_so(tmp_path, monkeypatch):
     executor = Instant(Clock(monkeypatch).takes(0.2))
     _, _, watcher = run(tmp_path, executor, trials=50, time_budget_s=3.0, finalists=0, objectives=["latency"])
     assert 2 <= len(executor.ran) <= 15
-    assert any("the time budget of 3 s is spent after" in text for text in watcher.said)
+    assert any("the time budget of 3 s has no room for a further trial after" in text for text in watcher.said)
 
 
 def test_a_short_time_budget_is_for_the_search_and_one_round_of_the_finalists(tmp_path, monkeypatch):

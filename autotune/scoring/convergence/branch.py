@@ -115,7 +115,10 @@ def compare(own: Run, baseline: Run, predicted: float | None = None, seen: float
     )
     confirmed: bool | None = True
     if low > TOLERANCE * max(1.0, predicted or 1.0):
-        confirmed, said = False, f"{said}: refuted{'' if predicted is None else f', since {predicted:.2f}x was predicted'}"
+        confirmed, said = (
+            False,
+            f"{said}: refuted{'' if predicted is None else f', since {predicted:.2f}x was predicted'}",
+        )
     elif high > WIDEST * low:
         confirmed, said = None, f"{said}, which is too wide an interval to decide; {MORE}"
     elif predicted is not None:

@@ -44,7 +44,7 @@ open_storage, failing_in_words = database.open_storage, database.failing_in_word
 RECORD_ATTR, MEASURED_ATTR = "autotune:record", "autotune:measured"
 RECORD_FILE = "record.json"
 ROLE_ATTR, ENDED_ATTR, SETTINGS_ATTR = "role", "ended", "autotune:settings"
-WALL_ATTR, ENDS_ATTR = "autotune:wall_s", "autotune:ends_s"
+WALL_ATTR, ENDS_ATTR, UNCHECKED_ATTR = "autotune:wall_s", "autotune:ends_s", "autotune:unchecked_s"
 # Fields of a study that a run may change and its workers must know. The others are the same for all of its trials.
 SETTINGS = (
     "trials", "sampler", "memory_filter", "stop_below", "stop_trials", "trial_budget_s",
@@ -254,6 +254,16 @@ def wall_s(study: Study) -> float:
 def ends_s(study: Study) -> float | None:
     """The Unix time at which a study that is run is expected to end; None before its first trial has ended."""
     return storage_of(study).get_study_system_attrs(study_id(study)).get(ENDS_ATTR)
+
+
+def note_unchecked(study: Study, seconds: float) -> None:
+    """Store how long the check that decides the answer takes, which was not made for want of time."""
+    storage_of(study).set_study_system_attr(study_id(study), UNCHECKED_ATTR, seconds)
+
+
+def unchecked_s(study: Study) -> float:
+    """Seconds that the check takes which was not made; 0 if none was left out."""
+    return float(storage_of(study).get_study_system_attrs(study_id(study)).get(UNCHECKED_ATTR, 0.0))
 
 
 def told_trials(study: Study) -> list[FrozenTrial]:

@@ -29,7 +29,7 @@ def warmup_steps(times_s: Sequence[float]) -> int:
     """Steps to cut at the start, found as the change-point of the series.
 
     Splits the log times in two where the summed absolute deviation from the two medians is smallest (L1 change-point,
-    at most half the series), and believes the split only where it explains more than noise: the cost must fall by more
+    at most half the series, and at least three steps stay), and believes the split only where it explains more than noise: the cost must fall by more
     than three robust standard deviations of the second part, and the medians must differ by over 5 %.
     The set-up steps are always cut, whatever their length.
     """
@@ -37,7 +37,8 @@ def warmup_steps(times_s: Sequence[float]) -> int:
     if len(logs) < 4:
         return min(SETUP_STEPS, len(times_s))
     # Long series are split at every few steps only: each split takes two medians of the whole series.
-    splits = np.unique(np.linspace(0, len(logs) // 2, min(len(logs) // 2 + 1, MOST_SPLITS)).astype(int))
+    last = min(len(logs) // 2, len(logs) - LEAST_TIMED_STEPS)
+    splits = np.unique(np.linspace(0, last, min(last + 1, MOST_SPLITS)).astype(int))
     costs = [_deviation(logs[:k]) + _deviation(logs[k:]) for k in splits]
     best = int(np.argmin(costs))
     k = int(splits[best])

@@ -195,7 +195,7 @@ class BranchCheck:
             return stated, stated
         batches = (each.candidate.global_batch_size(plan.data_parallel) for each in (m, baseline))
         least = max(max(batches) * MIN_STEPS, LONGER * max(self._lengths(m), default=0))
-        wanted = max(least, round(BRANCH_BUDGETS * self._budget.trial_s * baseline.metrics["samples_per_s"]))
+        wanted = max(2 * least, round(BRANCH_BUDGETS * self._budget.trial_s * baseline.metrics["samples_per_s"]))
         # A branch of the baseline that was trained for another candidate will do.
         kept = (n for n in self._lengths(baseline) if least <= n)
         return (n, n) if (n := min(kept, default=0)) else (least, wanted)

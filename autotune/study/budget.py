@@ -34,6 +34,9 @@ DECIDING_SHARE = 0.5
 FIRST_TRIALS = 3
 # Share of a study's time that its checks (quality gate, branches) may cost; where one decides the answer, twice as much.
 CHECK_SHARE, DECIDING_FACTOR = 0.15, 2
+# A quick study has few trials, so its share is small, and without the check they were for nothing: it may take so many
+# times as long as they did.
+QUICK_FACTOR = 2.0
 # At most this many times the rounds that the user states, while it is not settled who is best.
 MOST_ROUNDS = 4
 # Rounds of re-measurement until it is settled who is best, over those that are stated: without noise, and for each unit
@@ -186,9 +189,8 @@ class Budget:
                 CHECK_BUDGETS * self.trial_s,
                 DECIDING_SHARE * (self._state.spec.time_budget_s or 0.0),
             )
-            # A quick study has few trials, so its share is small; without the check they were for nothing.
             if self._state.spec.quick:
-                room_s = max(room_s, self._worked_s())
+                room_s = max(room_s, QUICK_FACTOR * self._worked_s())
         return max(0.0, min(room_s - self._checked_s(), self.room_s()))
 
     def expected_check_room_s(self, trial_wall_s: float) -> float:
@@ -197,7 +199,7 @@ class Budget:
         if spec.time_budget_s is not None:
             return DECIDING_SHARE * spec.time_budget_s
         works_s = self.spent_s() + USUAL_TRIALS_SHARE * spec.trials * trial_wall_s
-        return max(works_s * (1.0 if spec.quick else DECIDING_FACTOR * CHECK_SHARE), CHECK_BUDGETS * self.trial_s)
+        return max(works_s * (QUICK_FACTOR if spec.quick else DECIDING_FACTOR * CHECK_SHARE), CHECK_BUDGETS * self.trial_s)
 
     def _check_share_s(self) -> float:
         """Seconds that all checks may take: a share of the study's time, or of its whole time budget."""

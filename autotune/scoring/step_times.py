@@ -29,8 +29,9 @@ def warmup_steps(times_s: Sequence[float]) -> int:
     """Steps to cut at the start, found as the change-point of the series.
 
     Splits the log times in two where the summed absolute deviation from the two medians is smallest (L1 change-point,
-    at most half the series, and at least three steps stay), and believes the split only where it explains more than noise: the cost must fall by more
-    than three robust standard deviations of the second part, and the medians must differ by over 5 %.
+    at most half the series, and at least three steps stay), and believes the split only where it explains more than
+    noise: the cost must fall by more than three robust standard deviations of the second part, and the medians must
+    differ by over 5 %.
     The set-up steps are always cut, whatever their length.
     """
     logs = np.log(np.maximum(np.asarray(times_s, dtype=float), 1e-9))[SETUP_STEPS:]

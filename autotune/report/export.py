@@ -45,11 +45,13 @@ TRAINING_FIELDS = {
     "--gradient_accumulation_steps": "gradient_accumulation_steps",
 }
 RATE_FLAG = "--learning_rate"
+# What an exported configuration is called beside one of the script's own that has the usual name.
+OTHER_CONFIG = "tuned_ds_config.json"
 # Where frameworks take a DeepSpeed configuration in code.
 CONFIG_PARAMETERS = {
-    TRAINER: f'pass `deepspeed="{EXPORTED_CONFIG}"` to `TrainingArguments`',
-    ACCELERATE: f'pass `DeepSpeedPlugin(hf_ds_config="{EXPORTED_CONFIG}")` to `Accelerator`',
-    "Lightning": f'pass `DeepSpeedStrategy(config="{EXPORTED_CONFIG}")` to `Trainer`',
+    TRAINER: 'pass `deepspeed="{}"` to `TrainingArguments`',
+    ACCELERATE: 'pass `DeepSpeedPlugin(hf_ds_config="{}")` to `Accelerator`',
+    "Lightning": 'pass `DeepSpeedStrategy(config="{}")` to `Trainer`',
 }
 # Beginnings of side changes that the flags of a command carry, the second with flags of TrainingArguments.
 CARRIED = ("Command line:",)
@@ -69,10 +71,12 @@ class Exported:
     Attributes:
         text: What belongs into a file, or into a terminal.
         notes: What someone who uses it has to know and cannot read in it.
+        tuned: The configuration file that the study tuned, which is not written over; None where there is none.
     """
 
     text: str
     notes: Sequence[str]
+    tuned: Path | None = None
 
     def write(self, path: Path) -> None:
         """Writes the text to a file, whole or not at all.
@@ -81,8 +85,13 @@ class Exported:
             path: The file; its folder is made.
 
         Raises:
-            ExportError: It cannot be written.
+            ExportError: It cannot be written, or is the configuration that the study tuned.
         """
+        if self.tuned is not None and path.resolve() == self.tuned.resolve():
+            raise ExportError(
+                f"export: {path} is the configuration that the study tuned, and its baseline; write to another file, as"
+                f" {OTHER_CONFIG}"
+            )
         try:
             files.write_text(path, self.text, named=True)
         except OSError as error:
@@ -116,6 +125,11 @@ class Started:
     config_at: str = ""
     initialized_at: str = ""
     uneven: bool = False
+
+    @property
+    def exported(self) -> str:
+        """The name of the exported configuration, which is not that of its own."""
+        return OTHER_CONFIG if Path(self.config_source).name == EXPORTED_CONFIG else EXPORTED_CONFIG
 
 
 def export(
@@ -193,7 +207,7 @@ def _command(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, 
         raise ExportError("the study tuned a model.py, which no command line starts; use --format deepspeed")
     candidate, how, flags = Candidate.of(pick["candidate"]), started.invocation, started.flags
     changes = pick.get("script_side_changes", ())
-    values = template_values(candidate.values()) | {DS_CONFIG: EXPORTED_CONFIG}
+    values = template_values(candidate.values()) | {DS_CONFIG: started.exported}
     arguments: tuple[str, ...] = how.arguments
     for name, value in candidate.values().items():
         if name in flags and (has_flag(arguments, flags[name]) or value != started.baseline.get(name)):
@@ -205,20 +219,20 @@ def _command(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, 
         for found in filter(None, map(DATA_FLAG.match, changes)):
             arguments = with_flag(arguments, (found[1],), found[2])
         changes = [text for text in changes if not DATA_FLAG.match(text)]
-    comments, launcher = [f"{EXPORTED_CONFIG} is the same pick in the format `deepspeed`."], list[str]()
+    comments, launcher = [f"{started.exported} is the same pick in the format `deepspeed`."], list[str]()
     to_launch = any(text.startswith("DeepSpeed:") and "accelerate launch" in text for text in changes)
     if to_launch or how.environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
         carried += ("DeepSpeed:",)
         comments = ["accelerate.yaml is the same pick in the format `accelerate`."]
         launcher = ["accelerate", "launch", "--config_file", "accelerate.yaml"]
     elif "deepspeed" in flags or DS_CONFIG in flags:
-        arguments = with_flag(arguments, flags.get("deepspeed") or flags[DS_CONFIG], EXPORTED_CONFIG)
+        arguments = with_flag(arguments, flags.get("deepspeed") or flags[DS_CONFIG], started.exported)
     elif DS_CONFIG not in templates_in([*arguments, *how.environment.values()]) and not (
         candidate == Candidate.of(started.baseline) and not changes
     ):
         file = started.config_source
         comments.append(
-            f"No flag carries it: {EXPORTED_CONFIG} takes the place of {file}, which the script reads."
+            f"No flag carries it: {started.exported} takes the place of {file}, which the script reads."
             if file
             else f"Before it trains so, change the script: {_in_code(started)}."
         )
@@ -234,10 +248,10 @@ def _command(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, 
 def _in_code(started: Started) -> str:
     """How a script whose configuration is written in its code gets the exported one."""
     if started.family in CONFIG_PARAMETERS:
-        return CONFIG_PARAMETERS[started.family]
+        return CONFIG_PARAMETERS[started.family].format(started.exported)
     where = f" at {started.initialized_at}" if started.initialized_at else ""
     instead = f"the dict at {started.config_at}" if started.config_at else "the dict that it passes now"
-    return f'pass `config="{EXPORTED_CONFIG}"` to `deepspeed.initialize`{where}, instead of {instead}'
+    return f'pass `config="{started.exported}"` to `deepspeed.initialize`{where}, instead of {instead}'
 
 
 def _with_training_flags(
@@ -280,7 +294,7 @@ def _hf_args(pick: Mapping[str, Any], base: Mapping[str, Any], _: int, started: 
     config = deepspeed_config(pick, base)
     flags = _training_flags(candidate, config)
     flags += [(f"--{name}", str(value)) for name, value in _hf_twins(config)]
-    flags.append(("--deepspeed", EXPORTED_CONFIG))
+    flags.append(("--deepspeed", started.exported if started else EXPORTED_CONFIG))
     return "\n".join(shlex.join(flag) for flag in flags) + "\n"
 
 
@@ -353,7 +367,7 @@ def notes(
             ("scheduler" in config, made.format("scheduler", "Scheduler")),
         ],
         "hf-args": [
-            (True, "ds_config.json is the same pick in the format `deepspeed`."),
+            (True, f"{started.exported if started else EXPORTED_CONFIG} is the same pick in the format `deepspeed`."),
             (every > 1, newer),
             (steps, f"The JSON fixes the scheduler steps: {fixed}"),
         ],
@@ -376,8 +390,10 @@ def export_pick(report: StudyReport, pick: str | None, number: int | None, form:
     chosen, base = pick_or_trial(report, pick, number), report.study["base_config"]
     begun = started(report)
     text = export(chosen, base, form, report.world_size, begun)
+    source = begun.config_source if begun is not None else ""
+    tuned = Path(begun.invocation.working_dir, source) if begun is not None and source else None
     changes = [] if form == "command" else chosen.get("script_side_changes", [])  # its comments say so
-    return Exported(text=text, notes=[*notes(chosen, base, form, begun), *changes])
+    return Exported(text=text, notes=[*notes(chosen, base, form, begun), *changes], tuned=tuned)
 
 
 def started(report: StudyReport) -> Started | None:

@@ -7,8 +7,10 @@ import shlex
 from collections import Counter
 
 from autotune.report.data import StudyReport, pick_words
+from autotune.report.export import started
 from autotune.study.budget import DECIDING_SHARE
 from autotune.study.events import STOPPED
+from autotune.trial.command import EXPORTED_CONFIG
 
 # The time that is stated for what was left out is this many times as long as it was expected to take.
 SPARE = 1.5
@@ -72,7 +74,9 @@ def _ended(report: StudyReport) -> str:
 def _with_answer(report: StudyReport, name: str) -> list[str]:
     pick, other = report.picks["recommended"], report.picks.get("drop_in")
     command = f"; `autotune export {name} --format command` prints your command with it" if report.invocation else ""
-    found = [f"Train with it: `autotune export {name} -o ds_config.json` writes its configuration{command}."]
+    begun = started(report)
+    file = begun.exported if begun is not None else EXPORTED_CONFIG
+    found = [f"Train with it: `autotune export {name} -o {file}` writes its configuration{command}."]
     if pick.get("script_side_changes"):
         found.append("Make the changes in the script: the configuration alone is not all of it.")
     if other is not None and other["trial"] != pick["trial"] and not report.is_baseline(other):

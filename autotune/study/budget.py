@@ -199,7 +199,9 @@ class Budget:
         if spec.time_budget_s is not None:
             return DECIDING_SHARE * spec.time_budget_s
         works_s = self.spent_s() + USUAL_TRIALS_SHARE * spec.trials * trial_wall_s
-        return max(works_s * (QUICK_FACTOR if spec.quick else DECIDING_FACTOR * CHECK_SHARE), CHECK_BUDGETS * self.trial_s)
+        return max(
+            works_s * (QUICK_FACTOR if spec.quick else DECIDING_FACTOR * CHECK_SHARE), CHECK_BUDGETS * self.trial_s
+        )
 
     def _check_share_s(self) -> float:
         """Seconds that all checks may take: a share of the study's time, or of its whole time budget."""

@@ -26,6 +26,7 @@ MAPPED_KEYS |= {name: name for name in FIELDS}
 # To run a launch command once, each template is replaced by a number, so large that it occurs nowhere else.
 FIRST_NUMBER, NUMBER_STEP = 715_000_003, 1_000_003
 EXPORTED_CONFIG = "ds_config.json"
+THREADS = "OMP_NUM_THREADS"
 # A command with one of these is for a shell and is not split into words.
 SHELL_SIGNS = re.compile(r"[&|;<>()$`*?\n#~]")
 
@@ -213,6 +214,9 @@ def pasted(
     what = ["-m", invocation.module] if invocation.module else [script]
     if start is not None:  # other variables come from the launcher
         environment = [fill(word, values) for word in itertools.takewhile(re.compile(r"\w+=").match, start)]
+        # Another launcher leaves it to torch, which then takes all cores for each rank.
+        if launcher and THREADS in invocation.environment and not any(word.startswith(THREADS) for word in environment):
+            environment.append(f"{THREADS}={invocation.environment[THREADS]}")
     else:
         left_out = ("ACCELERATE_", "PYTHONPATH") if launcher else ("PYTHONPATH",)
         given = {

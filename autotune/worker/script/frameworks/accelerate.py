@@ -164,6 +164,8 @@ class _Adapter:
         if change is None:
             return
         was, wanted = change
+        if given.get("gradient_accumulation_steps") == wanted:  # by a flag of the script
+            return
         plugin = given.get("gradient_accumulation_plugin")
         name = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
         if plugin is not None:

@@ -97,6 +97,8 @@ def report(
     from autotune.report.progress import viewer
     from autotune.session import open_study
 
+    if as_json and (output is not None or png is not None or open_it or single_file):
+        raise UserError("report: --json prints the JSON and writes no file; leave out the other options, or --json")
     opened = open_study(study, storage)
     # Outside a terminal a command of some seconds shows no progress.
     with viewer(sys.stderr.isatty(), after_s=QUICK_S) as view:

@@ -129,6 +129,7 @@ app.add_typer(
 
 def main() -> None:
     """Run a command; an error ends as one sentence and its status, an interrupt as status 130 or 143."""
+    sys.unraisablehook = _unraised
     try:
         app(standalone_mode=True)
     except SystemExit as error:
@@ -153,6 +154,12 @@ def main() -> None:
         sys.exit(2)
     except Exception as error:
         _end_by(error)
+
+
+def _unraised(found: sys.UnraisableHookArgs) -> None:
+    """Show what is raised where nothing can catch it, as Python does; an interrupt there needs no traceback."""
+    if not issubclass(found.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(found)
 
 
 def _end_by(error: Exception) -> NoReturn:

@@ -40,7 +40,7 @@ def history(
     as_json: AsJson = False,
 ) -> None:
     """Print measurements, recommendations or decisions, of one study or all."""
-    from autotune.session import STUDIES, open_history
+    from autotune.session import STUDIES, open_history, open_study
     from autotune.study.storage import records
 
     known = open_history(storage or records.default_url(STUDIES))
@@ -56,6 +56,8 @@ def history(
     rows = {
         kind: read[kind]() for kind in ([what or "decisions"] if what or as_json else ["recommendations", "decisions"])
     }
+    if study is not None and not any(rows.values()):
+        _ = open_study(study, storage).study  # raises for one that is not known, and lists the studies
     for name, number in known.unreadable:
         print(f"note: row {number} of study {name} is left out: it cannot be read", file=sys.stderr)
     if as_json:

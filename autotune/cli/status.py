@@ -86,7 +86,7 @@ def lines(data: Mapping[str, Any]) -> str:
     process = f"; process {data['process']} runs it now" if data["process"] else ""
     left = ""
     if data["running"] and not data["process"]:
-        left = f"; {data['running']} begun and not told (lost, or run elsewhere)"
+        left = f"; {data['running']} begun and not told: the next run takes it up, unless another machine runs it now"
     trials = f"{data['n_trials']} trials in {format_duration(data['wall_s'])}"
     return f"study {data['name']}: {trials} ({outcomes}){process}{left}"
 
@@ -133,7 +133,10 @@ def status(
         plain = f"study {name}: process {pid} runs it now; no trial has ended yet"
         print(json.dumps(data, indent=1) if as_json else plain)
         return 0
-    held = {lease.name: lease.owner.shown for lease in leases.leases(opened.storage, name)}
+    held = {
+        lease.name: f"{lease.owner.shown}{', which has ended' if lease.owner.lives() is False else ''}"
+        for lease in leases.leases(opened.storage, name)
+    }
     changed = fingerprint.lines(fingerprint.quick_changes(opened.record, opened.target))
     data = {**load.status_data(report, len(records.running(opened.study))), "process": pid}
     data |= {"held": held, "changed": changed}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +23,15 @@ from autotune.space.candidate import Candidate
 from autotune.system.units import Scale, scale_for
 from autotune.trial import lengths
 from autotune.trial.command import Invocation
-from autotune.trial.result import BESIDE
+from autotune.trial.result import BESIDE, FAILURES
 from autotune.trial.workload import Environment
 
 Data: TypeAlias = Mapping[str, Any]
 
 TITLES = {"drop_in": "drop-in", "out_of_reach": "out of reach"}
 THROUGHPUT = "samples_per_s"
+# Characters of a failed trial's reason that are shown beside the answer.
+MOST_REASON = 200
 # A pick's price is stated from this change on: 1 %.
 PRICE = 0.01
 # Lengths of the longest samples, in average ones, from which on they may be what does not fit.
@@ -241,9 +245,14 @@ class StudyReport:
         if first is not None and self.baseline is None:
             end = f"{first['outcome']}: {first['reason']}" if first.get("reason") else first["outcome"]
             found.insert(0, f"the baseline did not complete ({end}), so no speed-up can be stated")
+        if first is not None and self.study.get("deepspeed_added"):
+            found.append(
+                "the script runs without DeepSpeed; the baseline is the same script with DeepSpeed at ZeRO stage 0"
+            )
         unreadable = self.study.get("unreadable") or ()
         damaged = "its row in the database cannot be read; restore a copy"
         found += [f"trial {number} is left out: {damaged}" for number in unreadable]
+        found += self._failures()
         said = {trial["trial"]: list(trial.get("caveats") or ()) for trial in self.trials}
         shown = {point["trial"] for point in self._picked}
         by_text: dict[str, list[int]] = {}
@@ -255,6 +264,20 @@ class StudyReport:
             alone = "(--overlap): their times are not those of a trial alone"
             found.append(f"{n} of {len(self.trials)} trials {BESIDE} as others {alone}")
         return list(dict.fromkeys(found))
+
+    def _failures(self) -> list[str]:
+        """The trials that ended badly, those that ended alike together, each with a reason."""
+        alike: dict[tuple[str, str], list[Data]] = {}
+        for trial in self.trials:
+            if trial["outcome"] in FAILURES and trial["trial"] != 0:
+                words = re.sub(r"[0-9.]+", "", trial.get("reason") or "")
+                alike.setdefault((trial["outcome"], words), []).append(trial)
+        found = []
+        for (outcome, _), trials in alike.items():
+            numbers = ", ".join(str(trial["trial"]) for trial in trials)
+            reason = textwrap.shorten(trials[0].get("reason") or "", MOST_REASON, placeholder=" ...")
+            found.append(f"trial{'s' * (len(trials) > 1)} {numbers} ended with {outcome}: {reason}")
+        return found
 
 
 def measured(point: Data) -> dict[str, float]:

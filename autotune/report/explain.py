@@ -68,7 +68,7 @@ class Explanation:
             found += ["", "measured:"]
         for m in self.measured:
             figures = [quantity(name, m["metrics"][name]) for name in SHOWN if name in m["metrics"]]
-            end = ", ".join([f"trial {m['trial']}: {m['outcome']}", *figures])
+            end = ", ".join([f"trial {m['trial']}: {_end(m)}", *figures])
             found.append(f"  {end}{'; it has ' + ', '.join(m['differs']) if m['differs'] else ''}")
         return found + ([""] + [f"- {reason}" for reason in self.reasons] if self.reasons else [])
 
@@ -167,8 +167,11 @@ class Evidence:
             answer = f"No candidate with it completed: {', '.join(sorted(ends))}."
             return Explanation(question=question, answer=answer, measured=near)
         said = self._judged(question, self.expected.most_promising(hopeful))
-        n_with, n_ran = self._n_ran(name, value), sum(trial["outcome"] in RAN for trial in self.trials)
-        scope = f"{n_with} of the {n_ran} trials that ran had it; this is the best that is expected of it"
+        own = [trial for trial in self.trials if trial["candidate"].get(name) == value]
+        bad = [trial for trial in own if trial["outcome"] not in RAN]
+        scope = f"{len(own)} of the {len(self.trials)} trials had it; this is the best that is expected of it"
+        if bad:
+            scope += f"; {len(bad)} of them did not run to the end, as trial {bad[0]['trial']}: {_end(bad[0])}"
         return replace(said, reasons=[scope, *said.reasons])
 
     def _illegal(self, question: str, candidate: Candidate) -> Explanation | None:
@@ -264,6 +267,12 @@ class Evidence:
 
 def _ratios(predicted: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return {metric: said["ratio"] for metric, said in predicted.items() if "ratio" in said}
+
+
+def _end(trial: Mapping[str, Any]) -> str:
+    """How a trial ended, with the reason where it did not run to the end."""
+    told = trial["outcome"] in RAN or not trial["reason"]
+    return str(trial["outcome"]) if told else f"{trial['outcome']} ({trial['reason']})"
 
 
 def _nearest(trials: Sequence[Mapping[str, Any]], candidate: Candidate) -> list[dict[str, Any]]:

@@ -83,7 +83,8 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
     name, kept = study.study_name, records.record(study)
     if kept is None:
         raise StoreError(f"study {name!r} in this database was not made by autotune, or holds no trial yet")
-    measured = [_with_changes(m, kept) for m in analysed.measured(study, folder, kept)]
+    raw = analysed.measured(study, folder, kept)
+    measured = [_with_changes(m, kept) for m in raw]
     estimates = estimate(measured)
     found = recommend.recommend(estimates, kept.objectives, kept.data_parallel)
     trials = _trials(study, estimates, folder if series else None)
@@ -104,6 +105,9 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             "goal": kept.goal,
             "n_trials": len(trials),
             "wall_s": max(records.wall_s(study), sum(t["wall_s"] for t in trials)),
+            "deepspeed_added": any(
+                text.startswith("DeepSpeed:") for m in raw if m.trial == 0 for text in m.script_side_changes
+            ),
             "unchecked_s": records.unchecked_s(study),
             "base_config": kept.base_config,
             "threads_per_rank": _threads(kept),
@@ -153,7 +157,10 @@ def _with_changes(measured: Measured, kept: StudyRecord) -> Measured:
     return replace(
         measured,
         ds_config=deepspeed_config(point, kept.base_config),
-        script_side_changes=[
+        # The user's own configuration takes no change, though it was measured with DeepSpeed (see `caveats`).
+        script_side_changes=[]
+        if measured.candidate == baseline
+        else [
             *measured.script_side_changes,
             *script_side_changes(
                 _as_seen_outside(measured.candidate, kept),

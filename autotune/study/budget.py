@@ -23,7 +23,7 @@ from autotune.study.storage import records
 from autotune.system.files import shown
 from autotune.system.machine import load_per_core
 from autotune.trial.folder import TrialDir, result_in
-from autotune.trial.result import Outcome
+from autotune.trial.result import FAILURES, Outcome
 
 ABORT_AFTER_CRASHES = 4  # identical crashes from the first trial on; twice as many if their reasons differ
 # Share of a time budget that the end of a study may reserve, for the finalists' repeats and the checks before them.
@@ -57,7 +57,6 @@ CHECK_BUDGETS = 5
 USUAL_TRIALS_SHARE = 0.6
 # Beyond this share of a time budget nothing is measured again only since the machine was busy.
 HURRY_SHARE = 0.1
-FAILURES = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.NOT_APPLIED, Outcome.DIVERGED)
 
 
 class Budget:

@@ -48,6 +48,8 @@ class Outcome(StrEnum):
 
 # The outcomes of trials that told a step time.
 RAN = (Outcome.COMPLETE, Outcome.STOPPED_EARLY)
+# Ends that speak of the target or the configuration, and of no lack of memory.
+FAILURES = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.NOT_APPLIED, Outcome.DIVERGED)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,6 +121,8 @@ MISTAKES = {
     "a folder that cannot be made": (["run", "model.py", "--storage", "sqlite:///model.py/x.db"], ["name a folder that you may write"]),
     "nothing to tell of": (["explain", "x", "--storage", "sqlite:///none.db"], ["no database at none.db: nothing has been tuned"]),
     "a study that is not there": (["explain", "smal"], ["no study 'smal'", "Known: s."]),
+    "the same in the history": (["history", "smal"], ["no study 'smal'", "Known: s."]),
+    "files of a report that is printed": (["report", "s", "--json", "-o", "rep"], ["--json prints", "leave out"]),
     "the same to export": (["export", "smal"], ["no study 'smal'", "Known: s."]),
     "a pick that is none": (["export", "s", "--pick", "best"], ["has no pick 'best'", "Known: recommended"]),
     "a format that is none": (["export", "s", "--format", "deepsped"], ["Did you mean 'deepspeed'?"]),

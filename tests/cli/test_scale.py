@@ -177,7 +177,7 @@ def test_the_page_is_inert_and_asks_for_nothing(tmp_path):
         {"strong": found, "weak": found}, "<script>alert(1)</script>", ["a <b>note</b>"], tmp_path / "scaling.html"
     )
     text = (tmp_path / "scaling.html").read_text()
-    shown = text.split('<script type="application/json"')[0]
+    shown = text.split('<script type="application/zlib"')[0]
     assert "<script" not in shown and "<b>note" not in shown and "default-src 'none'" in unescape(shown)
     assert shown.count('class="panel"') == 12 and "1.80x" in shown and not re.search(r"(src|href)=", shown)
 

@@ -24,6 +24,8 @@ CHANCE = 0.01
 WORST_ERROR = 0.005
 # Weights, data and step are the same, so the gradients of the first step are of one size, whatever dropout does.
 WIDEST_NORM_RATIO = 2.0
+# Within this factor of the ratio of micro-steps it is that of sums in place of means.
+ALIKE_RATIO = 1.3
 # Keys of a DeepSpeed configuration that change which numbers are computed, not only where and when.
 NUMERIC_KEYS = (
     "bf16", "fp16", "torch_autocast", "communication_data_type", "gradient_predivide_factor", "prescale_gradients",
@@ -197,7 +199,14 @@ def judge_gradient(found: GradientCheck | None, reference: GradientCheck | None,
     if reference is not None and reference.norm > 0:
         ratio = found.norm / reference.norm
         if not 1 / WIDEST_NORM_RATIO <= ratio <= WIDEST_NORM_RATIO:
-            return f"scales gradients wrongly: that of the first step is {ratio:.3g} times the reference's"
+            said = f"scales gradients wrongly: that of the first step is {ratio:.3g} times the reference's"
+            steps = found.n_micro / max(1, reference.n_micro)
+            if steps != 1 and abs(math.log(ratio / steps)) < math.log(ALIKE_RATIO):
+                said += (
+                    f", as {found.n_micro} to {reference.n_micro} micro-steps: the training adds up what it should average"
+                    " (divide each loss by the number of micro-steps)"
+                )
+            return said
     return ""
 
 

@@ -166,6 +166,7 @@ CLEAN = GradientCheck(error=0.0019, norm=2.0, n_micro=4)
         (GradientCheck(error=0.0, norm=2048.0, n_micro=1), "1.02e+03 times the reference's"),
         (GradientCheck(error=0.0, norm=4.1, n_micro=1), "2.05 times the reference's"),
         (GradientCheck(error=0.0, norm=0.01, n_micro=1), "0.005 times the reference's"),
+        (GradientCheck(error=0.0, norm=0.55, n_micro=1), "as 1 to 4 micro-steps: the training adds up"),
         (GradientCheck(error=0.0051, norm=2.0, n_micro=1), "its gradient is off by 0.51%"),
         (GradientCheck(error=NOT_FINITE, norm=2.0, n_micro=1), "not finite"),
         (GradientCheck(error=0.0, norm=NOT_FINITE, n_micro=1), "not finite"),

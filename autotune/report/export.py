@@ -45,8 +45,6 @@ TRAINING_FIELDS = {
     "--gradient_accumulation_steps": "gradient_accumulation_steps",
 }
 RATE_FLAG = "--learning_rate"
-# What an exported configuration is called beside one of the script's own that has the usual name.
-OTHER_CONFIG = "tuned_ds_config.json"
 # Where frameworks take a DeepSpeed configuration in code.
 CONFIG_PARAMETERS = {
     TRAINER: 'pass `deepspeed="{}"` to `TrainingArguments`',
@@ -90,7 +88,7 @@ class Exported:
         if self.tuned is not None and path.resolve() == self.tuned.resolve():
             raise ExportError(
                 f"export: {path} is the configuration that the study tuned, and its baseline; write to another file, as"
-                f" {OTHER_CONFIG}"
+                f" tuned_{path.name}"
             )
         try:
             files.write_text(path, self.text, named=True)
@@ -128,8 +126,9 @@ class Started:
 
     @property
     def exported(self) -> str:
-        """The name of the exported configuration, which is not that of its own."""
-        return OTHER_CONFIG if Path(self.config_source).name == EXPORTED_CONFIG else EXPORTED_CONFIG
+        """The name of the exported configuration: the usual one, or another one beside a file of its own of that name."""
+        own = Path(self.config_source).name
+        return f"tuned_{own}" if own.endswith(EXPORTED_CONFIG) else EXPORTED_CONFIG
 
 
 def export(

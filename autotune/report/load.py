@@ -210,9 +210,11 @@ def _trials(study: Study, estimates: Estimates, folder: Path | None) -> list[dic
         row |= recommend.figures(seen, estimates) | {"readings_s": _readings(estimates.raw[told.number])}
         if verdict is not None and verdict.passed is False:
             row["reason"] = verdict.reason
+        curve = _with_curve(result, seen, folder)
         row |= {
             "gate": asdict(verdict) if verdict is not None else None,
-            "losses": _curve(result, seen, folder),
+            "losses": curve.losses if curve is not None else [],
+            "losses_batch": seen.verdict.batch if curve is not result and seen.verdict is not None else None,
             "step_times_s": result.step_times_s if result else [],
             "n_warmup": result.steps.n_warmup if result and result.steps else None,
         }
@@ -227,11 +229,10 @@ def _readings(raw: Measured) -> list[float]:
     return [found["step_time_s"] for found in every if "step_time_s" in found]
 
 
-def _curve(result: TrialResult | None, seen: Measured, folder: Path | None) -> list[float | None]:
-    """A trial's losses; those of its second run where the quality gate needed a longer one."""
+def _with_curve(result: TrialResult | None, seen: Measured, folder: Path | None) -> TrialResult | None:
+    """The run of a trial whose losses are shown: its second one where the quality gate needed a longer or another curve."""
     longer = result_in(records.trial_path(folder, seen.trial) / "gate") if folder and seen.verdict is not None else None
-    shown = longer or result
-    return shown.losses if shown is not None else []
+    return longer or result
 
 
 def status_data(report: StudyReport, n_running: int) -> dict[str, Any]:

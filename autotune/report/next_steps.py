@@ -8,9 +8,9 @@ from collections import Counter
 
 from autotune.report.data import StudyReport, pick_words
 from autotune.report.export import started
-from autotune.study.budget import DECIDING_SHARE
-from autotune.study.events import STOPPED
+from autotune.study.events import DECIDING_SHARE, STOPPED
 from autotune.trial.command import EXPORTED_CONFIG
+from autotune.trial.result import Outcome
 
 # The time that is stated for what was left out is this many times as long as it was expected to take.
 SPARE = 1.5
@@ -60,7 +60,8 @@ def _kept(report: StudyReport, again: str) -> str:
     needed_s, spent_s = report.study.get("unchecked_s") or 0.0, report.study.get("wall_s") or 0.0
     if needed_s and report.unchecked:
         minutes = math.ceil(SPARE * max(needed_s / DECIDING_SHARE, spent_s + needed_s) / 60)
-        checks = f"{again} --trials {len(report.trials)} --time-budget {minutes}m"
+        n_spent = sum(trial["outcome"] != Outcome.PREDICTED_OOM for trial in report.trials)
+        checks = f"{again} --trials {n_spent} --time-budget {minutes}m"
         return (
             f"Keep your configuration until what reads better is checked: `{checks}` does so, and searches no further."
         )

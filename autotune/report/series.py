@@ -240,7 +240,8 @@ def _pieces(n: int, most: int) -> list[range]:
 
 def _loss_curve(report: StudyReport, trial: Data) -> LossCurve:
     values, candidate, times_s = trial["losses"], trial["candidate"], trial.get("step_times_s") or []
-    batch = Candidate.of({"micro_batch_size": 1, **candidate}).global_batch_size(report.data_parallel)
+    own = Candidate.of({"micro_batch_size": 1, **candidate}).global_batch_size(report.data_parallel)
+    batch = trial.get("losses_batch") or own  # the quality gate may have trained it at another one
     pieces = _pieces(len(values), MOST_LOSS_POINTS)
     middle = [piece.start + (len(piece) + 1) / 2 for piece in pieces]
     elapsed_s = list(itertools.accumulate(times_s)) if len(times_s) == len(values) else []

@@ -26,7 +26,6 @@ STEP, TO_TARGET = "step_time_s", "time_to_loss_s"
 TIMED = (STEP, "samples_per_s", "tokens_per_s", "padded_tokens_per_s", GOODPUT, TO_TARGET)
 # Degrees of freedom that the prior of the noise is worth to a 95 % interval, and the fewest that are counted far out.
 PRIOR_DEGREES = LEAST_FAR_OUT = 8
-# Standard deviations on either side of a normal interval of 95 %.
 # An interval of a gain wider than this, high over low, says nothing.
 WIDEST = 4.0
 

@@ -56,7 +56,6 @@ class BaselineTrial:
         dropped = self._unmeasurable(result) if complete else self._without_baseline(result)
         objectives = [o for o in self._state.objectives if o not in dropped]
         self._state.settle(self._state.reference, [*objectives, *self._scarce(result)])
-        self._leave_out_batches(result)
         return result
 
     def _scarce(self, result: TrialResult) -> list[Objective]:
@@ -100,12 +99,16 @@ class BaselineTrial:
         reference = self._state.reference
         if reference is not None and reference.noise is None and self._state.spec.global_batch != "keep":
             self._keep_batch(reference.noise_problem)
-        if (result := result_in(self._state.trial_path(0))) is not None:
-            self._leave_out_batches(result)
+        self.leave_out_batches()
 
-    def _leave_out_batches(self, result: TrialResult) -> None:
-        """Searches no global batch whose branch would take longer than the study can give it: it would be no answer."""
-        plan, spec = self._state.plan, self._state.spec
+    def leave_out_batches(self) -> None:
+        """Searches no global batch whose branch would take longer than the study can give it: it would be no answer.
+
+        The study's record keeps the whole space, since a run with more time searches it.
+        """
+        plan, spec, result = self._state.plan, self._state.spec, result_in(self._state.trial_path(0))
+        if result is None:
+            return
         rate = measure(result, None).get("samples_per_s")
         checked = spec.branch and plan.replicated and spec.finalists and spec.branch_tokens is None
         if rate is None or not checked or result.outcome is not Outcome.COMPLETE:
@@ -115,16 +118,16 @@ class BaselineTrial:
         most = largest_batch(self._budget.expected_check_room_s(result.wall_s), rate.value, rest_s)
         most = max(most, baseline.global_batch_size(world))
         low, high = plan.setting.global_batch or (1, math.inf)
-        larger = any(most < batch <= high for batch in plan.space.global_batches(baseline, world))
+        if not any(most < batch <= high for batch in plan.space.global_batches(baseline, world)):
+            return
         setting = replace(plan.setting, global_batch=(int(low), most))
-        space = feasibility.pruned(plan.space, baseline, setting)
-        if not larger or not any(c != baseline and why_illegal(c, setting) is None for c in space.candidates(baseline)):
+        if not any(c != baseline and why_illegal(c, setting) is None for c in plan.space.candidates(baseline)):
             return
         self._events.say(
             f"global batches above {most} are not tried: the branch that checks what one is worth would take longer than this"
-            " study can give it; a longer --time-budget includes them, --no-branch tries them unchecked"
+            " study can give it; --time-budget with more time includes them, --no-branch tries them unchecked"
         )
-        self._state.narrow(space, setting)
+        self._state.narrow(plan.space, setting)  # with all values, as Optuna wants the same ones in every trial
 
     def _measure_noise(self) -> None:
         """Measures the gradient noise scale once, if an objective needs it."""

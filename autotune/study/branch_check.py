@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from autotune.scoring import recommend
 from autotune.scoring.convergence.branch import Branch, Run, compare
 from autotune.scoring.estimates import estimate
 from autotune.scoring.measured import Measured
@@ -13,7 +14,7 @@ from autotune.scoring.metrics import GOODPUT
 from autotune.study.budget import Budget
 from autotune.study.events import EventSink
 from autotune.study.measure import ENDLESS_SAMPLES, TrialMeasurer
-from autotune.study.numerics_check import MIN_STEPS, training_budget_s
+from autotune.study.numerics_check import MIN_STEPS, WITHIN_DEADLINE, training_budget_s
 from autotune.study.state import StudyState, baseline_of
 from autotune.study.storage import records
 from autotune.system.units import format_duration
@@ -22,7 +23,7 @@ from autotune.trial.result import Outcome, TrialResult
 
 # A branch is this many times as long as the baseline's training in a trial.
 BRANCH_BUDGETS = 2
-# A branch that did not decide is followed by one that is so many times as long.
+# A branch that did not decide is followed by one that is so many times as long, or at least twice.
 LONGER = 4
 
 
@@ -66,27 +67,35 @@ class BranchCheck:
         if baseline is None or not unchecked or done >= self._state.spec.finalists:
             return False
         best = next(unchecked[m.trial] for m in found if m.trial in unchecked)
-        decides = best.trial == found[0].trial
-        n_samples = self._affordable(best, baseline, decides=decides)
-        start = self._start() if n_samples else None
-        if start is None:
-            return False
-        while n_samples and not self._compare(best, baseline, n_samples, *start):
-            n_samples = self._affordable(best, baseline, decides=decides)
-        return True
+        return self._train_until_decided(best, baseline, decides=best.trial == found[0].trial)
 
-    def reopen(self) -> None:
-        """Takes back that a branch was too short to decide, where there is time for a longer one now."""
-        measured = estimate(self._state.measured()).measured
-        baseline = baseline_of(measured)
-        for m in measured if baseline else ():
-            undecided = m.branch is not None and m.branch.confirmed is None and m.branch.n_samples
-            if baseline and undecided and self._affordable(m, baseline, decides=True):
-                records.branch_path(self._state.folder, m.trial).unlink()
+    def lengthen(self) -> None:
+        """Goes on with the branch that did not decide about the best trial, where there is time for a longer one now."""
+        estimates = estimate(self._state.measured())
+        if estimates.baseline is None or self._state.spec.branch_tokens is not None:
+            return
+        for m in recommend.rank(estimates, self._state.objectives):
+            if m.trial == 0:
+                return
+            if m.branch is not None and m.branch.confirmed is None and m.branch.n_samples:
+                self._train_until_decided(m, estimates.baseline, decides=True)
+                return
+            if not m.barred:
+                return
+
+    def _train_until_decided(self, m: Measured, baseline: Measured, *, decides: bool) -> bool:
+        """Branches, longer each time, until that decides or there is no time; whether there was time for one."""
+        n_samples = self._affordable(m, baseline, decides=decides)
+        start = self._start() if n_samples else None
+        while n_samples and start is not None and not self._compare(m, baseline, n_samples, *start):
+            n_samples = self._affordable(m, baseline, decides=decides)
+        return start is not None
 
     def _affordable(self, m: Measured, baseline: Measured, *, decides: bool) -> int:
         """Samples of a branch that keeps to the checks' share of the study's time; 0 if none does, said once."""
         least, wanted = self._n_samples(m, baseline)
+        if self._lengths(m) and least > self._most_samples(m, baseline):
+            return 0  # a trial's deadline would cut it
         room_s, round_s = self._budget.check_room_s(decides=decides), self._budget.again_s([m.trial, baseline.trial])
         # A round of both is to follow; what does not decide the answer leaves the time to all the finalists' rounds.
         left_s = self._budget.room_s() - round_s if decides or not self._budget.out_of_time() else 0.0
@@ -185,6 +194,11 @@ class BranchCheck:
             return None
         return path, len(found[0].losses) * (found[0].samples_per_step or 0)
 
+    def _most_samples(self, m: Measured, baseline: Measured) -> float:
+        """Samples that the slower side can train on within a trial's deadline."""
+        rates = (each.metrics.get("samples_per_s") or 1.0 for each in (m, baseline))
+        return WITHIN_DEADLINE * self._state.spec.trial_deadline_s * min(rates)
+
     def _n_samples(self, m: Measured, baseline: Measured) -> tuple[int, int]:
         """Samples of a branch, at least and wanted: as the user states, else enough steps, and a multiple of a trial's."""
         spec, plan = self._state.spec, self._state.plan
@@ -194,8 +208,10 @@ class BranchCheck:
             stated = max(1, round(spec.branch_tokens / tokens_per_sample))
             return stated, stated
         batches = (each.candidate.global_batch_size(plan.data_parallel) for each in (m, baseline))
-        least = max(max(batches) * MIN_STEPS, LONGER * max(self._lengths(m), default=0))
-        wanted = max(2 * least, round(BRANCH_BUDGETS * self._budget.trial_s * baseline.metrics["samples_per_s"]))
+        fewest, longest = max(batches) * MIN_STEPS, max(self._lengths(m), default=0)
+        usual = round(BRANCH_BUDGETS * self._budget.trial_s * baseline.metrics["samples_per_s"])
+        least, wanted = max(fewest, 2 * longest), max(2 * fewest, LONGER * longest, usual)
+        wanted = max(least, min(wanted, int(self._most_samples(m, baseline))))
         # A branch of the baseline that was trained for another candidate will do.
         kept = (n for n in self._lengths(baseline) if least <= n)
         return (n, n) if (n := min(kept, default=0)) else (least, wanted)

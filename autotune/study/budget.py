@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial
 from autotune.errors import UserError
 from autotune.scoring import recommend
 from autotune.scoring.estimates import Estimates, estimate
-from autotune.study.events import OUT_OF_TIME
+from autotune.study.events import DECIDING_SHARE, OUT_OF_TIME
 from autotune.study.spec.settings import SETTINGS
 from autotune.study.state import StudyState
 from autotune.study.storage import records
@@ -28,8 +28,6 @@ from autotune.trial.result import FAILURES, Outcome
 ABORT_AFTER_CRASHES = 4  # identical crashes from the first trial on; twice as many if their reasons differ
 # Share of a time budget that the end of a study may reserve, for the finalists' repeats and the checks before them.
 MAX_RESERVED_SHARE = 0.3
-# Where the best so far needs checks, without which it is no answer: share of a time budget that these may cost and reserve.
-DECIDING_SHARE = 0.5
 # Nothing is reserved before this number of trials: a slow baseline alone says little of how long others take.
 FIRST_TRIALS = 3
 # Share of a study's time that its checks (quality gate, branches) may cost; where one decides the answer, twice as much.
@@ -55,6 +53,8 @@ CHECK_TRIALS = 6
 CHECK_BUDGETS = 5
 # Share of its trials after which a search usually ends, since no further one is worth its time (`benchmarks/stopping.py`).
 USUAL_TRIALS_SHARE = 0.6
+# Seconds before a study's first trial, at least: the imports of its server.
+START_S = 5.0
 # Beyond this share of a time budget nothing is measured again only since the machine was busy.
 HURRY_SHARE = 0.1
 
@@ -94,8 +94,9 @@ class Budget:
         """Notes that the search is over: repeats and checks follow."""
         estimates = estimate(self._state.measured())
         rounds = self._usual_rounds(estimates.noise_sd)
-        self._expected_s = self.spent_s() + self._end_s(decides=self._leader_needs_checks(estimates), rounds=rounds)
-        self.keep(self._expected_s - self.spent_s())
+        decides = self._leader_needs_checks(estimates)
+        self._expected_s = self.spent_s() + self._end_s(decides=decides, rounds=rounds)
+        self.keep(self.left_s(decides=decides, noise_sd=estimates.noise_sd))
 
     def expect_rounds(self, round_s: float, n_done: int, noise_sd: float) -> None:
         """Notes that rounds of re-measurement follow, each of which takes about `round_s` seconds."""
@@ -165,13 +166,18 @@ class Budget:
 
         Args:
             needed_s: Seconds that it is expected to take.
-            decides: The answer depends on it, so the share is twice as large, and in a short study some trials' budget.
+            decides: The answer depends on it, so that it may take more.
         """
         return needed_s <= self.check_room_s(decides=decides)
 
     def leave_unchecked(self, needed_s: float) -> None:
-        """Stores with the study how long the check would take that decides the answer, for advice on a longer run."""
-        records.note_unchecked(self._state.study, needed_s)
+        """Stores with the study how long all checks take with the one that decides the answer, for advice on a longer run."""
+        records.note_unchecked(self._state.study, needed_s + self._checked_s())
+
+    def forget_unchecked(self) -> None:
+        """Forgets what an earlier run left unchecked."""
+        if records.unchecked_s(self._state.study):
+            records.note_unchecked(self._state.study, 0.0)
 
     def why_unchecked(self, needed_s: float) -> str:
         """What a check would take too much of, for a message."""
@@ -181,30 +187,37 @@ class Budget:
 
     def check_room_s(self, *, decides: bool = False) -> float:
         """Seconds that are left of the checks' share and of the time budget."""
-        room_s = self._check_share_s()
-        if decides:
-            room_s = max(
-                DECIDING_FACTOR * room_s,
-                CHECK_BUDGETS * self.trial_s,
-                DECIDING_SHARE * (self._state.spec.time_budget_s or 0.0),
-            )
-            if self._state.spec.quick:
-                room_s = max(room_s, QUICK_FACTOR * self._worked_s())
-        return max(0.0, min(room_s - self._checked_s(), self.room_s()))
+        return max(0.0, min(self._checks_may_take_s(decides=decides) - self._checked_s(), self.room_s()))
+
+    def _checks_may_take_s(self, *, decides: bool) -> float:
+        """Seconds that all checks of the study may take: a share of its time, or of its whole time budget."""
+        spec = self._state.spec
+        share_s = CHECK_SHARE * max(self._worked_s(), spec.time_budget_s or 0.0)
+        if not decides:
+            return share_s
+        quick_s = QUICK_FACTOR * (self._worked_s() - self._checked_s()) if spec.quick else 0.0
+        return max(
+            DECIDING_FACTOR * share_s,
+            CHECK_BUDGETS * self.trial_s,
+            DECIDING_SHARE * (spec.time_budget_s or 0.0),
+            quick_s,
+        )
 
     def expected_check_room_s(self, trial_wall_s: float) -> float:
-        """Seconds that the check which decides the answer will be given, as expected where trials take so long."""
+        """Seconds that the check which decides the answer will be given, as expected where trials take so long.
+
+        The same for each run and each helper of a study.
+        """
         spec = self._state.spec
-        if spec.time_budget_s is not None:
-            return DECIDING_SHARE * spec.time_budget_s
-        works_s = self.spent_s() + USUAL_TRIALS_SHARE * spec.trials * trial_wall_s
+        budget_s = spec.time_budget_s
+        if not self._leads:  # its own time is not the study's
+            budget_s = records.stated_settings(self._state.study).get("time_budget_s")
+        if budget_s is not None:
+            return DECIDING_SHARE * float(budget_s)
+        works_s = START_S + (1 + USUAL_TRIALS_SHARE * spec.trials) * trial_wall_s
         return max(
             works_s * (QUICK_FACTOR if spec.quick else DECIDING_FACTOR * CHECK_SHARE), CHECK_BUDGETS * self.trial_s
         )
-
-    def _check_share_s(self) -> float:
-        """Seconds that all checks may take: a share of the study's time, or of its whole time budget."""
-        return CHECK_SHARE * max(self._worked_s(), self._state.spec.time_budget_s or 0.0)
 
     def _worked_s(self) -> float:
         """Seconds that the runs of the study took which told a trial: another look at it buys no further checks."""
@@ -241,10 +254,7 @@ class Budget:
         spec, ran = self._state.spec, self._ran()
         if not spec.finalists or not ran:
             return 0.0
-        most_s = self._check_share_s()
-        if decides:
-            most_s = max(DECIDING_FACTOR * most_s, DECIDING_SHARE * (spec.time_budget_s or 0.0))
-        checks_s = min(CHECK_TRIALS * self.usual_s(), most_s)
+        checks_s = min(CHECK_TRIALS * self.usual_s(), self._checks_may_take_s(decides=decides))
         doubtful = any(m.doubt and not m.barred for m in self._state.measured())
         # The baseline is in every round, and trials that were stopped early are in none.
         walls = [data["wall_s"] for data in ran[1:] if data["outcome"] == Outcome.COMPLETE]

@@ -47,7 +47,8 @@ class Finalists:
         """Checks and measures until the recommended configurations pass every check."""
         if not self._state.spec.finalists:
             return
-        self._branch.reopen()
+        self._budget.forget_unchecked()
+        self._branch.lengthen()
         found = self._finalists()
         # Where nothing is measured again without need, checks come last: they cost more.
         while self._state.spec.repeats and self._changed(found):

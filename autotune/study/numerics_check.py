@@ -74,9 +74,8 @@ class NumericsCheck:
         for n, (batch, group) in enumerate(by_batch.items()):
             names = [str(m.trial) for m in group]
             decides = n == 0 and group[0].trial == found[0].trial
-            at = self._affordable(batch, len(group), baseline, decides=decides)
+            at, needed_s = self._affordable(batch, group, baseline, decides=decides)
             if at is None:
-                needed_s = self._needed_s(self._own_batch, baseline)
                 left.setdefault(self._budget.why_unchecked(needed_s), []).extend(names)
                 if decides:
                     self._budget.leave_unchecked(needed_s)
@@ -97,16 +96,25 @@ class NumericsCheck:
                 self._left.update(unsaid)
         return failed
 
-    def _affordable(self, batch: int, n: int, baseline: Measured, *, decides: bool) -> int | None:
-        """The global batch at which to check `n` candidates with a batch: theirs, the baseline's, or none."""
-        own_s = self._needed_s(self._own_batch, baseline)
+    def _affordable(
+        self, batch: int, group: Sequence[Measured], baseline: Measured, *, decides: bool
+    ) -> tuple[int | None, float]:
+        """The global batch at which to check candidates with a batch, theirs or the baseline's, and the seconds it takes.
+
+        None where there is no time for either. Sums over many micro-steps are not seen at the baseline's batch, so there
+        only those are checked whose own trial compared its gradient.
+        """
+        needed_s, own_s = self._needed_s(batch, baseline), self._needed_s(self._own_batch, baseline)
         if batch == self._own_batch:
-            return batch if self._budget.affords(own_s) else None
-        if self._budget.affords_check(self._needed_s(batch, baseline), decides=decides):
-            return batch
-        own_s += n * self._curve_s(self._own_batch, baseline)  # their own trials are no curves at that batch
+            return batch if self._budget.affords(own_s) else None, own_s
+        seen = (result_in(self._state.trial_path(m.trial)) for m in group)
+        if self._budget.affords_check(needed_s, decides=decides):
+            return batch, needed_s
+        if any(result is None or result.gradient is None for result in seen):
+            return None, needed_s
+        own_s += len(group) * self._curve_s(self._own_batch, baseline)  # their own trials are no curves at that batch
         affordable = self._budget.affords(own_s) if decides else self._budget.affords_check(own_s, decides=False)
-        return self._own_batch if affordable else None
+        return self._own_batch if affordable else None, own_s
 
     def _sums_right(self, m: Measured, baseline: Measured) -> bool:
         """Whether a candidate differs in sums of 16 bits alone, and its trial showed that they are right; kept if so."""
@@ -137,8 +145,12 @@ class NumericsCheck:
             if (passed := self._passed_alike(m, batch)) is not None:
                 return passed
             step_s = (at_own_batch and m.metrics.get("step_time_s")) or self._step_s(batch, baseline)
-            candidate = with_batch(m.candidate, batch, self._world)
-            own = self._curve(candidate, path / "gate", len(reference.losses), step_s)
+            candidate = m.candidate if at_own_batch else with_batch(m.candidate, batch, self._world)
+            n_steps = min(len(each.losses) for each in (reference, *replicates))
+            own = self._curve(candidate, path / "gate", n_steps, step_s)
+            if own.outcome not in (Outcome.COMPLETE, Outcome.DIVERGED):
+                why = f"its curve at a global batch of {batch} ended with {own.outcome}: {own.reason}"
+                return GateVerdict(passed=None, reason=f"its numerics could not be checked: {why}", batch=batch)
             if wrong := quality_gate.judge_gradient(own.gradient, reference.gradient, m.ds_config):
                 return GateVerdict(passed=False, reason=wrong, batch=batch)
         if own.outcome is Outcome.DIVERGED:
@@ -231,9 +243,12 @@ def training_budget_s(spec: StudySpec, trial_s: float, needed_s: float) -> float
 
 
 def with_batch(candidate: Candidate, batch: int, world_size: int) -> Candidate:
-    """A candidate with another global batch, in the largest micro-batches that surely fit: only numerics count."""
-    per_rank = max(1, batch // world_size)
+    """A candidate with another global batch: with its number of micro-steps, or else the largest micro-batches that surely fit."""
+    per_rank = max(1, batch * candidate.ranks_per_replica // world_size)
     if per_rank == candidate.micro_batch_size * candidate.gradient_accumulation_steps:
         return candidate
+    micro, rest = divmod(per_rank, candidate.gradient_accumulation_steps)
+    if micro and not rest and micro <= candidate.micro_batch_size:
+        return replace(candidate, micro_batch_size=micro)
     micro = max(m for m in range(1, min(candidate.micro_batch_size, per_rank) + 1) if per_rank % m == 0)
     return replace(candidate, micro_batch_size=micro, gradient_accumulation_steps=per_rank // micro)

@@ -189,6 +189,7 @@ class Runner:
             self.state.create()
             asked = self.proposer.claim_as(baseline, "baseline")
             self._teller.tell(asked, baseline, "baseline", self._teller.explained(baseline, result))
+        self._baseline.leave_out_batches()
 
     def _search(self) -> str:
         """Runs trials until none is left to start; returns why that is before the budget is spent."""

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from support.instant import Instant, report
 from support.studies import run
 
@@ -164,11 +165,40 @@ def test_a_branch_that_did_not_decide_is_followed_by_longer_ones_while_there_is_
     assert (
         recommend.recommend(estimate(runner.measured()), runner.objectives, 1).picks["recommended"].measured.trial == 0
     )
+    again = lengths(branching(tmp_path, **space)[1])
+    assert not again  # another look at the study has no more time
     undecided_below(max(first) + 1)
     runner, executor, _ = branching(tmp_path, **space, time_budget_s=1e6)
-    assert min(lengths(executor)) > 3 * max(first)
+    assert min(lengths(executor)) > 1.9 * max(first)
     found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
-    assert found.picks["recommended"].measured.trial == 1
+    assert found.picks["recommended"].measured.trial == 1 and records.unchecked_s(runner.study) == 0
+
+
+def test_a_branch_that_a_trials_deadline_would_cut_is_not_begun_again(tmp_path, monkeypatch):
+    """Its advice would be a time budget that cannot help."""
+    decide = lambda own, *_: Branch(confirmed=None, reason="", n_samples=len(own.losses) * own.batch)  # noqa: E731
+    monkeypatch.setattr(branch_check, "compare", decide)
+    monkeypatch.setattr(budget, "CHECK_BUDGETS", 10**6)
+    space = {
+        "space": [{"micro_batch_size": [8, 16]}],
+        "trials": 2,
+        "trial_deadline_s": 20.0,
+        "objectives": ["throughput"],
+    }
+    runner, executor, _ = branching(tmp_path, **space, trial_budget_s=1.0)
+    assert 0 < max(lengths(executor)) < 20.0 * 600 and records.unchecked_s(runner.study) == 0
+
+
+@pytest.mark.parametrize(("quick", "most"), [(True, 64), (False, 256)])
+def test_batches_that_no_branch_could_confirm_in_time_are_not_tried_and_said(tmp_path, quick, most):
+    """Eight samples take 28 ms, so that a branch of 24 steps of 512 takes 43 s for the baseline alone."""
+    space = [{"micro_batch_size": [8, 16, 32, 64, 128, 256, 512]}]
+    shape = {"trials": 8, "space": space, "trial_budget_s": 0.1, "quick": quick, "sampler": "random"}
+    runner, _, watcher = branching(tmp_path, **shape, objectives=["throughput"])
+    tried = {m.candidate.micro_batch_size for m in runner.measured()}
+    assert 8 in tried and max(tried) < 512 and any("are not tried: the branch" in text for text in watcher.said)
+    again, *_ = branching(tmp_path / "free", **shape | {"branch": False}, objectives=["throughput"])
+    assert max(m.candidate.micro_batch_size for m in again.measured()) == 512
 
 
 def test_a_branch_that_decides_comes_before_the_rounds_that_time_is_kept_for(tmp_path, monkeypatch):

@@ -7,7 +7,8 @@ from support.instant import Clock, Instant, plan_of, spec_of
 from support.studies import run
 
 from autotune.executors.base import Status, TimeOver
-from autotune.study.budget import CHECK_BUDGETS, CHECK_SHARE, DECIDING_SHARE, MOST_CLOSING_S, Budget, closing_s
+from autotune.study.budget import CHECK_BUDGETS, CHECK_SHARE, MOST_CLOSING_S, Budget, closing_s
+from autotune.study.events import DECIDING_SHARE
 from autotune.study.storage import records
 
 
@@ -130,3 +131,14 @@ def test_the_time_left_counts_the_rounds_that_usually_follow_and_is_stored_for_t
     left = [told.left_s for told in watcher.ended_with if told.role != "repeat"]
     assert all(5 - n + 3 < left_s < 5 - n + 4 * 3 for n, left_s in enumerate(left)) and len(left) == 6
     assert records.ends_s(runner.study) == records.wall_s(runner.study) == pytest.approx(clock.now_s)
+
+
+def test_the_checks_of_a_quick_study_buy_no_further_ones(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch)
+    spec = spec_of(quick=True, trial_budget_s=0.1)
+    budget = Budget(SimpleNamespace(spec=spec, plan=plan_of(spec), exists=False, folder=tmp_path))
+    clock.now_s = 30.0
+    assert budget.check_room_s(decides=True) == pytest.approx(60.0)
+    clock.now_s = 80.0
+    budget.checked(50.0)
+    assert budget.check_room_s(decides=True) == pytest.approx(10.0)

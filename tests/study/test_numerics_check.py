@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from support.instant import SPACE, Instant, failed, report
 from support.studies import run
 
@@ -9,6 +10,7 @@ from autotune.scoring import recommend
 from autotune.scoring.convergence.quality_gate import LEAST_STEPS
 from autotune.scoring.estimates import estimate
 from autotune.space.candidate import Candidate
+from autotune.study.numerics_check import with_batch
 from autotune.trial.folder import read_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import GradientCheck, Outcome
@@ -58,10 +60,6 @@ def test_more_gradients_summed_in_16_bits_are_judged_by_the_trials_own_gradient(
     """No curve is trained for them; fewer than the baseline's need no check at all."""
     space = [{"gradient_accumulation_steps": [1, 2, 4]}]
     base = Candidate(micro_batch_size=8, gradient_accumulation_steps=2, precision="bf16")
-
-    def exact(candidate):
-        right = GradientCheck(error=0.002, norm=1.0, n_micro=candidate.gradient_accumulation_steps)
-        return replace(report(candidate), gradient=right)
 
     runner, executor, _ = run(
         tmp_path, Instant(exact), trials=3, sampler="grid", space=space, baseline=base, objectives=["throughput"]
@@ -139,11 +137,25 @@ def test_where_steps_are_slow_checks_train_as_long_as_they_need_and_once_for_equ
     assert found.picks["recommended"].measured.candidate.precision == "bf16"
 
 
+def exact(candidate):
+    """A trial that compared its gradient, and found it right."""
+    return report(
+        candidate, gradient=GradientCheck(error=0.002, norm=1.0, n_micro=candidate.gradient_accumulation_steps)
+    )
+
+
 def test_where_a_large_batch_is_too_dear_to_check_its_numerics_are_checked_at_the_baselines(tmp_path):
     """A study of seconds left a gain of 3x unchecked, and without a time budget nothing could have it checked."""
     space, goals = [{"micro_batch_size": [8, 64], "precision": ["fp32", "bf16"]}], ["throughput"]
     runner, executor, watcher = run(
-        tmp_path, trials=4, sampler="grid", space=space, objectives=goals, trial_budget_s=0.01, repeats=0
+        tmp_path,
+        Instant(exact),
+        trials=4,
+        sampler="grid",
+        space=space,
+        objectives=goals,
+        trial_budget_s=0.01,
+        repeats=0,
     )
     found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1).picks["recommended"].measured
     assert (found.candidate.micro_batch_size, found.candidate.precision) == (64, "bf16")
@@ -154,9 +166,36 @@ def test_where_a_large_batch_is_too_dear_to_check_its_numerics_are_checked_at_th
 
 def test_a_fault_at_the_baselines_batch_refuses_a_large_one_too(tmp_path):
     space, goals = [{"micro_batch_size": [8, 64], "precision": ["fp32", "bf16"]}], ["throughput"]
+    worse = trains(bf16=3.0)
     runner, _, _ = run(
-        tmp_path, Instant(trains(bf16=3.0)), trials=4, sampler="grid", space=space, objectives=goals,
-        trial_budget_s=0.01, repeats=0,
+        tmp_path, Instant(lambda c: replace(worse(c), gradient=exact(c).gradient)), trials=4, sampler="grid",
+        space=space, objectives=goals, trial_budget_s=0.01, repeats=0,
     )  # fmt: skip
     found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1).picks["recommended"].measured
     assert (found.candidate.micro_batch_size, found.candidate.precision) == (64, "fp32")
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 4, 32])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_candidate_at_another_batch_has_that_batch_whatever_its_degrees(micro_batch_size, steps, degree):
+    config = (("sequence_parallel_size", degree),) if degree > 1 else ()
+    own = Candidate(micro_batch_size=micro_batch_size, gradient_accumulation_steps=steps, config=config)
+    for batch in (8, 16, 24, 64):
+        moved = with_batch(own, batch, 4)
+        assert moved.global_batch_size(4) == batch and moved.micro_batch_size <= max(own.micro_batch_size, 1)
+    assert with_batch(own, own.global_batch_size(4), 4) == own
+
+
+def test_a_curve_at_another_batch_is_as_long_as_what_it_is_compared_with(tmp_path):
+    """The baseline's own trial has 24 losses, its replicates have fewer."""
+    executor = Instant()
+
+    def behaviour(candidate):
+        whole = report(candidate, gradient=GradientCheck(error=0.0, norm=1.0, n_micro=1))
+        return replace(whole, losses=whole.losses[:14]) if executor.gated else whole
+
+    executor.behaviour = behaviour
+    space, goals = [{"micro_batch_size": [8, 64], "precision": ["fp32", "bf16"]}], ["throughput"]
+    run(tmp_path, executor, trials=4, sampler="grid", space=space, objectives=goals, trial_budget_s=0.01, repeats=0)
+    assert [r.max_steps for r in executor.gated if r.candidate["precision"] == "bf16"] == [14]

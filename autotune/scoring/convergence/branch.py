@@ -21,7 +21,7 @@ FAR = 1000.0
 # interval, high over low, that decides.
 TOLERANCE, WIDEST = 1.05, 3.0
 # The remedy where a branch decides nothing.
-MORE = "raise --branch-tokens, or do without by --no-branch"
+MORE = "a longer one tells more (more time, or --branch-tokens), --no-branch does without"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,8 @@ def compare(own: Run, baseline: Run, predicted: float | None = None, seen: float
     n_samples = min(len(own.losses) * own.batch, len(baseline.losses) * baseline.batch)
     n_windows = min(MOST_WINDOWS, n_samples // max(own.batch, baseline.batch, 1))
     if n_windows < FEWEST_WINDOWS:
-        return Branch(confirmed=None, reason=f"{n_samples:,} samples are too few for a branch of this batch; {MORE}")
+        why = f"{n_samples:,} samples are too few for a branch of this batch; {MORE}"
+        return Branch(confirmed=None, reason=why, n_samples=n_samples)
     curves = [_pieces(run, n_samples, n_windows) for run in (own, baseline)]
     if not all(np.isfinite(curve).all() for curve in curves):
         return Branch(confirmed=False, reason="in the branch its loss was not finite", n_samples=n_samples)

@@ -181,7 +181,8 @@ SETTINGS: dict[str, Setting] = {
         comment="Other global batches are checked by a branch from the baseline's state, on this many tokens.", default=True),
     "branch_tokens": Setting(
         "Tokens that each side of such a check trains on.",
-        more="Samples, where those are no sequences; by default twice what the baseline trains on in a trial.",
+        more="Samples, where those are no sequences; by default twice what the baseline trains on in a trial, at least 24"
+        " steps where there is time, and longer where that does not decide.",
         metavar="N"),
     "from_checkpoint": Setting(
         "Weights that these checks start from: a DeepSpeed checkpoint or a state dict.",

@@ -164,10 +164,10 @@ class _Adapter:
         if change is None:
             return
         was, wanted = change
-        if given.get("gradient_accumulation_steps") == wanted:  # by a flag of the script
-            return
         plugin = given.get("gradient_accumulation_plugin")
         name = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+        if given.get("gradient_accumulation_steps") == wanted and os.environ.get(name, str(wanted)) == str(wanted):
+            return  # a flag of the script carries it
         if plugin is not None:
             plugin.num_steps = wanted
         elif os.environ.get(name, "").isdigit():

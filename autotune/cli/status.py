@@ -21,6 +21,7 @@ from autotune.system.units import format_duration
 
 if TYPE_CHECKING:
     from autotune.study.events import EventSink
+    from autotune.study.storage.leases import Lease
 
 LOOK_S = 0.2
 SCALING = "scaling"  # folder in a study's folder, for `autotune scale`
@@ -91,6 +92,10 @@ def lines(data: Mapping[str, Any]) -> str:
     return f"study {data['name']}: {trials} ({outcomes}){process}{left}"
 
 
+def _holder(lease: Lease) -> str:
+    return lease.owner.shown + (", which has ended" if lease.owner.lives() is False else "")
+
+
 def status(
     study: Annotated[
         str | None, typer.Argument(metavar="[STUDY]", help="Name of a study (default: the one that runs).")
@@ -133,10 +138,7 @@ def status(
         plain = f"study {name}: process {pid} runs it now; no trial has ended yet"
         print(json.dumps(data, indent=1) if as_json else plain)
         return 0
-    held = {
-        lease.name: f"{lease.owner.shown}{', which has ended' if lease.owner.lives() is False else ''}"
-        for lease in leases.leases(opened.storage, name)
-    }
+    held = {lease.name: _holder(lease) for lease in leases.leases(opened.storage, name)}
     changed = fingerprint.lines(fingerprint.quick_changes(opened.record, opened.target))
     data = {**load.status_data(report, len(records.running(opened.study))), "process": pid}
     data |= {"held": held, "changed": changed}

@@ -269,7 +269,7 @@ class StudyReport:
         """The trials that ended badly, those that ended alike together, each with a reason."""
         alike: dict[tuple[str, str], list[Data]] = {}
         for trial in self.trials:
-            if trial["outcome"] in FAILURES and trial["trial"] != 0:
+            if trial.get("outcome") in FAILURES and trial["trial"] != 0:
                 words = re.sub(r"[0-9.]+", "", trial.get("reason") or "")
                 alike.setdefault((trial["outcome"], words), []).append(trial)
         found = []

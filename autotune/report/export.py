@@ -126,7 +126,7 @@ class Started:
 
     @property
     def exported(self) -> str:
-        """The name of the exported configuration: the usual one, or another one beside a file of its own of that name."""
+        """The name of the exported configuration, which is not the name of the script's own file."""
         own = Path(self.config_source).name
         return f"tuned_{own}" if own.endswith(EXPORTED_CONFIG) else EXPORTED_CONFIG
 

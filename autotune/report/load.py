@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
     if kept is None:
         raise StoreError(f"study {name!r} in this database was not made by autotune, or holds no trial yet")
     raw = analysed.measured(study, folder, kept)
-    measured = [_with_changes(m, kept) for m in raw]
-    estimates = estimate(measured)
+    estimates = estimate([_with_changes(m, kept) for m in raw])
     found = recommend.recommend(estimates, kept.objectives, kept.data_parallel)
     trials = _trials(study, estimates, folder if series else None)
     recommended: dict[str, Any] = {
@@ -105,18 +105,14 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             "goal": kept.goal,
             "n_trials": len(trials),
             "wall_s": max(records.wall_s(study), sum(t["wall_s"] for t in trials)),
-            "deepspeed_added": any(
-                text.startswith("DeepSpeed:") for m in raw if m.trial == 0 for text in m.script_side_changes
-            ),
+            "deepspeed_added": _adds_deepspeed(raw),
             "unchecked_s": records.unchecked_s(study),
             "base_config": kept.base_config,
             "threads_per_rank": _threads(kept),
             "baseline": Candidate.from_key(kept.baseline).values(),
             "measured_on": _days(study),
             "trials_wanted": records.stated_settings(study).get("trials"),
-            "time_budget_s": records.stated_settings(study).get("time_budget_s"),
-            "max_length": records.stated_settings(study).get("max_length"),
-            "device_memory_bytes": records.stated_settings(study).get("device_memory_bytes"),
+            **{name: records.stated_settings(study).get(name) for name in records.WATCHED},
             "ended": study.user_attrs.get(records.ENDED_ATTR, ""),
             "unreadable": records.unreadable(study),
             "lost": [
@@ -140,6 +136,11 @@ def _days(study: Study) -> list[str]:
     """The days on which the first and the last trial ended, in local time."""
     ended = sorted(told.datetime_complete for told in records.told_trials(study) if told.datetime_complete)
     return [f"{ended[0]:%Y-%m-%d}", f"{ended[-1]:%Y-%m-%d}"] if ended else []
+
+
+def _adds_deepspeed(measured: Sequence[Measured]) -> bool:
+    """Whether the script runs without DeepSpeed, so that its baseline is one with it."""
+    return any(text.startswith("DeepSpeed:") for m in measured if m.trial == 0 for text in m.script_side_changes)
 
 
 def _threads(kept: StudyRecord) -> int | None:

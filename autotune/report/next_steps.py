@@ -7,7 +7,6 @@ import shlex
 from collections import Counter
 
 from autotune.report.data import StudyReport, pick_words
-from autotune.report.export import started
 from autotune.study.events import DECIDING_SHARE, STOPPED
 from autotune.trial.command import EXPORTED_CONFIG
 from autotune.trial.result import Outcome
@@ -60,7 +59,7 @@ def _kept(report: StudyReport, again: str) -> str:
     needed_s, spent_s = report.study.get("unchecked_s") or 0.0, report.study.get("wall_s") or 0.0
     if needed_s and report.unchecked:
         minutes = math.ceil(SPARE * max(needed_s / DECIDING_SHARE, spent_s + needed_s) / 60)
-        n_spent = sum(trial["outcome"] != Outcome.PREDICTED_OOM for trial in report.trials)
+        n_spent = sum(trial.get("outcome") != Outcome.PREDICTED_OOM for trial in report.trials)
         checks = f"{again} --trials {n_spent} --time-budget {minutes}m"
         return (
             f"Keep your configuration until what reads better is checked: `{checks}` does so, and searches no further."
@@ -75,6 +74,8 @@ def _ended(report: StudyReport) -> str:
 def _with_answer(report: StudyReport, name: str) -> list[str]:
     pick, other = report.picks["recommended"], report.picks.get("drop_in")
     command = f"; `autotune export {name} --format command` prints your command with it" if report.invocation else ""
+    from autotune.report.export import started  # which imports Optuna
+
     begun = started(report)
     file = begun.exported if begun is not None else EXPORTED_CONFIG
     found = [f"Train with it: `autotune export {name} -o {file}` writes its configuration{command}."]

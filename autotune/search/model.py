@@ -34,7 +34,7 @@ from autotune.search.observation import Observation
 from autotune.search.sample_counts import SampleCounts
 from autotune.space.candidate import Candidate
 from autotune.trial.profile import Floats
-from autotune.trial.result import RAN, Outcome
+from autotune.trial.result import FAILURES, RAN, Outcome
 
 Rows = NDArray[np.intp]
 Bound = tuple[str, Literal["min", "max"], float]
@@ -52,7 +52,6 @@ GUESSED_SCALE = 0.5
 RATES = {"samples_per_s", "tokens_per_s"}
 # What rests on a count of samples besides the step time.
 COUNTED = {"time_to_loss_s", GOODPUT}
-FATAL = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.NOT_APPLIED, Outcome.DIVERGED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -407,7 +406,7 @@ def _distrust(catalogue: FeatureTable, told: Sequence[Observation]) -> Floats:
     def present(*outcomes: Outcome) -> Floats:
         return catalogue.present[_rows(catalogue, [t for t in told if t.outcome in outcomes])]
 
-    good, failed = present(*RAN).sum(axis=0), present(*FATAL)
+    good, failed = present(*RAN).sum(axis=0), present(*FAILURES)
     suspects = failed * (good == 0)
     suspects = np.where(suspects.any(axis=1, keepdims=True), suspects, failed)
     bad = (suspects / np.maximum(suspects.sum(axis=1, keepdims=True), 1.0)).sum(axis=0)

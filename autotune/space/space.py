@@ -215,12 +215,6 @@ class SearchSpace:
         template = self.template(default)
         return (self.build(values, *template) for values in self.assignments(default))
 
-    def global_batches(self, default: Candidate, world_size: int) -> set[int]:
-        """The global batches of its micro-batches and numbers of micro-steps, legal or not."""
-        sizes = tuple(p for p in self.parameters if p.name in BATCH_FIELDS and not p.when)
-        alone = replace(self, parameters=sizes)
-        return {candidate.global_batch_size(world_size) for candidate in alone.candidates(default)}
-
     def sample(self, rng: random.Random, default: Candidate) -> Candidate:
         """A random candidate, legal or not: each active parameter uniformly."""
         return self.build(
@@ -291,6 +285,12 @@ def _largest(space: SearchSpace, name: str) -> int:
     """The largest value of a degree in a space."""
     values = space[name].all_values() if name in space else ()
     return max([value for value in values if isinstance(value, int)], default=1)
+
+
+def global_batches(space: SearchSpace, default: Candidate, world_size: int) -> set[int]:
+    """The global batches of a space's micro-batches and numbers of micro-steps, legal or not."""
+    sizes = tuple(p for p in space.parameters if p.name in BATCH_FIELDS and not p.when)
+    return {each.global_batch_size(world_size) for each in replace(space, parameters=sizes).candidates(default)}
 
 
 def _accumulation(samples_per_rank: float, micro_batch_size: int, values: Mapping[str, Scalar]) -> int:

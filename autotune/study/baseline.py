@@ -14,6 +14,7 @@ from autotune.scoring.metrics import GOODPUT, measure
 from autotune.scoring.objective import Objective
 from autotune.space import feasibility
 from autotune.space.legality import why_illegal
+from autotune.space.space import global_batches
 from autotune.study.branch_check import largest_batch
 from autotune.study.budget import PROBE_SHARE, Budget
 from autotune.study.events import EventSink
@@ -118,7 +119,7 @@ class BaselineTrial:
         most = largest_batch(self._budget.expected_check_room_s(result.wall_s), rate.value, rest_s)
         most = max(most, baseline.global_batch_size(world))
         low, high = plan.setting.global_batch or (1, math.inf)
-        if not any(most < batch <= high for batch in plan.space.global_batches(baseline, world)):
+        if not any(most < batch <= high for batch in global_batches(plan.space, baseline, world)):
             return
         setting = replace(plan.setting, global_batch=(int(low), most))
         if not any(c != baseline and why_illegal(c, setting) is None for c in plan.space.candidates(baseline)):

@@ -23,7 +23,7 @@ from autotune.trial.result import Outcome, TrialResult
 
 # A branch is this many times as long as the baseline's training in a trial.
 BRANCH_BUDGETS = 2
-# A branch that did not decide is followed by one that is so many times as long, or at least twice.
+# A branch that did not decide is followed by one 4 times as long, or at least twice.
 LONGER = 4
 
 

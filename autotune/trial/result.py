@@ -46,9 +46,8 @@ class Outcome(StrEnum):
     LOST = "lost"
 
 
-# The outcomes of trials that told a step time.
+# The outcomes of trials that told a step time, and of those that failed otherwise than by memory.
 RAN = (Outcome.COMPLETE, Outcome.STOPPED_EARLY)
-# Ends that speak of the target or the configuration, and of no lack of memory.
 FAILURES = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.NOT_APPLIED, Outcome.DIVERGED)
 
 

@@ -110,24 +110,24 @@ def compare(own: Run, baseline: Run, predicted: float | None = None, seen: float
     ratios = middle / np.maximum(there, middle / 100) / speed
     value = float(np.median(ratios))
     low, high = (float(end) for end in np.quantile(ratios, (0.025, 0.975)))
-    said = (
-        f"in a branch of {n_samples:,} samples it reached the baseline's loss in {value:.2f}x ({low:.2f} to {high:.2f}) of"
-        " the baseline's time"
-    )
-    confirmed: bool | None = True
-    if low > TOLERANCE * max(1.0, predicted or 1.0):
-        confirmed, said = (
-            False,
-            f"{said}: refuted{'' if predicted is None else f', since {predicted:.2f}x was predicted'}",
-        )
-    elif high > WIDEST * low:
-        confirmed, said = None, f"{said}, which is too wide an interval to decide; {MORE}"
-    elif predicted is not None:
-        how = "sooner than" if high < predicted else "later than" if low > predicted else "as"
-        said += f", {how} predicted ({predicted:.2f}x)"
+    said = f"in a branch of {n_samples:,} samples it reached the baseline's loss in {value:.2f}x"
+    confirmed, end = _judged(predicted, low, high)
     return Branch(
-        confirmed=confirmed, reason=said, time_ratio=value, low=low, high=high, predicted=predicted, n_samples=n_samples
-    )
+        confirmed=confirmed, reason=f"{said} ({low:.2f} to {high:.2f}) of the baseline's time{end}", time_ratio=value,
+        low=low, high=high, predicted=predicted, n_samples=n_samples,
+    )  # fmt: skip
+
+
+def _judged(predicted: float | None, low: float, high: float) -> tuple[bool | None, str]:
+    """Whether an interval of the time ratio confirms the candidate, and the words for that."""
+    if low > TOLERANCE * max(1.0, predicted or 1.0):
+        return False, ": refuted" + (f", since {predicted:.2f}x was predicted" if predicted is not None else "")
+    if high > WIDEST * low:
+        return None, f", which is too wide an interval to decide; {MORE}"
+    if predicted is None:
+        return True, ""
+    how = "sooner than" if high < predicted else "later than" if low > predicted else "as"
+    return True, f", {how} predicted ({predicted:.2f}x)"
 
 
 def _pieces(run: Run, n_samples: int, n_windows: int) -> Floats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -101,19 +102,21 @@ class NumericsCheck:
     ) -> tuple[int | None, float]:
         """The global batch at which to check candidates with a batch, theirs or the baseline's, and the seconds it takes.
 
-        None where there is no time for either. Sums over many micro-steps are not seen at the baseline's batch, so there
-        only those are checked whose own trial compared its gradient.
+        None where there is no time for either. The baseline's is cheap, and comes first where a branch follows, which trains
+        them at their own. Sums over many micro-steps are not seen there, so it is only for those whose own trial compared its
+        gradient.
         """
-        needed_s, own_s = self._needed_s(batch, baseline), self._needed_s(self._own_batch, baseline)
+        theirs_s, own_s = self._needed_s(batch, baseline), self._needed_s(self._own_batch, baseline)
         if batch == self._own_batch:
             return batch if self._budget.affords(own_s) else None, own_s
-        seen = (result_in(self._state.trial_path(m.trial)) for m in group)
-        if self._budget.affords_check(needed_s, decides=decides):
-            return batch, needed_s
-        if any(result is None or result.gradient is None for result in seen):
-            return None, needed_s
+        affords = functools.partial(self._budget.affords_check, decides=decides)
+        results = (result_in(self._state.trial_path(m.trial)) for m in group)
+        if any(result is None or result.gradient is None for result in results):
+            return batch if affords(theirs_s) else None, theirs_s
+        if not group[0].branch_wanted and affords(theirs_s):
+            return batch, theirs_s
         own_s += len(group) * self._curve_s(self._own_batch, baseline)  # their own trials are no curves at that batch
-        affordable = self._budget.affords(own_s) if decides else self._budget.affords_check(own_s, decides=False)
+        affordable = self._budget.affords(own_s) if decides else affords(own_s)
         return self._own_batch if affordable else None, own_s
 
     def _sums_right(self, m: Measured, baseline: Measured) -> bool:

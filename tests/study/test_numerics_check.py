@@ -199,3 +199,12 @@ def test_a_curve_at_another_batch_is_as_long_as_what_it_is_compared_with(tmp_pat
     space, goals = [{"micro_batch_size": [8, 64], "precision": ["fp32", "bf16"]}], ["throughput"]
     run(tmp_path, executor, trials=4, sampler="grid", space=space, objectives=goals, trial_budget_s=0.01, repeats=0)
     assert [r.max_steps for r in executor.gated if r.candidate["precision"] == "bf16"] == [14]
+
+
+def test_where_a_branch_follows_numerics_are_checked_at_the_baselines_batch(tmp_path, unhurried):
+    """References at a large batch took the time that its branch needed."""
+    space = [{"micro_batch_size": [8, 32], "precision": ["fp32", "bf16"]}]
+    _, executor, _ = run(
+        tmp_path, Instant(exact), trials=4, sampler="grid", space=space, objectives=["throughput"], branch=True
+    )
+    assert executor.gated and {request.candidate["micro_batch_size"] for request in executor.gated} == {8}

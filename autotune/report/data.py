@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter
 
-from autotune.errors import UserError
+from autotune.errors import UserError, printable
 from autotune.report.timeline import Run
 from autotune.scoring.effects import Effects, effects
 from autotune.scoring.estimates import WIDEST
@@ -275,7 +275,7 @@ class StudyReport:
         found = []
         for (outcome, _), trials in alike.items():
             numbers = ", ".join(str(trial["trial"]) for trial in trials)
-            reason = textwrap.shorten(trials[0].get("reason") or "", MOST_REASON, placeholder=" ...")
+            reason = textwrap.shorten(printable(trials[0].get("reason") or ""), MOST_REASON, placeholder=" ...")
             found.append(f"trial{'s' * (len(trials) > 1)} {numbers} ended with {outcome}: {reason}")
         return found
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from optuna.study import Study
 
-from autotune.errors import UserError
+from autotune.errors import UserError, printable
 from autotune.report.data import StudyReport, differences, metric_scale, quantity, times
 from autotune.report.expectations import Expectations
 from autotune.scoring.measured import improvement, weighted_gain
@@ -272,7 +272,7 @@ def _ratios(predicted: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 def _end(trial: Mapping[str, Any]) -> str:
     """How a trial ended, with the reason where it did not run to the end."""
     told = trial["outcome"] in RAN or not trial["reason"]
-    return str(trial["outcome"]) if told else f"{trial['outcome']} ({trial['reason']})"
+    return str(trial["outcome"]) if told else f"{trial['outcome']} ({printable(trial['reason'])})"
 
 
 def _nearest(trials: Sequence[Mapping[str, Any]], candidate: Candidate) -> list[dict[str, Any]]:

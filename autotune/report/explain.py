@@ -67,7 +67,9 @@ class Explanation:
         if self.measured:
             found += ["", "measured:"]
         for m in self.measured:
-            figures = [quantity(name, m["metrics"][name]) for name in SHOWN if name in m["metrics"]]
+            figures = [
+                f"{METRICS[name].label} {quantity(name, m['metrics'][name])}" for name in SHOWN if name in m["metrics"]
+            ]
             end = ", ".join([f"trial {m['trial']}: {_end(m)}", *figures])
             found.append(f"  {end}{'; it has ' + ', '.join(m['differs']) if m['differs'] else ''}")
         return found + ([""] + [f"- {reason}" for reason in self.reasons] if self.reasons else [])

@@ -45,6 +45,7 @@ TRAINING_FIELDS = {
     "--gradient_accumulation_steps": "gradient_accumulation_steps",
 }
 RATE_FLAG = "--learning_rate"
+MOST_CONFIG_BYTES = 1 << 20
 # Where frameworks take a DeepSpeed configuration in code.
 CONFIG_PARAMETERS = {
     TRAINER: 'pass `deepspeed="{}"` to `TrainingArguments`',
@@ -69,12 +70,14 @@ class Exported:
     Attributes:
         text: What belongs into a file, or into a terminal.
         notes: What someone who uses it has to know and cannot read in it.
-        tuned: The configuration file that the study tuned, which is not written over; None where there is none.
+        tuned: The configuration that the study tuned, whose file is not written over; None where there is none.
+        tuned_file: That file, where it is known.
     """
 
     text: str
     notes: Sequence[str]
-    tuned: Path | None = None
+    tuned: DsConfig | None = None
+    tuned_file: Path | None = None
 
     def write(self, path: Path) -> None:
         """Writes the text to a file, whole or not at all.
@@ -85,7 +88,8 @@ class Exported:
         Raises:
             ExportError: It cannot be written, or is the configuration that the study tuned.
         """
-        if self.tuned is not None and path.resolve() == self.tuned.resolve():
+        same = self.tuned_file is not None and path.resolve() == self.tuned_file.resolve()
+        if same or (self.tuned and _holds(path, self.tuned)):
             raise ExportError(
                 f"export: {path} is the configuration that the study tuned, and its baseline; write to another file, as"
                 f" tuned_{path.name}"
@@ -129,6 +133,14 @@ class Started:
         """The name of the exported configuration, which is not the name of the script's own file."""
         own = Path(self.config_source).name
         return f"tuned_{own}" if own.endswith(EXPORTED_CONFIG) else EXPORTED_CONFIG
+
+
+def _holds(path: Path, config: DsConfig) -> bool:
+    """Whether a file is there that holds a configuration."""
+    try:
+        return bool(json.loads(path.read_bytes()[:MOST_CONFIG_BYTES]) == config)
+    except (OSError, ValueError):
+        return False
 
 
 def export(
@@ -390,9 +402,9 @@ def export_pick(report: StudyReport, pick: str | None, number: int | None, form:
     begun = started(report)
     text = export(chosen, base, form, report.world_size, begun)
     source = begun.config_source if begun is not None else ""
-    tuned = Path(begun.invocation.working_dir, source) if begun is not None and source else None
+    file = Path(begun.invocation.working_dir, source) if begun is not None and source else None
     changes = [] if form == "command" else chosen.get("script_side_changes", [])  # its comments say so
-    return Exported(text=text, notes=[*notes(chosen, base, form, begun), *changes], tuned=tuned)
+    return Exported(text=text, notes=[*notes(chosen, base, form, begun), *changes], tuned=base, tuned_file=file)
 
 
 def started(report: StudyReport) -> Started | None:

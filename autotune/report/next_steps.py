@@ -77,7 +77,9 @@ def _with_answer(report: StudyReport, name: str) -> list[str]:
     from autotune.report.export import started  # which imports Optuna
 
     begun = started(report)
-    file = begun.exported if begun is not None else EXPORTED_CONFIG
+    # A model.py's own configuration may have the usual name.
+    named = f"tuned_{EXPORTED_CONFIG}" if report.study.get("base_config") else EXPORTED_CONFIG
+    file = begun.exported if begun is not None else named
     found = [f"Train with it: `autotune export {name} -o {file}` writes its configuration{command}."]
     if pick.get("script_side_changes"):
         found.append("Make the changes in the script: the configuration alone is not all of it.")

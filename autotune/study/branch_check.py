@@ -25,6 +25,8 @@ from autotune.trial.result import Outcome, TrialResult
 BRANCH_BUDGETS = 2
 # A branch that did not decide is followed by one 4 times as long, or at least twice.
 LONGER = 4
+# A branch that saw less than this share of its samples ended before its time.
+ENDED_SHARE = 0.8
 
 
 def largest_batch(room_s: float, samples_per_s: float, rest_s: float) -> int:
@@ -62,9 +64,8 @@ class BranchCheck:
         """
         measured = estimate(self._state.measured()).measured
         baseline, wanted = baseline_of(measured), {m.trial for m in found}
-        done = sum(m.branch is not None for m in measured)
         unchecked = {m.trial: m for m in measured if m.trial in wanted and _needs_branch(m)}
-        if baseline is None or not unchecked or done >= self._state.spec.finalists:
+        if baseline is None or not unchecked:
             return False
         best = next(unchecked[m.trial] for m in found if m.trial in unchecked)
         return self._train_until_decided(best, baseline, decides=best.trial == found[0].trial)
@@ -151,9 +152,14 @@ class BranchCheck:
             runs.append(Run(losses=result.losses, batch=batch, samples_per_s=each.metrics.get("samples_per_s") or 1.0))
         own, base = m.metrics.get(GOODPUT), baseline.metrics.get(GOODPUT)
         verdict = compare(runs[1], runs[0], base / own if own and base else None, first_sample or None)
+        n_seen = min(len(run.losses) * run.batch for run in runs)
+        cut = verdict.confirmed is None and n_seen < ENDED_SHARE * n_samples
+        if cut:  # a longer one would end there, too
+            why = f"its branch ended after {n_seen:,} of {n_samples:,} samples, with the training or at a trial's deadline"
+            verdict = Branch(confirmed=None, reason=f"its global batch is unconfirmed: {why}; --no-branch does without")
         write_record(path, verdict)
         self._events.say(f"trial {m.trial}: {verdict.reason}")
-        return verdict.confirmed is not None or self._state.spec.branch_tokens is not None
+        return verdict.confirmed is not None or cut or self._state.spec.branch_tokens is not None
 
     def _train(self, m: Measured, n_samples: int, weights: Path, first_sample: int) -> TrialResult:
         path, spec = self._branch_of(m, n_samples), self._state.spec

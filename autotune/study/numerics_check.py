@@ -79,7 +79,7 @@ class NumericsCheck:
             if at is None:
                 left.setdefault(self._budget.why_unchecked(needed_s), []).extend(names)
                 if decides:
-                    self._budget.leave_unchecked(needed_s)
+                    self._budget.leave_unchecked(needed_s + self._branch_s(group[0], baseline))
                 continue
             self._events.say(
                 f"quality gate: comparing the loss of trial {', '.join(names)} with the baseline's numerics at a global batch of {at}"
@@ -182,6 +182,12 @@ class NumericsCheck:
         if result_in(records.reference_path(self._state.folder, batch) / str(REPLICATES)) is not None:
             return 0.0
         return (REPLICATES + 1) * self._curve_s(batch, baseline)
+
+    def _branch_s(self, m: Measured, baseline: Measured) -> float:
+        """Seconds that the branch takes at least which is to follow; 0 if none is."""
+        rates = [each.metrics.get("samples_per_s") or 1.0 for each in (m, baseline)]
+        n_samples = 2 * MIN_STEPS * m.candidate.global_batch_size(self._world)
+        return sum(n_samples / rate for rate in rates) if m.branch_wanted else 0.0
 
     def _curve_s(self, batch: int, baseline: Measured) -> float:
         """Seconds that one curve with the baseline's numerics takes at least."""

@@ -369,8 +369,13 @@ def test_the_configuration_that_was_tuned_is_not_written_over(tmp_path):
     text = export(pick(CANDIDATES[1]), BASE, "command", 2, own)
     assert "--deepspeed_config tuned_ds_config.json" in text
     assert replace(own, config_source="tuned_ds_config.json").exported == "tuned_tuned_ds_config.json"
-    found = Exported(text="{}", notes=[], tuned=tmp_path / "ds_config.json")
+    found = Exported(
+        text="{}", notes=[], tuned={"zero_optimization": {"stage": 3}}, tuned_file=tmp_path / "ds_config.json"
+    )
     (tmp_path / "ds_config.json").write_text("mine")
+    (tmp_path / "base.json").write_text('{"zero_optimization": {"stage": 3}}')  # of a model.py, wherever it lies
+    with pytest.raises(ExportError, match="its baseline; write to another file"):
+        found.write(tmp_path / "base.json")
     with pytest.raises(ExportError, match="its baseline; write to another file"):
         found.write(tmp_path / "." / "ds_config.json")
     found.write(tmp_path / "tuned_ds_config.json")

@@ -206,3 +206,21 @@ def test_a_branch_that_decides_comes_before_the_rounds_that_time_is_kept_for(tmp
     monkeypatch.setattr(budget.Budget, "out_of_time", lambda own: own._expected_s is not None)
     runner, _, _ = branching(tmp_path)
     assert [m.branch.confirmed for m in runner.measured() if m.branch is not None] == [True]
+
+
+def test_a_training_that_ends_before_its_branch_is_branched_once_and_the_next_best_is_checked(tmp_path):
+    """Longer branches were asked for, and each ended with the script; meanwhile no other trial was checked."""
+    space = {"space": [{"micro_batch_size": [8, 16, 64]}], "trials": 3, "objectives": ["throughput"], "finalists": 1}
+    executor, real = Instant(), report
+
+    def behaviour(candidate):
+        whole = real(candidate, losses=[3 - 0.45 * math.log(i * candidate.micro_batch_size + 200) for i in range(200)])
+        return replace(whole, losses=whole.losses[:5]) if candidate.micro_batch_size == 64 else whole
+
+    executor.behaviour, submit = behaviour, Instant.submit
+    executor.submit = lambda folder: _leaving_weights(executor, submit, folder)
+    runner, _, watcher = run(tmp_path, executor, **space, branch=True, sampler="grid")
+    by_batch = {m.candidate.micro_batch_size: m for m in runner.measured()}
+    assert "its branch ended after 320 of" in by_batch[64].doubt and records.unchecked_s(runner.study) == 0
+    assert sum("training trial" in text for text in watcher.said) == 2
+    assert by_batch[16].branch.confirmed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,11 +62,20 @@ def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: i
 
 def _compile(context: ScriptContext, original: Callable[..., Any], builder: Any, *args: Any, **kwargs: Any) -> Any:
     """Writes events around the loading of an op, which compiles it the first time."""
-    context.recorder.event(compiling=builder.name)
+    if not _is_built(builder.name):
+        context.recorder.event(compiling=builder.name)
     try:
         return original(builder, *args, **kwargs)
     finally:
         context.recorder.event(compiling="")
+
+
+def _is_built(name: str) -> bool:
+    """Whether an op lies where torch keeps what it has compiled."""
+    from torch.utils import cpp_extension
+
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+    return any(Path(folder).glob(f"**/{name}/{name}.so"))
 
 
 def _install_hooks(context: ScriptContext) -> StepHooks:

@@ -22,7 +22,7 @@ from autotune.executors.base import BUILD_DEADLINE_S, Status
 from autotune.system import device, files, shared_memory
 from autotune.system.machine import lock_path
 from autotune.system.processes import MARK, new_mark, sweep
-from autotune.system.toolkit import build_environment, extensions_dir
+from autotune.system.toolkit import build_environment, extensions_dir, is_built
 from autotune.trial.folder import TrialDir
 
 START_TIMEOUT_S = 300.0
@@ -122,16 +122,15 @@ class LocalExecutor:
 
     def build_ops(self, names: Sequence[str], on_tick: Callable[[], None] = lambda: None) -> str | None:
         """Compiles DeepSpeed ops before the trials that need them; returns the compiler's last line if that failed."""
+        environment = self._environment()
+        folder = Path(environment["TORCH_EXTENSIONS_DIR"])  # of these very libraries
+        if all(is_built(name, folder) for name in names):
+            return None
         command = [sys.executable, "-m", "autotune.worker", "build", *names]
         until = time.monotonic() + BUILD_DEADLINE_S
         with tempfile.TemporaryFile("w+") as log:
             build = subprocess.Popen(
-                command,
-                env=self._environment(),
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
+                command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
             )
             try:
                 while build.poll() is None and time.monotonic() < until:

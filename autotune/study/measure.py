@@ -139,12 +139,23 @@ class TrialMeasurer:
             if op in known:
                 continue
             self._built.add(op)
-            self._events.doing(compiling(op))
-            if failure := self.executor.build_ops([op], self._events.tick):
+            if failure := self.executor.build_ops([op], self._telling(op)):
                 self._events.say(
                     f"DeepSpeed's {op} cannot be built here, so configurations that need it are not tried: {failure}"
                 )
                 self._state.forbid_op(op, failure)
+
+    def _telling(self, op: str) -> Callable[[], None]:
+        """What ticks while an op is compiled, and says so first: one that is there already takes no time."""
+        said = list[str]()
+
+        def tick() -> None:
+            if not said:
+                said.append(op)
+                self._events.doing(compiling(op))
+            self._events.tick()
+
+        return tick
 
     def run(
         self,

@@ -71,6 +71,11 @@ def extensions_dir(environment: Mapping[str, str] | None = None) -> Path:
     return cache_dir() / "torch_extensions" / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
+def is_built(name: str, folder: Path) -> bool:
+    """Whether an op lies compiled in a folder of ops, and nobody is compiling it (torch leaves a lock meanwhile)."""
+    return (folder / name / f"{name}.so").is_file() and not (folder / name / "lock").exists()
+
+
 def _version(place: Path | None) -> str:
     for name in ("version.json", "version.txt") if place else ():
         path = Path(str(place)) / name

@@ -134,3 +134,13 @@ def test_pips_headers_are_offered_after_the_toolkits_own(monkeypatch, tmp_path):
     found = toolkit.build_environment(given)
     assert found["CPLUS_INCLUDE_PATH"] == f"/mine:{tmp_path}/nvidia/cuda_runtime/include" and "CUDA_HOME" not in found
     assert toolkit.has_header("cuda_runtime.h", given) and not toolkit.has_header("cublas_v2.h", given)
+
+
+def test_an_op_is_built_once_its_library_lies_there_and_nobody_compiles_it(tmp_path):
+    folder = tmp_path / "fused_adam"
+    folder.mkdir()
+    assert not toolkit.is_built("fused_adam", tmp_path)
+    (folder / "fused_adam.so").touch()
+    assert toolkit.is_built("fused_adam", tmp_path) and not toolkit.is_built("cpu_adam", tmp_path)
+    (folder / "lock").touch()
+    assert not toolkit.is_built("fused_adam", tmp_path)

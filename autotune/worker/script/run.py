@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from autotune.space import torch_settings
+from autotune.system.toolkit import is_built
 from autotune.trial.request import TrialRequest
 from autotune.worker.device import free_bytes
 from autotune.worker.measure import experts
@@ -62,20 +63,12 @@ def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: i
 
 def _compile(context: ScriptContext, original: Callable[..., Any], builder: Any, *args: Any, **kwargs: Any) -> Any:
     """Writes events around the loading of an op, which compiles it the first time."""
-    if not _is_built(builder.name):
+    if not is_built(builder.name, Path(os.environ.get("TORCH_EXTENSIONS_DIR", ""))):
         context.recorder.event(compiling=builder.name)
     try:
         return original(builder, *args, **kwargs)
     finally:
         context.recorder.event(compiling="")
-
-
-def _is_built(name: str) -> bool:
-    """Whether an op lies where torch keeps what it has compiled."""
-    from torch.utils import cpp_extension
-
-    folder = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
-    return any(Path(folder).glob(f"**/{name}/{name}.so"))
 
 
 def _install_hooks(context: ScriptContext) -> StepHooks:

@@ -45,7 +45,6 @@ TRAINING_FIELDS = {
     "--gradient_accumulation_steps": "gradient_accumulation_steps",
 }
 RATE_FLAG = "--learning_rate"
-MOST_CONFIG_BYTES = 1 << 20
 # Where frameworks take a DeepSpeed configuration in code.
 CONFIG_PARAMETERS = {
     TRAINER: 'pass `deepspeed="{}"` to `TrainingArguments`',
@@ -138,7 +137,7 @@ class Started:
 def _holds(path: Path, config: DsConfig) -> bool:
     """Whether a file is there that holds a configuration."""
     try:
-        return bool(json.loads(path.read_bytes()[:MOST_CONFIG_BYTES]) == config)
+        return bool(files.json_of(files.read_regular(path)) == config)
     except (OSError, ValueError):
         return False
 

@@ -32,8 +32,8 @@ MAX_RESERVED_SHARE = 0.3
 FIRST_TRIALS = 3
 # Share of a study's time that its checks (quality gate, branches) may cost; where one decides the answer, twice as much.
 CHECK_SHARE, DECIDING_FACTOR = 0.15, 2
-# A quick study has few trials, so its share is small, and without the check they were for nothing: it may take so many
-# times as long as they did.
+# A quick study has few trials, so its share is small, and without the check they were for nothing: the check that decides
+# may take this many times as long as all else.
 QUICK_FACTOR = 2.0
 # At most this many times the rounds that the user states, while it is not settled who is best.
 MOST_ROUNDS = 4
@@ -47,7 +47,7 @@ PROBE_SHARE = 0.25
 # Between the last trial and the end of the command the answer is worked out and written: seconds, and a share of the time
 # budget, since a longer study has more to write; up to three times as long where other processes use the cores.
 CLOSING_S, CLOSING_SHARE, MOST_CLOSING_S, MOST_SLOWER = 1.5, 0.02, 10.0, 3.0
-# Reserved for them: the time of this number of usual trials at most.
+# Reserved for checks: the time of this number of usual trials at most.
 CHECK_TRIALS = 6
 # What a check that decides may cost in a study however short, in training times of a trial: both sides of a branch.
 CHECK_BUDGETS = 5

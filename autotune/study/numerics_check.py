@@ -54,8 +54,8 @@ class NumericsCheck:
         """Checks candidates, the best first.
 
         Those with the baseline's batch, for which its own trial is the reference, are checked while the time budget has
-        room for it, the others while the checks keep to their share of the study's time. Where a batch is too large for
-        that, their numerics are checked at the baseline's batch.
+        room for it, the others while the checks keep to their share of the study's time. Where a branch follows, or a
+        batch is too large for that, their numerics are checked at the baseline's batch.
 
         Returns:
             Whether one failed the check.

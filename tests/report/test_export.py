@@ -1,6 +1,7 @@
 """A pick for other tools: DeepSpeed's JSON, an Accelerate config, flags, and the command to paste."""
 
 import json
+import os
 import shlex
 from dataclasses import fields, replace
 
@@ -348,7 +349,7 @@ def test_accelerates_launcher_takes_the_exported_config():
     environment = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "OMP_NUM_THREADS": "1"}
     text = "X=1 accelerate launch --config_file c.yaml train.py --bs 8 --lr 1e-3"
     line = command(CANDIDATES[1], command=text, world_size=2, environment=environment)[1]
-    # Accelerate's other launcher leaves it to torch, which takes all cores for each rank: four times as long a step.
+    # Accelerate's other launcher leaves it to torch, which takes all cores for each rank.
     assert line == "X=1 OMP_NUM_THREADS=1 accelerate launch --config_file accelerate.yaml train.py --bs 3 --lr 1e-3"
     line = command(CANDIDATES[1], command="bash train.sh", world_size=2, environment=environment)[1]
     assert line == "OMP_NUM_THREADS=1 accelerate launch --config_file accelerate.yaml train.py --bs 3 --lr 1e-3"
@@ -379,6 +380,11 @@ def test_the_configuration_that_was_tuned_is_not_written_over(tmp_path):
     with pytest.raises(ExportError, match="its baseline; write to another file"):
         found.write(tmp_path / "." / "ds_config.json")
     found.write(tmp_path / "tuned_ds_config.json")
+    os.mkfifo(tmp_path / "pipe")  # written to, and never read from: nobody would ever answer
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    found.write(tmp_path / "pipe")
+    assert os.read(reader, 9) == b"{}"
+    os.close(reader)
     assert (tmp_path / "ds_config.json").read_text() == "mine"
 
 

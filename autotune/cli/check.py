@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @takes_settings(
     "space", "goal", "objectives", "ranks", "executor", "nodes", "executor_options", "hostfile", "base_config", "global_batch",
-    "device_memory_bytes", "script_set",
+    "device_memory_bytes", "script_set", "trial_deadline_s",
 )  # fmt: skip
 def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = False) -> int:
     """Load a target, run two steps of its baseline, and print what would be tuned.
@@ -53,18 +53,22 @@ def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = Fals
     around = studies_folder(Path(target)) if wanted.runs_elsewhere else None
     if around is not None:
         around.mkdir(parents=True, exist_ok=True)
-    # Kept if the trial fails, for its logs.
     folder = Path(tempfile.mkdtemp(prefix=".check-" if around else "autotune-check-", dir=around))
-    with ProgressView() as view, terminable():
-        view.doing(f"loading {shown(wanted.target)}")
-        with executor_for(wanted, folder, view.waits) as executor:
-            found = plan(wanted, executor, folder, view)
-            found.notes[:0] = notes
-            view.doing("running two steps of the baseline")
-            request = replace(found.request(found.baseline), max_steps=2, budget_s=0.0)
-            with executor.turn(view.waiting):
-                result = base.run(executor, folder / "trials" / "check", request, view.tick)
-    if result.outcome is Outcome.COMPLETE:
+    try:
+        with ProgressView() as view, terminable():
+            view.doing(f"loading {shown(wanted.target)}")
+            with executor_for(wanted, folder, view.waits) as executor:
+                found = plan(wanted, executor, folder, view)
+                found.notes[:0] = notes
+                view.doing("running two steps of the baseline")
+                request = replace(found.request(found.baseline), max_steps=2, budget_s=0.0)
+                with executor.turn(view.waiting):
+                    result = base.run(executor, folder / "trials" / "check", request, view.tick)
+    except BaseException as error:
+        if folder.name not in str(error):  # else it names a log there
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if result.outcome is Outcome.COMPLETE:  # else its logs are shown
         shutil.rmtree(folder, ignore_errors=True)
     data = check_data(found, result, TrialDir(folder / "trials" / "check").log(result.failed_rank or 0))
     if as_json:

@@ -17,11 +17,10 @@ from autotune.system.files import shown
 from autotune.system.signals import status_of
 
 SETTINGS_OF_A_RUN = (
-    "name", "space", "goal", "objectives", "quick", "trials", "time_budget_s", "ranks", "executor", "nodes", "executor_options",
-    "patience_s", "hostfile", "base_config", "global_batch", "device_memory_bytes", "max_length", "with_eval", "with_save",
-    "sampler", "stop_below", "memory_filter",
-    "stop_trials", "parallel", "overlap", "storage", "seed", "learning_rate_rule", "branch", "branch_tokens",
-    "from_checkpoint", "script_set",
+    "name", "space", "goal", "objectives", "quick", "trials", "time_budget_s", "trial_deadline_s", "ranks", "executor",
+    "nodes", "executor_options", "patience_s", "hostfile", "base_config", "global_batch", "device_memory_bytes", "max_length",
+    "with_eval", "with_save", "sampler", "stop_below", "memory_filter", "stop_trials", "parallel", "overlap", "storage",
+    "seed", "learning_rate_rule", "branch", "branch_tokens", "from_checkpoint", "script_set",
 )  # fmt: skip
 
 

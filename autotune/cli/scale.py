@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # What helps where a rank count does not run.
 REMEDIES = {
     "oom": "Fewer ranks hold larger shards: raise zero_stage, offload, or leave that number of ranks out",
-    "timeout": "Raise trial_deadline_s in study.yaml, or look in the log for what the ranks wait for",
+    "timeout": "Give it more time by --trial-deadline, or look in the log for what the ranks wait for",
     "not_applied": "The target does not follow its configuration on this number of ranks; `autotune check` says why",
     "diverged": "Its loss is no number there; try a lower learning rate or fp32",
 }
@@ -168,7 +168,7 @@ def noise_samples(name: str, storage: str | None, studies: Path) -> float | None
 
 
 @takes_settings(
-    "base_config", "script_set", "name", "nodes", "executor", "executor_options", "hostfile", "storage",
+    "base_config", "script_set", "name", "nodes", "executor", "executor_options", "hostfile", "storage", "trial_deadline_s",
     base_config="The DeepSpeed configuration to scale.",
     name="Study whose folder takes the result, and whose noise scale is used if it has run.",
     storage="Database of that study.",

@@ -252,7 +252,7 @@ class StudyReport:
         unreadable = self.study.get("unreadable") or ()
         damaged = "its row in the database cannot be read; restore a copy"
         found += [f"trial {number} is left out: {damaged}" for number in unreadable]
-        found += self._failures()
+        found += [*(self.study.get("left_out") or ()), *self._failures()]
         said = {trial["trial"]: list(trial.get("caveats") or ()) for trial in self.trials}
         shown = {point["trial"] for point in self._picked}
         by_text: dict[str, list[int]] = {}

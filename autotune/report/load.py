@@ -107,6 +107,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             "wall_s": max(records.wall_s(study), sum(t["wall_s"] for t in trials)),
             "deepspeed_added": _adds_deepspeed(raw),
             "unchecked_s": records.unchecked_s(study),
+            "left_out": [said for said in records.left_out(study).values() if said],
             "base_config": kept.base_config,
             "threads_per_rank": _threads(kept),
             "baseline": Candidate.from_key(kept.baseline).values(),

@@ -7,7 +7,7 @@ import shlex
 from collections import Counter
 
 from autotune.report.data import StudyReport, pick_words
-from autotune.study.events import DECIDING_SHARE, STOPPED
+from autotune.study.events import DECIDING_SHARE, STOPPED, UNFINISHED
 from autotune.trial.command import EXPORTED_CONFIG
 from autotune.trial.result import Outcome
 
@@ -23,12 +23,16 @@ def next_steps(report: StudyReport) -> list[str]:
         found.append(
             f"Go on: the search was stopped with {left} trial{'s' * (left > 1)} left; `{again}` continues where it was."
         )
+    elif _ended(report) == UNFINISHED:
+        found.append(f"Go on: the best were not all checked and measured again; `{again}` does so.")
     if pick is None:
         found += _without_answer(report, again)
     elif report.is_baseline(pick):
         found.append(_kept(report, again))
     else:
         found += _with_answer(report, name)
+        if (checks := _checks(report, again)) and not report.trials_left:
+            found.append(f"What reads better is not checked so far: `{checks}` does so, and searches no further.")
     if pick is not None:
         found.append(
             f"After a change of device, libraries, model or data: `autotune changes {name}` says what may no longer hold."
@@ -54,17 +58,23 @@ def _more(report: StudyReport) -> str:
 
 def _kept(report: StudyReport, again: str) -> str:
     """What to do with the baseline as the answer: a better trial may lack a check that would have taken too long."""
-    if report.trials_left:
+    if report.trials_left or _ended(report) == UNFINISHED:
         return "Until then keep your configuration."
-    needed_s, spent_s = report.study.get("unchecked_s") or 0.0, report.study.get("wall_s") or 0.0
-    if needed_s and report.unchecked:
-        minutes = math.ceil(SPARE * max(needed_s / DECIDING_SHARE, spent_s + needed_s) / 60)
-        n_spent = sum(trial.get("outcome") != Outcome.PREDICTED_OOM for trial in report.trials)
-        checks = f"{again} --trials {n_spent} --time-budget {minutes}m"
+    if checks := _checks(report, again):
         return (
             f"Keep your configuration until what reads better is checked: `{checks}` does so, and searches no further."
         )
     return f"Keep your configuration. `{again} {_more(report)}` looks further."
+
+
+def _checks(report: StudyReport, again: str) -> str:
+    """The command that makes the check that would have taken too long, with the time for it; empty if none was left out."""
+    needed_s, spent_s = report.study.get("unchecked_s") or 0.0, report.study.get("wall_s") or 0.0
+    if not needed_s or not report.unchecked:
+        return ""
+    minutes = math.ceil(SPARE * max(needed_s / DECIDING_SHARE, spent_s + needed_s) / 60)
+    n_spent = sum(trial.get("outcome") != Outcome.PREDICTED_OOM for trial in report.trials)
+    return f"{again} --trials {n_spent} --time-budget {minutes}m"
 
 
 def _ended(report: StudyReport) -> str:

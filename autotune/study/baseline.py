@@ -107,28 +107,37 @@ class BaselineTrial:
 
         The study's record keeps the whole space, since a run with more time searches it.
         """
+        most, plan = self._largest_batch(), self._state.plan
+        said = (
+            f"global batches above {most} are not tried: the branch that checks what one is worth would take longer than this"
+            " study can give it; --time-budget with more time includes them, --no-branch tries them unchecked"
+        )
+        records.note_left_out(self._state.study, "branch", said if most else "")
+        if most:
+            self._events.say(said)
+            low = plan.setting.global_batch[0] if plan.setting.global_batch else 1
+            # With all values, as Optuna wants the same ones in every trial.
+            self._state.narrow(plan.space, replace(plan.setting, global_batch=(low, most)))
+
+    def _largest_batch(self) -> int:
+        """The largest global batch whose branch the study can give the time for; 0 where that leaves nothing out."""
         plan, spec, result = self._state.plan, self._state.spec, result_in(self._state.trial_path(0))
         if result is None:
-            return
+            return 0
         rate = measure(result, None).get("samples_per_s")
         checked = spec.branch and plan.replicated and spec.finalists and spec.branch_tokens is None
         if rate is None or not checked or result.outcome is not Outcome.COMPLETE:
-            return
+            return 0
         baseline, world = plan.baseline, plan.setting.world_size
         rest_s = 3 * self._budget.startup_s() + self._budget.trial_s  # weights to start from, and both sides
         most = largest_batch(self._budget.expected_check_room_s(result.wall_s), rate.value, rest_s)
         most = max(most, baseline.global_batch_size(world))
         low, high = plan.setting.global_batch or (1, math.inf)
         if not any(most < batch <= high for batch in global_batches(plan.space, baseline, world)):
-            return
+            return 0
         setting = replace(plan.setting, global_batch=(int(low), most))
-        if not any(c != baseline and why_illegal(c, setting) is None for c in plan.space.candidates(baseline)):
-            return
-        self._events.say(
-            f"global batches above {most} are not tried: the branch that checks what one is worth would take longer than this"
-            " study can give it; --time-budget with more time includes them, --no-branch tries them unchecked"
-        )
-        self._state.narrow(plan.space, setting)  # with all values, as Optuna wants the same ones in every trial
+        others = (c for c in plan.space.candidates(baseline) if c != baseline)
+        return most if any(why_illegal(c, setting) is None for c in others) else 0
 
     def _measure_noise(self) -> None:
         """Measures the gradient noise scale once, if an objective needs it."""

@@ -22,6 +22,8 @@ from autotune.trial.result import Outcome
 
 # How the reason begins for which a search ended: nothing more was expected of it, or its time was over.
 STOPPED, OUT_OF_TIME = "stopped after", "the time budget of"
+# What stands in place of the reason until a study's end is over.
+UNFINISHED = "the search is over, but its best were not checked and measured again to the end"
 # Where the best so far needs checks, without which it is no answer: share of a time budget that these may cost and reserve.
 DECIDING_SHARE = 0.5
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import Counter
+from dataclasses import replace
 
 from optuna.trial import Trial, TrialState
 
@@ -23,6 +25,7 @@ from autotune.study.storage import records
 from autotune.study.tell import Teller
 from autotune.study.warm_start import WarmStart
 from autotune.system.signals import undisturbed
+from autotune.trial import failures
 from autotune.trial.request import TrialToBeat
 from autotune.trial.result import Outcome, TrialResult
 
@@ -132,6 +135,7 @@ class Proposer:
         if n_running and self._nothing_since == n_ended:
             return None
         self._drop_unsafe_precisions()
+        self._drop_long_batches()
         if state.plan.setting != self._setting:
             self.start()
         assert self._sampler is not None
@@ -232,3 +236,22 @@ class Proposer:
             f" {autocast.MAX_MISMATCHES} trials ended"
         )
         self._state.forbid_precisions(unsafe)
+
+    def _drop_long_batches(self) -> None:
+        """Leaves out the global batches with which the script is over before its step time is known, as a trial showed."""
+        plan, world = self._state.plan, self._state.plan.setting.world_size
+        over = [
+            records.told_candidate(told).global_batch_size(world)
+            for told in self._state.told()
+            if failures.FEW_STEPS in records.told_data(told)["reason"]
+        ]
+        low, high = plan.setting.global_batch or (1, math.inf)
+        most = min(over, default=math.inf) - 1
+        if not plan.baseline.global_batch_size(world) <= most < high:
+            return
+        said = (
+            f"global batches above {most} are not tried: the script is over after too few of their steps to time them"
+        )
+        self._events.say(said)
+        records.note_left_out(self._state.study, "few steps", said)
+        self._state.narrow(plan.space, replace(plan.setting, global_batch=(int(low), int(most))))

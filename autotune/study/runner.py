@@ -21,7 +21,7 @@ from autotune.search import check_sampler
 from autotune.space.candidate import Candidate
 from autotune.study.baseline import BaselineTrial
 from autotune.study.budget import Budget
-from autotune.study.events import EventSink
+from autotune.study.events import UNFINISHED, EventSink
 from autotune.study.finalists import Finalists
 from autotune.study.measure import TrialMeasurer
 from autotune.study.parallel import ClaimedTrial, TrialPool
@@ -150,16 +150,19 @@ class Runner:
                 self._begin()
             records.note_end(self.state.study, "")
             records.note_settings(self.state.study, self.plan.spec)
+            self.state.keep_branches()
             try:
-                if why := self._search():
-                    records.note_end(self.state.study, why)
+                why = self._search()
                 self._budget.search_ended()
                 self._end_search()
+                records.note_end(self.state.study, why)
             finally:
                 self._budget.keep()
 
     def _end_search(self) -> None:
         """Checks and measures the best again, until the time budget ends that."""
+        if self.plan.spec.finalists:
+            records.note_end(self.state.study, UNFINISHED)
         try:
             Finalists(self.state, self._measurer, self._teller, self._budget, self._events).run()
         except base.TimeOver:

@@ -127,6 +127,16 @@ class StudyState:
         records.keep(self._study, self.record(), self.folder)
         project.mark(self._study, records.studies_of(self.spec.name, self.folder))
 
+    def keep_branches(self) -> None:
+        """Stores whether this run wants branches, which decides what the report of the study bars."""
+        kept, wanted = records.record(self.study), self._wants_branches
+        if kept is not None and kept.branches != wanted:
+            records.keep(self.study, replace(kept, branches=wanted), self.folder)
+
+    @property
+    def _wants_branches(self) -> bool:
+        return self.spec.branch and self.plan.replicated
+
     def narrow(self, space: SearchSpace, setting: Setting) -> None:
         """Searches only this space from now on, and what is legal in this setting."""
         self.plan = replace(self.plan, space=space, setting=setting)
@@ -158,7 +168,7 @@ class StudyState:
             learning_rate=self.learning_rate,
             goal=plan.spec.goal,
             invocation=plan.spec.how() if plan.workload.script else None,
-            branches=plan.spec.branch and plan.replicated,
+            branches=self._wants_branches,
             search=SearchRecord(
                 space=plan.space.to_data(), samples_per_rank=plan.space.samples_per_rank, setting=plan.setting,
                 memory_limit_bytes=plan.memory_limit_bytes,

@@ -222,12 +222,28 @@ def test_a_model_that_does_not_fit_at_all_ends_with_status_1_and_one_sentence(wa
     assert done.stderr.strip().splitlines()[-1].startswith("autotune: no configuration fits the device memory")
 
 
+def test_a_check_that_is_refused_leaves_no_folder(warm, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(warm))
+    (warm / "none.yaml").write_text("{target: ok.py, space: [{micro_batch_size: [4096]}]}")
+    said = one_sentence(called("check", "none.yaml", "--ranks", "1", cwd=warm))
+    assert "the data set has only" in said and not list(warm.glob("autotune-check-*"))
+
+
 def test_check_of_a_broken_model_names_a_log_that_is_still_there(models, warm):
     said = one_sentence(called("check", str(models / "raises.py"), cwd=warm))
     assert "no pretrained weights" in said
     log = Path(re.search(r"\(see (.*)\)", said)[1])
     assert "FileNotFoundError" in log.read_text()
     shutil.rmtree(log.parents[2])
+
+
+def test_a_model_that_loads_longer_than_a_trial_may_take_is_told_what_gives_it_more_time(warm):
+    (warm / "slow.py").write_text(
+        "import time\n\n\ndef model():\n    time.sleep(60)\n\n\ndef data():\n    return [1]\n"
+    )
+    (warm / "slow.yaml").write_text("{target: slow.py, trial_budget_s: 0.5, space: [{micro_batch_size: [1, 2]}]}")
+    said = one_sentence(called("check", "slow.yaml", "--ranks", "1", "--trial-deadline", "2s", cwd=warm))
+    assert "no end within 2 s; --trial-deadline gives it more time" in said
 
 
 @pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

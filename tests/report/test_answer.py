@@ -12,6 +12,7 @@ from autotune.report.data import StudyReport, leading_metric, metric_scale, pick
 from autotune.report.next_steps import next_steps
 from autotune.report.page import render as report_page
 from autotune.report.readme import render
+from autotune.study.events import UNFINISHED
 from autotune.system.units import format_duration
 
 
@@ -178,6 +179,18 @@ def test_a_search_that_was_stopped_has_one_way_to_go_on():
     left = replace(report, study=report.study | {"trials_wanted": 41, "ended": "", "time_budget_s": None})
     assert next_steps(left)[0].startswith("Go on: the search was stopped with 11 trials left; `")
     assert next_steps(left)[1] == "Until then keep your configuration."
+    over = replace(left, study=left.study | {"trials_wanted": 30, "ended": UNFINISHED})
+    assert "were not all checked and measured again" in next_steps(over)[0]
+    assert next_steps(over)[1] == "Until then keep your configuration."
+
+
+def test_what_reads_better_than_the_answer_has_a_command_that_checks_it():
+    """Beside a recommendation of another trial it had none."""
+    report = study_report()
+    better = {"trial": 3, "doubt": "was not checked"}
+    report = replace(report, study=report.study | {"unchecked_s": 60.0}, front=[*report.front, better])
+    (step,) = (step for step in next_steps(report) if step.startswith("What reads better is not checked so far: `"))
+    assert "--trials 30 --time-budget" in step
 
 
 def test_a_trial_of_the_front_that_did_not_pass_its_checks_is_marked(report):

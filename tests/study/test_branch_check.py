@@ -13,7 +13,7 @@ from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.estimates import estimate
 from autotune.space.candidate import Candidate
 from autotune.study import branch_check, budget
-from autotune.study.storage import records
+from autotune.study.storage import analysed, records
 from autotune.trial import request as trial_request
 from autotune.trial.folder import read_record
 
@@ -102,6 +102,17 @@ def test_who_leads_only_after_the_re_measurements_stands_the_same_checks(tmp_pat
 def test_without_branches_nothing_is_branched(tmp_path):
     _, executor, _ = branching(tmp_path, branch=False)
     assert not [request for request in executor.requests if request.weights or request.save_weights]
+
+
+def test_who_goes_on_without_branches_has_them_lifted_from_the_kept_study_too(tmp_path, monkeypatch):
+    """The report read from the study's record, which kept that branches are wanted, so that the flag changed nothing."""
+    monkeypatch.setattr(branch_check, "compare", lambda *_: Branch(confirmed=None, reason="undecided"))
+    space = {"space": [{"micro_batch_size": [8, 16]}], "trials": 2, "objectives": ["throughput"], "branch_tokens": 1600}
+    for wanted in (True, False, True):
+        runner, _, _ = branching(tmp_path, **space, branch=wanted)
+        kept = records.record(runner.study)
+        (_, wide) = analysed.measured(runner.study, runner.state.folder, kept)
+        assert kept.branches is wide.branch_wanted is bool(wide.barred) is wanted
 
 
 def test_a_checkpoint_of_the_users_is_where_probe_and_branches_start(tmp_path):
@@ -197,6 +208,7 @@ def test_batches_that_no_branch_could_confirm_in_time_are_not_tried_and_said(tmp
     runner, _, watcher = branching(tmp_path, **shape, objectives=["throughput"])
     tried = {m.candidate.micro_batch_size for m in runner.measured()}
     assert 8 in tried and max(tried) < 512 and any("are not tried: the branch" in text for text in watcher.said)
+    assert "are not tried: the branch" in records.left_out(runner.study)["branch"]  # the report says so, too
     again, *_ = branching(tmp_path / "free", **shape | {"branch": False}, objectives=["throughput"])
     assert max(m.candidate.micro_batch_size for m in again.measured()) == 512
 

@@ -11,6 +11,7 @@ from autotune.space.candidate import Candidate
 from autotune.study.events import EventSink
 from autotune.study.setup.script import remedy
 from autotune.study.storage import records
+from autotune.trial import failures
 from autotune.trial.result import Outcome
 
 
@@ -36,6 +37,16 @@ def test_without_a_baseline_the_others_are_tuned_all_the_same(tmp_path):
     assert any("the baseline did not complete (oom: over the limit)" in text for text in watcher.said)
     assert [m.usable for m in runner.measured()] == [False, True, True, True, True]
     assert "convergence" not in [o.name for o in runner.objectives]
+
+
+def test_a_baseline_that_passes_its_deadline_says_what_gives_it_more_time(tmp_path):
+    """A large model takes minutes to load."""
+    slow = Instant(
+        lambda c: failed(Outcome.TIMEOUT, "no end within 300 s") if c == Candidate(micro_batch_size=8) else report(c)
+    )
+    runner, *_ = run(tmp_path, slow, trials=2, finalists=0)
+    first = records.told_data(records.told_trials(runner.study)[0])
+    assert first["reason"].startswith("no end within 300 s; --trial-deadline gives it more")
 
 
 # Models whose types do not mix.
@@ -107,6 +118,28 @@ def test_a_precision_that_has_worked_once_stays(tmp_path):
         tmp_path, Instant(sometimes), trials=12, finalists=0, space=[WITH_AUTOCAST], sampler="grid"
     )
     assert len(executor.ran) == 12 and not any("no longer proposed" in text for text in watcher.said)
+
+
+# Scripts that are over early.
+
+
+def test_a_batch_with_which_the_script_is_over_leaves_out_the_larger_ones(tmp_path):
+    """A script of one epoch crashed with one large batch after the other before the search had learned it."""
+    reason = f"ScriptError: {failures.FEW_STEPS} 2 optimizer steps, and 3 are needed: give it more steps or more data"
+
+    def short(candidate):
+        return failed(Outcome.CRASHED, reason) if candidate.global_batch_size(1) > 32 else report(candidate)
+
+    space = [{"micro_batch_size": [4, 8, 16, 32, 64], "gradient_accumulation_steps": [1, 2, 4]}]
+    asked = {"trials": 20, "finalists": 0, "space": space, "sampler": "grid", "global_batch": "free"}
+    runner, executor, watcher = run(tmp_path, Instant(short), **asked)
+    over = [c.global_batch_size(1) for c in executor.ran if c.global_batch_size(1) > 32]
+    assert over == sorted(over, reverse=True) and len(set(over)) == len(over)
+    left_out = [text for text in watcher.said if "are not tried: the script is over after" in text]
+    assert len(left_out) == len(over) and records.left_out(runner.study)["few steps"] == left_out[-1]
+    again = Instant(short)
+    runner_of(tmp_path, again, **asked | {"trials": 25}).run()
+    assert all(c.global_batch_size(1) < min(over) for c in again.ran)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from support.studies import candidates, run, states
 
 from autotune.errors import UserError
 from autotune.space.candidate import Candidate
+from autotune.study.events import UNFINISHED
 from autotune.study.storage import records
 from autotune.trial import result
 from autotune.trial.folder import TrialDir, write_record
@@ -59,7 +60,11 @@ def test_an_interrupted_round_is_measured_anew(tmp_path):
     executor.stop_at = 5  # after four trials and the first of two re-measurements
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, executor, trials=4, finalists=1, repeats=1)
+    storage = records.open_storage(records.default_url(tmp_path))
+    # For whoever reads the study meanwhile: it was advised to try more configurations.
+    assert records.load_study(storage, "s").user_attrs[records.ENDED_ATTR] == UNFINISHED
     runner, executor, _ = run(tmp_path, trials=4, finalists=1, repeats=1)
+    assert runner.study.user_attrs[records.ENDED_ATTR] == ""
     assert len(executor.ran) == 2
     finalist, base = sorted((m for m in runner.measured() if m.repeats), key=lambda m: m.trial == 0)
     assert list(finalist.repeats) == [1, 2]

@@ -18,6 +18,7 @@ from autotune.space.deepspeed import DsConfig, Scalar, precision_of, without_aut
 from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
 from autotune.system.files import shown
+from autotune.trial import failures
 from autotune.trial.command import DS_CONFIG, MAPPED_KEYS, Invocation, fill, template_values, templates_in, with_flag
 from autotune.trial.folder import TrialDir, events, read_record
 from autotune.trial.request import TrialRequest
@@ -110,6 +111,8 @@ def inspect_workload(
         hint = _usage(log, spec.target) if is_script and result.reason.endswith(USAGE_STATUS) else ""
         if result.outcome is Outcome.TIMEOUT and (op := builds.under_way()):
             hint = f": DeepSpeed's {op} was still being compiled; compile it first, with `autotune doctor --build`"
+        if result.outcome is Outcome.TIMEOUT and not hint:
+            hint = f"; {failures.MORE_TIME}"
         if executor.cold_reason and "exited with status" in result.reason:  # it may not even import DeepSpeed
             hint = hint or f"; {executor.cold_reason}"
         raise UserError(f"{spec.target} cannot be {how}: {result.reason}{hint} (see {shown(log)})")

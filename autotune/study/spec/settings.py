@@ -167,7 +167,10 @@ SETTINGS: dict[str, Setting] = {
         "Training time of one trial, warm-up included.",
         more="Seconds, or a text such as `20s`; at the default no more than a twentieth of the time budget.", option=False,
         comment="Training time of one trial, and when its processes are killed.", default=10.0),
-    "trial_deadline_s": Setting("Wall time after which a trial's processes are killed.", option=False, default=300.0),
+    "trial_deadline_s": Setting(
+        "Wall time after which a trial's processes are killed.",
+        more="Seconds, or a text such as `20m`: more where a model takes minutes to load.", metavar="5m",
+        flag="--trial-deadline", default=300.0),
     "min_samples": Setting("Samples that a trial trains on at least, as far as its budget goes.", option=False, default=0),
     "finalists": Setting(
         "Candidates that are checked and measured again at the end, beside the baseline; 0: none.", option=False,
@@ -193,7 +196,7 @@ SETTINGS: dict[str, Setting] = {
 # The options of a study in groups, as `--help` lists them.
 GROUPS: dict[str, tuple[str, ...]] = {
     "What to tune": ("name", "goal", "objectives", "space", "base_config", "global_batch", "script_set", "from_checkpoint"),
-    "When to stop": ("quick", "trials", "time_budget_s", "stop_below"),
+    "When to stop": ("quick", "trials", "time_budget_s", "stop_below", "trial_deadline_s"),
     "Where it runs": (
         "ranks", "nodes", "executor", "executor_options", "hostfile", "parallel", "overlap",
         "patience_s", "storage",

@@ -45,6 +45,7 @@ RECORD_ATTR, MEASURED_ATTR = "autotune:record", "autotune:measured"
 RECORD_FILE = "record.json"
 ROLE_ATTR, ENDED_ATTR, SETTINGS_ATTR = "role", "ended", "autotune:settings"
 WALL_ATTR, ENDS_ATTR, UNCHECKED_ATTR = "autotune:wall_s", "autotune:ends_s", "autotune:unchecked_s"
+LEFT_OUT_ATTR = "autotune:left_out"
 # Fields of a study that a run may change and its workers must know. The others are the same for all of its trials.
 SETTINGS = (
     "trials", "sampler", "memory_filter", "stop_below", "stop_trials", "trial_budget_s",
@@ -264,6 +265,19 @@ def note_unchecked(study: Study, seconds: float) -> None:
 def unchecked_s(study: Study) -> float:
     """Seconds that the check takes which was not made; 0 if none was left out."""
     return float(storage_of(study).get_study_system_attrs(study_id(study)).get(UNCHECKED_ATTR, 0.0))
+
+
+def note_left_out(study: Study, why: str, said: str) -> None:
+    """Store what a run does not try, in a sentence, under a word for the reason; an empty text if nothing."""
+    found = left_out(study)
+    if found.get(why, "") != said:
+        storage_of(study).set_study_system_attr(study_id(study), LEFT_OUT_ATTR, found | {why: said})
+
+
+def left_out(study: Study) -> dict[str, str]:
+    """What the last run does not try, in a sentence, by a word for the reason."""
+    found: dict[str, str] = storage_of(study).get_study_system_attrs(study_id(study)).get(LEFT_OUT_ATTR, {})
+    return found
 
 
 def told_trials(study: Study) -> list[FrozenTrial]:

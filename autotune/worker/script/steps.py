@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from autotune.trial import folder
+from autotune.trial import failures, folder
 from autotune.worker import random_fills, rank
 from autotune.worker.containers import number_in
 from autotune.worker.measure.batches import N_CHECKSUMS, BatchObserver
@@ -89,7 +89,7 @@ class StepHooks:
         if n < (PROBE_STEPS if context.candidate is None else needed):
             limits = f" ({', '.join(context.limits)} may be what ends it)" if context.limits else ""
             raise ScriptError(
-                f"the script ended after {n} optimizer steps, and {needed} are needed:"
+                f"{failures.FEW_STEPS} {n} optimizer steps, and {needed} are needed:"
                 f" give it more steps or more data{limits}"
             )
         context.report.caveats.append(f"the script ended by itself after {n} optimizer steps")

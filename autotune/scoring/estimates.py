@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from autotune.scoring import posterior, samples
-from autotune.scoring.measured import Foretold, Measured, improvement
+from autotune.scoring.convergence.branch import Branch
+from autotune.scoring.measured import Foretold, Measured, improvement, log_ratio
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
 from autotune.scoring.posterior import Posterior, Readings
@@ -26,6 +27,9 @@ STEP, TO_TARGET = "step_time_s", "time_to_loss_s"
 TIMED = (STEP, "samples_per_s", "tokens_per_s", "padded_tokens_per_s", GOODPUT, TO_TARGET)
 # Degrees of freedom that the prior of the noise is worth to a 95 % interval, and the fewest that are counted far out.
 PRIOR_DEGREES = LEAST_FAR_OUT = 8
+# What the noise scale and a trial's own loss curve foretell of another batch is off by this (standard deviation of the
+# logarithm) for each doubling: predicted over measured times to a target loss in benchmarks/time_to_target.py.
+FORETOLD_SD = 0.15
 # An interval of a gain wider than this, high over low, says nothing.
 WIDEST = 4.0
 
@@ -99,16 +103,34 @@ class Estimates:
         timed = t95(self._degrees) * self.sd(measured, reference) if metric in TIMED else 0.0
         return math.hypot(timed, *beyond)
 
-    def reach(self, one: Measured, other: Measured, objectives: Sequence[Objective], n_compared: int) -> float:
+    def reach(
+        self, one: Measured, other: Measured, objectives: Sequence[Objective], n_compared: int, left: float = 1.0
+    ) -> float:
         """Differences of two trials' log gains below this are noise, at 95 % over `n_compared` comparisons together.
 
         By Bonferroni's inequality, with Student's t that far out: with few degrees of freedom its tails are much heavier
         than its 95 % interval tells. Out there the prior of the noise, which may be off by a factor of two, is worth the one
         degree that it states, whatever it adds to the coverage of ordinary intervals.
+
+        Args:
+            one: A trial.
+            other: Another one.
+            objectives: What the gains are of.
+            n_compared: Comparisons.
+            left: Share of the variance of the step times' ratio that is left after further rounds.
         """
         degrees = max(LEAST_FAR_OUT, self._degrees - PRIOR_DEGREES + 1)
         share, quantile = timed_share(objectives), t_quantile(1 - 0.025 / n_compared, degrees)
-        return share * quantile * self.sd(one, other) if share else 0.0
+        timed = share * math.sqrt(left) * self.sd(one, other) if share else 0.0
+        return quantile * math.hypot(timed, self._beyond_sd(one, other, objectives))
+
+    def _beyond_sd(self, one: Measured, other: Measured, objectives: Sequence[Objective]) -> float:
+        """Standard deviation of the difference of two trials' log gains by what no timing narrows."""
+        if one.trial == other.trial:
+            return 0.0
+        total = sum(o.weight for o in objectives)
+        parts = [o.weight * self._beyond.get((m.trial, o.metric), 0.0) for m in (one, other) for o in objectives]
+        return math.hypot(*parts) / Z95 / total
 
     def speedup(self, measured: Measured) -> Gain | None:
         """Throughput over the baseline's; None without one, or where the interval says nothing."""
@@ -167,6 +189,10 @@ def estimate(measured: Sequence[Measured]) -> Estimates:
         step = math.exp(found.mean[row]), quantile * math.sqrt(max(0.0, found.cov[row, row]))
         estimated.append(_estimated(m, *step, quantile * found.noise_sd, beyond))
     baseline = next((m for m in estimated if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
+    if baseline is not None:
+        decided = (m for m in estimated if m.branch is not None and m.branch.samples_ratio)
+        branches = {m.training: m.branch for m in sorted(decided, key=lambda m: m.branch.n_samples if m.branch else 0)}
+        estimated = [_with_branch(m, baseline, branches.get(m.training), beyond) for m in estimated]
     return Estimates(estimated, raw, baseline, found, rows, degrees, beyond)
 
 
@@ -177,16 +203,37 @@ def _with_pooled_samples(measured: Sequence[Measured]) -> list[Measured]:
     if len(some) < 2:
         return list(measured)
     step, rate, to_target = (np.log(np.array([m.metrics[name] for m in some])) for name in needed)
-    own = np.array([max(0.0, _log_half_width(m, TO_TARGET) - _log_half_width(m, STEP)) for m in some])
     numerics = [(m.candidate.precision, m.numerics_kept) for m in some]
-    mean, sd = samples.pooled(to_target + rate, step + rate, numerics, own / Z95)
+    pooled = samples.pooled(to_target + rate, step + rate, numerics, *np.array([_sides(m) for m in some]).T / Z95)
     found = {}
-    for m, log_value, reach in zip(some, mean - rate, Z95 * sd, strict=True):
-        value, wide = math.exp(log_value), math.exp(reach + _log_half_width(m, STEP))
-        found[m.trial] = replace(
-            m, metrics={**m.metrics, TO_TARGET: value}, ci95={**m.ci95, TO_TARGET: (value / wide, value * wide)}
-        )
+    for m, log_value, below, above in zip(some, pooled.mean - rate, pooled.below, pooled.above, strict=True):
+        value, timed = math.exp(log_value), _log_half_width(m, STEP)
+        ends = value * math.exp(-Z95 * below - timed), value * math.exp(Z95 * above + timed)
+        found[m.trial] = replace(m, metrics={**m.metrics, TO_TARGET: value}, ci95={**m.ci95, TO_TARGET: ends})
     return [found.get(m.trial, m) for m in measured]
+
+
+def _with_branch(
+    m: Measured, baseline: Measured, branch: Branch | None, beyond: dict[tuple[int, str], float]
+) -> Measured:
+    """A trial with what a branch of its batch and numerics showed of the samples that it needs, weighed against what was foretold."""
+    rates = [each.metrics.get("samples_per_s", 0.0) for each in (m, baseline)]
+    if branch is None or not branch.samples_ratio or min(rates) <= 0:
+        return m
+    faster = math.log(rates[0] / rates[1])
+    doublings = abs(faster - log_ratio(baseline, m, STEP)) / math.log(2.0)
+    metrics, ci95 = dict(m.metrics), dict(m.ci95)
+    for name in (GOODPUT, TO_TARGET):
+        if metrics.get(name, 0.0) <= 0 or baseline.metrics.get(name, 0.0) <= 0:
+            continue
+        foretold = faster - improvement(log_ratio(m, baseline, name), name)
+        sd = math.hypot(FORETOLD_SD * doublings, beyond.get((m.trial, name), 0.0) / Z95)
+        share = sd**2 / (sd**2 + branch.samples_sd**2) if sd > 0 else 0.0
+        metrics[name] *= math.exp(-improvement(share * (math.log(branch.samples_ratio) - foretold), name))
+        beyond[m.trial, name] = Z95 * math.sqrt(share) * branch.samples_sd
+        wide = math.exp(math.hypot(_log_half_width(m, STEP), beyond[m.trial, name]))
+        ci95[name] = metrics[name] / wide, metrics[name] * wide
+    return replace(m, metrics=metrics, ci95=ci95)
 
 
 def _readings(timed: Sequence[Measured]) -> Readings:
@@ -242,6 +289,15 @@ def _estimated(
             ci95[name] = min(low, *seen, metrics[name] / wide), max(high, *seen, metrics[name] * wide)
             beyond[m.trial, name] = math.log(ci95[name][1] / ci95[name][0]) / 2 if ci95[name][0] > 0 else 0.0
     return replace(m, metrics=metrics, ci95=ci95)
+
+
+def _sides(m: Measured) -> tuple[float, float]:
+    """How far the truth may lie below and above what a trial's loss curve reads, by its interval without the step time's."""
+    value, (low, high) = m.metrics[TO_TARGET], m.ci95.get(TO_TARGET, (0.0, 0.0))
+    if not 0 < low <= value <= high:
+        return 0.0, 0.0
+    timed = _log_half_width(m, STEP)
+    return max(0.0, math.log(value / low) - timed), max(0.0, math.log(high / value) - timed)
 
 
 def _log_half_width(m: Measured, metric: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -92,6 +92,13 @@ class Measured:
             return True
         failed = self.verdict is not None and not self.verdict.passed and not self.numerics_kept
         return failed or (self.branch_wanted and self.branch is not None and not self.branch.confirmed)
+
+    @property
+    def training(self) -> tuple[Hashable, ...]:
+        """Its global batch and its numerics: trials with equal ones need the same samples to a loss."""
+        own = self.candidate
+        numerics = own.precision, self.numerics_kept, tuple(sorted(own.other_numerics.items()))
+        return own.samples_per_rank, own.ranks_per_replica, *numerics
 
     @property
     def confirmed(self) -> bool:

@@ -87,7 +87,7 @@ def _may_be_shown(
         return True
     left = 1 / (1 + more * sd**2 / (2 * estimates.noise_sd**2))  # share of the variance after these rounds
     moves = share * sd * math.sqrt(1 - left)  # standard deviation of what the estimate will be
-    least = reach(leader, baseline, estimates, objectives, more) * math.sqrt(left)
+    least = reach(leader, baseline, estimates, objectives, more, left)
     return log_gain(leader, baseline, objectives) + CHANCE_Z * moves > least
 
 

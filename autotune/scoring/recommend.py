@@ -246,10 +246,13 @@ def _confirmed(best: Measured, sound: Sequence[Measured], estimates: Estimates, 
 def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence[Objective]) -> tuple[Measured, str]:
     """The best of the trials that were measured again, if any; of those within `TIE` of it the one that changes least.
 
-    The baseline stays unless the best is shown to be better.
+    The baseline stays unless the best is shown to be better, measured again or not: a round may be cut before its turn.
     """
     baseline = estimates.baseline
-    confirmed = [m for m in ranked if m.confirmed] or list(ranked)
+    confirmed = [m for m in ranked if m.confirmed]
+    confirmed = (
+        [m for m in ranked if m.confirmed or (baseline and m.trial == baseline.trial)] if confirmed else list(ranked)
+    )
     top = max(confirmed, key=lambda m: log_gain(m, confirmed[0], objectives))
     behind = {m.trial: log_gain(top, m, objectives) for m in confirmed}
     alike = [m for m in confirmed if behind[m.trial] <= TIE]
@@ -277,16 +280,22 @@ def shown_better(measured: Measured, estimates: Estimates, objectives: Sequence[
 
 
 def reach(
-    one: Measured, other: Measured, estimates: Estimates, objectives: Sequence[Objective], more: int = 0
+    one: Measured,
+    other: Measured,
+    estimates: Estimates,
+    objectives: Sequence[Objective],
+    more: int = 0,
+    left: float = 1.0,
 ) -> float:
     """Differences of two trials' log gains below this are noise, where one of them was picked for reading well.
 
     The 95 % interval holds for all trials and after each round that both were in, together (Bonferroni): the best of 30
-    equal ones looks better than the baseline beyond its own interval in every fourth study. `more` rounds count besides.
+    equal ones looks better than the baseline beyond its own interval in every fourth study. `more` rounds count besides,
+    which leave the share `left` of the variance.
     """
     n_looks = min(len(one.repeats), len(other.repeats)) + more
     n_compared = max(1, sum(m.usable for m in estimates.measured) - 1) * max(1, n_looks)
-    return estimates.reach(one, other, objectives, n_compared)
+    return estimates.reach(one, other, objectives, n_compared, left)
 
 
 def drops_in(measured: Measured, baseline: Measured, world_size: int) -> bool:

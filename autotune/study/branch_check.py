@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.scoring import recommend
-from autotune.scoring.convergence.branch import Branch, Run, compare
+from autotune.scoring.convergence.branch import Branch, Run, compare, of_another
 from autotune.scoring.estimates import estimate
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import GOODPUT
@@ -68,6 +68,10 @@ class BranchCheck:
         if baseline is None or not unchecked:
             return False
         best = next(unchecked[m.trial] for m in found if m.trial in unchecked)
+        if (known := _known(best, measured)) is not None:
+            write_record(records.branch_path(self._state.folder, best.trial), known)
+            self._events.say(f"trial {best.trial}: {known.reason}")
+            return True
         return self._train_until_decided(best, baseline, decides=best.trial == found[0].trial)
 
     def lengthen(self) -> None:
@@ -221,6 +225,16 @@ class BranchCheck:
         # A branch of the baseline that was trained for another candidate will do.
         kept = (n for n in self._lengths(baseline) if least <= n)
         return (n, n) if (n := min(kept, default=0)) else (least, wanted)
+
+
+def _known(m: Measured, measured: Sequence[Measured]) -> Branch | None:
+    """What the branch of another trial with the same batch and numerics says of a trial, if one has decided."""
+    for other in measured:
+        decided = other.branch is not None and other.branch.confirmed is not None and other.branch.time_ratio
+        if other.branch is not None and decided and other.training == m.training:
+            rates = [each.metrics.get("samples_per_s") or 1.0 for each in (m, other)]
+            return of_another(other.branch, other.trial, rates[0] / rates[1])
+    return None
 
 
 def _needs_branch(m: Measured) -> bool:

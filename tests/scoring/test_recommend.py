@@ -221,6 +221,47 @@ def test_the_baseline_is_recommended_where_nothing_is_measurably_better():
 # The baseline is missing, or nothing is usable.
 
 
+def test_a_baseline_whose_turn_a_cut_round_left_out_still_takes_part():
+    """Its re-measurement comes last; without it a slower trial, the only one with two readings, was recommended."""
+    trials = [measured(0, 0.1), measured(1, 0.125, rounds=[0.125], zero_stage=1), measured(2, 0.13, zero_stage=2)]
+    assert chosen(recommend(trials, [LATENCY])) == 0
+    faster = [measured(0, 0.1), measured(1, 0.05, rounds=[0.05, 0.05, 0.05], zero_stage=1)]
+    assert chosen(recommend(faster, [LATENCY])) == 1
+
+
+def test_what_no_timing_narrows_is_noise_too():
+    """Peaks that scatter by 2 % made equal configurations the answer of every second study of memory."""
+    for seed in range(8):
+        rng = random.Random(seed)
+
+        def again(rng=rng):
+            return {"step_time_s": 0.1, "samples_per_s": 80.0, "peak_memory_bytes": 1e8 * rng.lognormvariate(0, 0.02)}
+
+        trials = [measured(n, memory=again()["peak_memory_bytes"], zero_stage=n % 4) for n in range(6)]
+        trials = [replace(m, ci95={}, repeats={1: again(), 2: again(), 3: again()}) for m in trials]
+        assert chosen(recommend(trials, [MEMORY])) == 0
+
+
+def test_a_branch_replaces_what_the_noise_scale_foretold():
+    """The gain of 1.48x stood beside a branch that had found none."""
+
+    def trial(number, goodput, branch=None, **knobs):
+        m = measured(number, rounds=[0.1, 0.1], **knobs)
+        values = m.metrics | {GOODPUT: goodput}
+        return replace(
+            m, metrics=values, ci95=m.ci95 | {GOODPUT: (goodput, goodput)}, branch=branch, branch_wanted=number > 0
+        )
+
+    said = Branch(confirmed=True, reason="in a branch", time_ratio=1.0, samples_ratio=2.0, samples_sd=0.02)
+    trials = [trial(0, 80.0), trial(1, 240.0, said, micro=16), trial(2, 230.0, micro=16, checkpoint_every=1)]
+    objectives = [Objective(name="convergence", metric=GOODPUT)]
+    found = estimate(trials)
+    for m in found.measured[1:]:  # the other one has the same batch and numerics, so needs as many samples
+        gain = found.gain(m, found.measured[0], GOODPUT)
+        assert gain is not None and gain.factor == pytest.approx(1.0, abs=0.1) and not gain.told
+    assert chosen(recommend(trials, objectives)) == 0
+
+
 def test_without_a_baseline_there_is_a_recommendation_but_no_speedup():
     found = recommend([measured(0, outcome=Outcome.OOM), measured(1, 0.1), measured(2, 0.05)], [LATENCY])
     pick = found.picks["recommended"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autotune.scoring.quantiles import Z95
 from autotune.trial.profile import Floats
 
 DRAWS = 2000
@@ -38,6 +39,8 @@ class Branch:
         high: Upper end.
         predicted: The same by noise scale and throughput; None where that was not known.
         n_samples: Samples that both were trained on.
+        samples_ratio: The samples that it needs to the baseline's loss over those of the baseline; None if not known.
+        samples_sd: Standard deviation of the logarithm of that.
     """
 
     confirmed: bool | None
@@ -47,6 +50,8 @@ class Branch:
     high: float = 0.0
     predicted: float | None = None
     n_samples: int = 0
+    samples_ratio: float | None = None
+    samples_sd: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,15 +112,33 @@ def compare(own: Run, baseline: Run, predicted: float | None = None, seen: float
     there = (middle + before) * np.exp(-behind / falls) - before + stale
     speed = own.samples_per_s / baseline.samples_per_s * np.exp(SPEED_SD * rng.standard_normal(DRAWS))
     # Behind by all that it saw: it never comes to where the baseline was.
-    ratios = middle / np.maximum(there, middle / 100) / speed
+    needed = middle / np.maximum(there, middle / 100)
+    ratios = needed / speed
     value = float(np.median(ratios))
     low, high = (float(end) for end in np.quantile(ratios, (0.025, 0.975)))
     said = f"in a branch of {n_samples:,} samples it reached the baseline's loss in {value:.2f}x"
     confirmed, end = _judged(predicted, low, high)
     return Branch(
         confirmed=confirmed, reason=f"{said} ({low:.2f} to {high:.2f}) of the baseline's time{end}", time_ratio=value,
-        low=low, high=high, predicted=predicted, n_samples=n_samples,
+        low=low, high=high, predicted=predicted, n_samples=n_samples, samples_ratio=float(np.median(needed)),
+        samples_sd=float(np.diff(np.log(np.quantile(needed, (0.025, 0.975))))[0] / 2 / Z95),
     )  # fmt: skip
+
+
+def of_another(found: Branch, trial: int, faster: float) -> Branch:
+    """What a trial's branch says of another one with the same batch and numerics.
+
+    Args:
+        found: The branch, which decided.
+        trial: The trial that it is of.
+        faster: The other one's throughput over that trial's.
+    """
+    assert found.time_ratio is not None
+    value, low, high = (end / faster for end in (found.time_ratio, found.low, found.high))
+    confirmed, end = _judged(None, low, high)
+    said = f"by the branch of trial {trial}, with the same batch and numerics, it reaches the baseline's loss in"
+    said = f"{said} {value:.2f}x ({low:.2f} to {high:.2f}) of the baseline's time{end}"
+    return replace(found, confirmed=confirmed, reason=said, time_ratio=value, low=low, high=high, predicted=None)
 
 
 def _judged(predicted: float | None, low: float, high: float) -> tuple[bool | None, str]:

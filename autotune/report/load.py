@@ -209,7 +209,11 @@ def _trials(study: Study, estimates: Estimates, folder: Path | None) -> list[dic
         row: dict[str, Any] = {"trial": told.number, "role": told.user_attrs.get(records.ROLE_ATTR, "search")}
         row |= {"outcome": str(seen.outcome), "candidate": seen.candidate.values()}
         row |= {name: data[name] for name in TOLD}
-        row |= recommend.figures(seen, estimates) | {"readings_s": _readings(estimates.raw[told.number])}
+        row |= (
+            {"feasible": seen.feasible}
+            | recommend.figures(seen, estimates)
+            | {"readings_s": _readings(estimates.raw[told.number])}
+        )
         if verdict is not None and verdict.passed is False:
             row["reason"] = verdict.reason
         curve = _with_curve(result, seen, folder)

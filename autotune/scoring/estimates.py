@@ -193,7 +193,19 @@ def estimate(measured: Sequence[Measured]) -> Estimates:
         decided = (m for m in estimated if m.branch is not None and m.branch.samples_ratio)
         branches = {m.training: m.branch for m in sorted(decided, key=lambda m: m.branch.n_samples if m.branch else 0)}
         estimated = [_with_branch(m, baseline, branches.get(m.training), beyond) for m in estimated]
+    estimated = [replace(m, feasible=_holds_bounds(m)) if m.bounds else m for m in estimated]
+    baseline = next((m for m in estimated if baseline is not None and m.trial == 0), None)
     return Estimates(estimated, raw, baseline, found, rows, degrees, beyond)
+
+
+def _holds_bounds(m: Measured) -> bool:
+    """Whether the estimates of a trial hold every constraint; as its own run did where one has no estimate."""
+    values = [(m.metrics.get(metric), end, amount) for metric, end, amount in m.bounds]
+    if m.outcome is not Outcome.COMPLETE or any(value is None for value, _, _ in values):
+        return m.feasible
+    return all(
+        value is not None and (value <= amount if end == "max" else value >= amount) for value, end, amount in values
+    )
 
 
 def _with_pooled_samples(measured: Sequence[Measured]) -> list[Measured]:

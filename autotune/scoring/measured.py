@@ -39,7 +39,8 @@ class Measured:
         outcome: How it ended.
         metrics: By metric what it yielded, or after `estimates.estimate` the estimate from all measurements.
         ci95: The 95 % interval, within that one run or of the estimate.
-        feasible: Whether all constraints are held.
+        feasible: Whether all constraints are held; after `estimates.estimate` by the estimates.
+        bounds: The constraints: metric, `min` or `max`, amount.
         repeats: Metrics of each re-measurement, by round; a round measures some finalists and the baseline in turn.
         forecast: What its study's model foretells of it.
         script_side_changes: What it takes besides the DeepSpeed JSON.
@@ -59,6 +60,7 @@ class Measured:
     metrics: Mapping[str, float]
     ci95: Mapping[str, tuple[float, float]]
     feasible: bool = True
+    bounds: Sequence[tuple[str, str, float]] = ()
     repeats: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     forecast: Foretold | None = None
     script_side_changes: Sequence[str] = ()

@@ -63,9 +63,10 @@ def checked(measured: Measured) -> list[str]:
     whose = (
         "its loss" if verdict.same_as is None else f"the loss of trial {verdict.same_as}, whose numerics are the same,"
     )
+    at = f" at a global batch of {verdict.batch}" if verdict.batch else ""
     return [
         *said,
-        f"trains as the baseline's numerics do at its global batch: over {verdict.n_steps} steps {whose} is"
+        f"trains as the baseline's numerics do{at}: over {verdict.n_steps} steps {whose} is"
         f" {abs(verdict.excess):.2g} {'above' if verdict.excess > 0 else 'below'} theirs, and up to {verdict.limit:.2g}"
         " above is chance",
     ]

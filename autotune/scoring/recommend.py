@@ -14,6 +14,7 @@ from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
 from autotune.scoring.reasons import checked, drift, named, passed_by, words
 from autotune.space.candidate import differing
+from autotune.trial.result import Outcome
 
 # Trials whose estimated gains differ by less than this are alike: the one that changes least is recommended. Half of the
 # 1 % that it may cost, since the estimates are not exact.
@@ -214,7 +215,10 @@ def _extremes(
         unchecked += [m for m in (told[: told.index(best)] if best is not None else told) if not m.barred][:1]
         if best is not None:
             best = _confirmed(best, sound, estimates, metric)
-            why = f"the best {METRICS[metric].label} of all that ran"
+            ran = [m for m in estimates.measured if m.outcome is Outcome.COMPLETE and m.metrics.get(metric)]
+            better = any(m not in sound and improvement(log_ratio(m, best, metric), metric) > 0 for m in ran)
+            of = "keep the constraints and passed their checks" if better else "ran"
+            why = f"the best {METRICS[metric].label} of all that {of}"
             said = [*words(best, estimates, objectives), *checked(best), *passed_by(told[0], best)]
             picks[name] = replace(_pick(best, estimates, [why, *said]), first=told[0])
     return picks, unchecked
@@ -261,8 +265,10 @@ def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence
     own = baseline.candidate.values() if baseline else {}
     n_changes = {m.trial: len(differing(m.candidate.values(), own)) if baseline else 0 for m in alike}
     chosen = min(alike, key=lambda m: (n_changes[m.trial], behind[m.trial]))
-    gain = math.exp(log_gain(chosen, baseline or top, objectives))
-    why = f"the best {named(objectives)} ({'geometric mean of the gains: ' if len(objectives) > 1 else ''}{gain:.2f}x)"
+    why = f"the best {named(objectives)}"
+    if baseline is not None:
+        gain = math.exp(log_gain(chosen, baseline, objectives))
+        why += f" ({'geometric mean of the gains: ' if len(objectives) > 1 else ''}{gain:.2f}x)"
     tied = [
         m for m in confirmed
         if m is not chosen and abs(log_gain(m, chosen, objectives)) <= reach(m, chosen, estimates, objectives)

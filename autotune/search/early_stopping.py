@@ -30,10 +30,10 @@ def bounds_to_beat(
     """Whom a trial of the candidate is compared with while it runs; empty where an objective cannot be foretold from its steps.
 
     A candidate with the baseline's global batch and numerics may be the drop-in pick, so only such ones are its rivals;
-    one with its batch alone needs no branch, so only such are rivals of that.
+    one with its batch alone needs no branch, so only such are rivals of that. What can be no answer is no rival.
     """
     world, batch = guide.world_size, candidate.global_batch_size(guide.world_size)
-    usable = [m for m in measured if m.usable and m.candidate != candidate]
+    usable = [m for m in measured if m.usable and not m.barred and not m.unreproducible and m.candidate != candidate]
     if batch == baseline.global_batch_size(world):
         usable = [m for m in usable if m.candidate.global_batch_size(world) == batch]
         alike = candidate.other_numerics == baseline.other_numerics

@@ -49,7 +49,7 @@ DERIVED_SD = 0.03
 MOST_DERIVED, DERIVED_TRIALS = 2, 50
 # Above this deviation the prior has guessed the scale of the memory, and does not know it.
 GUESSED_SCALE = 0.5
-RATES = {"samples_per_s", "tokens_per_s"}
+RATES = {"samples_per_s", "tokens_per_s", "padded_tokens_per_s"}
 # What rests on a count of samples besides the step time.
 COUNTED = {"time_to_loss_s", GOODPUT}
 
@@ -72,7 +72,7 @@ class CostModel:
         n_ran: Trials that told a step time.
         known: All that need not be proposed again.
         distrust: For each level how likely it is to fail otherwise than by memory.
-        tokens: Tokens of a sample.
+        per_sample: By rate what of it a sample holds, as tokens.
         sized: Whether the memory is known well enough to pass candidates by: something fitted, or its bytes were
             counted.
     """
@@ -90,7 +90,7 @@ class CostModel:
     n_ran: int
     known: frozenset[int]
     distrust: Floats
-    tokens: float
+    per_sample: Mapping[str, float]
     sized: bool
 
     def completes(self, rows: Rows) -> Floats:
@@ -114,7 +114,7 @@ class CostModel:
                 continue
             mean, sd = self.cost(rows, metric)
             sign = -1.0 if metric == GOODPUT else _sign(metric)
-            limit = sign * (math.log(amount) - (math.log(self.tokens) if metric == "tokens_per_s" else 0.0))
+            limit = sign * (math.log(amount) - math.log(self.per_sample.get(metric, 1.0)))
             below = (end == "max") == (sign > 0)
             z = (limit - mean) / sd
             chance = chance * scipy.special.ndtr(z if below else -z)
@@ -258,11 +258,10 @@ def learn(
     done = [t for t in ran if t.outcome is Outcome.COMPLETE]
     wanted = dict.fromkeys([*metrics, *(metric for metric, _, _ in bounds)])
     own = [m for m in wanted if m not in RATES | COUNTED | {"step_time_s", "peak_memory_bytes"}]
-    ratios = [
-        t.metrics["tokens_per_s"] / t.metrics["samples_per_s"]
-        for t in done
-        if t.good("tokens_per_s") and t.good("samples_per_s")
-    ]
+    ratios = {
+        rate: [t.metrics[rate] / t.metrics["samples_per_s"] for t in done if t.good(rate) and t.good("samples_per_s")]
+        for rate in RATES
+    }
 
     def extra(metric: str) -> CalibratedGP:
         """Another metric, as a multiple of the predicted step time."""
@@ -287,11 +286,11 @@ def learn(
         samples=SampleCounts(catalogue, world_size, done),
         extra={metric: extra(metric) for metric in own},
         limit=limit,
-        rows=_rows(catalogue, done),
+        rows=_rows(catalogue, [t for t in done if t.witnessed]),
         n_ran=len(ran),
         known=frozenset(catalogue.row[t.candidate] for t in told if t.outcome is not Outcome.LOST),
         distrust=_distrust(catalogue, told),
-        tokens=float(np.median(ratios)) if ratios else 1.0,
+        per_sample={rate: float(np.median(some)) for rate, some in ratios.items() if some},
         sized=any(t.good("peak_memory_bytes") for t in ran) or bool(catalogue.memory_sd[0] < GUESSED_SCALE),
     )
 
@@ -398,15 +397,14 @@ def _ends(others: Sequence[int], steps: int) -> list[int]:
 
 
 def _distrust(catalogue: FeatureTable, told: Sequence[Observation]) -> Floats:
-    """For each level how likely it is to fail otherwise than by memory: what crashes once, may do so again.
+    """For each level how likely it is to fail otherwise than by memory: what crashes once, or is not seen to act, may do so again.
 
     The levels of a trial that no other has shown to run share its blame.
     """
-
-    def present(*outcomes: Outcome) -> Floats:
-        return catalogue.present[_rows(catalogue, [t for t in told if t.outcome in outcomes])]
-
-    good, failed = present(*RAN).sum(axis=0), present(*FAILURES)
+    failures = [t for t in told if t.outcome in FAILURES or (t.outcome in RAN and not t.witnessed)]
+    ran = [t for t in told if t.outcome in RAN and t.witnessed]
+    good, failed = (catalogue.present[_rows(catalogue, some)] for some in (ran, failures))
+    good = good.sum(axis=0)
     suspects = failed * (good == 0)
     suspects = np.where(suspects.any(axis=1, keepdims=True), suspects, failed)
     bad = (suspects / np.maximum(suspects.sum(axis=1, keepdims=True), 1.0)).sum(axis=0)

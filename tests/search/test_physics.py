@@ -352,6 +352,19 @@ def test_a_level_that_crashes_is_left_alone():
     assert proposed.count("fp32") >= 5
 
 
+def test_padded_tokens_are_a_rate_as_tokens_are():
+    """Of candidates with one batch the slowest were taken for the best, and only these were looked at in a large space."""
+    every = [c for c in all_of(SearchSpace.parse(KNOBS, "test.yaml")) if c.global_batch_size(2) == 16]
+    metrics = ["padded_tokens_per_s"]
+    guide = CandidateOptimizer(every, PRIOR, metrics, world_size=2, reference=DEFAULT)
+    told = [told_of(c) for c in every[::5]]
+    told = [replace(t, metrics=t.metrics | {metrics[0]: 100 * t.metrics["samples_per_s"]}) for t in told]
+    state = guide._learn(told)
+    rows = np.array([guide.catalogue.row[c] for c in every])
+    assert np.corrcoef(state.rough_costs()[rows, 0], [truth(c)[0] for c in every])[0, 1] > 0.8
+    assert np.corrcoef(state.costs(rows)[0][:, 0], [truth(c)[0] for c in every])[0, 1] > 0.8
+
+
 def test_a_bound_draws_the_search_to_what_holds_it():
     every = all_of(SearchSpace.parse(KNOBS, "test.yaml"))
     bounds = [("peak_memory_bytes", "max", 3.2e9)]

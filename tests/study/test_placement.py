@@ -1,11 +1,13 @@
 """Trials on other machines than the baseline's are compared with the baseline on theirs."""
 
 import threading
+from collections import Counter
 
 import pytest
-from support.instant import Instant, Watcher, report, runner_of
+from support.instant import STEPS, Instant, Watcher, report, runner_of
 
-from autotune.scoring import step_times
+from autotune.scoring import recommend, step_times
+from autotune.scoring.estimates import estimate
 from autotune.study import placement
 from autotune.study.storage import records
 from autotune.study.storage.leases import StudyLeases
@@ -52,6 +54,23 @@ def test_a_result_from_machines_without_the_baseline_says_that_it_does_not_compa
     ]
     home = result_in(records.trial_path(tmp_path, 0))
     assert placement.like_with_like(tmp_path, home) == home
+
+
+def test_a_round_in_which_the_baseline_ran_elsewhere_says_nothing(tmp_path):
+    """A trial that was measured again on a machine 1.5 times as fast was recommended for that."""
+    n_ran = Counter()
+
+    def behaviour(candidate):
+        n_ran[candidate] += 1
+        away = n_ran[candidate] > 1 and candidate.checkpoint_every == 1
+        steps = [0.02 / (1.5 if away else 1.0)] * STEPS
+        return report(candidate, step_times_s=steps, host="b" if away else "a", machine="cpu")
+
+    given = {"space": [{"checkpoint_every": [0, 1, 2]}], "objectives": ["latency"], "repeats": 2}
+    runner = runner_of(tmp_path, Instant(behaviour), trials=3, finalists=3, **given)
+    runner.run()
+    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
+    assert found.picks["recommended"].measured.trial == 0
 
 
 def test_two_threads_never_measure_the_baseline_of_one_place_at_once(tmp_path):

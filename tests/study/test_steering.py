@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -240,6 +241,46 @@ def test_no_trial_is_stopped_that_may_be_the_drop_in_or_whose_objective_is_not_k
         tmp_path / "b", sampler="random", trials=6, finalists=0, objectives=["throughput", {"metric": "cpu_s_per_step"}]
     )
     assert all(not request.rivals for request in executor.requests)
+
+
+def test_a_trial_that_can_be_no_answer_stops_no_other(tmp_path):
+    """Nothing showed that its recomputation acted; it read four times as fast, and each later trial was stopped for it."""
+
+    def behaviour(candidate):
+        unseen = candidate.checkpoint_every == 2
+        whole = report(candidate, step_times_s=[0.005 if unseen else 0.02] * STEPS)
+        return replace(whole, observed=replace(whole.observed, unwitnessed=("checkpoint_every",) if unseen else ()))
+
+    space = {"space": [{"checkpoint_every": [0, 1, 2, 4]}], "objectives": ["throughput"], "sampler": "grid"}
+    runner, *_ = run(tmp_path, behaviour, **space, trials=3, finalists=0)
+    barred = [m.trial for m in runner.measured() if m.barred]
+    rivals = runner.proposer.bounds_to_beat(Candidate(micro_batch_size=8, checkpoint_every=4))
+    assert barred and rivals and not {rival.trial for rival in rivals} & set(barred)
+    told = runner.proposer.advisor().told(runner.study)
+    best = runner.proposer.advisor().guide.best(told)
+    assert all(candidate.checkpoint_every != 2 for candidate in best.values())
+
+
+def test_bounds_are_held_by_what_all_measurements_say(tmp_path):
+    """The first reading was within the bound, and the three that followed were not."""
+    n_ran = Counter()
+
+    def behaviour(candidate):
+        n_ran[candidate] += 1
+        return report(candidate, step_times_s=[0.0279 if n_ran[candidate] == 1 else 0.030] * STEPS)
+
+    bound = [{"metric": "step_time_s", "max": "29ms"}]
+    given = {
+        "space": [{"checkpoint_every": [0, 1, 2]}],
+        "objectives": ["throughput"],
+        "constraints": bound,
+        "repeats": 3,
+    }
+    runner, *_ = run(tmp_path, behaviour, **given, trials=3)
+    shown = load.read(runner.study, runner.state.folder, series=False)
+    again = [trial for trial in shown.trials if len(trial["readings_s"]) > 1]
+    assert again and all(trial["metrics"]["step_time_s"] > 0.029 and not trial["feasible"] for trial in again)
+    assert "recommended" not in shown.picks
 
 
 def test_with_stopping_switched_off_every_trial_runs_to_its_end(tmp_path):

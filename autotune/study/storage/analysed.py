@@ -24,6 +24,8 @@ from autotune.study.storage.records import StudyRecord, told_candidate, told_dat
 from autotune.trial.folder import result_in
 from autotune.trial.result import Outcome
 
+PEAK = "peak_memory_bytes"
+
 
 @dataclass
 class Reading:
@@ -76,6 +78,12 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConf
     ds_config, verdict = kept.ds_config(candidate), records.verdict_in(folder, told.number)
     baseline = Candidate.from_key(kept.baseline)
     refused = verdict is not None and verdict.passed is False
+    beside = records.repeat_paths(folder, 0) if told.number else {}
+    repeats, tail_peaks = _repeated(paths, beside, candidate, kept.reference)
+    if data.get("tail"):  # the memory of a run without the worst batch does not compare
+        repeats = {n: values if n in tail_peaks else _without_peak(values) for n, values in repeats.items()}
+    # Evaluation or a checkpoint is tried when it is measured again alone: the trial's own reading does not compare.
+    more = {PEAK: max(tail_peaks.values())} if tail_peaks and not data.get("tail") else {}
     return Measured(
         trial=told.number,
         candidate=candidate,
@@ -86,10 +94,11 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConf
         branch_wanted=kept.branches
         and candidate.global_batch_size(kept.data_parallel) != baseline.global_batch_size(kept.data_parallel),
         numerics_kept=keeps_numerics(ds_config, own) and candidate.other_numerics == baseline.other_numerics,
-        metrics=data["metrics"],
-        ci95={name: (low, high) for name, (low, high) in data["ci95"].items()},
+        metrics=data["metrics"] | more,
+        ci95={name: (low, high) for name, (low, high) in data["ci95"].items() if name not in more},
         feasible=data["feasible"],
-        repeats=_repeated(paths, candidate, kept.reference, had_tail=bool(data.get("tail"))),
+        bounds=kept.search.bounds,
+        repeats=repeats,
         unfit=_unfit(paths.values(), candidate),
         script_side_changes=data.get("side_changes", ()),
         unreproducible=data.get("unreproducible", ()),
@@ -98,26 +107,33 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConf
 
 
 def _repeated(
-    paths: Mapping[int, Path], candidate: Candidate, reference: Reference | None, *, had_tail: bool
-) -> dict[int, dict[str, float]]:
-    """Returns the metrics of each complete re-measurement, by round.
+    paths: Mapping[int, Path], beside: Mapping[int, Path], candidate: Candidate, reference: Reference | None
+) -> tuple[dict[int, dict[str, float]], dict[int, float]]:
+    """The metrics of each complete re-measurement, by round; and the peak memory of those that tried a worst batch.
 
     Args:
         paths: Their folders.
+        beside: The baseline's in the same rounds: on other machines than these a time says nothing.
         candidate: What was measured.
         reference: The study's.
-        had_tail: The trial itself trained on the worst batch, so that the memory of those that did not is none.
     """
     # Re-measurements time steps; they are too short for a loss curve.
     reference = replace(reference, loss_target=None) if reference is not None else None
-    found = {}
+    found, peaks = dict[int, dict[str, float]](), dict[int, float]()
     for n, path in paths.items():
-        result = result_in(path)
-        if result is not None and result.outcome is Outcome.COMPLETE and result.candidate == candidate.values():
-            found[n] = {name: each.value for name, each in metrics.measure(result, reference).items()}
-            if had_tail and not result.tail:
-                found[n].pop("peak_memory_bytes", None)
-    return found
+        result, base = result_in(path), result_in(beside[n]) if n in beside else None
+        if result is None or result.outcome is not Outcome.COMPLETE or result.candidate != candidate.values():
+            continue
+        if base is not None and base.place and result.place and base.place != result.place:
+            continue
+        found[n] = {name: each.value for name, each in metrics.measure(result, reference).items()}
+        if result.tail and PEAK in found[n]:
+            peaks[n] = found[n][PEAK]
+    return found, peaks
+
+
+def _without_peak(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if name != PEAK}
 
 
 def _unfit(paths: Iterable[Path], candidate: Candidate) -> str:

@@ -14,15 +14,15 @@ from typing import Any
 from autotune.errors import UserError, nearest
 from autotune.report.data import StudyReport
 from autotune.report.script_changes import DTYPES, every_nth
+from autotune.report.started import Started, started
 from autotune.space.candidate import Candidate
 from autotune.space.data import TRAINER_ARGUMENTS
-from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, Scalar, at_path, without_auto
+from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, at_path, without_auto
 from autotune.study.storage.records import StoreError
 from autotune.system import files, redaction
 from autotune.trial.command import (
     DS_CONFIG,
     EXPORTED_CONFIG,
-    Invocation,
     has_flag,
     pasted,
     template_values,
@@ -51,9 +51,6 @@ CONFIG_PARAMETERS = {
     ACCELERATE: 'pass `DeepSpeedPlugin(hf_ds_config="{}")` to `Accelerator`',
     "Lightning": 'pass `DeepSpeedStrategy(config="{}")` to `Trainer`',
 }
-# Beginnings of side changes that the flags of a command carry, the second with flags of TrainingArguments.
-CARRIED = ("Command line:",)
-CARRIED_BY_TRAINING_ARGUMENTS = ("TrainingArguments:", "Activation checkpointing:", "DeepSpeed:", "Precision:")
 # A change of the data by a flag of SFTConfig, which is one of TrainingArguments.
 DATA_FLAG = re.compile(r"Data: `(--\w+) (\S+)` instead of")
 
@@ -70,13 +67,13 @@ class Exported:
         text: What belongs into a file, or into a terminal.
         notes: What someone who uses it has to know and cannot read in it.
         tuned: The configuration that the study tuned, whose file is not written over; None where there is none.
-        tuned_file: That file, where it is known.
+        own_files: The files that the user's command and script read, as far as they are known; none is written over.
     """
 
     text: str
     notes: Sequence[str]
     tuned: DsConfig | None = None
-    tuned_file: Path | None = None
+    own_files: frozenset[Path] = frozenset()
 
     def write(self, path: Path) -> None:
         """Writes the text to a file, whole or not at all.
@@ -85,12 +82,11 @@ class Exported:
             path: The file; its folder is made.
 
         Raises:
-            ExportError: It cannot be written, or is the configuration that the study tuned.
+            ExportError: It cannot be written, or is a file that the tuned command reads.
         """
-        same = self.tuned_file is not None and path.resolve() == self.tuned_file.resolve()
-        if same or (self.tuned and _holds(path, self.tuned)):
+        if path.resolve() in self.own_files or (self.tuned and _holds(path, self.tuned)):
             raise ExportError(
-                f"export: {path} is the configuration that the study tuned, and its baseline; write to another file, as"
+                f"export: {path} belongs to the command that the study tuned, its baseline; write to another file, as"
                 f" tuned_{path.name}"
             )
         try:
@@ -100,38 +96,6 @@ class Exported:
 
     def __str__(self) -> str:
         return self.text
-
-
-@dataclass(frozen=True, kw_only=True)
-class Started:
-    """How a tuned script is started, and what of its command line carries what.
-
-    Attributes:
-        invocation: How its user starts it.
-        flags: The flag that carries a candidate field, or `ds_config`, or one of transformers' arguments; by all its
-            names.
-        config_source: The file that it reads its configuration from; empty for a dict in its code.
-        baseline: The candidate that it is untouched, as flat knob values.
-        family: The framework that it uses.
-        config_at: File and line of that dict, if it is written out.
-        initialized_at: File and line where it calls `deepspeed.initialize` itself.
-        uneven: Its batches vary in size, as its own sampler makes them.
-    """
-
-    invocation: Invocation
-    flags: Mapping[str, Sequence[str]]
-    config_source: str
-    baseline: Mapping[str, Scalar]
-    family: str = ""
-    config_at: str = ""
-    initialized_at: str = ""
-    uneven: bool = False
-
-    @property
-    def exported(self) -> str:
-        """The name of the exported configuration, which is not the name of the script's own file."""
-        own = Path(self.config_source).name
-        return f"tuned_{own}" if own.endswith(EXPORTED_CONFIG) else EXPORTED_CONFIG
 
 
 def _holds(path: Path, config: DsConfig) -> bool:
@@ -189,7 +153,7 @@ def _accelerate(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: in
     Accelerate refuses `mixed_precision`, `gradient_accumulation_steps` and the offload fields, all of which the JSON
     states.
     """
-    _check_family(started, (ACCELERATE, TRAINER), "no Accelerate config")
+    _check_family(started, "accelerate", "no Accelerate config")
     config = deepspeed_config(pick, base)
     inner = json.dumps(config, indent=2, allow_nan=False).replace("\n", "\n    ")
     comments = "".join(f"# {text}\n" for text in notes(pick, base, "accelerate", started))
@@ -222,19 +186,19 @@ def _command(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, 
     for name, value in candidate.values().items():
         if name in flags and (has_flag(arguments, flags[name]) or value != started.baseline.get(name)):
             arguments = with_flag(arguments, flags[name], str(value))
-    carried: tuple[str, ...] = CARRIED
+    carried = started.carried
     if "bf16" in flags:
-        carried += CARRIED_BY_TRAINING_ARGUMENTS
         arguments = _with_training_flags(arguments, pick, base, started, values)
         for found in filter(None, map(DATA_FLAG.match, changes)):
             arguments = with_flag(arguments, (found[1],), found[2])
         changes = [text for text in changes if not DATA_FLAG.match(text)]
-    comments, launcher = [f"{started.exported} is the same pick in the format `deepspeed`."], list[str]()
+    comments, launcher = [_written(started, started.exported)], list[str]()
     to_launch = any(text.startswith("DeepSpeed:") and "accelerate launch" in text for text in changes)
     if to_launch or how.environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
         carried += ("DeepSpeed:",)
-        comments = ["accelerate.yaml is the same pick in the format `accelerate`."]
-        launcher = ["accelerate", "launch", "--config_file", "accelerate.yaml"]
+        file = started.free_name("accelerate.yaml")
+        comments = [_written(started, file, "--format accelerate ")]
+        launcher = ["accelerate", "launch", "--config_file", file]
     elif "deepspeed" in flags or DS_CONFIG in flags:
         arguments = with_flag(arguments, flags.get("deepspeed") or flags[DS_CONFIG], started.exported)
     elif DS_CONFIG not in templates_in([*arguments, *how.environment.values()]) and not (
@@ -253,6 +217,11 @@ def _command(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, 
         comments.append(f"{hidden}: put it back, or leave it to the environment.")
     comments += [text for text in changes if not text.startswith(carried)]
     return "".join(f"# {text}\n" for text in comments) + command + "\n"
+
+
+def _written(started: Started, file: str, form: str = "") -> str:
+    """What writes the configuration that a printed command reads."""
+    return f"First: `autotune export {started.study} {started.which}{form}-o {file}`, the configuration that it reads."
 
 
 def _in_code(started: Started) -> str:
@@ -287,9 +256,9 @@ def _with_training_flags(
     return arguments
 
 
-def _check_family(started: Started | None, families: Sequence[str], what: str) -> None:
+def _check_family(started: Started | None, form: str, what: str) -> None:
     """Refuses a format that the tuned script cannot read; a model.py may stand for a script of any framework."""
-    if started is not None and started.family and started.family not in families:
+    if started is not None and not started.reads(form):
         alternatives = f"--format command shows how to start it, --format deepspeed is its {EXPORTED_CONFIG}"
         raise ExportError(f"the script reads {what}, since it trains with {started.family}; {alternatives}")
 
@@ -299,7 +268,7 @@ def _hf_args(pick: Mapping[str, Any], base: Mapping[str, Any], _: int, started: 
 
     `torch_autocast` and fp32 need no flag: --bf16 would have transformers switch DeepSpeed's own bf16 on.
     """
-    _check_family(started, (TRAINER,), "no TrainingArguments")
+    _check_family(started, "hf-args", "no TrainingArguments")
     candidate = Candidate.of(pick["candidate"])
     config = deepspeed_config(pick, base)
     flags = _training_flags(candidate, config)
@@ -377,7 +346,7 @@ def notes(
             ("scheduler" in config, made.format("scheduler", "Scheduler")),
         ],
         "hf-args": [
-            (True, f"{started.exported if started else EXPORTED_CONFIG} is the same pick in the format `deepspeed`."),
+            (True, _written(started, started.exported) if started else f"{EXPORTED_CONFIG}: the format `deepspeed`."),
             (every > 1, newer),
             (steps, f"The JSON fixes the scheduler steps: {fixed}"),
         ],
@@ -398,28 +367,15 @@ def export_pick(report: StudyReport, pick: str | None, number: int | None, form:
         UserError: There is no such pick, trial or format.
     """
     chosen, base = pick_or_trial(report, pick, number), report.study["base_config"]
-    begun = started(report)
+    which = f"--pick {shlex.quote(pick)} " if pick else f"--trial {number} " if number is not None else ""
+    begun = started(report, which)
     text = export(chosen, base, form, report.world_size, begun)
-    source = begun.config_source if begun is not None else ""
-    file = Path(begun.invocation.working_dir, source) if begun is not None and source else None
     changes = [] if form == "command" else chosen.get("script_side_changes", [])  # its comments say so
-    return Exported(text=text, notes=[*notes(chosen, base, form, begun), *changes], tuned=base, tuned_file=file)
-
-
-def started(report: StudyReport) -> Started | None:
-    """How the study's script is started; None where a model.py was tuned."""
-    script = report.workload.get("script")
-    if report.invocation is None or not script:
-        return None
-    return Started(
-        invocation=report.invocation,
-        flags=script["flags"],
-        config_source=script["config_source"],
-        baseline=report.study["baseline"],
-        family=script.get("family", ""),
-        config_at=script.get("config_at", ""),
-        initialized_at=script.get("initialized_at", ""),
-        uneven=script.get("uneven") is not None,
+    return Exported(
+        text=text,
+        notes=[*notes(chosen, base, form, begun), *changes],
+        tuned=base,
+        own_files=begun.own_files if begun else frozenset(),
     )
 
 

@@ -7,6 +7,7 @@ import shlex
 from collections import Counter
 
 from autotune.report.data import StudyReport, pick_words
+from autotune.report.started import started
 from autotune.study.events import DECIDING_SHARE, STOPPED, UNFINISHED
 from autotune.trial.command import EXPORTED_CONFIG
 from autotune.trial.result import Outcome
@@ -84,14 +85,13 @@ def _ended(report: StudyReport) -> str:
 def _with_answer(report: StudyReport, name: str) -> list[str]:
     pick, other = report.picks["recommended"], report.picks.get("drop_in")
     command = f"; `autotune export {name} --format command` prints your command with it" if report.invocation else ""
-    from autotune.report.export import started  # which imports Optuna
-
     begun = started(report)
     # A model.py's own configuration may have the usual name.
     named = f"tuned_{EXPORTED_CONFIG}" if report.study.get("base_config") else EXPORTED_CONFIG
     file = begun.exported if begun is not None else named
     found = [f"Train with it: `autotune export {name} -o {file}` writes its configuration{command}."]
-    if pick.get("script_side_changes"):
+    carried = begun.carried if begun is not None else ()
+    if any(not text.startswith(carried) for text in pick.get("script_side_changes") or ()):
         found.append("Make the changes in the script: the configuration alone is not all of it.")
     if other is not None and other["trial"] != pick["trial"] and not report.is_baseline(other):
         said = pick_words(report, ["drop_in"], other)

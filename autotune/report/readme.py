@@ -10,6 +10,7 @@ from pathlib import PurePath
 from autotune.report import attempts, tables
 from autotune.report.data import Data, StudyReport, end_words, measured, pick_words, title, titles, words
 from autotune.report.next_steps import next_steps, reproduce
+from autotune.report.started import started
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.reasons import KEPT
 from autotune.system.units import format_bytes, format_count, format_duration
@@ -198,8 +199,12 @@ def _use(report: StudyReport) -> list[str]:
     name, own = shlex.quote(report.name), report.picks["recommended"]["trial"]
     others = [pick for pick, found in report.picks.items() if found["trial"] != own]
     other = f"Another pick: `autotune export {name} --pick {others[0]}`. " if others else ""
-    formats = {"accelerate -o accelerate.yaml": "Accelerate", "hf-args": "flags for transformers' Trainer"}
-    formats |= {"command": "the whole command line"} if report.invocation else {}
+    begun, yaml = started(report), "accelerate.yaml"
+    yaml = begun.free_name(yaml) if begun is not None else yaml
+    formats = {f"accelerate -o {yaml}": "Accelerate", "hf-args": "flags for transformers' Trainer"}
+    if begun is not None:
+        formats = {form: what for form, what in formats.items() if begun.reads(form.partition(" ")[0])}
+        formats |= {"command": "the whole command line"}
     lines = [f"autotune export {name} --format {form:<30}# {what}" for form, what in formats.items()]
     return [
         "`ds_config.json` is the recommended configuration, complete:"

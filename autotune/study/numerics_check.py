@@ -20,7 +20,7 @@ from autotune.study.events import EventSink
 from autotune.study.measure import ENDLESS_SAMPLES, TrialMeasurer
 from autotune.study.spec.spec import StudySpec
 from autotune.study.state import StudyState, baseline_of
-from autotune.study.storage import records
+from autotune.study.storage import analysed, records
 from autotune.trial.folder import result_in, write_record
 from autotune.trial.result import Outcome, TrialResult
 
@@ -122,7 +122,8 @@ class NumericsCheck:
     def _sums_right(self, m: Measured, baseline: Measured) -> bool:
         """Whether a candidate differs in sums of 16 bits alone, and its trial showed that they are right; kept if so."""
         alike = m.candidate.other_numerics == baseline.candidate.other_numerics
-        if not alike or not quality_gate.differs_in_sums_alone(m.ds_config, baseline.ds_config):
+        other_sum = analysed.adds_up_otherwise(self._state.plan.workload, m.candidate, baseline.candidate)
+        if not alike or other_sum or not quality_gate.differs_in_sums_alone(m.ds_config, baseline.ds_config):
             return False
         own = result_in(self._state.trial_path(m.trial))
         batch = m.candidate.global_batch_size(self._world)

@@ -135,6 +135,7 @@ class Script:
         gradient_accumulation_steps: Value in the unchanged script.
         draw_sizes: If it cuts the loader's batches up: their samples in the unchanged script and in this trial.
         uneven: The samples of its batches vary, and count as they come.
+        adds_up: It adds up the losses of its micro-batches, so that its gradient grows with their number.
         precision: Value in the unchanged script.
         checkpoint_every: Value in the unchanged script, if it recomputes activations itself.
         learning_rates: Values in the unchanged script, by parameter group.
@@ -151,6 +152,7 @@ class Script:
     gradient_accumulation_steps: int = 0
     draw_sizes: tuple[int, int] | None = None
     uneven: bool = False
+    adds_up: bool = False
     precision: str = ""
     checkpoint_every: int = 0
     learning_rates: tuple[float | None, ...] = ()
@@ -185,6 +187,7 @@ class Probed:
         parts_follow: It makes as many parts as it accumulates.
         uneven: Samples of its smallest and its largest micro-batch, where they vary from step to step.
         configured_micro_batch_size: Samples in the engine's configuration; None if it was not read.
+        adds_up: It adds up the losses of its micro-batches, so that its gradient grows with their number.
     """
 
     ds_config: DsConfig
@@ -209,6 +212,7 @@ class Probed:
     parts_follow: bool = False
     uneven: tuple[int, int] | None = None
     configured_micro_batch_size: int | None = None
+    adds_up: bool = False
 
     def draw_sizes(self, candidate: Candidate) -> tuple[int, int] | None:
         """Returns the samples that the loader draws at once, without and with a candidate; None if that is no matter.

@@ -4,15 +4,18 @@ import json
 import os
 import shlex
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import yaml
 from support.commands import read_by_deepspeed
 
-from autotune.report.export import FORMATS, Exported, ExportError, Started, deepspeed_config, export, notes
+from autotune.report.export import FORMATS, Exported, ExportError, deepspeed_config, export, notes
+from autotune.report.started import Started
 from autotune.space.candidate import Candidate, from_deepspeed
 from autotune.space.deepspeed import check_config
 from autotune.trial.command import Invocation
+from autotune.trial.workload import ACCELERATE, TRAINER
 
 BASE = {
     "train_batch_size": "auto", "train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.5,
@@ -42,7 +45,7 @@ REFUSED = {
 STARTED = Started(
     invocation=Invocation(script="/home/me/train.py", working_dir="/home/me", arguments=("--bs", "8", "--lr", "1e-3")),
     flags={"micro_batch_size": ["--batch_size", "--bs"], "ds_config": ["--deepspeed_config"]}, config_source="",
-    baseline=Candidate.of(CANDIDATES[0]).values(),
+    baseline=Candidate.of(CANDIDATES[0]).values(), study="s",
 )  # fmt: skip
 
 
@@ -361,7 +364,23 @@ def test_a_script_of_accelerate_that_used_no_deepspeed_is_launched_so_that_it_do
     )
     comments, line = command(CANDIDATES[1], changes=(change,))
     assert line.startswith("accelerate launch --config_file accelerate.yaml train.py --bs 3")
-    assert comments == ["# accelerate.yaml is the same pick in the format `accelerate`."]
+    assert comments == [
+        "# First: `autotune export s --format accelerate -o accelerate.yaml`, the configuration that it reads."
+    ]
+
+
+def test_no_file_of_the_tuned_command_is_written_over_or_named():
+    """Frameworks hand DeepSpeed a dict, so that the file is known from the command alone; "auto" in it matched nothing."""
+    how = Invocation(
+        script="/home/me/train.py", working_dir="/home/me", arguments=("--deepspeed", "conf/ds_config.json"),
+        command="accelerate launch --config_file=accelerate.yaml train.py --deepspeed conf/ds_config.json",
+    )  # fmt: skip
+    own = replace(STARTED, invocation=how, family=TRAINER)
+    assert {Path("/home/me/conf/ds_config.json"), Path("/home/me/accelerate.yaml")} <= own.own_files
+    assert own.exported == "tuned_ds_config.json" and own.free_name("accelerate.yaml") == "tuned_accelerate.yaml"
+    text = export(pick(CANDIDATES[1]), BASE, "command", 2, replace(own, which="--trial 3 "))
+    assert "# First: `autotune export s --trial 3 -o tuned_ds_config.json`" in text
+    assert own.reads("hf-args") and not replace(own, family=ACCELERATE).reads("hf-args")
 
 
 def test_the_configuration_that_was_tuned_is_not_written_over(tmp_path):
@@ -371,7 +390,10 @@ def test_the_configuration_that_was_tuned_is_not_written_over(tmp_path):
     assert "--deepspeed_config tuned_ds_config.json" in text
     assert replace(own, config_source="tuned_ds_config.json").exported == "tuned_tuned_ds_config.json"
     found = Exported(
-        text="{}", notes=[], tuned={"zero_optimization": {"stage": 3}}, tuned_file=tmp_path / "ds_config.json"
+        text="{}",
+        notes=[],
+        tuned={"zero_optimization": {"stage": 3}},
+        own_files=frozenset({tmp_path / "ds_config.json"}),
     )
     (tmp_path / "ds_config.json").write_text("mine")
     (tmp_path / "base.json").write_text('{"zero_optimization": {"stage": 3}}')  # of a model.py, wherever it lies

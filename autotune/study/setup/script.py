@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from autotune.system import redaction
 from autotune.system.files import shown
 from autotune.trial import failures
 from autotune.trial.command import DS_CONFIG, MAPPED_KEYS, Invocation, fill, template_values, templates_in, with_flag
-from autotune.trial.folder import TrialDir, events, read_record
+from autotune.trial.folder import TrialDir, events, read_record, result_in
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Observed, Outcome, TrialResult
 from autotune.trial.target import module_constants
@@ -30,6 +31,8 @@ DEFAULT_MICRO_BATCH = 8
 # An op that takes longer than this to load is being compiled.
 COMPILED_S = 3.0
 SCRIPT_BATCH = {"micro_batch_size": "micro-batch", "gradient_accumulation_steps": "accumulation"}
+# The loss of a step grew with its micro-batches if the logarithms of both factors differ by less than this share.
+SAME_GROWTH = 0.2
 # End of a script whose arguments are missing or wrong, by argparse and most other parsers.
 USAGE_STATUS = "exited with status 2"
 # Advice where the tuner cannot move a knob.
@@ -154,6 +157,9 @@ def script_request(
     fillers = template_values(values)
     arguments, changes = tuple(fill(argument, fillers) for argument in how.arguments), []
     moved = {name: value for name, value in values.items() if candidate is not None and value != before.get(name)}
+    adds_up = probed is not None and probed.adds_up
+    if adds_up and candidate is not None and baseline is not None:
+        changes += _of_other_sum(candidate.gradient_accumulation_steps / baseline.gradient_accumulation_steps)
     shown = templates_in([*how.arguments, *how.environment.values()])
     changes += [
         f"Command line: `{{{n}}}` in it is {value} instead of {before[n]}." for n, value in moved.items() if n in shown
@@ -177,6 +183,7 @@ def script_request(
         gradient_accumulation_steps=(probed.gradient_accumulation_steps or 0) if probed else 0,
         draw_sizes=probed.draw_sizes(candidate) if probed and candidate else None,
         uneven=probed is not None and probed.uneven is not None,
+        adds_up=adds_up,
         precision=precision_of(without_auto(probed.ds_config)) if probed else "",
         checkpoint_every=probed.checkpoint_every if probed else 0,
         learning_rates=probed.learning_rates if probed else (),
@@ -249,6 +256,13 @@ def with_movable(
     movable, changes, caveats = [], list[str](), list(workload.caveats)
     if probed.uneven is not None:
         caveats.append(_of_own_size(probed.uneven, micro))
+    adds_up = _adds_up(result_in(path.with_name("inspect")), results["gradient_accumulation_steps"])
+    if adds_up:
+        caveats.append(
+            "the script adds up the losses of its micro-batches instead of averaging them (in transformers the loss of some"
+            " models): its gradient grows with the accumulation, so that each other accumulation is checked, and none is"
+            " drop-in. Losses are shown per micro-batch"
+        )
     for name, result in results.items():
         changes += [change for change in result.side_changes if change not in changes]
         word, was, seen = SCRIPT_BATCH[name], getattr(baseline, name), result.observed
@@ -261,8 +275,31 @@ def with_movable(
             caveats.append(f"the {word} stays {was}: {_unmoved(spec, probed, name)}")
     flags = {name: names for result in results.values() for name, names in result.flags.items()}
     flags |= {name: [flag] for name, flag in mapped_flags(spec, probed).items()}
-    probed = replace(probed, movable=tuple(movable), moved_by=tuple(changes), flags=probed.flags | flags)
+    probed = replace(
+        probed, movable=tuple(movable), moved_by=tuple(changes), flags=probed.flags | flags, adds_up=adds_up
+    )
     return replace(workload, script=probed, caveats=caveats)
+
+
+def _adds_up(first: TrialResult | None, moved: TrialResult) -> bool:
+    """Returns whether the loss of a step grew as the number of its micro-batches did."""
+    both = [each for each in (first, moved) if each is not None and each.observed is not None and each.losses]
+    values = [each.losses[0] or 0.0 for each in both]
+    steps = [each.observed.gradient_accumulation_steps or 0 for each in both if each.observed is not None]
+    if len(both) < 2 or min(values) <= 0 or min(steps) <= 0 or steps[0] == steps[1]:
+        return False
+    more, grew = math.log(steps[1] / steps[0]), math.log(values[1] / values[0])
+    return abs(grew - more) < SAME_GROWTH * abs(more)
+
+
+def _of_other_sum(times: float) -> list[str]:
+    """Returns what another number of micro-batches changes in training, as side changes."""
+    if times == 1:
+        return []
+    return [
+        f"Gradient: it is {times:.3g} times as large, since the script adds up its micro-batches' losses: multiply the norm"
+        f" that gradients are clipped at by {times:.3g}, and unless the optimizer is an Adam divide the learning rate by it."
+    ]
 
 
 def _of_own_size(sizes: tuple[int, int], mean: int) -> str:

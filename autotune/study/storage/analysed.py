@@ -23,6 +23,7 @@ from autotune.study.storage import records
 from autotune.study.storage.records import StudyRecord, told_candidate, told_data
 from autotune.trial.folder import result_in
 from autotune.trial.result import Outcome
+from autotune.trial.workload import Workload
 
 PEAK = "peak_memory_bytes"
 
@@ -93,7 +94,9 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConf
         branch=records.branch_in(folder, told.number),
         branch_wanted=kept.branches
         and candidate.global_batch_size(kept.data_parallel) != baseline.global_batch_size(kept.data_parallel),
-        numerics_kept=keeps_numerics(ds_config, own) and candidate.other_numerics == baseline.other_numerics,
+        numerics_kept=keeps_numerics(ds_config, own)
+        and candidate.other_numerics == baseline.other_numerics
+        and not adds_up_otherwise(kept.workload, candidate, baseline),
         metrics=data["metrics"] | more,
         ci95={name: (low, high) for name, (low, high) in data["ci95"].items() if name not in more},
         feasible=data["feasible"],
@@ -104,6 +107,12 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConf
         unreproducible=data.get("unreproducible", ()),
         unwitnessed=data.get("unwitnessed", ()),
     )
+
+
+def adds_up_otherwise(workload: Workload, candidate: Candidate, baseline: Candidate) -> bool:
+    """Whether a script that adds up the losses of its micro-batches adds up another number of them than in the baseline."""
+    adds_up = workload.script is not None and workload.script.adds_up
+    return adds_up and candidate.gradient_accumulation_steps != baseline.gradient_accumulation_steps
 
 
 def _repeated(

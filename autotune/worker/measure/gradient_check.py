@@ -28,14 +28,14 @@ class GradientWatch:
         found: The comparison; None if there is none.
         done: Whether the first optimizer step is over.
         divided_by: Factor by which gradients are too small, where a framework divides the loss by the accumulation, as
-            DeepSpeed does again.
+            DeepSpeed does again; below 1 where a script adds up the losses of its micro-batches.
     """
 
     def __init__(self, model: nn.Module, world_size: int) -> None:
         self.world_size, self.n_micro = world_size, 0
         self.found: GradientCheck | None = None
         self.done = False
-        self.divided_by = 1
+        self.divided_by: float = 1
         generator = torch.Generator().manual_seed(0)
         self._parameters: list[tuple[nn.Parameter, Tensor]] = []
         for parameter in model.parameters():

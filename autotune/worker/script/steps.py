@@ -100,6 +100,10 @@ class StepHooks:
         assert self._context.meter is not None
         return self._context.meter
 
+    @property
+    def _adds_up(self) -> bool:
+        return self._context.script.adds_up
+
     # Forward, backward, step
 
     def _on_forward(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -116,8 +120,11 @@ class StepHooks:
     def _engine_backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
         # A framework that scales micro-batches itself passes parts of the step's loss.
         self._summed = self._context.sums_losses or kwargs.get("scale_wrt_gas") is False
-        if self._context.sums_losses and self._meter.gradients is not None:
-            self._meter.gradients.divided_by = self._meter.engine.gradient_accumulation_steps()
+        if self._meter.gradients is not None:
+            n_micro = self._meter.engine.gradient_accumulation_steps()
+            self._meter.gradients.divided_by = n_micro if self._context.sums_losses else 1
+            if self._adds_up:  # stated per micro-batch, as its losses
+                self._meter.gradients.divided_by = 1 / n_micro
         self._meter.enter("backward")
         with self._context.inside_backward():
             result = original(loss, *args, **kwargs)
@@ -187,7 +194,7 @@ class StepHooks:
         meter, window = self._meter, self._window
         assert window is not None
         total = self._total if self._total is not None else math.nan
-        loss = total / (1 if self._summed else max(1, self._n_backward))
+        loss = total / (1 if self._summed and not self._adds_up else max(1, self._n_backward))
         self._total, self._n_backward = None, 0
         window.add(loss, meter.batches.last)
         if not window.full:

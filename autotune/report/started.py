@@ -1,0 +1,107 @@
+"""How a tuned script is started by its user, and which files its command reads."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from autotune.report.data import StudyReport
+from autotune.space.deepspeed import Scalar
+from autotune.trial.command import EXPORTED_CONFIG, Invocation
+from autotune.trial.workload import ACCELERATE, TRAINER
+
+# The formats of `autotune export` that not every script reads, with the frameworks that do.
+READERS = {"accelerate": (ACCELERATE, TRAINER), "hf-args": (TRAINER,)}
+# Beginnings of side changes that the flags of a command carry, the second with flags of TrainingArguments.
+CARRIED = ("Command line:",)
+CARRIED_BY_TRAINING_ARGUMENTS = ("TrainingArguments:", "Activation checkpointing:", "DeepSpeed:", "Precision:")
+# A longer word of a command names no file.
+LONGEST_PATH = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """How a tuned script is started, and what of its command line carries what.
+
+    Attributes:
+        invocation: How its user starts it.
+        flags: The flag that carries a candidate field, or `ds_config`, or one of transformers' arguments; by all its
+            names.
+        config_source: The file that it reads its configuration from; empty for a dict in its code.
+        baseline: The candidate that it is untouched, as flat knob values.
+        family: The framework that it uses.
+        config_at: File and line of that dict, if it is written out.
+        initialized_at: File and line where it calls `deepspeed.initialize` itself.
+        uneven: Its batches vary in size, as its own sampler makes them.
+        study: The study's name, as a word of a command.
+        which: The options of `autotune export` that name the pick, with a blank after them; empty for the recommended one.
+    """
+
+    invocation: Invocation
+    flags: Mapping[str, Sequence[str]]
+    config_source: str
+    baseline: Mapping[str, Scalar]
+    family: str = ""
+    config_at: str = ""
+    initialized_at: str = ""
+    uneven: bool = False
+    study: str = ""
+    which: str = ""
+
+    def reads(self, form: str) -> bool:
+        """Whether the script reads a format of `autotune export`."""
+        return not self.family or self.family in READERS.get(form, (self.family,))
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """The beginnings of the side changes that the flags of its command make."""
+        return CARRIED + (CARRIED_BY_TRAINING_ARGUMENTS if "bf16" in self.flags else ())
+
+    @property
+    def exported(self) -> str:
+        """The name of the exported configuration, which is not the name of a file of the user's."""
+        return self.free_name(EXPORTED_CONFIG)
+
+    def free_name(self, usual: str) -> str:
+        """The usual name of an exported file, or another one where the user's command reads a file of that name or ending."""
+        own = max((path.name for path in self.own_files if path.name.endswith(usual)), key=len, default="")
+        return f"tuned_{own}" if own else usual
+
+    @cached_property
+    def own_files(self) -> frozenset[Path]:
+        """The files that the command names and the script reads its configuration from."""
+        how = self.invocation
+        try:
+            words = shlex.split(how.command)
+        except ValueError:
+            words = how.command.split()
+        words += [*how.arguments, *how.environment.values(), self.config_source]
+        named = {part for word in words for part in (word, word.partition("=")[2]) if part}
+        return frozenset(Path(how.working_dir, name).resolve() for name in named if len(name) < LONGEST_PATH)
+
+
+def started(report: StudyReport, which: str = "") -> Started | None:
+    """How the study's script is started; None where a model.py was tuned.
+
+    Args:
+        report: The study.
+        which: The options that name the pick.
+    """
+    script = report.workload.get("script")
+    if report.invocation is None or not script:
+        return None
+    return Started(
+        invocation=report.invocation,
+        flags=script["flags"],
+        config_source=script["config_source"],
+        baseline=report.study["baseline"],
+        family=script.get("family", ""),
+        config_at=script.get("config_at", ""),
+        initialized_at=script.get("initialized_at", ""),
+        uneven=script.get("uneven") is not None,
+        study=shlex.quote(report.name),
+        which=which,
+    )

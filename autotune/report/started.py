@@ -79,7 +79,7 @@ class Started:
         except ValueError:
             words = how.command.split()
         words += [*how.arguments, *how.environment.values(), self.config_source]
-        named = {part for word in words for part in (word, word.partition("=")[2]) if part}
+        named = filter(None, (word.partition("=")[2] or word for word in words))
         return frozenset(Path(how.working_dir, name).resolve() for name in named if len(name) < LONGEST_PATH)
 
 

@@ -11,9 +11,17 @@ from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer,
 @dataclass
 class ModelArguments:
     n_layer: int = field(default=4, metadata={"help": "Layers of the model."})
+    adds_up: bool = field(default=False, metadata={"help": "A loss that Trainer does not divide."})
     half: bool = field(
         default=False, metadata={"help": "Weights in bfloat16, as checkpoints of large models have them."}
     )
+
+
+class Summing(GPT2LMHeadModel):
+    """Its loss ignores the number of tokens in the batch, as that of many models does, so that Trainer adds losses up."""
+
+    def forward(self, input_ids=None, labels=None, num_items_in_batch=None, **kwargs):
+        return super().forward(input_ids, labels=labels, **kwargs)
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -43,7 +51,7 @@ def main():
     config = GPT2Config(
         vocab_size=64, n_positions=16, n_embd=32, n_layer=model_args.n_layer, n_head=2, bos_token_id=0, eos_token_id=0
     )
-    model = GPT2LMHeadModel(config)
+    model = (Summing if model_args.adds_up else GPT2LMHeadModel)(config)
     if model_args.half:
         model = model.to(torch.bfloat16)
     trainer = PrintingTrainer(model=model, args=training_args, train_dataset=Tokens(2048), eval_dataset=Tokens(16))

@@ -102,6 +102,20 @@ def test_what_was_asked_for_runs_and_leaves_nothing(bench, script, name, cell):
     assert not any("same data" in caveat for caveat in result.caveats)
 
 
+def test_losses_that_a_trainer_adds_up_are_compared_per_micro_batch(bench, script):
+    """Each other accumulation was refused as diverged, its losses and gradients being those of a sum."""
+    assert not script("trainer").workload.script.adds_up
+    found = bench.plan("hf_trainer.py", "--adds_up", "--gradient_accumulation_steps", "2", "--report_to", "none")
+    assert found.workload.script.adds_up and any("adds up the losses" in text for text in found.workload.caveats)
+    batch = found.baseline.global_batch_size(1)
+    whole, parts = (
+        bench.applied(found, micro_batch_size=batch // n, gradient_accumulation_steps=n, check_gradient=True) for n in (1, 4)
+    )
+    assert whole.losses[0] == pytest.approx(parts.losses[0], rel=0.02)
+    assert whole.gradient.norm == pytest.approx(parts.gradient.norm, rel=0.1)
+    assert any(text.startswith("Gradient: it is 2 times as large") for text in parts.side_changes)
+
+
 def steps_of_two(losses):
     """Sums of the first six pairs, in the type that a rank sums them in on a CPU."""
     numbers = np.array(losses[:12])

@@ -62,7 +62,7 @@ class Expectations:
             memory_limit_bytes=search.memory_limit_bytes,
             bounds=search.bounds,
         )
-        self._guide = sampler.guide
+        self._guide, self._bounds = sampler.guide, search.bounds
         self.told: list[Observation] = sampler.told(study)
         self.memory_limit = format_bytes(search.memory_limit_bytes or 0.0)
 
@@ -125,17 +125,19 @@ class Expectations:
         return found
 
     def _logs(self, candidates: Sequence[Candidate]) -> dict[str, tuple[Floats, Floats]]:
-        """Logarithms of the metrics of candidates, as means and standard deviations."""
-        said, wanted = self._guide.beliefs(self.told, candidates), {each.metric for each in self.objectives}
+        """Logarithms of the metrics of candidates, as means and standard deviations; objectives where a trial told them."""
+        said = self._guide.beliefs(self.told, candidates)
         batch = np.log([candidate.global_batch_size(self._setting.world_size) for candidate in candidates])
         (time, time_sd), (samples, samples_sd) = said.log_step_time, said.log_samples
-        logs = {
+        more = {
+            **{rate: (batch - time + math.log(each), time_sd) for rate, each in said.per_sample.items()},
+            "time_to_loss_s": (time + samples - batch, np.hypot(time_sd, samples_sd)),
+            GOODPUT: (batch - time - said.log_useful[0], np.hypot(time_sd, said.log_useful[1])),
+            **said.log_extra,
+        }
+        wanted = [*(o.metric for o in self.objectives), *(metric for metric, _, _ in self._bounds)]
+        return {
             "step_time_s": (time, time_sd),
             "samples_per_s": (batch - time, time_sd),
             "peak_memory_bytes": said.log_memory,
-        }
-        if "time_to_loss_s" in wanted:
-            logs["time_to_loss_s"] = time + samples - batch, np.hypot(time_sd, samples_sd)
-        if GOODPUT in wanted:
-            logs[GOODPUT] = batch - time - said.log_useful[0], np.hypot(time_sd, said.log_useful[1])
-        return logs
+        } | {name: more[name] for name in wanted if name in more and any(t.good(name) for t in self.told)}

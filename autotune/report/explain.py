@@ -67,9 +67,8 @@ class Explanation:
         if self.measured:
             found += ["", "measured:"]
         for m in self.measured:
-            figures = [
-                f"{METRICS[name].label} {quantity(name, m['metrics'][name])}" for name in SHOWN if name in m["metrics"]
-            ]
+            shown = [name for name in dict.fromkeys([*self.predicted, *SHOWN]) if name in m["metrics"]]
+            figures = [f"{METRICS[name].label} {quantity(name, m['metrics'][name])}" for name in shown]
             end = ", ".join([f"trial {m['trial']}: {_end(m)}", *figures])
             found.append(f"  {end}{'; it has ' + ', '.join(m['differs']) if m['differs'] else ''}")
         return found + ([""] + [f"- {reason}" for reason in self.reasons] if self.reasons else [])
@@ -192,12 +191,12 @@ class Evidence:
         elif exact is not None:
             own = exact["metrics"]
             ratios = {name: own[name] / value for name, value in self.best.items() if own.get(name) and value}
-            answer = f"was measured in trial {exact['trial']}: {self._verdict(ratios)}"
+            answer = f"was measured in trial {exact['trial']}: {self._verdict(ratios, 'measured')}"
         elif fits < self.expected.least_chance:
             low, high = (format_bytes(predicted["peak_memory_bytes"][end]) for end in ("low", "high"))
             answer = f"would not fit: predicted to need {low} to {high}, a rank has {self.expected.memory_limit}"
         else:
-            answer = f"was not run; predicted: {self._verdict(_ratios(predicted))}"
+            answer = f"was not run; predicted: {self._verdict(_ratios(predicted), 'predicted')}"
         return Explanation(
             question=question,
             answer=f"{words} {answer}.",
@@ -208,19 +207,24 @@ class Evidence:
             reasons=[] if fits > SURE else [f"it fits the memory with a probability of {fits:.0%}"],
         )
 
-    def _verdict(self, ratios: Mapping[str, float]) -> str:
-        """A configuration's metrics, as multiples of the recommended one's, in words."""
-        if self.recommended is None or not ratios:
+    def _verdict(self, ratios: Mapping[str, float], how: str) -> str:
+        """A configuration's metrics, `measured` or `predicted`, as multiples of the recommended one's, in words."""
+        if self.recommended is None:
             return "there is no recommendation to compare it with"
         gains = {
             o.metric: improvement(math.log(ratios[o.metric]), o.metric)
             for o in self.expected.objectives
             if o.metric in ratios
         }
+        unknown = [METRICS[o.metric].label for o in self.expected.objectives if o.metric not in gains]
+        without = f"{' and '.join(unknown)} not {how}"
+        if not gains:
+            return f"{without}, so it cannot be compared"
         better = [METRICS[metric].label for metric, gain in gains.items() if gain > NOTHING]
         worse = [METRICS[metric].label for metric, gain in gains.items() if gain < -NOTHING]
         parts = [f"{word} {' and '.join(names)}" for names, word in ((better, "better"), (worse, "worse")) if names]
-        factor, said = times(math.exp(self._compromise(ratios))), ", ".join(parts) or "all about equal"
+        factor, parts = times(math.exp(self._compromise(ratios))), parts or ["all about equal"]
+        said = ", ".join([*parts, *([without] if unknown else [])])
         return f"{factor} the recommended one as a compromise of the objectives ({said})"
 
     def _compromise(self, ratios: Mapping[str, float]) -> float:

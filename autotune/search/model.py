@@ -55,6 +55,31 @@ COUNTED = {"time_to_loss_s", GOODPUT}
 
 
 @dataclass(frozen=True, kw_only=True)
+class Beliefs:
+    """What is believed of candidates, one entry each.
+
+    Attributes:
+        log_step_time: Logarithm of the step time that a trial would measure, as (mean, standard deviation).
+        log_memory: The same for the peak memory.
+        log_samples: The same for the samples to the target.
+        log_useful: The same for the samples that a useful one costs.
+        per_sample: By rate what of it a sample holds, as tokens.
+        log_extra: By name the same for the metrics wanted that follow from none of these.
+        fits: Probability that it fits.
+        sized: Whether `fits` may exclude a candidate.
+    """
+
+    log_step_time: tuple[Floats, Floats]
+    log_memory: tuple[Floats, Floats]
+    log_samples: tuple[Floats, Floats]
+    log_useful: tuple[Floats, Floats]
+    per_sample: Mapping[str, float]
+    log_extra: Mapping[str, tuple[Floats, Floats]]
+    fits: Floats
+    sized: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class CostModel:
     """Everything that one set of trials teaches; made by `learn`.
 
@@ -123,6 +148,11 @@ class CostModel:
     def step_time(self, rows: Rows, *, noise: bool = False) -> tuple[Floats, Floats]:
         """Mean and standard deviation of the log step time; with `noise` of what a trial would measure."""
         return self.time.predict(time_design(self.catalogue, self.memory, self.limit, rows), noise=noise)
+
+    def log_extra(self, rows: Rows) -> dict[str, tuple[Floats, Floats]]:
+        """The same for the logarithms of the other metrics that a trial would measure, by name."""
+        design = time_design(self.catalogue, self.memory, self.limit, rows)
+        return {metric: fitted.predict(design, noise=True) for metric, fitted in self.extra.items()}
 
     def cost(self, rows: Rows, metric: str, step_time: tuple[Floats, Floats] | None = None) -> tuple[Floats, Floats]:
         """Mean and standard deviation of the logarithm of a metric, signed so that less is better.

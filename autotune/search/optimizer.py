@@ -18,7 +18,7 @@ from autotune.forecast.features import FeatureTable, Prior, knobs_of
 from autotune.scoring.convergence import quality_gate
 from autotune.scoring.measured import Foretold
 from autotune.search import acquisition, exploration
-from autotune.search.model import Bound, CostModel, TransferredCorrections, learn, timed
+from autotune.search.model import Beliefs, Bound, CostModel, TransferredCorrections, learn, timed
 from autotune.search.observation import Observation
 from autotune.search.pool import pool
 from autotune.space.candidate import Candidate
@@ -53,27 +53,6 @@ EXPLORE_BELOW_GOAL, EXPLORE_BELOW = 0.05, 0.01
 HOPELESS = 3.0
 # A trial must be expected to gain this share of what stopping may lose, or it is not worth its time.
 WORTH_A_TRIAL = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Beliefs:
-    """What is believed of candidates, one entry each.
-
-    Attributes:
-        log_step_time: Logarithm of the step time that a trial would measure, as (mean, standard deviation).
-        log_memory: The same for the peak memory.
-        log_samples: The same for the samples to the target.
-        log_useful: The same for the samples that a useful one costs.
-        fits: Probability that it fits.
-        sized: Whether `fits` may exclude a candidate.
-    """
-
-    log_step_time: tuple[Floats, Floats]
-    log_memory: tuple[Floats, Floats]
-    log_samples: tuple[Floats, Floats]
-    log_useful: tuple[Floats, Floats]
-    fits: Floats
-    sized: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +214,8 @@ class CandidateOptimizer:
             log_memory=state.memory.predict(self.catalogue.memory.take(rows), noise=True),
             log_samples=state.samples.to_target.predict(self.catalogue.samples.take(rows)),
             log_useful=state.samples.useful.predict(self.catalogue.samples.take(rows)),
+            per_sample=state.per_sample,
+            log_extra=state.log_extra(rows),
             fits=state.fits(rows),
             sized=state.sized,
         )

@@ -12,6 +12,7 @@ from autotune.cli.app import app
 from autotune.errors import UserError
 from autotune.report import load
 from autotune.report.explain import Evidence, read_setting
+from autotune.space.candidate import Candidate
 from autotune.study.storage import records
 from autotune.trial.result import Outcome
 
@@ -135,6 +136,62 @@ def test_what_the_space_does_not_hold_is_judged_all_the_same(evidence):
         said.answer.startswith("The space of this study does not hold it. ")
         and said.predicted["step_time_s"]["value"] > 0
     )
+
+
+def of_study(folder, machine, **given):
+    """The evidence of a finished study of four recomputations or two precisions."""
+    runner = runner_of(folder, Instant(machine), watcher=Watcher(), trials=4, repeats=1, **given)
+    runner.run()
+    return Evidence(runner.study, load.load("s", records.default_url(folder), folder / "s"))
+
+
+def recomputing(seconds, sizes=(6, 6, 6, 6), **more):
+    """A machine whose step time and memory follow from `checkpoint_every`: 0, 1, 2, 4."""
+
+    def run(candidate):
+        n = [0, 1, 2, 4].index(candidate.checkpoint_every or 0)
+        times = [seconds[n] * (1 + 0.003 * math.sin(7 * i)) for i in range(40)]
+        return report(candidate, step_times_s=times, peak_memory_bytes={"steady": sizes[n] * 2**30}, **more)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("metric", "label"),
+    [
+        ("tokens_per_s", "tokens per second"),
+        ("padded_tokens_per_s", "tokens per second, padding included"),
+        ("cpu_s_per_step", "CPU time per step"),
+    ],
+)
+def test_every_objective_is_predicted(tmp_path, metric, label):
+    slow = recomputing([0.02, 0.026, 0.023, 0.022])
+
+    def machine(candidate):
+        found = slow(candidate)
+        cpu = [2 * step_s for step_s in found.step_times_s]
+        return replace(found, cpu_times_s=cpu, observed=replace(found.observed, tokens_per_step=800))
+
+    space = [{"checkpoint_every": [0, 1, 2, 4]}, {"zero_stage": [0, 1, 2]}]
+    evidence = of_study(
+        tmp_path,
+        machine,
+        baseline=Candidate(micro_batch_size=8, checkpoint_every=1),
+        objectives=[{"name": "t", "metric": metric}],
+        space=space,
+    )
+    assert evidence.recommended.checkpoint_every != 1
+    without = next(reason for reason in evidence.choice().reasons if reason.startswith("checkpoint_every"))
+    assert "predicted to be 0." in without and f"{label} " in without
+    slower = evidence.expected.changed(evidence.expected.baseline, "zero_stage", 2)
+    faster = evidence.expected.changed(slower, "checkpoint_every", evidence.recommended.checkpoint_every)
+    assert evidence.expected.most_promising([slower, faster]) == faster
+
+
+def test_an_objective_that_no_trial_told_is_said_not_to_be_predicted(evidence):
+    said = evidence._verdict({"step_time_s": 1.0, "samples_per_s": 1.0}, "predicted")
+    assert said.endswith("(all about equal, peak memory not predicted)")
+    assert evidence._verdict({}, "predicted").endswith("not predicted, so it cannot be compared")
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,8 @@ class StudyReport:
         trials: Every trial: `trial`, `role`, `outcome`, `reason`, `phase`, `candidate`, `wall_s`, `caveats`, what
             `scoring.recommend.figures` makes of it (`metrics`, `ci95`, `gains`, `speedup`, `measurements`), `readings_s` (the step
             times that were read), and where known `losses`, `step_times_s`, `n_warmup` (steps that were not timed), `censored`
-            (metrics that are extrapolated), `feasible`, `phase_times_s`, `gate` (what the quality gate said),
+            (metrics that are extrapolated), `feasible`, `unreproducible` (changes that only a trial can make), `tied` (it cannot be
+            told from the recommended one), `phase_times_s`, `gate` (what the quality gate said),
             `forecast` (by metric what the trials before led to expect: value and both ends of the 90 % interval), `hosts`,
             `machine` (device, driver, libraries), `waited_s` (for machines), `lost_attempts` (why each was lost).
         environment: The fields of `trial.Environment`.

@@ -11,6 +11,7 @@ import numpy as np
 from optuna.study import Study
 
 from autotune.forecast.predictor import generic_prior
+from autotune.report.data import quantity
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
 from autotune.scoring.quantiles import Z90
@@ -123,6 +124,18 @@ class Expectations:
             if reference.get(metric):
                 found[metric]["ratio"] = value / reference[metric]
         return found
+
+    def broken(self, metrics: Mapping[str, float]) -> list[str]:
+        """The constraints that metrics of a configuration break, in words."""
+        over = [
+            (metric, "at most" if end == "max" else "at least", amount)
+            for metric, end, amount in self._bounds
+            if metric in metrics and (metrics[metric] > amount if end == "max" else metrics[metric] < amount)
+        ]
+        return [
+            f"{METRICS[metric].label} {quantity(metric, metrics[metric])}, {word} {quantity(metric, amount)} is allowed"
+            for metric, word, amount in over
+        ]
 
     def _logs(self, candidates: Sequence[Candidate]) -> dict[str, tuple[Floats, Floats]]:
         """Logarithms of the metrics of candidates, as means and standard deviations; objectives where a trial told them."""

@@ -25,7 +25,20 @@ from autotune.trial.result import RAN, Outcome
 NEAREST = 3  # trials shown beside a configuration that was not run
 NOTHING = 0.01  # a predicted gain of 1 % is no reason for anything
 SURE = 0.99
-SHOWN = tuple(dict.fromkeys(PICKS.values()))  # metrics of a trial that are shown, in order
+SHOWN = tuple(dict.fromkeys(PICKS.values()))  # metrics of a trial that are shown, in order, after those predicted
+# What an explanation takes from a trial's row; the last ones say why it may not be recommended, or is no better.
+OF_TRIAL = (
+    "trial",
+    "outcome",
+    "reason",
+    "metrics",
+    "measurements",
+    "feasible",
+    "doubt",
+    "gate",
+    "unreproducible",
+    "tied",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +51,7 @@ class Explanation:
         candidate: The configuration in question, if there is one.
         predicted: For each metric `value`, `low`, `high` (90 % interval), and `ratio` to the recommended configuration.
         fits: Probability that it fits the memory.
-        measured: Trials of it, or near it: `trial`, `outcome`, `metrics`, `differs` (knobs in which it does).
+        measured: Trials of it, or near it: `differs` (knobs in which it does), and of the report's row `OF_TRIAL`.
         reasons: Further evidence, a sentence each.
     """
 
@@ -128,7 +141,11 @@ class Evidence:
             candidate=self.recommended.values(),
             predicted=self.expected.predicted(self.recommended, self.best),
             measured=_nearest(self.trials, self.recommended),
-            reasons=[*(self._without(self.recommended, *change) for change in changed), *self._scope()],
+            reasons=[
+                *pick["reasons"][1:],
+                *(self._without(self.recommended, *change) for change in changed),
+                *self._scope(),
+            ],
         )
 
     def what_if(self, name: str, value: Scalar) -> Explanation:
@@ -187,16 +204,16 @@ class Evidence:
         predicted, words = self.expected.predicted(candidate, self.best), candidate.describe()
         exact = next((m for m in near if not m["differs"]), None)
         if exact is not None and exact["outcome"] not in RAN:
-            answer = f"was tried in trial {exact['trial']} and ended with {exact['outcome']}: {exact['reason']}"
+            answer = f"was tried in trial {exact['trial']} and ended with {exact['outcome']}: {_barred(exact)}"
         elif exact is not None:
-            own = exact["metrics"]
-            ratios = {name: own[name] / value for name, value in self.best.items() if own.get(name) and value}
-            answer = f"was measured in trial {exact['trial']}: {self._verdict(ratios, 'measured')}"
+            answer = f"was measured in trial {exact['trial']}{self._compared(exact)}"
         elif fits < self.expected.least_chance:
             low, high = (format_bytes(predicted["peak_memory_bytes"][end]) for end in ("low", "high"))
             answer = f"would not fit: predicted to need {low} to {high}, a rank has {self.expected.memory_limit}"
         else:
-            answer = f"was not run; predicted: {self._verdict(_ratios(predicted), 'predicted')}"
+            over = self.expected.broken({name: said["value"] for name, said in predicted.items()})
+            breaks = f" to break a constraint ({', '.join(over)})" if over else ""
+            answer = f"was not run; predicted{breaks}: {self._verdict(_ratios(predicted), 'predicted')}"
         return Explanation(
             question=question,
             answer=f"{words} {answer}.",
@@ -207,8 +224,30 @@ class Evidence:
             reasons=[] if fits > SURE else [f"it fits the memory with a probability of {fits:.0%}"],
         )
 
-    def _verdict(self, ratios: Mapping[str, float], how: str) -> str:
-        """A configuration's metrics, `measured` or `predicted`, as multiples of the recommended one's, in words."""
+    def _compared(self, trial: Mapping[str, Any]) -> str:
+        """A trial that ran against the recommended one, in words: first what keeps it from being recommended."""
+        own = trial["metrics"]
+        ratios = {name: own[name] / value for name, value in self.best.items() if own.get(name) and value}
+        said, why = self._verdict(ratios, "measured", tied=bool(trial.get("tied"))), _barred(trial)
+        if trial.get("feasible") is False and (over := self.expected.broken(own)):
+            why += f" ({', '.join(over)})"
+        elif not why and not trial.get("tied") and self._compromise(ratios) > 0 and self._only_once(trial):
+            why = "it was measured once, and only what was measured again is recommended"
+        return f", but it cannot be recommended: {why}; {said}" if why else f": {said}"
+
+    def _only_once(self, trial: Mapping[str, Any]) -> bool:
+        """Whether a trial was measured once, and the recommended one again."""
+        pick = self.report.picks.get("recommended") or {}
+        return trial.get("measurements") == 1 and pick.get("measurements") != 1
+
+    def _verdict(self, ratios: Mapping[str, float], how: str, *, tied: bool = False) -> str:
+        """A configuration's metrics, as multiples of the recommended one's, in words.
+
+        Args:
+            ratios: These multiples.
+            how: How they are known: `measured` or `predicted`.
+            tied: The two cannot be told apart.
+        """
         if self.recommended is None:
             return "there is no recommendation to compare it with"
         gains = {
@@ -223,9 +262,11 @@ class Evidence:
         better = [METRICS[metric].label for metric, gain in gains.items() if gain > NOTHING]
         worse = [METRICS[metric].label for metric, gain in gains.items() if gain < -NOTHING]
         parts = [f"{word} {' and '.join(names)}" for names, word in ((better, "better"), (worse, "worse")) if names]
-        factor, parts = times(math.exp(self._compromise(ratios))), parts or ["all about equal"]
-        said = ", ".join([*parts, *([without] if unknown else [])])
-        return f"{factor} the recommended one as a compromise of the objectives ({said})"
+        factor, said = times(math.exp(self._compromise(ratios))), parts or ["all about equal"]
+        noise = ", within noise: not to be told apart" if tied else ""
+        whole = ", ".join([*said, *([without] if unknown else [])])
+        by = " as a compromise of the objectives" if len(self.expected.objectives) > 1 else ""
+        return f"{factor} the recommended one{by}{noise} ({whole})"
 
     def _compromise(self, ratios: Mapping[str, float]) -> float:
         """Logarithm of the weighted geometric mean of the gains over the recommended configuration."""
@@ -276,9 +317,19 @@ def _ratios(predicted: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def _end(trial: Mapping[str, Any]) -> str:
-    """How a trial ended, with the reason where it did not run to the end."""
-    told = trial["outcome"] in RAN or not trial["reason"]
-    return str(trial["outcome"]) if told else f"{trial['outcome']} ({printable(trial['reason'])})"
+    """How a trial ended, with the reason where it did not run to the end or may not be recommended."""
+    end, why = str(trial["outcome"]).replace("_", " "), _barred(trial)
+    return f"{end} ({why})" if why else end
+
+
+def _barred(trial: Mapping[str, Any]) -> str:
+    """Why a trial may not be recommended, whatever it measured; empty if it may."""
+    if trial["outcome"] != Outcome.COMPLETE:
+        return printable(trial["reason"])
+    if trial.get("feasible") is False:
+        return "it breaks a constraint"
+    alone = trial.get("unreproducible") or ()
+    return f"only a trial can run it: {', '.join(alone)}" if alone else str(trial.get("doubt") or "")
 
 
 def _nearest(trials: Sequence[Mapping[str, Any]], candidate: Candidate) -> list[dict[str, Any]]:
@@ -288,7 +339,7 @@ def _nearest(trials: Sequence[Mapping[str, Any]], candidate: Candidate) -> list[
         other = trial["candidate"]
         differs = [f"{name} {_said(own)}" for name, _, own in differences(other, values)]
         steps = sum(abs(math.log2(other[n] / values[n])) for n in ("micro_batch_size", "gradient_accumulation_steps"))
-        data = {name: trial[name] for name in ("trial", "outcome", "reason", "metrics")} | {"differs": differs}
+        data = {name: trial.get(name) for name in OF_TRIAL} | {"differs": differs}
         found.append((len(differs) + 0.5 * steps, data))
     found.sort(key=lambda each: (each[0], each[1]["trial"]))
     exact = [data for distance, data in found if distance == 0]

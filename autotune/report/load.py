@@ -25,7 +25,7 @@ from autotune.study.storage.database import Storage
 from autotune.study.storage.records import StoreError, StudyRecord
 from autotune.trial import workload
 from autotune.trial.folder import result_in
-from autotune.trial.result import TrialResult
+from autotune.trial.result import Outcome, TrialResult
 from autotune.trial.workload import TRAINER
 
 # What a trial's row takes from its stored result.
@@ -88,6 +88,10 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
     estimates = estimate([_with_changes(m, kept) for m in raw])
     found = recommend.recommend(estimates, kept.objectives, kept.data_parallel)
     trials = _trials(study, estimates, folder if series else None)
+    if (best := found.picks.get("recommended")) is not None:
+        for row, seen in zip(trials, estimates.measured, strict=True):
+            others = seen.outcome is Outcome.COMPLETE and seen.trial != best.measured.trial
+            row["tied"] = others and recommend.tied(seen, best.measured, estimates, kept.objectives)
     recommended: dict[str, Any] = {
         "picks": {name: pick.to_data() for name, pick in found.picks.items()},
         "baseline": found.baseline.to_data() if found.baseline else None,
@@ -209,11 +213,8 @@ def _trials(study: Study, estimates: Estimates, folder: Path | None) -> list[dic
         row: dict[str, Any] = {"trial": told.number, "role": told.user_attrs.get(records.ROLE_ATTR, "search")}
         row |= {"outcome": str(seen.outcome), "candidate": seen.candidate.values()}
         row |= {name: data[name] for name in TOLD}
-        row |= (
-            {"feasible": seen.feasible}
-            | recommend.figures(seen, estimates)
-            | {"readings_s": _readings(estimates.raw[told.number])}
-        )
+        row |= {"feasible": seen.feasible, "unreproducible": list(seen.unreproducible)}
+        row |= recommend.figures(seen, estimates) | {"readings_s": _readings(estimates.raw[told.number])}
         if verdict is not None and verdict.passed is False:
             row["reason"] = verdict.reason
         curve = _with_curve(result, seen, folder)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -71,6 +72,11 @@ class Estimates:
     _degrees: int
     # By trial and metric: half-width of the interval's logarithm that no timing narrows.
     _beyond: Mapping[tuple[int, str], float]
+
+    @cached_property
+    def n_usable(self) -> int:
+        """Trials that may be recommended; counted once, since every comparison asks."""
+        return sum(m.usable for m in self.measured)
 
     def sd(self, one: Measured, other: Measured) -> float:
         """Standard deviation of the logarithm of the ratio of two trials' step times; infinite if one has none."""

@@ -269,12 +269,9 @@ def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence
     if baseline is not None:
         gain = math.exp(log_gain(chosen, baseline, objectives))
         why += f" ({'geometric mean of the gains: ' if len(objectives) > 1 else ''}{gain:.2f}x)"
-    tied = [
-        m for m in confirmed
-        if m is not chosen and abs(log_gain(m, chosen, objectives)) <= reach(m, chosen, estimates, objectives)
-    ]  # fmt: skip
-    if tied:
-        why += f"; not to be told from {', '.join(f'trial {m.trial}' for m in tied)} within the noise"
+    others = [m for m in confirmed if m is not chosen and tied(m, chosen, estimates, objectives)]
+    if others:
+        why += f"; not to be told from {', '.join(f'trial {m.trial}' for m in others)} within the noise"
     return chosen, why
 
 
@@ -283,6 +280,11 @@ def shown_better(measured: Measured, estimates: Estimates, objectives: Sequence[
     assert estimates.baseline is not None
     gain = log_gain(measured, estimates.baseline, objectives)
     return gain > reach(measured, estimates.baseline, estimates, objectives)
+
+
+def tied(one: Measured, other: Measured, estimates: Estimates, objectives: Sequence[Objective]) -> bool:
+    """Whether two trials' compromises cannot be told apart."""
+    return abs(log_gain(one, other, objectives)) <= reach(one, other, estimates, objectives)
 
 
 def reach(
@@ -300,7 +302,7 @@ def reach(
     which leave the share `left` of the variance.
     """
     n_looks = min(len(one.repeats), len(other.repeats)) + more
-    n_compared = max(1, sum(m.usable for m in estimates.measured) - 1) * max(1, n_looks)
+    n_compared = max(1, estimates.n_usable - 1) * max(1, n_looks)
     return estimates.reach(one, other, objectives, n_compared, left)
 
 

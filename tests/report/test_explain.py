@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from support.instant import Instant, Watcher, failed, report, runner_of
+from support.instant import STEPS, Instant, Watcher, failed, report, runner_of
 from typer.testing import CliRunner
 
 from autotune.cli.app import app
@@ -150,10 +150,43 @@ def recomputing(seconds, sizes=(6, 6, 6, 6), **more):
 
     def run(candidate):
         n = [0, 1, 2, 4].index(candidate.checkpoint_every or 0)
-        times = [seconds[n] * (1 + 0.003 * math.sin(7 * i)) for i in range(40)]
+        times = [seconds[n] * (1 + 0.003 * math.sin(7 * i)) for i in range(STEPS)]
         return report(candidate, step_times_s=times, peak_memory_bytes={"steady": sizes[n] * 2**30}, **more)
 
     return run
+
+
+RECOMPUTED = [{"checkpoint_every": [0, 1, 2, 4]}]
+
+
+def test_a_trial_that_breaks_a_constraint_is_said_to(tmp_path):
+    goals = {"objectives": ["memory", "latency"], "constraints": [{"metric": "peak_memory_bytes", "max": "8GiB"}]}
+    machine = recomputing([0.04, 0.03, 0.01, 0.033], [6, 6, 9, 6])
+    evidence = of_study(tmp_path, machine, space=RECOMPUTED, **goals)
+    said = evidence.why_not("checkpoint_every", 2)
+    over = "it breaks a constraint (peak memory 9.00 GiB, at most 8.00 GiB is allowed); 1."
+    assert f"but it cannot be recommended: {over}" in said.answer
+    assert any("complete (it breaks a constraint)" in line for line in said.lines())
+    assert said.measured[0]["feasible"] is False
+
+
+def test_a_better_trial_is_said_to_lack_its_check(tmp_path):
+    def machine(candidate):
+        return report(candidate, step_times_s=[0.01 if candidate.precision == "bf16" else 0.02] * STEPS)
+
+    space = [{"precision": ["fp32", "bf16"]}]
+    evidence = of_study(tmp_path, machine, finalists=0, objectives=["throughput"], space=space)
+    why = evidence.why_not("precision", "bf16").answer
+    assert "cannot be recommended: how it trains with other numerics than the baseline's was not checked; 1.9" in why
+    assert any("trial 1 reads better, but how it trains" in reason for reason in evidence.choice().reasons)
+
+
+def test_what_the_answer_cannot_tell_apart_is_said_to_be_within_noise(tmp_path):
+    machine = recomputing([0.0200, 0.0198, 0.0203, 0.0201])
+    evidence = of_study(tmp_path, machine, finalists=3, objectives=["throughput"], space=RECOMPUTED)
+    assert "not to be told from trial" in evidence.choice().answer
+    every = [1, 2, 4] if evidence.recommended.checkpoint_every == 0 else [0]
+    assert all("within noise: not to be told apart" in evidence.what_if("checkpoint_every", n).answer for n in every)
 
 
 @pytest.mark.parametrize(

@@ -132,10 +132,7 @@ class NotebookView(EventSink):
         if now is None:
             return took
         left = "" if not self._doing else f", {now.left_words(now.left_s)}"
-        gain = (
-            f", {now.best_gain:.2f}x the baseline by the goal" if now.best_gain and now.best and now.best.trial else ""
-        )
-        best = f"; best so far: trial {now.best.trial}, {now.best.candidate.describe()}{gain}" if now.best else ""
+        best = f"; {now.best_words()}" if now.best else ""
         return f"{now.n_told} of {now.n_trials} trials in {took}{left}{best}"
 
     def _repr_html_(self) -> str:

@@ -119,7 +119,7 @@ class ProgressView(EventSink):
         bar.add_row(
             "", ProgressBar(1.0, gone_s / max(gone_s + left_s, 1.0), width=BAR), _trials_words(progress, left_s)
         )
-        return Group(bar, _row(_best_words(progress), "dim"), doing)
+        return Group(bar, _row(progress.best_words(), "dim"), doing)
 
     def _show_end(self, progress: Progress, ended_s: float) -> None:
         self._under_way.pop(progress.number, None)
@@ -131,7 +131,7 @@ class ProgressView(EventSink):
         self._show_again()
         self._print_trial(progress)
         if self._live is None and progress.role != "repeat" and progress.n_told % 5 == 0:
-            self._print_note(f"{_trials_words(progress, progress.left_s)}; {_best_words(progress)}")
+            self._print_note(f"{_trials_words(progress, progress.left_s)}; {progress.best_words()}")
 
     def _print_trial(self, progress: Progress) -> None:
         if not self._headed:
@@ -194,10 +194,3 @@ def _trials_words(progress: Progress, left_s: float) -> str:
     """How far a study is."""
     left = progress.left_words(left_s) if left_s >= 1 else "taking longer than estimated"
     return f"{progress.n_told} of at most {progress.n_trials} trials, {left}"
-
-
-def _best_words(progress: Progress) -> str:
-    if progress.best is None:
-        return "nothing to recommend yet"
-    gain = f", {progress.best_gain:.2f}x the baseline by the goal" if progress.best_gain and progress.best.trial else ""
-    return f"best so far: trial {progress.best.trial}, {progress.best.candidate.describe()}{gain}"

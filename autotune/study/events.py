@@ -71,6 +71,7 @@ class Progress:
         n_trials: The budget of trials.
         best: The best compromise so far.
         best_gain: Its gain over the baseline by the goal: the weighted geometric mean over the objectives.
+        best_open: What may keep it from being the answer: `unchecked`, `not yet shown to be better`.
         left_s: Estimated seconds until the end of the study.
     """
 
@@ -86,6 +87,15 @@ class Progress:
     best: Leader | None
     best_gain: float | None
     left_s: float
+    best_open: str = ""  # a journal of an earlier version has none
+
+    def best_words(self) -> str:
+        """The best so far in words; the configuration last, since what does not fit a terminal is cut."""
+        if self.best is None:
+            return "nothing to recommend yet"
+        left_open = f" ({self.best_open})" if self.best_open else ""
+        gain = f", {self.best_gain:.2f}x the baseline by the goal" if self.best_gain and self.best.trial else ""
+        return f"best so far: trial {self.best.trial}{left_open}{gain}, {self.best.candidate.describe()}"
 
     def left_words(self, left_s: float) -> str:
         """The time left in words; before its last trial a search may end at any time, when nothing more is to be gained."""

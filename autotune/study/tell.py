@@ -15,9 +15,9 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from autotune.forecast.predictor import Predictor, generic_prior, settings_of
 from autotune.forecast.regression import STOPPED_SD, interval_sd
 from autotune.scoring import objective, recommend
-from autotune.scoring.estimates import estimate
+from autotune.scoring.estimates import Estimates, estimate
 from autotune.scoring.measured import Measured, log_gain
-from autotune.scoring.objective import Score
+from autotune.scoring.objective import Objective, Score
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.study import autocast, placement
 from autotune.study.budget import Budget
@@ -58,7 +58,7 @@ class Teller:
     def __init__(self, state: StudyState, budget: Budget, events: EventSink) -> None:
         self._state, self._budget, self._events = state, budget, events
         self._learned: set[int] = set()
-        self._stood: tuple[Measured | None, float | None, float] = None, None, 0.0
+        self._stood: tuple[Measured | None, float | None, str, float] = None, None, "", 0.0
         self._stands_until_s = 0.0
 
     def tell(
@@ -140,7 +140,7 @@ class Teller:
         self, number: int, role: str, candidate: Candidate, result: TrialResult, metrics: Mapping[str, float]
     ) -> None:
         """Emits that a trial ended, and the state of the study."""
-        best, gain, noise_sd = self._standing()
+        best, gain, left_open, noise_sd = self._standing()
         decides = best is not None and best.trial != 0 and bool(best.doubt)
         left_s = self._budget.left_s(decides=decides, noise_sd=noise_sd)
         self._budget.keep(left_s)
@@ -156,12 +156,16 @@ class Teller:
             n_trials=self._state.spec.trials,
             best=Leader(best.trial, best.candidate) if best else None,
             best_gain=gain,
+            best_open=left_open,
             left_s=left_s,
         )
         self._events.ended(event)
 
-    def _standing(self) -> tuple[Measured | None, float | None, float]:
-        """The best trial so far, its gain over the baseline, and the noise; in a large study as of some trials ago."""
+    def _standing(self) -> tuple[Measured | None, float | None, str, float]:
+        """The best trial so far, its gain over the baseline, what it lacks to be the answer, and the noise.
+
+        In a large study as of some trials ago.
+        """
         if time.monotonic() < self._stands_until_s:
             return self._stood
         began_s = time.thread_time()
@@ -169,7 +173,8 @@ class Teller:
         best = next((m for m in recommend.rank(estimates, objectives) if not m.barred), None)
         baseline = estimates.baseline
         gain = math.exp(log_gain(best, baseline, objectives)) if best and baseline else None
-        self._stood = best, gain, estimates.noise_sd
+        lacks = _left_open(best, estimates, objectives) if best and baseline and best.trial != baseline.trial else ""
+        self._stood = best, gain, lacks, estimates.noise_sd
         took_s = time.thread_time() - began_s
         self._stands_until_s = time.monotonic() + took_s / STANDING_SHARE if took_s > CHEAP_S else 0.0
         return self._stood
@@ -198,6 +203,12 @@ class Teller:
         plan = self._state.plan
         prior = generic_prior(plan.workload, plan.setting)
         return Predictor(prior.profile, prior.machine, settings_of(plan.base_config))
+
+
+def _left_open(best: Measured, estimates: Estimates, objectives: Sequence[Objective]) -> str:
+    """What may keep the best trial so far from being the answer; empty if nothing does."""
+    shown = recommend.shown_better(best, estimates, objectives)
+    return ", ".join([*(["unchecked"] if best.doubt else []), *([] if shown else ["not yet shown to be better"])])
 
 
 def _readable_attrs(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, Any]:

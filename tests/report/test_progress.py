@@ -1,14 +1,20 @@
 """The live view of a study, in a pipe and in terminals of several widths."""
 
 import io
+import math
+import random
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from support.instant import STEPS, Instant, Watcher, report, runner_of
 
+from autotune.report import load
 from autotune.report.progress import ProgressView
 from autotune.space.candidate import Candidate
 from autotune.study.events import Leader, Progress
+from autotune.study.storage import records
 from autotune.trial.result import Outcome
 
 CANDIDATE = Candidate(micro_batch_size=8, zero_stage=1)
@@ -75,3 +81,39 @@ def test_the_time_left_is_a_bound_while_the_search_may_end_by_itself():
     searching, again = ended(1), ended(3, "repeat")
     assert searching.left_words(90.0) == "up to 1 min 30 s left"
     assert again.left_words(90.0) == "about 1 min 30 s left"
+
+
+@pytest.mark.parametrize(
+    ("width", "said"), [(40, "(unchecked, not"), (120, "(unchecked, not yet shown to be better), 1.05x the")]
+)
+def test_the_best_so_far_says_first_what_keeps_it_from_being_the_answer(width, said):
+    open_end = replace(
+        ended(5), best=Leader(5, CANDIDATE), best_gain=1.05, best_open="unchecked, not yet shown to be better"
+    )
+    assert f"best so far: trial 5 {said}" in shown(open_end, width=width, terminal=True)
+
+
+def test_among_equal_trials_the_best_so_far_is_not_yet_shown_to_be_better(tmp_path):
+    """The live line said `1.05x the baseline` up to an answer that nothing is measurably better."""
+    noise, watcher = random.Random(2), Watcher()
+
+    def machine(candidate):
+        return report(candidate, step_times_s=[0.02 * math.exp(0.04 * noise.gauss(0, 1))] * STEPS)
+
+    space = [{"checkpoint_every": [0, 1, 2, 4], "zero_stage": [0, 1, 2]}]
+    given = {"trials": 9, "finalists": 2, "repeats": 1, "objectives": ["throughput"], "space": space}
+    runner_of(tmp_path, Instant(machine), watcher=watcher, **given).run()
+    found = load.load("s", records.default_url(tmp_path), tmp_path / "s").picks["recommended"]
+    last = watcher.ended_with[-1]
+    assert found["trial"] == 0 and last.best.trial != 0
+    assert f"best so far: trial {last.best.trial} (not yet shown to be better), 1.0" in last.best_words()
+
+
+def test_the_best_so_far_is_unchecked_until_its_numerics_are_checked(tmp_path):
+    def machine(candidate):
+        return report(candidate, step_times_s=[0.01 if candidate.precision == "bf16" else 0.02] * STEPS)
+
+    watcher, space = Watcher(), [{"precision": ["fp32", "bf16"]}]
+    given = {"trials": 2, "finalists": 0, "objectives": ["throughput"], "space": space}
+    runner_of(tmp_path, Instant(machine), watcher=watcher, **given).run()
+    assert "trial 1 (unchecked" in watcher.ended_with[-1].best_words()

@@ -22,6 +22,7 @@ from autotune.report import load
 from autotune.report.data import StudyReport
 from autotune.report.files import write_answer
 from autotune.report.notes import store_notes
+from autotune.report.readme import recommended_words
 from autotune.retune import fingerprint
 from autotune.search import check_sampler
 from autotune.study import parallel, warm_start
@@ -256,7 +257,7 @@ def _answered(storage: Storage, url: str, request: StudyRequest, tuned: Tuned) -
         with records.failing_in_words(url):
             written.extend(write_answer(report, folder))
             if report.study["stored_as"] == name:
-                warm_start.keep_recommendation(storage, name, 0, report.recommended)
+                warm_start.keep_recommendation(storage, name, 0, report.recommended, recommended_words(report))
                 store_notes(records.load_study(storage, name), report)
     except records.StoreError as error:
         refused = refused or error

@@ -151,6 +151,12 @@ def measured_on(report: StudyReport) -> str:
     return f"{f'on {first}' if first == last else f'from {first} to {last}'} " if first else ""
 
 
+def recommended_words(report: StudyReport) -> str:
+    """What the recommended configuration gains; empty where there is none, or nothing to state."""
+    pick = report.picks.get("recommended")
+    return pick_words(report, ["recommended"], pick) if pick else ""
+
+
 def _lead(report: StudyReport) -> str:
     labels = [METRICS[name].label for name in report.objectives]
     n, wall = report.study.get("n_trials", len(report.trials)), report.study.get("wall_s")

@@ -235,10 +235,11 @@ class StudyResult:
         return answer_html(self._report)
 
     def __repr__(self) -> str:
-        picked = self._report.picks.get(RECOMMENDED)
+        from autotune.report.readme import recommended_words
+
+        picked, said = self._report.picks.get(RECOMMENDED), recommended_words(self._report)
         found = f"recommended trial {picked['trial']}" if picked else "nothing to recommend"
-        if picked and picked["speedup"]:
-            found += f", {picked['speedup']:.2f}x the baseline's throughput"
+        found += f", {said}" if said else ""
         return f"<{type(self).__name__} {self.name!r}: {len(self._report.trials)} trials; {found}>"
 
     def __str__(self) -> str:

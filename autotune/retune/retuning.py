@@ -19,6 +19,7 @@ from autotune.errors import UserError
 from autotune.executors.base import Executor
 from autotune.report import files, load
 from autotune.report.data import StudyReport, differences
+from autotune.report.readme import recommended_words
 from autotune.retune import comparison, fingerprint
 from autotune.retune.comparison import Comparison, DriftCheck
 from autotune.retune.decision import Decision, RetuneVerdict, explain
@@ -244,7 +245,9 @@ class Retuning:
         report = load.load(self.name, self.url, self.folder)
         list(files.write_answer(report, self.folder))
         write_record(self.path / "decision.json", decision.to_data())
-        warm_start.keep_recommendation(self.storage, self.name, self.generation, report.recommended)
+        warm_start.keep_recommendation(
+            self.storage, self.name, self.generation, report.recommended, recommended_words(report)
+        )
         if self.asked.on_change:
             _run_command(self.asked.on_change, self.name, self.folder, decision)
 

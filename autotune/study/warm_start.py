@@ -164,7 +164,9 @@ def related(storage: Storage, history: History, found: Plan) -> PriorStudy | Non
     return None
 
 
-def keep_recommendation(storage: Storage, study: str, generation: int, recommended: Mapping[str, Any]) -> None:
+def keep_recommendation(
+    storage: Storage, study: str, generation: int, recommended: Mapping[str, Any], words: str
+) -> None:
     """Keeps a study's recommendation, if there is one, in the history.
 
     Args:
@@ -172,10 +174,11 @@ def keep_recommendation(storage: Storage, study: str, generation: int, recommend
         study: The study.
         generation: Number of its re-tuning; 0 for the study itself.
         recommended: The content of `recommended.json`.
+        words: What its pick gains, as the answer says it.
     """
     pick = recommended["picks"].get("recommended")
     if pick is not None:
-        History(storage.engine).recommended(study, generation, pick)
+        History(storage.engine).recommended(study, generation, pick, words)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ import re
 from html import unescape
 
 import pytest
-from support.instant import Instant, report, runner_of
+import sqlalchemy as sql
+from support.instant import STEPS, Instant, report, runner_of
 
 from autotune.cli.presets import answer_words
 from autotune.report import load, readme
@@ -20,7 +21,9 @@ from autotune.report.notes import store_notes
 from autotune.report.page.render import studies
 from autotune.report.results import StudyResult
 from autotune.report.tables import compared, overview
+from autotune.study import warm_start
 from autotune.study.storage import records
+from autotune.study.storage.history import History
 from autotune.study.storage.optuna_tables import note_of
 
 RATE = "samples_per_s"
@@ -115,12 +118,7 @@ def test_speedup_interval_and_baseline_are_the_same_in_all_six_places(study):
     pick, base = found.picks["recommended"], found.baseline
     assert not found.is_baseline(pick)
     said, (low, high) = speedup_words(pick), pick["speedup_ci95"]
-    row = {
-        "candidate": json.dumps(pick["candidate"]),
-        "speedup": pick["speedup"],
-        "speedup_low": low,
-        "speedup_high": high,
-    }
+    row = kept(found, folder.parent)
     page = unescape((folder / "report.html").read_text())
     assert f"{times(low, '×')} to {times(high, '×')}" in page
     places = {
@@ -141,6 +139,44 @@ def test_speedup_interval_and_baseline_are_the_same_in_all_six_places(study):
     assert [place for place in ("terminal", "files", "notebook") if own.cells[RATE] not in places[place]] == []
     assert [place for place in ("report", "note") if cell not in places[place]] == []
     assert json.loads((folder / "recommended.json").read_text())["baseline"]["metrics"] == base["metrics"]
+
+
+def kept(found, studies):
+    """The study's recommendation as the history holds it, after two runs that found the same."""
+    storage = records.open_storage(records.default_url(studies))
+    warm_start.keep_recommendation(storage, "s", 0, found.recommended, "")
+    for _ in range(2):
+        warm_start.keep_recommendation(storage, "s", 0, found.recommended, readme.recommended_words(found))
+    [row] = History(storage.engine).recommendations("s")
+    return row
+
+
+def test_history_and_repr_tell_the_gain_of_a_goal_and_its_doubt(tmp_path):
+    """Of the goal `memory` they told the loss of throughput alone, and not that it was measured once."""
+
+    def machine(candidate):
+        step_s, size = (0.021, 6) if candidate.checkpoint_every else (0.02, 10)
+        times = [step_s * (1 + 0.003 * math.sin(7 * i)) for i in range(STEPS)]
+        return report(candidate, step_times_s=times, peak_memory_bytes={"steady": size * 2**30})
+
+    space = [{"checkpoint_every": [0, 1]}]
+    runner_of(tmp_path, Instant(machine), trials=4, repeats=0, goal="memory", space=space).run()
+    found = load.load("s", records.default_url(tmp_path), tmp_path / "s")
+    said = pick_words(found, ["recommended"], found.picks["recommended"])
+    assert said.startswith("0.60x the baseline's peak memory, at 0.9") and said.endswith("measured once")
+    assert answer_words(kept(found, tmp_path)).endswith(f": {said}") and said in repr(StudyResult(found))
+
+
+def test_a_history_of_a_version_that_kept_no_words_is_read_and_gets_them(study):
+    found, folder = study
+    engine = records.open_storage(records.default_url(folder.parent)).engine
+    row = kept(found, folder.parent)
+    with engine.begin() as connection:
+        connection.execute(sql.text("ALTER TABLE autotune_recommendation DROP COLUMN words"))
+        connection.execute(sql.text("DELETE FROM autotune_migration WHERE name = '0004-words'"))
+    [old] = History(engine).recommendations("s")
+    assert old["words"] is None and speedup_words(found.picks["recommended"]) in answer_words(old)
+    assert kept(found, folder.parent) == row
 
 
 def test_the_dashboard_lists_the_same_values(study):

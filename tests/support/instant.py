@@ -16,6 +16,7 @@ from autotune import session
 from autotune.executors.base import Status
 from autotune.report import load
 from autotune.report.files import write_answer
+from autotune.report.readme import recommended_words
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate
 from autotune.space.rule import Setting
@@ -273,6 +274,6 @@ def answered(studies: Path, **changes: Any) -> Path:
     runner.run()
     found = load.load("s", records.default_url(studies), studies / "s")
     list(write_answer(found, studies / "s"))
-    warm_start.keep_recommendation(runner.storage, "s", 0, found.recommended)
+    warm_start.keep_recommendation(runner.storage, "s", 0, found.recommended, recommended_words(found))
     runner.storage.engine.dispose()
     return studies

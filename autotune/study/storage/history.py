@@ -121,8 +121,14 @@ class History:
                 if attempt == 2:
                     raise
 
-    def recommended(self, study: str, generation: int, pick: Row) -> None:
-        """Store a recommendation of `recommended.json`, unless it equals the last one.
+    def recommended(self, study: str, generation: int, pick: Row, words: str = "") -> None:
+        """Store a recommendation of `recommended.json`, unless it equals the last one; then its words may be new.
+
+        Args:
+            study: The study.
+            generation: Number of its re-tuning; 0 for the study itself.
+            pick: The recommendation.
+            words: What it gains, as the answer says it.
 
         Raises:
             GoneError: The study was deleted.
@@ -137,7 +143,10 @@ class History:
             newest = sql.select(RECOMMENDATION).order_by(RECOMMENDATION.c.id.desc()).limit(1)
             last = connection.execute(newest.where(RECOMMENDATION.c.study == study)).first()
             if last is None or any(last._mapping[name] != value for name, value in values.items()):
-                connection.execute(RECOMMENDATION.insert().values(at=time.time(), **values))
+                connection.execute(RECOMMENDATION.insert().values(at=time.time(), words=words, **values))
+            elif last.words != words:
+                same = RECOMMENDATION.c.id == last.id
+                connection.execute(RECOMMENDATION.update().where(same).values(words=words))
 
     def measurements(self, study: str | None = None, limit: int | None = None) -> list[Row]:
         """Measurements, newest first, each with its whole environment."""

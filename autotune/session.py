@@ -43,7 +43,7 @@ from autotune.study.storage.leases import StudyLeases
 from autotune.study.storage.records import StudyRecord
 from autotune.study.warm_start import HistoryRecorder
 from autotune.system import files
-from autotune.trial.folder import TrialDir
+from autotune.trial.folder import TrialDir, result_in
 from autotune.trial.target import is_yaml
 
 STUDIES = Path("studies")
@@ -51,6 +51,8 @@ STUDIES = Path("studies")
 NEEDED_FIRST = ("scipy.linalg", "scipy.special")
 # Ranks that do nothing for a longer share of a time budget seem to hang.
 QUIET_SHARE = 0.3
+# A time budget below this was hardly meant in seconds.
+LEAST_SENSIBLE_S = 20.0
 # In a study's folder: which file of the user states the study, and which options it was run with.
 ORIGIN = "origin.json"
 PATHS = ("hostfile", "from_checkpoint", "working_dir")  # keys whose values a study.yaml states relative to its folder
@@ -201,7 +203,7 @@ def tune(
     Raises:
         UserError: The study cannot be run, and why.
     """
-    began_s = time.monotonic() if began_s is None else began_s
+    began_s, began_at = time.monotonic() if began_s is None else began_s, time.time()
     wanted, folder = request.spec, request.folder
     check_sampler(wanted.sampler)
     url = wanted.storage or records.default_url(folder.parent)
@@ -228,7 +230,7 @@ def tune(
             except base.MachinesGone as gone:
                 refused = gone
             except base.TimeOver:
-                raise UserError(_too_little_time(wanted.time_budget_s or 0.0, folder)) from None
+                refused = UserError(_too_little_time(wanted.time_budget_s or 0.0, folder, began_at))
     with records.failing_in_words(url):
         if wanted.name in records.study_names(storage):
             return _answered(storage, url, request, Tuned(report=None, stopped=interrupted, refused=refused))
@@ -237,10 +239,22 @@ def tune(
     return Tuned(report=None, stopped=interrupted)
 
 
-def _too_little_time(budget_s: float, folder: Path) -> str:
-    """Why a time budget brought no measurement: it was too short, or ranks stood still."""
-    said = f"the time budget of {budget_s:.0f} s ended before the baseline was measured"
+def _too_little_time(budget_s: float, folder: Path, began_at: float) -> str:
+    """Why a run brought no measurement: its time budget was too short, or is spent, or ranks stood still.
+
+    Args:
+        budget_s: The time budget.
+        folder: The study's folder.
+        began_at: When the run began, as Unix time: what earlier runs left is no sign of it.
+    """
+    unit = f" (a number is seconds: {budget_s:.0f}m are minutes)" if budget_s < LEAST_SENSIBLE_S else ""
+    if result_in(records.trial_path(folder, 0)) is not None:
+        return (
+            f"the time budget of {budget_s:.0f} s{unit}, in which earlier runs count, is spent; give more time to go on"
+        )
+    said = f"the time budget of {budget_s:.0f} s{unit} ended before the baseline was measured"
     signs = [path for pattern in ("events.jsonl", "rank-*.log") for path in folder.glob(f"trials/*/{pattern}")]
+    signs = [path for path in signs if path.stat().st_mtime > began_at]
     last = max(signs, key=lambda path: path.stat().st_mtime, default=None)
     if last is None or (quiet_s := time.time() - last.stat().st_mtime) < QUIET_SHARE * budget_s:
         return f"{said}; give more time"
@@ -348,7 +362,7 @@ def recorded_runner(
     known = warm_start.related(storage, history, plan) if learn and plan.spec.sampler == "physics" else None
     warm = None
     if known is not None:
-        first = [c for c in known.best if plan.space.contains(c)][: warm_start.MAX_FIRST]
+        first = [c for c in known.best if plan.space.offers(c, plan.baseline)][: warm_start.MAX_FIRST]
         warm = known.warm_start(plan, tuple(first))
     runner = Runner(plan, executor, folder, held, Broadcast(recorder, events), slots, warm=warm, leads=leads)
     runner.open()

@@ -351,6 +351,8 @@ def notes(
             (steps, f"The JSON fixes the scheduler steps: {fixed}"),
         ],
     }
+    if started is not None and started.family == TRAINER:
+        said |= {form: [(steps, f"The JSON fixes the scheduler steps: {fixed}")] for form in ("deepspeed", "command")}
     return [text for applies, text in said.get(format, []) if applies]
 
 

@@ -99,9 +99,8 @@ class NotebookView(EventSink):
                 self._notes.append(redaction.redact(event.text))
             case Kind.PHASE:
                 self._doing, self._since = redaction.redact(event.text), time.monotonic()
-            case Kind.TRIAL_STARTED if event.trial is not None and event.candidate is not None:
-                again = " again" if event.role == "repeat" else ""
-                self._under_way[event.trial] = f"trial {event.trial}{again}: {event.candidate.describe()}"
+            case Kind.TRIAL_STARTED:
+                event.note_under_way(self._under_way)
                 self._since = time.monotonic()
             case Kind.TRIAL_ENDED if event.progress is not None:
                 self._end(event.progress)

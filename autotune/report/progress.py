@@ -87,9 +87,8 @@ class ProgressView(EventSink):
                 self._start_clock(redaction.redact(event.text), event)
                 if self._live is None:
                     self._print_note(self._doing)
-            case Kind.TRIAL_STARTED if event.trial is not None and event.candidate is not None:
-                again = " again" if event.role == "repeat" else ""
-                self._under_way[event.trial] = f"trial {event.trial}{again}: {event.candidate.describe()}"
+            case Kind.TRIAL_STARTED:
+                event.note_under_way(self._under_way)
                 self._start_clock("; ".join(self._under_way.values()), event)
             case Kind.TRIAL_ENDED if event.progress is not None:
                 self._show_end(event.progress, event.time_s)

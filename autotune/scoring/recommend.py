@@ -272,6 +272,9 @@ def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence
     others = [m for m in confirmed if m is not chosen and tied(m, chosen, estimates, objectives)]
     if others:
         why += f"; not to be told from {', '.join(f'trial {m.trial}' for m in others)} within the noise"
+        n = sum(m.usable for m in estimates.measured)
+        if any(abs(log_gain(m, chosen, objectives)) > estimates.reach(m, chosen, objectives, 1) for m in others):
+            why += f" (the best of {n} trials reads better than it is)"  # though its own interval does not hold 1
     return chosen, why
 
 

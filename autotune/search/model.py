@@ -316,7 +316,7 @@ def learn(
         samples=SampleCounts(catalogue, world_size, done),
         extra={metric: extra(metric) for metric in own},
         limit=limit,
-        rows=_rows(catalogue, [t for t in done if t.witnessed]),
+        rows=_rows(catalogue, [t for t in done if t.eligible]),
         n_ran=len(ran),
         known=frozenset(catalogue.row[t.candidate] for t in told if t.outcome is not Outcome.LOST),
         distrust=_distrust(catalogue, told),
@@ -427,12 +427,12 @@ def _ends(others: Sequence[int], steps: int) -> list[int]:
 
 
 def _distrust(catalogue: FeatureTable, told: Sequence[Observation]) -> Floats:
-    """For each level how likely it is to fail otherwise than by memory: what crashes once, or is not seen to act, may do so again.
+    """For each level how likely it is to fail otherwise than by memory: what crashes once, or can be no answer, may do so again.
 
     The levels of a trial that no other has shown to run share its blame.
     """
-    failures = [t for t in told if t.outcome in FAILURES or (t.outcome in RAN and not t.witnessed)]
-    ran = [t for t in told if t.outcome in RAN and t.witnessed]
+    failures = [t for t in told if t.outcome in FAILURES or (t.outcome in RAN and not t.eligible)]
+    ran = [t for t in told if t.outcome in RAN and t.eligible]
     good, failed = (catalogue.present[_rows(catalogue, some)] for some in (ran, failures))
     good = good.sum(axis=0)
     suspects = failed * (good == 0)

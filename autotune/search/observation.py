@@ -29,7 +29,7 @@ class Observation:
         censored: Metrics that are extrapolated.
         inner_s: Time of a micro-step that ends no optimizer step; with `boundary_s` it prices every accumulation.
         boundary_s: Time of the micro-step that ends one, the optimizer included.
-        witnessed: Whether every setting was seen to act; else it can be no answer.
+        eligible: Whether it may become the answer: every setting was seen to act, and its user can make it.
     """
 
     candidate: Candidate
@@ -39,7 +39,7 @@ class Observation:
     censored: Sequence[str] = ()
     inner_s: float | None = None
     boundary_s: float | None = None
-    witnessed: bool = True
+    eligible: bool = True
 
     def step_time_s(self, world_size: int) -> float | None:
         """Seconds of a step: told, or from the throughput."""
@@ -78,7 +78,8 @@ def observed(candidate: Candidate, data: Mapping[str, Any], setting: Setting) ->
     ci95 = {name: (float(low), float(high)) for name, (low, high) in data.get("ci95", {}).items()}
     return Observation(
         candidate=candidate, outcome=_outcome(data, setting), metrics=data["metrics"], ci95=ci95,
-        censored=data.get("censored", ()), inner_s=inner, boundary_s=boundary, witnessed=not data.get("unwitnessed"),
+        censored=data.get("censored", ()), inner_s=inner, boundary_s=boundary,
+        eligible=not (data.get("unwitnessed") or data.get("unreproducible")),
     )  # fmt: skip
 
 

@@ -191,6 +191,10 @@ class SearchSpace:
             and self.candidate(values, candidate) == candidate
         )
 
+    def offers(self, candidate: Candidate, default: Candidate) -> bool:
+        """Whether the search may propose the candidate: its tuned knobs are in the space, and the others are the default's."""
+        return self.contains(candidate) and self.candidate(self.values_of(candidate), default) == candidate
+
     def encode(self, candidate: Candidate) -> dict[str, Scalar]:
         """The candidate as Optuna parameters.
 

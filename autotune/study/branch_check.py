@@ -55,6 +55,7 @@ class BranchCheck:
     def __init__(self, state: StudyState, measurer: TrialMeasurer, budget: Budget, events: EventSink) -> None:
         self._state, self._measurer, self._budget, self._events = state, measurer, budget, events
         self._left: set[int] = set()
+        self.too_late: set[int] = set()  # trials whose check the time budget has no room for any more
 
     def run(self, found: Sequence[Measured]) -> bool:
         """Checks the best of the candidates that still needs it.
@@ -109,6 +110,8 @@ class BranchCheck:
         needed_s = rest_s + each_s * n_samples
         if needed_s <= min(room_s, left_s):
             return n_samples
+        if needed_s > self._budget.room_s() - round_s and m.branch is None:
+            self.too_late.add(m.trial)
         if m.trial not in self._left:
             self._left.add(m.trial)
             longer = "longer " if self._lengths(m) else ""

@@ -28,6 +28,11 @@ UNFINISHED = "the search is over, but its best were not checked and measured aga
 DECIDING_SHARE = 0.5
 
 
+# What a run is that is no trial, by its role; it is shown under a number that no trial has.
+CHECKS = {"gate": "quality gate", "branch": "branch", "noise": "noise scale", "warm": "weights for a branch"}
+CHECK = -1
+
+
 class Kind(StrEnum):
     """What kind of event happened."""
 
@@ -124,6 +129,17 @@ class Event:
     role: str = ""
     candidate: Configuration | None = None
     progress: Progress | None = None
+
+    def note_under_way(self, shown: dict[int, str]) -> None:
+        """Adds the trial that started to those that are shown as under way; a check, whose end is no event, until the next starts."""
+        shown.pop(CHECK, None)
+        if self.trial is None or self.candidate is None:
+            return
+        what = self.candidate.describe()
+        if (check := CHECKS.get(self.role)) is not None:
+            shown[CHECK] = f"{check}: {what}"
+        else:
+            shown[self.trial] = f"trial {self.trial}{' again' if self.role == 'repeat' else ''}: {what}"
 
 
 class EventSink:

@@ -103,6 +103,9 @@ class Finalists:
         below = max(racing.SETTLED, spec.stop_below) if spec.repeats else math.inf
         while True:
             estimates, tried = self._estimates(), self._tried()
+            # What the time budget can no longer check can be no answer.
+            hopeful = [m for m in estimates.measured if m.trial not in self._branch.too_late]
+            estimates = replace(estimates, measured=hopeful)
             n_done = racing.rounds_done(estimates, tried)
             turn = racing.next_round(
                 estimates, self._state.objectives, numbers, plan.data_parallel, spec.finalists, tried=tried,

@@ -21,7 +21,7 @@ from autotune.study.setup import request
 from autotune.study.storage import records
 from autotune.trial.folder import TrialDir, read_record, write_record
 from autotune.trial.request import TrialRequest
-from autotune.trial.result import Exit, Outcome, RankReport
+from autotune.trial.result import Exit, Outcome, RankReport, TrialResult
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -334,9 +334,14 @@ def test_a_run_that_is_refused_leaves_the_study_as_it_was(finished, place, machi
 def test_a_time_budget_that_ranks_hung_through_is_not_said_to_be_too_short(quiet_s, hangs, tmp_path):
     folder = tmp_path / "trials" / "inspect"
     folder.mkdir(parents=True)
-    assert session._too_little_time(30.0, tmp_path).endswith("measured; give more time")
+    assert session._too_little_time(30.0, tmp_path, 0.0).endswith("measured; give more time")
     events = folder / "events.jsonl"
     events.write_text('{"rank": 0, "phase": "warmup"}\n')
     os.utime(events, (time.time() - quiet_s,) * 2)
-    said = session._too_little_time(30.0, tmp_path)
+    said = session._too_little_time(30.0, tmp_path, 0.0)
     assert ("did and said nothing for the last 20 s" in said and "inspect/rank-0.log" in said) is hangs
+    # What an earlier run left long ago is no sign of this one; where it measured, its time is what is spent.
+    assert "hang" not in session._too_little_time(30.0, tmp_path, time.time())
+    assert "(a number is seconds: 3m are minutes)" in session._too_little_time(3.0, tmp_path, time.time())
+    write_record(tmp_path / "trials" / "0000" / "result.json", TrialResult(outcome=Outcome.COMPLETE))
+    assert "in which earlier runs count, is spent" in session._too_little_time(30.0, tmp_path, time.time())

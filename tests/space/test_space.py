@@ -59,6 +59,15 @@ def test_all_presets_compose_and_every_value_of_them_can_run_somewhere():
     assert not dead[0] & dead[1]
 
 
+def test_the_space_offers_nothing_that_changes_a_knob_outside_it():
+    """A study of batch and zero began with the bf16 of another study."""
+    of_batch, default = space(micro_batch_size=[4, 8]), Candidate(micro_batch_size=4)
+    other = Candidate(micro_batch_size=8, precision="bf16")
+    assert of_batch.contains(other) and not of_batch.offers(other, default)
+    assert of_batch.offers(Candidate(micro_batch_size=8), default)
+    assert not of_batch.offers(Candidate(micro_batch_size=16), default)
+
+
 def test_a_list_and_a_single_value_are_short_for_choices():
     short, long = {"zero_stage": [0, 1], "precision": "bf16"}, {"choices": [0, 1]}
     assert space(**short) == space(zero_stage=long, precision={"choices": ["bf16"]})

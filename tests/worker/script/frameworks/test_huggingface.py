@@ -109,7 +109,8 @@ def test_losses_that_a_trainer_adds_up_are_compared_per_micro_batch(bench, scrip
     assert found.workload.script.adds_up and any("adds up the losses" in text for text in found.workload.caveats)
     batch = found.baseline.global_batch_size(1)
     whole, parts = (
-        bench.applied(found, micro_batch_size=batch // n, gradient_accumulation_steps=n, check_gradient=True) for n in (1, 4)
+        bench.applied(found, micro_batch_size=batch // n, gradient_accumulation_steps=n, check_gradient=True)
+        for n in (1, 4)
     )
     assert whole.losses[0] == pytest.approx(parts.losses[0], rel=0.02)
     assert whole.gradient.norm == pytest.approx(parts.gradient.norm, rel=0.1)

@@ -151,22 +151,28 @@ def losses(report: StudyReport, across: str = "samples", *, difference: bool = F
     return figure(traces, axis(title, reached, log=spans_decade(reached)), axis(up))
 
 
-def gate(trial: Data, *, difference: bool = False) -> Figure:
+def gate(report: StudyReport, trial: Data, *, difference: bool = False) -> Figure:
     """The losses of a trial with other numerics beside those of its reference, as the quality gate compared them.
 
     Args:
+        report: The study.
         trial: A trial that the gate looked at.
         difference: Draw the distance from the reference's losses.
     """
-    found = trial["gate"]
-    reference = series.pieces_of(found["losses"])
-    own, replicates = series.pieces_of(trial["losses"]), [series.pieces_of(each) for each in found["replicates"]]
+    found, name = trial["gate"], f"trial {trial['trial']}"
+    losses, alike = trial["losses"], found.get("same_as")
+    if alike is not None:  # the curve of another trial was compared: its own is one at another batch
+        losses = next((other["losses"] for other in report.trials if other["trial"] == alike), [])
+        name = f"trial {alike}, whose numerics are the same"
+    n = found["n_steps"] or len(losses)  # its own curve may be longer than what was compared
+    reference, own = series.pieces_of(found["losses"]), series.pieces_of(losses[:n])
+    replicates = [series.pieces_of(each) for each in found["replicates"]]
 
     def line(name: str, curve: Sequence[float | None], first: bool = True, **style: Any) -> Trace:
         pairs = zip(curve, reference, strict=False)
         away = [None if a is None or b is None else rounded(a - b) for a, b in pairs]
         y = away if difference else list(curve)
-        x = [1 + i * series.piece_size(max(len(found["losses"]), len(trial["losses"]))) for i in range(len(y))]
+        x = [1 + i * series.piece_size(n) for i in range(len(y))]
         return scatter(
             name, x, y, hover=f"{name}<br>step %{{x}}: %{{y:.4g}}", line=style, legendgroup=name, showlegend=first
         )
@@ -174,7 +180,7 @@ def gate(trial: Data, *, difference: bool = False) -> Figure:
     again = "the reference again"
     traces = [line(again, each, i == 0, color=GREY, width=1) for i, each in enumerate(replicates)]
     traces.append(line("reference: the baseline's numerics", reference, color=RED, width=2, dash="dash"))
-    traces.append(line(f"trial {trial['trial']}", own, color=BLUE, width=2))
+    traces.append(line(name, own, color=BLUE, width=2))
     return figure(traces, axis("optimizer step"), axis(f"training loss{' minus the reference' if difference else ''}"))
 
 

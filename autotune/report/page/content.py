@@ -316,8 +316,9 @@ def _gate(report: StudyReport) -> Context:
 def _gate_said(trial: Data) -> Context:
     found = trial["gate"]
     verdict = {True: "trains alike", False: "refused: diverged", None: "not decided"}[found["passed"]]
+    whose = "" if found.get("same_as") is None else f"trial {found['same_as']}, whose numerics are the same, "
     excess = (
-        f"over {found['n_steps']} steps {found['excess']:+.2g} to the reference's loss; up to {found['limit']:.2g}"
+        f"{whose}over {found['n_steps']} steps {found['excess']:+.2g} to the reference's loss; up to {found['limit']:.2g}"
         " is chance"
     )
     configuration = words(trial["candidate"])

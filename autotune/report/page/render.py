@@ -110,7 +110,7 @@ def _figures(report: StudyReport) -> dict[str, dict[str, figures.Figure]]:
             for name in across
         },
         "quality-plot": {
-            f"{trial['trial']}|{kind}": figures.gate(trial, difference=kind == "difference")
+            f"{trial['trial']}|{kind}": figures.gate(report, trial, difference=kind == "difference")
             for trial in content.gated(report)
             for kind in ("loss", "difference")
         },

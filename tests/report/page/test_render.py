@@ -222,9 +222,23 @@ def test_the_page_shows_the_curves_of_what_the_quality_gate_refused_beside_the_r
     tags = Tags(report_page.render(replace(report, trials=trials)))
     titles = [text for text in tags.texts["b"] if "train" in text or "refused" in text]
     assert titles == [f"trial {chosen[1]['trial']}: refused: diverged", f"trial {chosen[0]['trial']}: trains alike"]
-    drawn = figures.gate(chosen[1] | {"gate": refused}, difference=True)
+    drawn = figures.gate(report, chosen[1] | {"gate": refused}, difference=True)
     *again, reference, own = drawn["data"]
     assert [trace["name"] for trace in again] == ["the reference again"] * 2 and set(reference["y"]) == {0.0}
     assert own["y"] == pytest.approx([a - b for a, b in zip(chosen[1]["losses"], curve, strict=False)], abs=1e-4)
     assert not [attributes for tag, attributes in tags.found if tag == "img"]
     assert "quality" not in report_page.render(report).split('id="picks"')[0]
+
+
+def test_the_gates_figure_places_equal_curves_upon_each_other_and_shows_the_one_that_was_compared(report):
+    """A trial's own curve may be longer than what was compared, or be one at another batch."""
+    curve = [3.0 - 0.4 * i / (i + 9) for i in range(600)]
+    found = {"passed": True, "reason": "", "n_steps": 12, "losses": curve[:12], "replicates": [], "same_as": None}
+    trial = report.trials[1] | {"losses": curve, "gate": found}
+    reference, own = figures.gate(report, trial)["data"]
+    assert (own["x"], own["y"]) == (reference["x"], reference["y"]) and own["x"] == list(range(1, 13))
+    assert set(figures.gate(report, trial, difference=True)["data"][1]["y"]) == {0.0}
+    alike = report.trials[2] | {"losses": [9.0] * 600, "gate": found | {"same_as": 1}}
+    shown = replace(report, trials=[report.trials[0], trial, alike, *report.trials[3:]])
+    drawn = figures.gate(shown, alike)["data"][1]
+    assert drawn["y"] == reference["y"] and drawn["name"] == "trial 1, whose numerics are the same"

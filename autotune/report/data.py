@@ -20,6 +20,7 @@ from autotune.scoring.estimates import WIDEST
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.recommend import PICKS
 from autotune.space.candidate import Candidate
+from autotune.study.events import n_spent
 from autotune.system.units import Scale, scale_for
 from autotune.trial import lengths
 from autotune.trial.command import Invocation
@@ -111,7 +112,7 @@ class StudyReport:
     @property
     def why_nothing(self) -> str:
         """Why there is no pick, where there is none."""
-        ends = Counter(trial["outcome"] for trial in self.trials)
+        ends = Counter(self.outcomes)
         if ends["oom"] and ends["oom"] + ends["predicted_oom"] == len(self.trials):
             predicted = f", {ends['predicted_oom']} more are predicted to" if ends["predicted_oom"] else ""
             ran_out = f"{ends['oom']} ran out of it{predicted}"
@@ -151,9 +152,12 @@ class StudyReport:
         wanted: int | None = self.study.get("trials_wanted")
         if wanted is None or self.study.get("ended"):
             return 0
-        # Those predicted not to fit are free, until there are as many as the whole budget (`study.budget`).
-        free: int = min(sum(trial["outcome"] == "predicted_oom" for trial in self.trials), wanted)
-        return max(0, wanted - (len(self.trials) - free))
+        return max(0, wanted - n_spent(self.outcomes, wanted))
+
+    @property
+    def outcomes(self) -> list[str]:
+        """How each trial ended."""
+        return [trial["outcome"] for trial in self.trials]
 
     def picks_by_trial(self) -> list[tuple[list[str], Data]]:
         """Each picked trial once, with all that it was picked for."""

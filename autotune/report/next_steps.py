@@ -8,9 +8,8 @@ from collections import Counter
 
 from autotune.report.data import StudyReport, pick_words
 from autotune.report.started import started
-from autotune.study.events import DECIDING_SHARE, STOPPED, UNFINISHED
+from autotune.study.events import DECIDING_SHARE, STOPPED, UNFINISHED, n_spent
 from autotune.trial.command import EXPORTED_CONFIG
-from autotune.trial.result import Outcome
 
 # The time that is stated for what was left out is this many times as long as it was expected to take.
 SPARE = 1.5
@@ -48,8 +47,9 @@ def reproduce(report: StudyReport) -> str:
 
 def _more(report: StudyReport) -> str:
     """The option that lets the search go on: what it expects set aside, more time, or more trials, by what ended it."""
-    budget_s, n_trials = report.study.get("time_budget_s"), len(report.trials)
-    left = n_trials < (report.study.get("trials_wanted") or 0)
+    budget_s, wanted = report.study.get("time_budget_s"), report.study.get("trials_wanted")
+    n_trials = n_spent(report.outcomes, wanted)
+    left = n_trials < (wanted or 0)
     if _ended(report).startswith(STOPPED):
         return "--stop-below 0" if left else f"--stop-below 0 --trials {2 * n_trials}"
     if budget_s and left:
@@ -74,8 +74,7 @@ def _checks(report: StudyReport, again: str) -> str:
     if not needed_s or not report.unchecked:
         return ""
     minutes = math.ceil(SPARE * max(needed_s / DECIDING_SHARE, spent_s + needed_s) / 60)
-    n_spent = sum(trial.get("outcome") != Outcome.PREDICTED_OOM for trial in report.trials)
-    return f"{again} --trials {n_spent} --time-budget {minutes}m"
+    return f"{again} --trials {n_spent(report.outcomes)} --time-budget {minutes}m"
 
 
 def _ended(report: StudyReport) -> str:
@@ -103,7 +102,7 @@ def _with_answer(report: StudyReport, name: str) -> list[str]:
 
 
 def _without_answer(report: StudyReport, again: str) -> list[str]:
-    ends = Counter(trial["outcome"] for trial in report.trials)
+    ends = Counter(report.outcomes)
     if not ends["complete"] and 2 * (ends["oom"] + ends["predicted_oom"]) >= len(report.trials):
         smaller = "`--space batch,zero,offload` tries smaller micro-batches, ZeRO stages and offloading"
         return [f"Need less memory: {smaller}; more ranks (`--ranks`) share the states."]

@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial
 from autotune.errors import UserError
 from autotune.scoring import recommend
 from autotune.scoring.estimates import Estimates, estimate
-from autotune.study.events import DECIDING_SHARE, OUT_OF_TIME
+from autotune.study.events import DECIDING_SHARE, OUT_OF_TIME, n_spent
 from autotune.study.spec.settings import SETTINGS
 from autotune.study.state import StudyState
 from autotune.study.storage import records
@@ -107,10 +107,8 @@ class Budget:
         return self._state.spec.repeats * min(MOST_ROUNDS, USUAL_ROUNDS + ROUNDS_PER_NOISE * noise_sd)
 
     def n_spent(self) -> int:
-        """Trials that count. Those predicted not to fit are free, until there are as many as the whole budget."""
-        outcomes = self._state.outcomes()
-        n_unfit = sum(outcome is Outcome.PREDICTED_OOM for outcome in outcomes)
-        return len(outcomes) - min(n_unfit, self._state.spec.trials)
+        """Trials that count towards the budget of trials."""
+        return n_spent(self._state.outcomes(), self._state.spec.trials)
 
     @property
     def trial_s(self) -> float:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -31,6 +31,17 @@ DECIDING_SHARE = 0.5
 # What a run is that is no trial, by its role; it is shown under a number that no trial has.
 CHECKS = {"gate": "quality gate", "branch": "branch", "noise": "noise scale", "warm": "weights for a branch"}
 CHECK = -1
+
+
+def n_spent(outcomes: Sequence[str], wanted: int | None = None) -> int:
+    """Trials that count towards the budget of trials: those predicted not to fit are free, up to as many as the whole budget.
+
+    Args:
+        outcomes: How each trial ended.
+        wanted: The budget; without one all of them are free.
+    """
+    n_unfit = sum(outcome == Outcome.PREDICTED_OOM for outcome in outcomes)
+    return len(outcomes) - min(n_unfit, n_unfit if wanted is None else wanted)
 
 
 class Kind(StrEnum):

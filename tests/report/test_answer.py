@@ -160,6 +160,23 @@ def test_a_search_that_its_time_budget_ended_goes_on_with_more_time():
     assert "--time-budget 7m` looks further" in next_steps(replace(report, study=report.study | study))[0]
 
 
+def test_trials_that_were_predicted_not_to_fit_do_not_use_up_the_budget_in_the_advised_command():
+    """They are free: with more trials in place of more time the search would not go on."""
+    report = study_report()
+    unfit = [{"trial": n, "outcome": "predicted_oom", "candidate": report.baseline["candidate"]} for n in (30, 31, 32)]
+    study = {
+        "trials_wanted": 32,
+        "time_budget_s": 120.0,
+        "ended": "the time budget of 120 s has no room",
+        "wall_s": 60.0,
+    }
+    base = {"picks": {"recommended": report.baseline}, "baseline": report.baseline}
+    ended = replace(report, study=report.study | study, recommended=base, trials=[*report.trials, *unfit])
+    assert "--time-budget 4m` looks further" in next_steps(ended)[0]
+    spent = replace(ended, study=ended.study | {"trials_wanted": 30, "time_budget_s": None})
+    assert "--trials 60` looks further" in next_steps(spent)[0]
+
+
 @pytest.mark.parametrize(("time_budget_s", "wall_s", "budget"), [(None, 60.0, "10m"), (120.0, 600.0, "20m")])
 def test_what_was_left_unchecked_is_checked_by_a_command_with_time_for_it(time_budget_s, wall_s, budget):
     base = study_report().baseline

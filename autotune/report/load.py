@@ -20,6 +20,7 @@ from autotune.scoring.estimates import Estimates, estimate
 from autotune.scoring.measured import Measured
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig
+from autotune.study.budget import measuring_s
 from autotune.study.storage import analysed, records
 from autotune.study.storage.database import Storage
 from autotune.study.storage.records import StoreError, StudyRecord
@@ -108,7 +109,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             "weights": {o.metric: o.weight for o in kept.objectives},
             "goal": kept.goal,
             "n_trials": len(trials),
-            "wall_s": max(records.wall_s(study), sum(t["wall_s"] for t in trials)),
+            "wall_s": max(records.wall_s(study), measuring_s(records.told_trials(study))),
             "deepspeed_added": _adds_deepspeed(raw),
             "unchecked_s": records.unchecked_s(study),
             "left_out": [said for said in records.left_out(study).values() if said],

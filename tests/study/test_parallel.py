@@ -11,6 +11,8 @@ import pytest
 from support.coordinate import SPACE
 from support.instant import Instant, Watcher, plan_of, report, runner_of, spec_of
 
+from autotune.executors.base import Status
+from autotune.report import load
 from autotune.space.candidate import Candidate
 from autotune.study.parallel import ClaimedTrial, TrialPool
 from autotune.study.runner import Runner
@@ -44,6 +46,26 @@ def test_two_slots_run_two_trials_at_once_and_each_candidate_once(tmp_path):
     assert len({m.candidate for m in measured}) == len(measured) == 7
     caveats = [records.told_data(t)["caveats"] for t in records.told_trials(runner.study)]
     assert caveats[0] == [] and any("ran on this host at the same time" in text for found in caveats for text in found)
+
+
+def test_trials_at_once_do_not_make_the_studys_time_longer_than_it_took(tmp_path):
+    """It was the sum of the trials' times, in the answer and in the time that it advised."""
+
+    class Waiting(Instant):
+        def submit(self, folder):
+            self.until = time.monotonic() + 1.0  # as long as its trials say that they took
+            return super().submit(folder)
+
+        def poll(self):
+            return Status.EXITED if time.monotonic() > self.until else Status.RUNNING
+
+    began = time.monotonic()
+    slots = [Waiting(), Waiting(), Waiting()]
+    runner = runner_of(tmp_path, Waiting(), slots=slots, trials=9, finalists=0, stop_trials=False, overlap=True)
+    runner.run()
+    took_s = time.monotonic() - began
+    shown_s = load.load("s", records.default_url(tmp_path), tmp_path / "s").study["wall_s"]
+    assert records.wall_s(runner.study) <= shown_s <= took_s
 
 
 def test_ctrl_c_gives_every_trial_under_way_back(tmp_path):

@@ -100,8 +100,7 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 def _pick(report: StudyReport, names: Sequence[str], pick: Data, width: int) -> Iterator[Text]:
     """A pick in one line; below the recommended one its reasons and the changes of the script."""
-    said = pick_words(report, names, pick) or "no speed-up to state"
-    head = f"{titles(names)}: trial {pick['trial']}, {said}"
+    head = f"{titles(names)}: trial {pick['trial']}, {pick_words(report, names, pick)}"
     yield from _wrapped(head, width, "  ", "bold green" if "recommended" in names else "", first="")
     if "recommended" not in names:
         return

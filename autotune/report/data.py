@@ -31,6 +31,7 @@ Data: TypeAlias = Mapping[str, Any]
 
 TITLES = {"drop_in": "drop-in", "out_of_reach": "out of reach"}
 THROUGHPUT = "samples_per_s"
+UNPASSED, NO_SPEEDUP = "checks not passed", "no speed-up to state"
 # Characters of a failed trial's reason that are shown beside the answer.
 MOST_REASON = 200
 # A pick's price is stated from this change on: 1 %.
@@ -220,7 +221,7 @@ class StudyReport:
     @cached_property
     def unchecked(self) -> dict[int, list[str]]:
         """The trials of the front that may not be recommended, with the words that say so in place of a mark."""
-        return {point["trial"]: ["checks not passed"] for point in self.front if point.get("doubt")}
+        return {point["trial"]: [UNPASSED] for point in self.front if point.get("doubt")}
 
     @cached_property
     def effects(self) -> list[Effects]:
@@ -287,11 +288,8 @@ class StudyReport:
 
 def measured(point: Data) -> dict[str, float]:
     """The metrics that a trial or a pick yielded."""
-    return {
-        name: float(value)
-        for name, value in (point.get("metrics") or {}).items()
-        if value is not None and math.isfinite(value)
-    }
+    found = (point.get("metrics") or {}).items()
+    return {name: float(value) for name, value in found if value is not None and math.isfinite(value)}
 
 
 def interval(point: Data, metric: str, value: float) -> tuple[float, float]:
@@ -365,8 +363,8 @@ def leading_metric(report: StudyReport, names: Sequence[str]) -> str:
 def pick_words(report: StudyReport, names: Sequence[str], pick: Data) -> str:
     """What a pick gains by its own metric, and the price: `0.64x the baseline's peak memory, at 0.91x the throughput`.
 
-    Where its own metric has no gain to state, the throughput's is. What keeps it from being a result is said at the
-    end. Empty where the baseline did not run, or cannot be compared with it.
+    Where its own metric has no gain to state, the throughput's is, or that there is none: the baseline did not run, or
+    cannot be compared with it. What keeps it from being a result is said at the end.
     """
     if report.is_baseline(pick):
         return "the baseline itself"
@@ -375,7 +373,7 @@ def pick_words(report: StudyReport, names: Sequence[str], pick: Data) -> str:
     if not said:  # its interval says nothing, or it was not measured
         lead, said = THROUGHPUT, speedup_words(pick)
     if not said:
-        return ""
+        return ", ".join([NO_SPEEDUP, *_unsure(pick)])
     at = price_words(report, pick, lead)
     whole = [f"{said} the baseline's {METRICS[lead].label}" + (f", at {' and '.join(at)}" if at else "")]
     return ", ".join([*whole, *([doubt] if (doubt := doubt_words(pick, lead)) else [])])
@@ -407,8 +405,11 @@ def _ratio_words(metric: str, gain: Sequence[float] | None) -> str:
 def doubt_words(pick: Data, metric: str = THROUGHPUT) -> str:
     """What keeps a gain over the baseline from being a result: `measured once`; empty if nothing does."""
     found = change(pick, metric)
-    said = ["measured once"] if pick.get("measurements") == 1 else []
-    return ", ".join([*said, *(["not to be told from 1"] if found is not None and not found.told else [])])
+    return ", ".join([*_unsure(pick), *(["not to be told from 1"] if found is not None and not found.told else [])])
+
+
+def _unsure(pick: Data) -> list[str]:
+    return ["measured once"] * (pick.get("measurements") == 1) + [UNPASSED] * bool(pick.get("unchecked"))
 
 
 def end_words(trial: Data) -> tuple[str, str]:
@@ -438,9 +439,8 @@ class Change:
         """The change in words: `1.31x better`."""
         if times(self.factor, sign) == times(1.0, sign):
             return "equal"
-        return (
-            f"{times(self.factor, sign)} {'better' if self.better else 'worse'}{'' if self.told else ', within noise'}"
-        )
+        how = "better" if self.better else "worse"
+        return f"{times(self.factor, sign)} {how}{'' if self.told else ', within noise'}"
 
 
 def change(point: Data, metric: str) -> Change | None:

@@ -93,10 +93,9 @@ def _with_answer(report: StudyReport, name: str) -> list[str]:
     if any(not text.startswith(carried) for text in pick.get("script_side_changes") or ()):
         found.append("Make the changes in the script: the configuration alone is not all of it.")
     if other is not None and other["trial"] != pick["trial"] and not report.is_baseline(other):
-        said = pick_words(report, ["drop_in"], other)
         found.append(
             f"If the global batch and the numerics must stay as they are: `autotune export {name} --pick drop_in`"
-            f"{f' ({said})' if said else ''}."
+            f" ({pick_words(report, ['drop_in'], other)})."
         )
     return found
 

@@ -60,8 +60,7 @@ def headline(report: StudyReport) -> str:
     if pick is None:
         return f"Nothing to recommend: {report.why_nothing}."
     names = next(names for names, _ in report.picks_by_trial() if "recommended" in names)
-    said = pick_words(report, names, pick) or "no speed-up to state"
-    head = titles(names)
+    said, head = pick_words(report, names, pick), titles(names)
     return f"{head[0].upper()}{head[1:]}: trial {pick['trial']}, {words(pick['candidate'])}; {said}."
 
 

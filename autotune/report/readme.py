@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 
 from autotune.report import attempts, tables
-from autotune.report.data import Data, StudyReport, end_words, measured, pick_words, title, titles, words
+from autotune.report.data import NO_SPEEDUP, Data, StudyReport, end_words, measured, pick_words, title, titles, words
 from autotune.report.next_steps import next_steps, reproduce
 from autotune.report.started import started
 from autotune.scoring.metrics import METRICS
@@ -173,7 +173,7 @@ def _answer(report: StudyReport) -> str:
     if report.is_baseline(pick):
         return f"{found}, the baseline itself: {KEPT}."
     names = next(names for names, picked in report.picks_by_trial() if "recommended" in names)
-    if said := pick_words(report, names, pick):
+    if NO_SPEEDUP not in (said := pick_words(report, names, pick)):
         return f"{found}: {said}."
     why = "did not run" if report.baseline is None else "cannot be compared with it"
     return f"{found}. The baseline {why}, so there is no speed-up to state."
@@ -194,7 +194,7 @@ def _front(report: StudyReport) -> str:
 
 def _pick(report: StudyReport, names: Sequence[str], pick: Data) -> str:
     said, head = pick_words(report, names, pick), titles(names)
-    head = f"**{head[0].upper()}{head[1:]}** (trial {pick['trial']}): {_code(words(pick['candidate']))}{f', {said}' if said else ''}"
+    head = f"**{head[0].upper()}{head[1:]}** (trial {pick['trial']}): {_code(words(pick['candidate']))}, {said}"
     why, changes = _reasons(pick, head)
     return _joined([why or head, changes])
 

@@ -61,7 +61,7 @@ class Pick:
     def to_data(self) -> dict[str, Any]:
         """The pick as it stands in `recommended.json`."""
         more = {"reasons": self.reasons, "script_side_changes": list(self.measured.script_side_changes)}
-        return point(self.measured, self.estimates) | more
+        return point(self.measured, self.estimates) | more | {"unchecked": self.measured.doubt}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,15 +5,21 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from support.instant import Instant, failed, runner_of
+from support.instant import report as instant_report
 from support.study_report import EVIL, MIB, OBJECTIVES, study_report
 
+from autotune.report import load
 from autotune.report.answer import render_answer
 from autotune.report.data import StudyReport, leading_metric, metric_scale, pick_words
 from autotune.report.next_steps import next_steps
 from autotune.report.page import render as report_page
 from autotune.report.readme import render
+from autotune.space.candidate import Candidate
 from autotune.study.events import UNFINISHED
+from autotune.study.storage import records
 from autotune.system.units import format_duration
+from autotune.trial.result import Outcome
 
 
 @pytest.fixture(scope="module")
@@ -227,6 +233,23 @@ def test_a_pick_leads_with_its_own_metric_and_says_the_price(report):
         leading_metric(replace(report, study={**report.study, "weights": {"step_time_s": 1.0}}), ["recommended"])
         == "step_time_s"
     )
+
+
+def test_without_a_baseline_picks_are_still_said_to_be_measured_once_and_unchecked(tmp_path):
+    """With no speed-up to state the terminal said nothing of either."""
+    own = Candidate(micro_batch_size=8)
+    kinds = [{"precision": ["fp32", "bf16"], "micro_batch_size": [4, 16], "gradient_accumulation_steps": [2]}]
+    engine = Instant(lambda c: failed(Outcome.OOM, "out of memory") if c == own else instant_report(c))
+    runner_of(tmp_path, engine, trials=5, sampler="grid", space=kinds, objectives=["latency", "throughput"]).run()
+    found = load.load("s", records.default_url(tmp_path), tmp_path / "s")
+    assert found.baseline is None
+    said, text = (
+        {names[0]: pick_words(found, names, pick) for names, pick in found.picks_by_trial()},
+        printed(found, 160),
+    )
+    assert all(words.startswith("no speed-up to state") and words in text for words in said.values())
+    assert any(words.endswith("measured once, checks not passed") for words in said.values())
+    assert all(words in render(found) and words in report_page.render(found) for words in list(said.values())[1:])
 
 
 def test_a_pick_whose_own_gain_says_nothing_is_stated_by_its_throughput(report):

@@ -331,7 +331,7 @@ def test_a_pick_stands_in_the_file_as_the_design_says():
     assert data["gains"]["samples_per_s"] == [data["speedup"], low, high] and data["measurements"] == 2
     figures = ["trial", "candidate", "ds_config", "metrics", "ci95", "gains", "speedup", "speedup_ci95", "measurements"]
     figures.append("doubt")
-    assert list(data) == [*figures, "reasons", "script_side_changes"]
+    assert list(data) == [*figures, "reasons", "script_side_changes", "unchecked"]
     assert list(point(found.front[0], found.estimates)) == figures
 
 

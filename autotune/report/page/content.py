@@ -193,12 +193,13 @@ def _picks(report: StudyReport) -> list[Context]:
         if "recommended" in names:
             continue
         same = report.is_baseline(pick)
-        own = leading_metric(report, names) != THROUGHPUT and pick_words(report, names, pick)
+        stated = leading_metric(report, names) == THROUGHPUT and pick.get("speedup")
+        own = "" if stated else pick_words(report, names, pick)
         factor = None if same or own else pick.get("speedup")
         marks = (*(pick.get("speedup_ci95") or (factor, factor)), 1.0, factor) if factor else ()
         card = {
             "title": titles(names),
-            "said": "" if same or not own else own,
+            "said": "" if same else own,
             "why": "; ".join(PICK_NOTES[name] for name in names if name in PICK_NOTES),
             "is_baseline": same,
             "price": "" if same or own else " and ".join(price_words(report, pick, THROUGHPUT)),

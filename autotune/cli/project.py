@@ -262,7 +262,7 @@ def _notes(cluster: Cluster, inputs: ForecastInputs, last: Projected, n_measured
     if cluster.intra_bytes_per_s is None and cluster.per_node > 1:
         yield "the link within a node is taken to be the one measured here; --intra-bandwidth says otherwise"
     if last.impossible:
-        yield f"on {last.world_size} devices DeepSpeed refuses it: {last.impossible}"
+        yield f"on {last.world_size} devices it cannot run: {last.impossible}"
     if last.fits is not None and last.fits < SURE:
         yield f"it may not fit a device there (probability {last.fits:.0%}): --device-memory says what one has"
     yield "waiting for stragglers, congestion and failures is not in it"

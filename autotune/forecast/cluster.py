@@ -172,16 +172,18 @@ class Projector:
         there = self.predictor.on(machine, self.cluster.spread(n))
         time, memory = there.step_time(candidate), there.memory(candidate)
         waiting = sum(term.value for term in time.terms if term.name in LINK_SD)
-        samples = candidate.global_batch_size(n)
-        per_node = min(n, self.cluster.per_node)
+        copy = self.foreseen.ranks_per_copy
+        samples = candidate.global_batch_size(n // copy)
         unbounded = replace(self.foreseen.setting, global_batch=None, n_samples=None)
-        setting = replace(unbounded, world_size=n, ranks_per_node=per_node)
+        per_node = max(1, min(n, self.cluster.per_node) // copy)
+        setting = replace(unbounded, world_size=max(1, n // copy), ranks_per_node=per_node)
+        split = f"the script trains a copy of the model on {copy} ranks, and {n} are no multiple of that"
         return Projected(
             world_size=n, candidate=candidate, step_time_s=time.total, peak_memory_bytes=memory.total,
             samples_per_s=samples / time.total.value, samples_per_step=samples,
             communication=waiting / time.total.value,
             fits=probability_below(memory, self.limit_bytes) if self.limit_bytes else None,
-            impossible=why_illegal(candidate, setting) or "",
+            impossible=split if n % copy else why_illegal(candidate, setting) or "",
         )  # fmt: skip
 
     def over_devices(self, candidate: Candidate, mode: scaling.Mode) -> list[Projected]:
@@ -199,7 +201,8 @@ class Projector:
         if mode == "strong":
             steps, rest = divmod(candidate.gradient_accumulation_steps * fewest, max(counts))
             if rest or not steps:
-                batch, micro = candidate.global_batch_size(fewest), candidate.micro_batch_size
+                batch = candidate.global_batch_size(self.foreseen.setting.world_size)
+                micro = candidate.micro_batch_size
                 raise UserError(
                     f"project: a global batch of {batch} in micro-batches of {micro} cannot be split over {max(counts)}"
                     " devices; leave --strong out, or choose a configuration with a smaller micro-batch"

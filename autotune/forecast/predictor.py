@@ -280,3 +280,8 @@ class ForecastInputs:
     share_bytes: float
     notes: list[str]
     device: str
+
+    @property
+    def ranks_per_copy(self) -> int:
+        """Ranks that train one copy of the model together, in groups of the script's own."""
+        return self.world_size // self.setting.world_size

@@ -149,6 +149,15 @@ def test_weak_scaling_loses_efficiency_with_every_node_and_gains_throughput():
     assert low < rows[-1].efficiency < high and 0 < rows[-1].communication < 1
 
 
+def test_devices_that_train_one_copy_of_the_model_together_read_one_micro_batch():
+    inputs = replace(FORESEEN, world_size=4, setting=replace(FORESEEN.setting, world_size=2))
+    rows = Projector(learned(), CLUSTER, inputs).over_devices(BASE, "weak")
+    assert [(row.world_size, row.samples_per_step) for row in rows] == [(n, 8 * n // 2) for n in (4, 8, 16, 32, 64)]
+    assert rows[0].samples_per_s == pytest.approx(16 / rows[0].step_time_s.value)
+    odd = Projector(learned(), replace(CLUSTER, devices=3), inputs).one(BASE, 3)
+    assert odd.impossible == "the script trains a copy of the model on 2 ranks, and 3 are no multiple of that"
+
+
 def test_strong_scaling_keeps_the_global_batch_or_says_why_it_cannot():
     projector = Projector(learned(), CLUSTER, FORESEEN)
     rows = projector.over_devices(replace(BASE, gradient_accumulation_steps=32), "strong")

@@ -47,6 +47,7 @@ class Answer:
     Attributes:
         candidate: The configuration.
         world_size: Ranks.
+        data_parallel: Ranks that read different samples; fewer than ranks where a script has groups of its own.
         memory: Peak bytes of a rank.
         step_time: Seconds of an optimizer step.
         limit_bytes: Memory limit of a rank.
@@ -62,6 +63,7 @@ class Answer:
 
     candidate: Candidate
     world_size: int
+    data_parallel: int
     memory: Forecast
     step_time: Forecast
     limit_bytes: float
@@ -77,7 +79,7 @@ class Answer:
     @property
     def samples_per_s(self) -> tuple[float, float, float]:
         """Throughput: value, low, high."""
-        samples, time = self.candidate.global_batch_size(self.world_size), self.step_time.total
+        samples, time = self.candidate.global_batch_size(self.data_parallel), self.step_time.total
         return samples / time.value, samples / time.high, samples / time.low
 
     @property
@@ -177,7 +179,8 @@ def foresee(
     limit = float(spec.device_memory_bytes or found.share_bytes)
     said = predictor.memory(candidate)
     return Answer(
-        candidate=candidate, world_size=found.world_size, memory=said, step_time=predictor.step_time(candidate),
+        candidate=candidate, world_size=found.world_size, data_parallel=found.setting.world_size,
+        memory=said, step_time=predictor.step_time(candidate),
         limit_bytes=limit, fits=probability_below(said, limit),
         largest_micro_batch_size=_largest(predictor, candidate, limit),
         largest_tensor_bytes=found.profile.largest_tensor_bytes(candidate.precision, candidate.micro_batch_size),

@@ -193,6 +193,16 @@ def test_the_stages_of_a_pipeline_are_not_predicted(tmp_path, monkeypatch):
         predict(MODELS / "scripts" / "pipeline.py", {}, [], as_json=False)
 
 
+def test_ranks_of_a_scripts_own_groups_do_not_count_as_readers_of_samples(known, monkeypatch, capsys):
+    """Two ranks that train one copy of the model together read one micro-batch: the rate was twice too high."""
+    script = Probed(ds_config={}, micro_batch_size=2, gradient_accumulation_steps=1, model_parallel_size=2)
+    workload = replace(WORKLOAD, profile=PROFILE, script=script)
+    monkeypatch.setattr(forecasts, "_known", lambda *_: (workload, []))
+    data = said(capsys, "micro_batch_size=16", ranks=4)
+    assert data["ranks"] == 4
+    assert data["samples_per_s"]["value"] == pytest.approx(16 * 2 / data["step_time_s"]["value"])
+
+
 def test_a_script_is_known_by_its_sources_its_arguments_and_the_settings_beside_it(tmp_path):
     script, settings = tmp_path / "train.py", tmp_path / "ds.json"
     script.write_text("import deepspeed")

@@ -18,6 +18,7 @@ from autotune.errors import UserError
 from autotune.forecast.predictor import Forecast, ForecastInputs, Predictor, probability_below, settings_of
 from autotune.forecast.regression import STOPPED_SD, interval_sd
 from autotune.forecast.words import BINDS, SURE_Z, memory_by_part, verdict
+from autotune.scoring.measured import Measured
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig, Scalar, check_setting
 from autotune.space.legality import why_illegal
@@ -26,7 +27,7 @@ from autotune.study.setup import profile_cache
 from autotune.study.setup.engine import executor_for
 from autotune.study.setup.plan import grounds
 from autotune.study.setup.script import inspect_workload
-from autotune.study.spec.spec import StudySpec
+from autotune.study.spec.spec import StudySpec, stated_storage
 from autotune.system import device, files
 from autotune.system.units import format_bytes, format_seconds
 from autotune.trial.folder import TrialDir
@@ -242,10 +243,13 @@ def _of_card(here: Environment, on: Devices) -> Environment:
 def measured_in(folder: Path, target: Path) -> dict[int, dict[Candidate, dict[str, float]]]:
     """What a study's trials of this target measured, by number of ranks and candidate, as `Predictor.learn` takes it.
 
-    A trial that was stopped early counts with more noise, and only where no other trial of its candidate was complete.
+    Where the study is in its database these are the estimates from all measurements, which its report shows too. A trial
+    that was stopped early counts with more noise, and only where no other trial of its candidate was complete.
     """
     found: dict[int, dict[Candidate, dict[str, float]]] = {}
-    for path in sorted((folder / "trials").glob("[0-9]*")):
+    paths = sorted((folder / "trials").glob("[0-9]*"))
+    estimates = _estimates(folder) if paths else {}
+    for path in paths:
         trial_dir = TrialDir(path)
         try:
             request, result = (files.json_of(file.read_bytes()) for file in (trial_dir.request, trial_dir.result))
@@ -261,9 +265,28 @@ def measured_in(folder: Path, target: Path) -> dict[int, dict[Candidate, dict[st
                 "step_time_s": median,
                 "step_time_sd": math.hypot(interval_sd(median - half, median + half), STOPPED_SD * stopped),
             }
+            if (known := estimates.get(int(path.name))) is not None and known.candidate == candidate:
+                names = alike[candidate].keys() & known.metrics.keys()
+                alike[candidate] |= {name: known.metrics[name] for name in names}
         except (OSError, ValueError, KeyError, TypeError, UserError):
             continue  # lost, incomplete, or written by another version
     return found
+
+
+def _estimates(folder: Path) -> dict[int, Measured]:
+    """What all measurements of a study say of each trial, as its report states it; empty if it is in no database."""
+    from autotune.scoring.estimates import estimate
+    from autotune.study.storage import analysed, records  # which import Optuna
+
+    url = stated_storage(folder / "study.yaml") or records.default_url(folder.parent)
+    try:
+        with records.failing_in_words(url):
+            study = records.load_study(records.open_storage(url, create=False), folder.name)
+            kept = records.record(study)
+            told = analysed.measured(study, folder, kept) if kept is not None else []
+    except UserError:
+        return {}
+    return {m.trial: m for m in estimate(told).measured}
 
 
 def _known(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workload, list[str]]:

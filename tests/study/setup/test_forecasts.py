@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.commands import autotune as autotune_command
 from support.commands import called, one_sentence
-from support.instant import WORKLOAD
+from support.instant import WORKLOAD, Instant, report, runner_of
 from support.paths import MODELS
 from support.zoo import ADAMW
 
@@ -18,8 +18,10 @@ import autotune
 from autotune.cli import predict as predict_command
 from autotune.cli.options import read_settings
 from autotune.errors import UserError
+from autotune.report import load
 from autotune.space.candidate import Candidate
 from autotune.study.setup import forecasts, profile_cache
+from autotune.study.storage import records
 from autotune.trial.command import Invocation
 from autotune.trial.folder import write_record
 from autotune.trial.profile import Machine, Pass, Profile
@@ -243,6 +245,25 @@ def test_the_trials_of_the_study_correct_the_forecast(known, capsys):
     assert after["value"] == pytest.approx(1.2 * before["value"], rel=0.06)
     again = said(capsys, "micro_batch_size=16", "zero_stage=2", ranks=2)
     assert again["measured"]["step_time_s"] == 0.5
+
+
+def test_what_a_study_measured_is_what_its_report_says(tmp_path):
+    """The first measurement of a trial alone, which read low, was shown and learned."""
+    seen: list[Candidate] = []
+
+    def behaviour(candidate):
+        seen.append(candidate)
+        whole = report(candidate)
+        factor = 0.9 if seen.count(candidate) == 1 else 1.0
+        return replace(whole, step_times_s=[factor * step_s for step_s in whole.step_times_s])
+
+    runner_of(tmp_path, Instant(behaviour), trials=3, repeats=2, objectives=["latency"]).run()
+    found = load.load("s", records.default_url(tmp_path), tmp_path / "s")
+    measured = forecasts.measured_in(tmp_path / "s", TARGET)[1]
+    assert any(point["measurements"] > 1 for point in found.points.values()) and len(measured) == len(found.points)
+    for point in found.points.values():
+        own = measured[Candidate.of(point["candidate"])]
+        assert {name: own[name] for name in ("step_time_s", "peak_memory_bytes")}.items() <= point["metrics"].items()
 
 
 def test_trials_of_another_target_or_other_ranks_or_without_a_result_do_not_count(tmp_path):

@@ -113,7 +113,7 @@ def _history_lines(what: str, rows: Sequence[Row]) -> Iterator[tuple[float, str]
             where = f"{row['world_size']} ranks, {row['environment'].get('device_name', '')}"
             text = f"trial {row['trial']} {row['role']}: {row['outcome']}{step}; {where}"
         elif what == "recommendations":
-            text = f"recommends trial {row['trial']}, {answer_words(row)}"
+            text = f"{'' if row['withdrawn'] else 'recommends '}trial {row['trial']}, {answer_words(row)}"
         else:
             reason = row["evidence"].get("reason")
             text = f"{row['cause']}: {row['verdict'] or 'under way, or interrupted'}" + (

@@ -239,7 +239,7 @@ def _chosen(folder: Path, pick: str, trial: int | None) -> tuple[list[Row], Row]
             )
         return rows, found
     if pick not in kept.picks:
-        raise UserError(f"project: --pick {pick}: {folder.name} has {', '.join(kept.picks)}")
+        raise UserError(f"project: --pick {pick}: {folder.name} has {', '.join(kept.picks) or 'no pick'}")
     return rows, kept.picks[pick]
 
 

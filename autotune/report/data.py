@@ -183,8 +183,7 @@ class StudyReport:
 
     def table(self) -> list[Data]:
         """What an overview lists: the front, picks that are not on it, and the baseline last."""
-        others = [pick for _, pick in self.picks_by_trial()]
-        found = {point["trial"]: point for point in [*others, *self.front]}
+        found = {point["trial"]: point for point in (*(pick for _, pick in self.picks_by_trial()), *self.front)}
         base = found.pop(self.baseline["trial"], self.baseline) if self.baseline else None
         return [*(found[trial] for trial in sorted(found)), *([base] if base else [])]
 

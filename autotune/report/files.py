@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 from collections.abc import Iterator
@@ -92,8 +93,16 @@ def draw(report: StudyReport, folder: Path) -> list[Path]:
     return list(found)
 
 
+def _withdraw(folder: Path) -> None:
+    """Removes the configuration of an answer that does not stand any more, if it is the one that was written with it."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        last = files.json_of(files.read_regular(folder / "recommended.json"))["picks"]["recommended"]
+        if files.json_of(files.read_regular(folder / "ds_config.json")) == last["ds_config"]:
+            (folder / "ds_config.json").unlink()
+
+
 def write_answer(report: StudyReport, folder: Path) -> Iterator[Path]:
-    """Writes the study's files, each whole or not at all, the largest last.
+    """Writes the study's files, each whole or not at all, the largest last; what an earlier answer left goes.
 
     Yields:
         The path of each file once it is written, the one that people want first.
@@ -101,6 +110,8 @@ def write_answer(report: StudyReport, folder: Path) -> Iterator[Path]:
     from autotune.report.page import render
 
     recommended = report.picks.get("recommended")
+    if recommended is None:
+        _withdraw(folder)
     records = {
         "ds_config.json": recommended["ds_config"] if recommended else None,
         "recommended.json": report.recommended,

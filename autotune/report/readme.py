@@ -152,7 +152,7 @@ def measured_on(report: StudyReport) -> str:
 
 
 def recommended_words(report: StudyReport) -> str:
-    """What the recommended configuration gains; empty where there is none, or nothing to state."""
+    """What the recommended configuration gains; empty where there is none."""
     pick = report.picks.get("recommended")
     return pick_words(report, ["recommended"], pick) if pick else ""
 

@@ -167,7 +167,7 @@ def related(storage: Storage, history: History, found: Plan) -> PriorStudy | Non
 def keep_recommendation(
     storage: Storage, study: str, generation: int, recommended: Mapping[str, Any], words: str
 ) -> None:
-    """Keeps a study's recommendation, if there is one, in the history.
+    """Keeps a study's recommendation in the history, or that an earlier one does not stand any more.
 
     Args:
         storage: The database.
@@ -176,9 +176,11 @@ def keep_recommendation(
         recommended: The content of `recommended.json`.
         words: What its pick gains, as the answer says it.
     """
-    pick = recommended["picks"].get("recommended")
+    pick, history = recommended["picks"].get("recommended"), History(storage.engine)
     if pick is not None:
-        History(storage.engine).recommended(study, generation, pick, words)
+        history.recommended(study, generation, pick, words)
+    else:
+        history.withdrawn(study, generation)
 
 
 @dataclass(frozen=True, kw_only=True)

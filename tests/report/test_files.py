@@ -11,18 +11,21 @@ from dataclasses import replace
 
 import pandas
 import pytest
-from support.instant import Instant, runner_of
+from support.instant import Instant, answered, runner_of
 from support.study_report import study_report
 
 from autotune import session
-from autotune.cli import app
+from autotune.cli import app, presets
+from autotune.cli.history import history
 from autotune.cli.run import run
 from autotune.errors import UserError
 from autotune.report import files, load, pictures, series
 from autotune.report.page import render
 from autotune.session import Tuned
+from autotune.study import warm_start
 from autotune.study.setup import request
 from autotune.study.storage import records
+from autotune.study.storage.history import History
 
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
 
@@ -77,6 +80,35 @@ def test_on_a_small_disk_the_answer_is_printed_and_the_small_files_are_written_f
         run("model.py", {}, fresh=False, as_json=False)
     said = capsys.readouterr().out.replace("\n", "")  # long paths are folded
     assert "recommended" in said and "ds_config.json" in said
+
+
+def test_an_answer_that_does_not_stand_any_more_leaves_no_configuration_and_the_history_says_so(
+    tmp_path, monkeypatch, capsys
+):
+    """After a resumed run refuted the pick, `ds_config.json` and `autotune ls` still held it."""
+    folder = answered(tmp_path / "studies") / "s"
+    monkeypatch.chdir(tmp_path)
+    assert (folder / "ds_config.json").exists()
+    nothing = {"picks": {}, "baseline": None}
+    storage = records.open_storage(records.default_url(folder.parent))
+    found = replace(load.from_storage(storage, "s", folder), recommended=nothing)
+    for _ in range(2):
+        list(files.write_answer(found, folder))
+        warm_start.keep_recommendation(storage, "s", 0, nothing, "")
+    assert not (folder / "ds_config.json").exists()
+    rows = History(storage.engine).recommendations("s")
+    assert [row["withdrawn"] for row in rows] == [True, False] and rows[0]["trial"] == rows[1]["trial"]
+    presets.ls("studies")
+    assert "withdrawn, nothing is recommended any more; " in capsys.readouterr().out
+    history("s")
+    last, first = capsys.readouterr().out.splitlines()
+    assert f"s trial {rows[0]['trial']}, " in last and "withdrawn" in last and "s recommends trial" in first
+
+
+def test_a_configuration_that_autotune_did_not_write_stays(report, tmp_path):
+    (tmp_path / "ds_config.json").write_text("{}")
+    list(files.write_answer(replace(report, recommended={"picks": {}}), tmp_path))
+    assert (tmp_path / "ds_config.json").read_text() == "{}"
 
 
 def test_the_json_says_what_the_page_shows(report, tmp_path):

@@ -30,6 +30,8 @@ from autotune.study.storage.tables import (
 from autotune.system import files, redaction
 
 Row: TypeAlias = Mapping[str, Any]
+# The words of a row from which on a study recommends nothing.
+WITHDRAWN = "withdrawn, nothing is recommended any more"
 
 
 class GoneError(UserError):
@@ -140,13 +142,36 @@ class History:
             "metrics": pick["metrics"], "speedup": pick.get("speedup"), "speedup_low": low, "speedup_high": high,
         }  # fmt: skip
         with self._of(study) as connection:
-            newest = sql.select(RECOMMENDATION).order_by(RECOMMENDATION.c.id.desc()).limit(1)
-            last = connection.execute(newest.where(RECOMMENDATION.c.study == study)).first()
-            if last is None or any(last._mapping[name] != value for name, value in values.items()):
+            last = self._last(connection, study)
+            if last is None or any(last[name] != value for name, value in values.items()):
                 connection.execute(RECOMMENDATION.insert().values(at=time.time(), words=words, **values))
-            elif last.words != words:
-                same = RECOMMENDATION.c.id == last.id
+            elif last["words"] != words:
+                same = RECOMMENDATION.c.id == last["id"]
                 connection.execute(RECOMMENDATION.update().where(same).values(words=words))
+
+    def withdrawn(self, study: str, generation: int) -> None:
+        """Store that nothing is recommended any more, if anything was: its last row again, without a configuration.
+
+        Raises:
+            GoneError: The study was deleted.
+        """
+        with self._of(study) as connection:
+            last = self._last(connection, study)
+            if last is not None and last["ds_config"]:
+                empty = {
+                    "generation": generation,
+                    "at": time.time(),
+                    "ds_config": {},
+                    "metrics": {},
+                    "words": WITHDRAWN,
+                }
+                same = {name: last[name] for name in ("study", "trial", "candidate")}
+                connection.execute(RECOMMENDATION.insert().values(**same, **empty))
+
+    def _last(self, connection: sql.Connection, study: str) -> Row | None:
+        query = sql.select(RECOMMENDATION).where(RECOMMENDATION.c.study == study)
+        found = connection.execute(query.order_by(RECOMMENDATION.c.id.desc()).limit(1)).first()
+        return None if found is None else dict(found._mapping)
 
     def measurements(self, study: str | None = None, limit: int | None = None) -> list[Row]:
         """Measurements, newest first, each with its whole environment."""
@@ -157,9 +182,10 @@ class History:
         return [{name: row[name] for name in row if name != "data"} | {"environment": row["data"]} for row in rows]
 
     def recommendations(self, study: str | None = None) -> list[Row]:
-        """Recommendations, newest first."""
+        """Recommendations, newest first; in `withdrawn` whether nothing was recommended any more from then on."""
         query = sql.select(RECOMMENDATION).order_by(RECOMMENDATION.c.id.desc())
-        return self._rows(query if study is None else query.where(RECOMMENDATION.c.study == study))
+        rows = self._rows(query if study is None else query.where(RECOMMENDATION.c.study == study))
+        return [{**row, "withdrawn": not row["ds_config"]} for row in rows]
 
     def studies_alike(self, structure: str, machine: Mapping[str, Any]) -> list[Row]:
         """Studies with completed measurements on a machine like this, the same model first.

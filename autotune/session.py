@@ -362,7 +362,7 @@ def recorded_runner(
     known = warm_start.related(storage, history, plan) if learn and plan.spec.sampler == "physics" else None
     warm = None
     if known is not None:
-        first = [c for c in known.best if plan.space.offers(c, plan.baseline)][: warm_start.MAX_FIRST]
+        first = [c for c in known.best if plan.space.contains(c, plan.baseline)][: warm_start.MAX_FIRST]
         warm = known.warm_start(plan, tuple(first))
     runner = Runner(plan, executor, folder, held, Broadcast(recorder, events), slots, warm=warm, leads=leads)
     runner.open()

@@ -98,33 +98,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
         "baseline": found.baseline.to_data() if found.baseline else None,
     }
     report = StudyReport(
-        study={
-            "name": name,
-            "stored_as": name,
-            "folder": str(folder),
-            "target": kept.target,
-            "ranks": kept.world_size,
-            "data_parallel": kept.data_parallel,
-            "objectives": [o.metric for o in kept.objectives],
-            "weights": {o.metric: o.weight for o in kept.objectives},
-            "goal": kept.goal,
-            "n_trials": len(trials),
-            "wall_s": max(records.wall_s(study), measuring_s(records.told_trials(study))),
-            "deepspeed_added": _adds_deepspeed(raw),
-            "unchecked_s": records.unchecked_s(study),
-            "left_out": [said for said in records.left_out(study).values() if said],
-            "base_config": kept.base_config,
-            "threads_per_rank": _threads(kept),
-            "baseline": Candidate.from_key(kept.baseline).values(),
-            "measured_on": _days(study),
-            "trials_wanted": records.stated_settings(study).get("trials"),
-            **{name: records.stated_settings(study).get(name) for name in records.WATCHED},
-            "ended": study.user_attrs.get(records.ENDED_ATTR, ""),
-            "unreadable": records.unreadable(study),
-            "lost": [
-                {"trial": each.number, "reason": each.user_attrs.get("reason", "")} for each in records.lost(study)
-            ],
-        },
+        study=_facts(study, kept, folder, n_trials=len(trials)) | {"deepspeed_added": _adds_deepspeed(raw)},
         environment=asdict(kept.workload.environment),
         workload=asdict(kept.workload),
         invocation=kept.invocation,
@@ -136,6 +110,35 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
     if not found.picks:
         recommended["why_nothing"] = report.why_nothing
     return report
+
+
+def _facts(study: Study, kept: StudyRecord, folder: Path, *, n_trials: int) -> dict[str, Any]:
+    """What is known of a study besides its trials, as `StudyReport.study` has it."""
+    stated = records.stated_settings(study)
+    return {
+        "name": study.study_name,
+        "stored_as": study.study_name,
+        "folder": str(folder),
+        "target": kept.target,
+        "ranks": kept.world_size,
+        "data_parallel": kept.data_parallel,
+        "objectives": [o.metric for o in kept.objectives],
+        "weights": {o.metric: o.weight for o in kept.objectives},
+        "goal": kept.goal,
+        "n_trials": n_trials,
+        "wall_s": max(records.wall_s(study), measuring_s(records.told_trials(study))),
+        "unchecked_s": records.unchecked_s(study),
+        "left_out": [said for said in records.left_out(study).values() if said],
+        "base_config": kept.base_config,
+        "threads_per_rank": _threads(kept),
+        "baseline": Candidate.from_key(kept.baseline).values(),
+        "measured_on": _days(study),
+        "trials_wanted": stated.get("trials"),
+        **{name: stated.get(name) for name in records.WATCHED},
+        "ended": study.user_attrs.get(records.ENDED_ATTR, ""),
+        "unreadable": records.unreadable(study),
+        "lost": [{"trial": each.number, "reason": each.user_attrs.get("reason", "")} for each in records.lost(study)],
+    }
 
 
 def _days(study: Study) -> list[str]:

@@ -102,8 +102,7 @@ class Retuning:
         pick = self.report.picks.get("recommended")
         if pick is None:
             raise UserError(
-                f"study {self.name!r} recommends nothing yet ({self.report.why_nothing}),"
-                " so there is nothing to re-tune"
+                f"study {self.name!r} recommends nothing yet ({self.report.why_nothing}), so there is nothing to re-tune"
             )
         self.incumbent = Candidate.of(pick["candidate"])
         self.current: Study = records.load_study(self.storage, str(self.report.study["stored_as"]))

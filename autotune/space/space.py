@@ -183,17 +183,11 @@ class SearchSpace:
         values = {parameter.name: values.get(parameter.name) for parameter in self.parameters}
         return {parameter.name: values[parameter.name] for parameter in self.active(values, candidate)}
 
-    def contains(self, candidate: Candidate) -> bool:
-        """Whether the candidate is one of the space, whatever its knobs that are not tuned."""
+    def contains(self, candidate: Candidate, default: Candidate | None = None) -> bool:
+        """Whether the candidate is one of the space; knobs that are not tuned are the default's, without one whatever they are."""
         values = self.values_of(candidate)
-        return (
-            all(self[name].contains(value) for name, value in values.items())
-            and self.candidate(values, candidate) == candidate
-        )
-
-    def offers(self, candidate: Candidate, default: Candidate) -> bool:
-        """Whether the search may propose the candidate: its tuned knobs are in the space, and the others are the default's."""
-        return self.contains(candidate) and self.candidate(self.values_of(candidate), default) == candidate
+        inside = all(self[name].contains(value) for name, value in values.items())
+        return inside and self.candidate(values, default or candidate) == candidate
 
     def encode(self, candidate: Candidate) -> dict[str, Scalar]:
         """The candidate as Optuna parameters.

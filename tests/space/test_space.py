@@ -63,9 +63,9 @@ def test_the_space_offers_nothing_that_changes_a_knob_outside_it():
     """A study of batch and zero began with the bf16 of another study."""
     of_batch, default = space(micro_batch_size=[4, 8]), Candidate(micro_batch_size=4)
     other = Candidate(micro_batch_size=8, precision="bf16")
-    assert of_batch.contains(other) and not of_batch.offers(other, default)
-    assert of_batch.offers(Candidate(micro_batch_size=8), default)
-    assert not of_batch.offers(Candidate(micro_batch_size=16), default)
+    assert of_batch.contains(other) and not of_batch.contains(other, default)
+    assert of_batch.contains(Candidate(micro_batch_size=8), default)
+    assert not of_batch.contains(Candidate(micro_batch_size=16), default)
 
 
 def test_a_list_and_a_single_value_are_short_for_choices():

@@ -48,7 +48,7 @@ class Answer:
     Attributes:
         candidate: The configuration.
         world_size: Ranks.
-        data_parallel: Ranks that read different samples; fewer than ranks where a script has groups of its own.
+        data_parallel: Ranks that read different samples; fewer than ranks where a script makes groups of them.
         memory: Peak bytes of a rank.
         step_time: Seconds of an optimizer step.
         limit_bytes: Memory limit of a rank.

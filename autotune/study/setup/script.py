@@ -35,6 +35,11 @@ SCRIPT_BATCH = {"micro_batch_size": "micro-batch", "gradient_accumulation_steps"
 SAME_GROWTH = 0.2
 # End of a script whose arguments are missing or wrong, by argparse and most other parsers.
 USAGE_STATUS = "exited with status 2"
+ADDS_UP = (
+    "the script adds up the losses of its micro-batches instead of averaging them (in transformers the loss of some models):"
+    " its gradient grows with the accumulation, so that each other accumulation is checked, and none is drop-in. Losses are"
+    " shown per micro-batch"
+)
 # Advice where the tuner cannot move a knob.
 REMEDY = {
     name: f"To tune it, pass it by a flag (`--flag {{{name}}}` on the command line) or a constant of the script"
@@ -219,13 +224,7 @@ def with_movable(
     """
     assert workload.script is not None
     probed, micro, steps = workload.script, baseline.micro_batch_size, baseline.gradient_accumulation_steps
-    # Under `keep` the global batch stays here too; else each part must change without the other.
-    keeps = spec.global_batch == "keep"
-    halves = steps // 2 if micro == 1 and steps % 2 == 0 else steps * 2
-    wanted = {
-        "micro_batch_size": micro // 2 if micro > 1 else 2,
-        "gradient_accumulation_steps": halves if keeps else steps + 1,
-    }
+    wanted = _to_move(micro, steps, keeps=spec.global_batch == "keep")
 
     def run(names: Iterable[str], folder: str, probed: Probed) -> TrialResult:
         candidate = Candidate.of({**baseline.values(), **{name: wanted[name] for name in names}})
@@ -257,28 +256,33 @@ def with_movable(
     if probed.uneven is not None:
         caveats.append(_of_own_size(probed.uneven, micro))
     adds_up = _adds_up(result_in(path.with_name("inspect")), results["gradient_accumulation_steps"])
-    if adds_up:
-        caveats.append(
-            "the script adds up the losses of its micro-batches instead of averaging them (in transformers the loss of some"
-            " models): its gradient grows with the accumulation, so that each other accumulation is checked, and none is"
-            " drop-in. Losses are shown per micro-batch"
-        )
+    caveats += [ADDS_UP] if adds_up else []
     for name, result in results.items():
         changes += [change for change in result.side_changes if change not in changes]
-        word, was, seen = SCRIPT_BATCH[name], getattr(baseline, name), result.observed
-        if seen is None:
+        word, was = SCRIPT_BATCH[name], getattr(baseline, name)
+        if ran(name, result.observed):
+            movable.append(name)
+        elif result.observed is not None:
+            caveats.append(f"the {word} stays {was}: {_unmoved(spec, probed, name)}")
+        else:
             end = f"{result.outcome}: {result.reason}"
             caveats.append(f"with a {word} of {wanted[name]} the script ended with {end}; so it stays {was}")
-        elif ran(name, seen):
-            movable.append(name)
-        else:
-            caveats.append(f"the {word} stays {was}: {_unmoved(spec, probed, name)}")
     flags = {name: names for result in results.values() for name, names in result.flags.items()}
     flags |= {name: [flag] for name, flag in mapped_flags(spec, probed).items()}
     probed = replace(
         probed, movable=tuple(movable), moved_by=tuple(changes), flags=probed.flags | flags, adds_up=adds_up
     )
     return replace(workload, script=probed, caveats=caveats)
+
+
+def _to_move(micro: int, steps: int, *, keeps: bool) -> dict[str, int]:
+    """Returns the micro-batch and accumulation to try: where the global batch is kept, with the same one."""
+    halves = steps // 2 if micro == 1 and steps % 2 == 0 else steps * 2
+    # Else each must change without the other.
+    return {
+        "micro_batch_size": micro // 2 if micro > 1 else 2,
+        "gradient_accumulation_steps": halves if keeps else steps + 1,
+    }
 
 
 def _adds_up(first: TrialResult | None, moved: TrialResult) -> bool:

@@ -363,5 +363,10 @@ def test_a_mistake_in_a_launch_command_ends_in_one_sentence(mistake, tmp_path):
     assert said in one_sentence(called(*arguments, cwd=tmp_path))
 
 
+def test_a_wrong_option_is_refused_before_the_command_is_run(tmp_path):
+    assert "unknown goal 'fast'" in one_sentence(called("run", "touch begun", "--goal", "fast", cwd=tmp_path))
+    assert not (tmp_path / "begun").exists()
+
+
 def test_a_mistake_ends_a_process_with_status_2_and_one_sentence(tmp_path):
     assert "nothing.py" in one_sentence(autotune("run", "nothing.py", cwd=tmp_path))

@@ -92,6 +92,7 @@ def wanted_study(target: str, overrides: Mapping[str, Any], view: EventSink = SI
     if overrides.get("script_args"):
         command = f"{command} {shlex.join(overrides['script_args'])}"
     check_templates([command], f"`{command}`")
+    StudySpec.check(overrides)
     with terminable():
         view.doing("running your command up to its training script, once")
         invocation, notes = capture(command, folder, view.tick)

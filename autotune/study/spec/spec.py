@@ -65,6 +65,10 @@ class _Stated(NamedTuple):
     folder: Path
 
 
+# Settings that only the script shows to be right.
+OF_THE_SCRIPT = ("target", "command", "script_args", "script_set", "arg_mappings", "base_config")
+
+
 class StudySpec(BaseModel):
     """Definition of a study; `to_yaml` writes it with presets resolved, and `load` reads it back.
 
@@ -143,6 +147,12 @@ class StudySpec(BaseModel):
         if "target" not in data and (overrides or {}).get("target") is None:
             raise SpecError(f"{path}: target is missing: the path of a model.py, relative to this file")
         return cls._build(data, str(path), path.absolute().parent, overrides, _default_name(path), invocation)
+
+    @classmethod
+    def check(cls, overrides: Mapping[str, Any]) -> None:
+        """Refuses settings that no study can have, before a launch command is run for its script; errors as for `load`."""
+        stated = {key: value for key, value in overrides.items() if key not in OF_THE_SCRIPT}
+        cls._build({"target": "a script"}, "the command", Path.cwd(), stated, "study")
 
     @classmethod
     def of_command(

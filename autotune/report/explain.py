@@ -49,10 +49,11 @@ class Explanation:
         question: The question in words.
         answer: The answer in a sentence.
         candidate: The configuration in question, if there is one.
-        predicted: For each metric `value`, `low`, `high` (90 % interval), and `ratio` to the recommended configuration.
+        predicted: For each metric `value`, `low`, `high` (90 % interval), and `ratio` to `reference`.
         fits: Probability that it fits the memory.
         measured: Trials of it, or near it: `differs` (knobs in which it does), and of the report's row `OF_TRIAL`.
         reasons: Further evidence, a sentence each.
+        reference: What `ratio` is to, in words.
     """
 
     question: str
@@ -62,6 +63,7 @@ class Explanation:
     fits: float | None = None
     measured: list[dict[str, Any]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    reference: str = "what is predicted for the recommended one"
 
     def to_data(self) -> dict[str, Any]:
         """The explanation for programs."""
@@ -74,7 +76,7 @@ class Explanation:
             found += ["", "predicted from all trials (90 % interval):"]
         for metric, said in self.predicted.items():
             scale = metric_scale(metric, [said["value"]])
-            ratio = f", {times(said['ratio'])} what the recommended trial measured" if "ratio" in said else ""
+            ratio = f", {times(said['ratio'])} {self.reference}" if "ratio" in said else ""
             span = scale.interval(said["low"], said["high"], " to ")
             found.append(f"  {METRICS[metric].label}: {scale.quantity(said['value'])} ({span}){ratio}")
         if self.measured:
@@ -126,6 +128,10 @@ class Evidence:
         pick = report.picks.get("recommended")
         self.recommended = Candidate.of(pick["candidate"]) if pick else None
         self.best: Mapping[str, float] = pick["metrics"] if pick else {}
+        # A prediction is compared with a prediction: what was measured again has the machine's average speed, which the
+        # search's trials may not have had.
+        said = self.expected.predicted(self.recommended, self.best) if self.recommended else {}
+        self.predicted_best = {metric: each["value"] for metric, each in said.items() if metric in self.best}
 
     def choice(self) -> Explanation:
         """Why the recommended configuration, knob by knob."""
@@ -140,6 +146,7 @@ class Evidence:
             answer=f"It is {reason}.",
             candidate=self.recommended.values(),
             predicted=self.expected.predicted(self.recommended, self.best),
+            reference="what the recommended trial measured",
             measured=_nearest(self.trials, self.recommended),
             reasons=[
                 *pick["reasons"][1:],
@@ -201,7 +208,7 @@ class Evidence:
     def _judged(self, question: str, candidate: Candidate) -> Explanation:
         """A configuration that can run, against the recommended one."""
         near, fits = _nearest(self.trials, candidate), self.expected.fits(candidate)
-        predicted, words = self.expected.predicted(candidate, self.best), candidate.describe()
+        predicted, words = self.expected.predicted(candidate, self.predicted_best), candidate.describe()
         exact = next((m for m in near if not m["differs"]), None)
         if exact is not None and exact["outcome"] not in RAN:
             answer = f"was tried in trial {exact['trial']} and ended with {exact['outcome']}: {_barred(exact)}"
@@ -281,7 +288,7 @@ class Evidence:
         reason = self.expected.why_illegal(other)
         if other == best or reason is not None:
             return f"{change}: belongs to the other changes" + (f" ({reason})" if reason else "")
-        ratios = _ratios(self.expected.predicted(other, self.best))
+        ratios = _ratios(self.expected.predicted(other, self.predicted_best))
         gain = self._compromise(ratios)
         good = "as good" if abs(gain) < NOTHING else f"{times(math.exp(gain))} as good"
         moved = [
@@ -306,7 +313,7 @@ class Evidence:
             said.append(f"{outlook.covered:.0%} of the measured step times lie {where}")
         if math.isfinite(outlook.loss):
             said.append(
-                f"the best configuration that was not measured is expected to be {outlook.loss:.1%} better; one more trial is"
+                f"the best of all that was not measured, whichever it is, is expected to be {outlook.loss:.1%} better; one more trial is"
                 f" expected to gain {outlook.next_gain:.2%}"
             )
         return said

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -251,12 +252,37 @@ def test_a_wrong_setting_is_refused_in_a_sentence(text, why):
         read_setting(text)
 
 
+def test_a_prediction_is_compared_with_a_prediction(tmp_path):
+    """The machine was slower when the best were measured again, and all that was not run was predicted to be better."""
+    n_ran = Counter()
+
+    def machine(candidate):
+        n_ran[candidate] += 1
+        step = 0.01 * (1 + candidate.zero_stage) * (1.5 if n_ran[candidate] > 1 else 1.0)
+        return report(candidate, step_times_s=[step * (1 + 0.003 * math.sin(7 * i)) for i in range(STEPS)])
+
+    given = {
+        "space": [{"zero_stage": [0, 1, 2], "checkpoint_every": [0, 1, 2]}],
+        "objectives": ["latency"],
+        "trials": 4,
+    }
+    runner = runner_of(
+        tmp_path, Instant(machine), sampler="grid", baseline=Candidate(micro_batch_size=8, zero_stage=2), **given
+    )
+    runner.run()
+    evidence = Evidence(runner.study, load.read(runner.study, runner.state.folder, series=False))
+    assert evidence.best["step_time_s"] > 1.1 * evidence.predicted_best["step_time_s"]
+    for value in (1, 2):
+        ratio = evidence.why_not("checkpoint_every", value).predicted["step_time_s"]["ratio"]
+        assert ratio > 0.95
+
+
 def test_the_command_prints_words_or_json(folder, monkeypatch):
     monkeypatch.chdir(folder)
     shown = CliRunner().invoke(app, ["explain", "s", "--why-not", "micro_batch_size=512"])
     assert shown.exit_code == 0 and "No candidate with it fits" in shown.stdout
     data = json.loads(CliRunner().invoke(app, ["explain", "s", "--what-if", "precision=fp32", "--json"]).stdout)
-    assert {"question", "answer", "candidate", "predicted", "fits", "measured", "reasons"} == set(data)
+    assert {"question", "answer", "candidate", "predicted", "fits", "measured", "reasons", "reference"} == set(data)
     assert "compromise" in CliRunner().invoke(app, ["explain", "s"]).stdout
     both = CliRunner().invoke(app, ["explain", "s", "--why-not", "zero_stage=1", "--what-if", "zero_stage=1"])
     assert isinstance(both.exception, UserError) and "not both" in str(both.exception)

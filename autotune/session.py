@@ -18,6 +18,7 @@ from optuna.study import Study
 from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.base import Executor
+from autotune.executors.driver_job import SUBMISSION
 from autotune.report import load
 from autotune.report.data import StudyReport
 from autotune.report.files import write_answer
@@ -53,6 +54,8 @@ NEEDED_FIRST = ("scipy.linalg", "scipy.special")
 QUIET_SHARE = 0.3
 # A time budget below this was hardly meant in seconds.
 LEAST_SENSIBLE_S = 20.0
+# In a study's folder: the submission for which its trials were forgotten.
+FORGOTTEN_FOR = "forgotten_for"
 # In a study's folder: which file of the user states the study, and which options it was run with.
 ORIGIN = "origin.json"
 PATHS = ("hostfile", "from_checkpoint", "working_dir")  # keys whose values a study.yaml states relative to its folder
@@ -294,13 +297,18 @@ def _planned(request: StudyRequest, view: EventSink, began_s: float) -> tuple[Pl
 
 
 def _forget(name: str, storage: Storage, folder: Path, executor: Executor) -> None:
-    """Remove a study's trials from the database and from its folder."""
+    """Remove a study's trials from the database and from its folder; once for each submission to an engine."""
+    submission, mark = os.environ.get(SUBMISSION, ""), folder / FORGOTTEN_FOR
+    if submission and mark.exists() and mark.read_text() == submission:
+        return
     if name in records.study_names(storage):
         project.check_own(records.load_study(storage, name), folder.parent)
     records.delete_study(storage, name)
     (folder / records.RECORD_FILE).unlink(missing_ok=True)
     for path in (folder / "trials").glob("[0-9]*"):
         base.forget(executor, path)
+    if submission:
+        files.write_text(mark, submission)
 
 
 def _keep_spec(request: StudyRequest) -> None:

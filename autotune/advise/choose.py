@@ -129,8 +129,15 @@ def best(question: Question) -> tuple[Choice, list[Choice]]:
         UserError: No configuration is legal.
     """
     if question.goal == "cost":
-        counts = _counts(question.devices.count, question.devices.per_node)
-        found = [_best(replace(question, devices=question.devices.of(n))) for n in counts if _divides(question, n)]
+        found, refused = list[tuple[Choice, list[Choice]]](), UserError("no number of devices divides the global batch")
+        for n in _counts(question.devices.count, question.devices.per_node):
+            if _divides(question, n):
+                try:
+                    found.append(_best(replace(question, devices=question.devices.of(n))))
+                except UserError as error:  # as a group of ranks that so few devices cannot make
+                    refused = error
+        if not found:
+            raise refused
         return max(found, key=lambda pair: (pair[0].fits >= SURE, pair[0].tokens_per_s / pair[0].devices.count))
     return _best(question)
 

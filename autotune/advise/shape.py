@@ -90,10 +90,17 @@ def _mixture(model: Architecture, how: Training) -> dict[str, Any]:
 
 
 def _adapters(model: Architecture, rank: int) -> int:
-    """Elements of LoRA's adapters on every linear layer of the blocks."""
-    attention = sum(a + b for a, b in model.attention_matrices())
-    width = model.intermediate if not model.experts else model.expert_intermediate * max(1, model.experts)
-    return rank * model.layers * (attention + sum(a + b for a, b in model.mlp_matrices(width)))
+    """Elements of LoRA's adapters on every linear layer of the blocks, those of each expert included."""
+    attention, dense, expert, shared = (
+        sum(a + b for a, b in matrices)
+        for matrices in (
+            model.attention_matrices(),
+            *map(model.mlp_matrices, (model.intermediate, model.expert_intermediate, model.shared_intermediate)),
+        )
+    )
+    sparse = model.layers - model.dense_layers if model.experts else 0
+    each = model.experts * expert + (shared if model.shared_intermediate else 0)
+    return rank * (model.layers * attention + (model.layers - sparse) * dense + sparse * each)
 
 
 def _sizes(model: Architecture) -> tuple[tuple[int, int], ...]:

@@ -18,6 +18,8 @@ from autotune.errors import UserError, nearest
 LARGE = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 AMOUNT = re.compile(r"([0-9][0-9_,]*\.?[0-9]*(?:e[0-9]+)?)\s*([kmbgt]?)", re.IGNORECASE)
 PRICE = re.compile(r"\s*[$€£]?\s*([0-9]+\.?[0-9]*)\s*(?:[A-Z]{3}|[$€£])?\s*(?:/\s*h(?:our)?)?")
+# A device that is stated to be one, as in 1xH100 or H100:1.
+ONE = re.compile(r"^\s*1\s*[x*]|\bx\s*1\s*$|[*:]\s*1\s*$", re.IGNORECASE)
 MOST_TOKENS = 10_000_000
 FORMS = (".py", ".sh", ".yaml", ".yml")
 
@@ -292,7 +294,7 @@ def _devices(gpus: str | None, nodes: int | None, compare: str | None, stated: M
     for each in filter(None, map(str.strip, (compare or "").split(","))):
         many, of_node, other = read_gpus(each)
         card = device_card(other, {}, "--compare")
-        own = {"count": many, "per_node": of_node} if many > 1 else {}
+        own = {"count": many, "per_node": of_node} if many > 1 or ONE.search(each) else {}
         found.append(replace(first, card=card, stated={}, **own))
     return found
 

@@ -115,6 +115,8 @@ def retune(
         print(f"autotune: stopped; it goes on where it was with: autotune retune {study}", file=sys.stderr)
         return status_of(stop)
     if decision is None:
+        if as_json:
+            print(json.dumps({"verdict": None}))  # nothing was due
         return STATUS["unchanged"]
     print(json.dumps(decision.to_data(), indent=1) if as_json else "\n".join(decision.lines()))
     return STATUS[decision.verdict]

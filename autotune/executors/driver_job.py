@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+# The variable that tells a run which submission it belongs to.
+SUBMISSION = "AUTOTUNE_SUBMISSION"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +25,7 @@ class DriverJob:
         nodes: Machines.
         ranks: Ranks of a trial; None for one per GPU.
         files: Files of the user's that the machines must see.
+        id: A text that no other submission has.
     """
 
     name: str
@@ -31,8 +36,10 @@ class DriverJob:
     nodes: int = 1
     ranks: int | None = None
     files: Sequence[Path] = ()
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
     def command(self) -> list[str]:
-        """The command of the job."""
-        return [self.options.get("python", sys.executable), "-m", "autotune.cli", "run", *self.arguments]
+        """The command of the job; an engine that starts it anew does not have it forget the study's trials again."""
+        once = ["env", f"{SUBMISSION}={self.id}"] if "--fresh" in self.arguments else []
+        return [*once, self.options.get("python", sys.executable), "-m", "autotune.cli", "run", *self.arguments]

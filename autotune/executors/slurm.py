@@ -71,6 +71,8 @@ WORDS = TAKEN | {
     "BadConstraints": "no node has what was asked for",
 }
 COMMAND_TIMEOUT_S = 60.0
+# The number of GPUs in a GRES of sinfo: `gpu:8`, `gpu:a100:8(S:0-1)`, or `gpu` for one.
+GPUS = r"gpu(?::(?!\d+(?:[(,\s]|$))[^:,( ]+)?(?::(\d+))?(?=[(,\s]|$)"
 # What Slurm says of any step that fails; what failed stands above it.
 NO_CAUSE = re.compile(
     r"Exited with exit code|Terminating|Job step aborted|STEP \S+ ON|Waiting up to|Force Terminated|cpu binding"
@@ -190,11 +192,7 @@ class Slurm(Engine):
         done = _call("sinfo", "--noheader", "--format=%P %G", *(["--partition", partition] if partition else []))
         # An asterisk marks the default partition.
         lines = [line for line in done.stdout.splitlines() if partition or line.partition(" ")[0].endswith("*")]
-        counts = [
-            int(n or 1)
-            for line in lines
-            for n in re.findall(r"gpu(?::[^:,( ]+)?(?::(\d+))?(?=[(,\s]|$)", line.partition(" ")[2])
-        ]
+        counts = [int(n or 1) for line in lines for n in re.findall(GPUS, line.partition(" ")[2])]
         return (self.ranks_per_node or min(counts)) if counts else 0
 
     def _script(self, spool: Spool, nodes: str = '"$SLURM_JOB_NUM_NODES"') -> str:

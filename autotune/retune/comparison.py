@@ -22,6 +22,8 @@ MARGIN = 0.04
 UNMOVED_Z = 2.33
 # Rounds: at least, at most, and the standard error of the log ratio that is small enough to stop.
 FEWEST, MOST, ENOUGH_SE = 3, 10, 0.007
+# Measurements of what is in use that must fail before it loses to what runs: one may be the machine's fault.
+FAILURES_THAT_TELL = 2
 # Standard deviation of two runs of one configuration that were measured at different times: 2 %, as on a quiet machine.
 ASSUMED_SPREAD = 0.02
 # Smallest standard deviation of a log ratio that is assumed, since few rounds may agree by chance.
@@ -317,17 +319,21 @@ def compare(
     """
     gains: list[float] = []
     rates: list[float] = []
+    failed = 0
     wanted = math.log1p(min_gain)
     for n in range(1, MOST + 3):
         taken = rounds(n)
         challenger, incumbent = taken["challenger"], taken["incumbent"]
-        if not incumbent.completed:
-            return Comparison.walkover(f"what is in use {incumbent.failure}")
         if not challenger.completed:
             return Comparison(gain=None, n_rounds=n, failed=f"{challenger.outcome}: {challenger.reason}")
+        if not incumbent.completed:
+            failed += 1
+            if failed == FAILURES_THAT_TELL:
+                return Comparison.walkover(f"what is in use {incumbent.failure}")
+            continue
         gains.append(_gain(objectives, both, challenger.metrics, incumbent.metrics))
         rates.append(math.log(challenger.metrics["samples_per_s"] / incumbent.metrics["samples_per_s"]))
-        if n < FEWEST:
+        if len(gains) < FEWEST:
             continue
         gain = _Mean.of(gains)
         hopeless = gain.value + gain.reach < wanted

@@ -45,6 +45,8 @@ MIN_GAIN = 0.03
 MOST_ATTEMPTS = 3  # starts of one re-tuning, each of which was killed, before it counts as failed
 FILES = ("ds_config.json", "recommended.json", "front.json", "environment.json", "README.md")
 
+CANNOT_RUN = "what is in use cannot run here any more: {}"
+
 
 class AttemptsError(UserError):
     """A re-tuning that was killed at each attempt."""
@@ -207,9 +209,9 @@ class Retuning:
             f"searching, since {why}: {runner.plan.spec.trials} trials, starting from study {self.current.study_name}"
         )
         runner.run()
-        return self._compared(runner, made, standing)
+        return self._compared(runner, made)
 
-    def _compared(self, runner: Runner, made: dict[str, Any], standing: DriftCheck) -> Decision:
+    def _compared(self, runner: Runner, made: dict[str, Any]) -> Decision:
         """Compare the best of the search with the configuration in use."""
         assert runner.study is not None
         made["n_trials"] = len(records.told_trials(runner.study))
@@ -224,7 +226,8 @@ class Retuning:
             return Decision(
                 verdict=RetuneVerdict.UNCHANGED, reason="what is in use is still the best that was found", **made
             )
-        outcome = self._duel(runner, challenger) if standing.runs else Comparison.walkover(standing.reason)
+        illegal = why_illegal(self.incumbent, runner.plan.setting)
+        outcome = Comparison.walkover(CANNOT_RUN.format(illegal)) if illegal else self._duel(runner, challenger)
         changed = differences(challenger.values(), self.incumbent.values())
         made |= {"duel": outcome, "differences": changed}
         if not outcome.decides(self.asked.min_gain):
@@ -284,7 +287,7 @@ class Retuning:
         plan = runner.plan
         reason = why_illegal(self.incumbent, plan.setting)
         if reason is not None:
-            return DriftCheck.cannot_run(f"what is in use cannot run here any more: {reason}")
+            return DriftCheck.cannot_run(CANNOT_RUN.format(reason))
         then = comparison.earlier_ratio(
             analysed.measured(self.current, Path(self.report.study["folder"]), self.kept), self.incumbent, plan.baseline
         )

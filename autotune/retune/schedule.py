@@ -188,6 +188,10 @@ def _days_by_name(cron: str) -> str:
     parts = []
     for part in fields[4].split(","):
         span, slash, step = part.partition("/")
+        bounds = (["0", "6"] if span == "*" else span.split("-")) if slash else []
+        if step.isdigit() and int(step) and len(bounds) == 2 and all(end.isdigit() and int(end) < 8 for end in bounds):
+            parts += [names[day] for day in range(int(bounds[0]), int(bounds[1]) + 1, int(step))]
+            continue
         ends = [names[int(end)] if end.isdigit() and int(end) < 8 else end for end in span.split("-")]
         if ends[0] == "sun" and len(ends) == 2:  # a week of APScheduler's ends with Sunday
             parts += ["sun", f"mon-{ends[1]}"] if ends[1] != "sun" else ["*"]

@@ -62,6 +62,20 @@ def test_stage_3_steps_in_groups_and_keeps_its_books_on_one_rank_too():
     assert forecast([whole], alone.profile, alone.devices).time["partitioning"][0] > 0
 
 
+def test_each_expert_of_a_mixture_has_adapters_of_its_own():
+    """Counted as one wide layer they were a third of what they are."""
+    found = architecture.find("Qwen/Qwen3-30B-A3B")
+    adapters = profile_of(found, Training(method="lora", lora_rank=16)).n_trainable
+    h, f = found.hidden, found.expert_intermediate
+    attention = sum(a + b for a, b in found.attention_matrices())
+    assert adapters == 16 * found.layers * (attention + found.experts * 3 * (h + f))
+
+
+def test_the_cheapest_number_of_devices_is_sought_among_those_that_can_run_it():
+    chosen, _ = best(asked("llama 3.1 8b", "8xH100", goal="cost", settings={"tensor_parallel.autotp_size": 2}))
+    assert chosen.devices.count % 2 == 0
+
+
 def test_adapters_need_no_states_and_four_bits_a_quarter_of_the_weights():
     one = Candidate(micro_batch_size=1, zero_stage=0, precision="bf16", checkpoint_every=1)
     full, lora, qlora = (peak(one, asked("Llama-2-7b", "1xA100-80", method=m)) for m in ("full", "lora", "qlora"))

@@ -177,6 +177,25 @@ def submitted(kept: Path, tmp_path: Path, ranks_per_node: int | None, **options:
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    ("gres", "n"),
+    [
+        ("gpu:8", 8),
+        ("gpu:4(S:0,2)", 4),
+        ("gpu:8,nvme:1", 8),
+        ("gpu:a100:8", 8),
+        ("gpu:a100:4(S:0-1)", 4),
+        ("gpu", 1),
+        ("(null)", 0),
+    ],
+)
+def test_all_gpus_of_a_node_are_asked_for(sbatch: Path, gres: str, n: int) -> None:
+    """One without a type was read as a type, and one GPU a node was used."""
+    (sbatch.parent / "bin" / "sinfo").write_text(f'#!/bin/sh\necho "gpu* {gres}"\n')
+    assert Slurm({}, None, "x")._gpus_per_node() == n
+
+
+@pytest.mark.process
 def test_what_the_user_asks_for_goes_to_sbatch(sbatch: Path, tmp_path: Path) -> None:
     text = submitted(
         sbatch, tmp_path, 2, partition="gpu", account="a", qos="q", constraint="c&d", time="2:00:00", cpus_per_rank="4",

@@ -8,17 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support import instant
 from support.clusters import SlurmCluster, ray_cluster, until, why_no_ray
 from typer.testing import CliRunner
 
+from autotune import session
 from autotune.cli.app import app
 from autotune.cli.submit import run_arguments
 from autotune.errors import UserError
 from autotune.executors import kubernetes, submit
 from autotune.executors.cluster import Refused
-from autotune.executors.driver_job import DriverJob
+from autotune.executors.driver_job import SUBMISSION, DriverJob
 from autotune.executors.node_agent import Spool
 from autotune.executors.slurm import Steps
+from autotune.study.storage import records
 
 # In place of the interpreter: notes where it runs, ends with status 75 the first time and with 0 the second.
 DRIVER = """#!/bin/sh
@@ -39,6 +42,22 @@ def job(tmp_path: Path) -> DriverJob:
 
 def runs(folder: Path) -> list[str]:
     return (folder / "runs").read_text().splitlines() if (folder / "runs").exists() else []
+
+
+def test_what_is_to_be_forgotten_is_forgotten_once_for_a_submission(job, tmp_path, monkeypatch) -> None:
+    """Slurm, Ray and Kubernetes start a run anew with the same command: each time it lost all its trials."""
+    assert not any(word.startswith(SUBMISSION) for word in job.command)
+    first, second = (replace(job, arguments=["m.py", "--fresh"], id=name).command for name in ("a", "b"))
+    assert first[:2] == ["env", f"{SUBMISSION}=a"] and first[2:] == second[2:] and first != second
+    url = records.default_url(tmp_path)
+    left = []
+    for submission in ("a", "a", "b", ""):
+        runner = instant.runner_of(tmp_path, instant.Instant(), trials=1, finalists=0)
+        runner.run()
+        monkeypatch.setenv(SUBMISSION, submission)
+        session._forget("s", records.open_storage(url), tmp_path / "s", instant.Instant())
+        left.append("s" in records.study_names(records.open_storage(url)))
+    assert left == [False, True, False, False]
 
 
 @pytest.mark.system

@@ -25,6 +25,7 @@ from autotune.retune import comparison
 from autotune.retune.comparison import DriftCheck, EarlierRatio, Reading
 from autotune.retune.decision import RetuneVerdict
 from autotune.retune.retuning import RetuneRequest, Retuning
+from autotune.scoring.objective import Objective
 from autotune.space.candidate import Candidate
 from autotune.study.storage import records
 from autotune.study.storage.history import GoneError, History
@@ -141,6 +142,29 @@ def test_a_configuration_that_no_longer_runs_is_replaced_without_a_gain_to_show(
     assert decision.verdict is RetuneVerdict.IMPROVED
     assert "does not run any more (oom: no room)" in decision.reason
     assert config(tmp_path).get("bf16") is None
+
+
+def test_one_failure_of_what_is_in_use_does_not_have_the_challenger_win():
+    """A full disk or a network's fault replaced a configuration in production by a slower one, which failed, too."""
+
+    def reading(step_s):
+        if not step_s:
+            return Reading(outcome=Outcome.CRASHED, reason="no space left")
+        return Reading(outcome=Outcome.COMPLETE, metrics={"step_time_s": step_s, "samples_per_s": 8 / step_s})
+
+    objectives = [Objective(name="latency", metric="step_time_s")]
+    both = comparison.compare(
+        objectives, (None, None), 0.03, lambda n: {"challenger": reading(0), "incumbent": reading(0)}
+    )
+    assert not both.decides(0.03)
+    once = comparison.compare(
+        objectives, (None, None), 0.03, lambda n: {"challenger": reading(1.2), "incumbent": reading(n != 3 and 1.0)}
+    )
+    assert not once.decides(0.03) and once.gain < 0
+    always = comparison.compare(
+        objectives, (None, None), 0.03, lambda n: {"challenger": reading(1.2), "incumbent": reading(0)}
+    )
+    assert always.decides(0.03)
 
 
 def test_where_nothing_runs_it_fails_and_the_configuration_stays(tmp_path):

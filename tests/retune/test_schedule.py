@@ -127,10 +127,21 @@ def test_what_is_no_rule_is_refused_in_words(every, cron, said):
         ("15 * * * *", (2026, 11, 21, 12, 15)),
         ("0 0 1 * *", (2026, 12, 1, 0, 0)),
         ("0 1 * * 0-2", (2026, 11, 22, 1, 0)),
+        ("0 3 * * */2", (2026, 11, 22, 3, 0)),  # Sunday, Tuesday, Thursday, Saturday: APScheduler counts from Monday
+        ("0 3 * * 1-5/2", (2026, 11, 23, 3, 0)),
+        ("0 3 * * 2-6/3", (2026, 11, 24, 3, 0)),
     ],
 )
 def test_the_next_run_is_the_one_that_cron_means(cron, then):
     assert schedule.next_after(None, cron, at(2026, 11, 21, 12, 0)) == at(*then)  # a Saturday
+
+
+def test_a_step_of_weekdays_is_not_lost_and_counts_from_sunday():
+    days, now = [], at(2026, 11, 21, 12, 0)
+    for _ in range(4):
+        now = schedule.next_after(None, "0 3 * * 0-6/2", now)
+        days.append(datetime.datetime.fromtimestamp(now).strftime("%a"))
+    assert days == ["Sun", "Tue", "Thu", "Sat"]
 
 
 # What is due.

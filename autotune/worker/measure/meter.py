@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -72,7 +71,7 @@ class Meter:
         self.recorder.enter("measure")
         if self.memory.device_watch is not None:
             self.memory.device_watch.begin(self.memory.uuid)
-        self._busyness, self._cpu_before = machine_load.Busyness(), time.process_time()
+        self._busyness, self._cpu_before = machine_load.Busyness(), machine_load.own_cpu_s()
 
     def finish(self) -> None:
         """Completes the report of a trial at its end; all ranks take part.
@@ -166,7 +165,7 @@ class Meter:
         """Returns the cores that other processes kept busy since timing began, on the busiest machine of the trial."""
         rows: list[Any] = [None] * dist.get_world_size()
         machine = machine_load.machine_id()
-        dist.all_gather_object(rows, (machine, time.process_time() - self._cpu_before))
+        dist.all_gather_object(rows, (machine, machine_load.own_cpu_s() - self._cpu_before))
         own_s = sum(cpu_s for where, cpu_s in rows if where == machine)
         return self._highest(self._busyness.cores_used_by_others(own_s))
 

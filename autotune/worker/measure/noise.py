@@ -33,6 +33,7 @@ class NoiseMeter:
         self._steps: list[tuple[Tensor, Tensor] | None] = []
         self._gathered = 0
         self._in_step: list[Tensor] = []
+        self._scale = 1.0
         for parameter in self.parameters:
             parameter.register_hook(self._add)
 
@@ -47,7 +48,11 @@ class NoiseMeter:
         self._micro = None
 
     def before_step(self, engine: Any) -> Tensor | None:
-        """Returns |G|^2, by now averaged over ranks, at stage 0, where in fp32 the engine has no norm; else None."""
+        """Returns |G|^2, by now averaged over ranks, at stage 0, where in fp32 the engine has no norm; else None.
+
+        The loss scale is noted here, since a step may double it at its end.
+        """
+        self._scale = loss_scale(engine)
         if not engine.is_gradient_accumulation_boundary() or engine.zero_optimization_stage() > 0:
             return None
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -63,7 +68,7 @@ class NoiseMeter:
         """
         micro, self._in_step = self._in_step, []
         norm = engine.get_global_grad_norm()
-        optimizer, scale = engine.optimizer, loss_scale(engine)
+        optimizer, scale = engine.optimizer, self._scale
         scaled = type(optimizer).__name__ in SCALED_NORMS or getattr(optimizer, AUTOCAST_SCALER, None) is not None
         # A norm that is a tensor is not waited for.
         whole = torch.as_tensor(norm, device=engine.device).float().square() if norm is not None else own

@@ -55,9 +55,13 @@ class ScriptTail:
 
         A batch of the same shape may come to one rank by chance, as rows that are packed full do.
         """
+        return self._least_seen() >= self._tail.n_micro
+
+    def _least_seen(self) -> int:
+        """Returns the worst batches that each rank has seen at least; all ranks take part."""
         seen = torch.tensor(self._n_seen, device=self._tail.engine.device)
         dist.all_reduce(seen, op=dist.ReduceOp.MIN)
-        return int(seen) >= self._tail.n_micro
+        return int(seen)
 
     def step(self) -> bool:
         """Notes an optimizer step; returns whether the check is over, on all ranks."""
@@ -74,7 +78,8 @@ class ScriptTail:
 
     def finish(self) -> None:
         """Ends the check; all ranks take part."""
-        if self._n_seen:
+        seen = self._least_seen()  # what follows has collectives, which one rank must not leave
+        if seen:
             self._tail.trained(self._batch, self._samples())
         elif self._context.request.tail is not None and self._context.request.lengths:
             self._context.once(
@@ -82,5 +87,5 @@ class ScriptTail:
             )
         args, kwargs = self._inputs
         engine = self._tail.engine
-        if self._n_seen:
+        if seen:
             self._tail.finish(lambda: engine(*args, **kwargs) if args or kwargs else None)

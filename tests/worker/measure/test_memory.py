@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.zoo import wait_until
 
 from autotune.worker.agent import memory_watch
 from autotune.worker.measure import machine_load, malloc, memory
@@ -178,6 +179,18 @@ def test_load_by_others_is_without_our_own_and_never_negative(monkeypatch, own_s
     readings = iter([(100.0, 10.0), (103.0, 12.0)])  # busy seconds of all cores, and the wall clock
     monkeypatch.setattr(machine_load.Busyness, "_read", staticmethod(lambda: next(readings)))
     assert machine_load.Busyness().cores_used_by_others(own_s) == pytest.approx(cores)
+
+
+@pytest.mark.process
+def test_what_a_process_started_is_its_own_load():
+    """A busy loader's workers were other processes, for which the baseline was measured again."""
+    spin = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\ntime.sleep({})"
+    before = machine_load.own_cpu_s()
+    with subprocess.Popen([sys.executable, "-c", spin.format(60)]) as running:
+        assert wait_until(lambda: machine_load.own_cpu_s() - before > 0.3)
+        running.kill()
+    subprocess.run([sys.executable, "-c", spin.format(0)], check=True)
+    assert machine_load.own_cpu_s() - before > 0.6
 
 
 def test_the_machine_s_busy_time_grows():

@@ -39,7 +39,7 @@ __all__ = ["Interval", "Pick", "Prediction", "StudyResult", "export", "load_stud
 Presets: TypeAlias = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 
 
-def run(  # noqa: D417 - the settings follow from their table
+def run(
     target: FilePath,
     *,
     name: str | None = None,
@@ -255,11 +255,7 @@ def _words(given: Sequence[str] | str | None) -> tuple[str, ...] | None:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """The value as a YAML file would hold it, for tuples, ranges, paths, and numpy's numbers and arrays too.
-
-    Raises:
-        UserError: YAML has no such value.
-    """
+    """The value as a YAML file would hold it, for tuples, ranges, paths, and numpy's numbers and arrays too."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -280,11 +276,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _outside_of_trials() -> None:
-    """Refuse to begin a study from within a trial, which would begin the next one.
-
-    Raises:
-        UserError: It says what to do.
-    """
+    """Refuse to begin a study from within a trial, which would begin the next one."""
     from autotune.system.processes import MARK
 
     if os.environ.get(MARK):

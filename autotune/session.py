@@ -80,13 +80,7 @@ class Tuned:
 
 @dataclass(frozen=True)
 class OpenStudy:
-    """A study in its database; each part is read when it is first asked for, and once.
-
-    Attributes:
-        name: Its name.
-        folder: Its folder.
-        url: Its database.
-    """
+    """A study in its database; each part is read when it is first asked for, and once."""
 
     name: str
     folder: Path
@@ -169,7 +163,6 @@ def open_study(study: str, storage: str | None = None, studies: Path = STUDIES) 
     """Find the folder and the database of a study; neither is touched yet.
 
     Args:
-        study: Its name.
         storage: Its database; by default the one that its study.yaml states, else the one beside the studies.
         studies: The folder of all studies.
 
@@ -196,10 +189,8 @@ def tune(
     """Run a study to the end of its budget, or until the user stops it, and writes its answer.
 
     Args:
-        request: The study, its folder and its engine.
         fresh: Delete the study's earlier trials.
         learn: Start from the findings of a related study.
-        view: Receives what happens.
         callbacks: Called after each trial with the Optuna study and the trial.
         began_s: When the command began, in seconds of the monotonic clock, where that was earlier.
 
@@ -351,11 +342,7 @@ def recorded_runner(
     """Open a study to be run, with its measurements kept in the history.
 
     Args:
-        plan: The study.
-        executor: The engine.
-        folder: The study's folder.
         held: This coordinator's leases.
-        events: Receives what happens.
         slots: Engines for the trials that run at once.
         learn: Start from a related study; the physics sampler alone does.
         leads: Whether this coordinator leads the study; else it helps.

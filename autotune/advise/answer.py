@@ -27,16 +27,13 @@ class Advice:
     Attributes:
         model: What is trained, in words.
         source: Where its facts come from.
-        chosen: The best configuration.
         others: The next best, with what speaks against each.
-        goal: What it is best for.
         sequence: Tokens of a sample.
         flops_per_token: Of forward and backward, without recomputation.
         fewest: The fewest of these devices, with offload and without.
         tokens: Tokens to train on; None if not asked.
         price_per_hour: Of a device; None if not stated.
         base: The user's own DeepSpeed configuration.
-        notes: Assumptions and warnings.
     """
 
     model: str

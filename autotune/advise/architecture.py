@@ -69,12 +69,8 @@ class Architecture:
     """What the size and the work of a decoder-only transformer follow from.
 
     Attributes:
-        name: What it is called.
-        layers: Blocks.
         hidden: Width of the residual stream.
-        heads: Attention heads.
         kv_heads: Heads of keys and values.
-        head_dim: Width of a head.
         intermediate: Width of the feed-forward network (of a dense block).
         vocab: Rows of the embedding.
         tied: The output layer shares the embedding.
@@ -196,11 +192,7 @@ def essence(name: str) -> str:
 
 
 def find(name: str) -> Architecture:
-    """The model that somebody names: a file, a name of the table as people spell it, or a size such as `7B`.
-
-    Raises:
-        UserError: There is no such file or name; it says which are near.
-    """
+    """The model that somebody names: a file, a name of the table as people spell it, or a size such as `7B`."""
     path = Path(name)
     if path.suffix == ".json" or (path.is_dir() and (path / "config.json").is_file()):
         return read(path if path.suffix == ".json" else path / "config.json")
@@ -233,11 +225,7 @@ def _unknown(name: str, wanted: str, begin_so: list[str]) -> str:
 
 
 def typical(parameters: float) -> Architecture:
-    """A shape as current models of a size have it.
-
-    Raises:
-        UserError: No transformer has this size.
-    """
+    """A shape as current models of a size have it."""
     if not 1e7 <= parameters <= 5e12:
         raise UserError(f"{parameters:.4g} parameters: a size between 10M and 5T is needed, as in 7B")
     vocab, best, least = 128_256 if parameters > 5e8 else 50_304, None, math.inf

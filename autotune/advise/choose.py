@@ -43,7 +43,6 @@ class Question:
 
     Attributes:
         profile: The workload, measured or made.
-        devices: What it would run on.
         goal: One of `GOALS`.
         global_batch: Samples of an optimizer step to keep; None if it is free.
         settings: Knobs that are settled, as a candidate has them.
@@ -75,9 +74,7 @@ class Choice:
     """A configuration with its forecast, as one row of a table of forecasts.
 
     Attributes:
-        devices: What it runs on.
         table: Forecasts of all candidates there.
-        row: Which of them.
         why_not: What speaks against it, for one that was not chosen.
     """
 

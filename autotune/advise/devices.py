@@ -41,7 +41,6 @@ class Devices:
     """Cards in nodes.
 
     Attributes:
-        card: The card.
         count: Devices in all.
         per_node: Devices of a node.
         stated: What the user stated in place of the table's figures.
@@ -118,9 +117,6 @@ def device_card(name: str, stated: Mapping[str, float], option: str = "--gpus") 
         name: As people spell it.
         stated: `memory_bytes` and `flops` (of 16-bit products), if given.
         option: What it was given with.
-
-    Raises:
-        UserError: There is none, and too little is stated; it says which are near.
     """
     memory, flops = stated.get("memory_bytes"), stated.get("flops")
     card = find_card(name) or find_card(re.sub(r"s\b", "", name, flags=re.IGNORECASE))  # `8 H100s`
@@ -141,21 +137,13 @@ def device_card(name: str, stated: Mapping[str, float], option: str = "--gpus") 
 
 
 def read_devices(text: str, option: str = "--gpus") -> Devices:
-    """Returns the devices of a text such as `8xA100-40` or `H100`.
-
-    Raises:
-        UserError: It is no such text, or names an unknown card.
-    """
+    """Returns the devices of a text such as `8xA100-40` or `H100`."""
     count, per_node, name = read_gpus(text, option=option)
     return Devices(card=device_card(name, {}, option), count=count, per_node=per_node)
 
 
 def read_gpus(text: str, nodes: int | None = None, option: str = "--gpus") -> tuple[int, int, str]:
-    """Devices in all, devices of a node, and the card's name of a text such as `8xA100-40`, `2x8xH100` or `4090`.
-
-    Raises:
-        UserError: It is no such text.
-    """
+    """Devices in all, devices of a node, and the card's name of a text such as `8xA100-40`, `2x8xH100` or `4090`."""
     if nodes is not None and nodes < 1:
         raise UserError(f"--nodes {nodes}: at least 1 is needed")
     if behind := next(filter(None, (form.fullmatch(text) for form in BEHIND)), None):

@@ -43,7 +43,6 @@ def ds_config(candidate: Candidate, base: Mapping[str, Any] | None = None) -> Ds
     """The whole DeepSpeed configuration of a candidate.
 
     Args:
-        candidate: The configuration.
         base: The user's own, which goes before what is pinned.
     """
     own = dict(base or {})

@@ -44,7 +44,6 @@ class Forecasts:
     """Forecasts of candidates, one entry each in every column.
 
     Attributes:
-        candidates: The candidates.
         memory: Bytes of a device at its peak, by part.
         host: Bytes of a node's host, by part.
         time: Seconds of an optimizer step, by part.
@@ -87,9 +86,7 @@ def forecast(
     """Forecasts of candidates on devices.
 
     Args:
-        candidates: The configurations.
         profile: The workload, measured or made.
-        devices: What it runs on.
         base: Settings by dotted path that hold where a candidate says nothing.
         constants: What was fitted.
     """

@@ -106,9 +106,6 @@ def advise(
 
     Returns:
         Exit status: 0, or 1 if nothing surely fits.
-
-    Raises:
-        UserError: An option cannot be used; it says which.
     """
     how = {"method": method, "attention": attention, "optimizer": optimizer, "loss": loss}
     name = " ".join(model)
@@ -323,11 +320,7 @@ def _stated(memory: str | None, flops: str | None, network: str | None, host: st
 
 
 def read_amount(text: str, option: str, example: str) -> float:
-    """A number such as `10B` or `1.5e12`.
-
-    Raises:
-        UserError: It is none.
-    """
+    """A number such as `10B` or `1.5e12`."""
     match = AMOUNT.fullmatch(text.strip())
     value = float(re.sub("[_,]", "", match[1])) * LARGE.get(match[2].lower(), 1.0) if match else 0.0
     if not (0 < value < 1e25 and math.isfinite(value)):

@@ -44,7 +44,6 @@ class Finding(NamedTuple):
 
     Attributes:
         verdict: `ok`, `warn` or `fail`.
-        what: Its name.
         detail: Its state, and the remedy where it is not `ok`.
     """
 

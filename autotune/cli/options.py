@@ -200,11 +200,7 @@ def _joined(key: str, given: Any) -> Any:
 
 
 def read_settings(settings: Sequence[str]) -> dict[str, str | int | float | bool | None]:
-    """Knobs from KEY=VALUE texts.
-
-    Raises:
-        UserError: One is none.
-    """
+    """Knobs from KEY=VALUE texts."""
     from autotune.space.deepspeed import check_plain
     from autotune.study.spec.yaml_file import read_value
 

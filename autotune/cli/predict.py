@@ -32,11 +32,7 @@ def predict(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print memory, step time and throughput of a configuration, each with its interval, and what binds.
-
-    Raises:
-        UserError: A knob, value or device is wrong, or the configuration cannot run there.
-    """
+    """Print memory, step time and throughput of a configuration, each with its interval, and what binds."""
     from autotune.report.progress import ProgressView
 
     with ProgressView() as view:

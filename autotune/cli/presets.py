@@ -43,11 +43,7 @@ def ls(
     *,
     as_json: AsJson = False,
 ) -> None:
-    """List the presets, goals, samplers, metrics or studies.
-
-    Raises:
-        UserError: There is no such kind.
-    """
+    """List the presets, goals, samplers, metrics or studies."""
     from autotune.scoring.metrics import METRICS
     from autotune.search import SAMPLERS
     from autotune.study.spec import presets
@@ -113,11 +109,7 @@ def cp(
     preset: Annotated[str, typer.Argument(metavar="PRESET", help="Name of a search space or objective.")],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it.")],
 ) -> None:
-    """Copy a preset to a file of the user's.
-
-    Raises:
-        UserError: There is no such preset, or the file exists.
-    """
+    """Copy a preset to a file of the user's."""
     from autotune.study.spec import presets
 
     every = {**presets.presets("search_spaces"), **presets.presets("objectives")}

@@ -35,11 +35,7 @@ def probe(
     again: Annotated[bool, typer.Option("--again", help="Measure even where an earlier probe is kept.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print the rates of this machine, measured now or kept from an earlier probe.
-
-    Raises:
-        UserError: The machine could not be measured, and why.
-    """
+    """Print the rates of this machine, measured now or kept from an earlier probe."""
     from autotune.study.setup import profile_cache
     from autotune.trial.links import Probe
     from autotune.trial.target import inspect_target
@@ -64,11 +60,7 @@ def probe(
 
 
 def measure(target: Path | None, world_size: int) -> Probe:
-    """Probe the machine with a number of ranks.
-
-    Raises:
-        UserError: The ranks failed, and why.
-    """
+    """Probe the machine with a number of ranks."""
     from autotune.executors import base
     from autotune.executors.local import LocalExecutor
     from autotune.report.progress import ProgressView

@@ -46,14 +46,11 @@ class Projection:
     """Forecasts on a cluster, for people and for programs.
 
     Attributes:
-        study: The study.
         trial: The trial whose configuration is forecast; None if `--set` changed it.
         mode: `weak` or `strong`.
-        cluster: The cluster.
         rows: Its forecasts, from few devices to all.
         others: The other configurations of the front on all devices, fastest first.
         n_measured: Measurements that corrected the model.
-        notes: Assumptions and warnings.
         device: What the study's ranks computed on.
     """
 
@@ -206,11 +203,7 @@ def _calibrated(inputs: ForecastInputs, folder: Path, target: Path, front: Seque
 
 
 def _study_folder(study: str | None, studies: Path) -> Path:
-    """The folder of a study that has come to a recommendation; without a name of the only one.
-
-    Raises:
-        UserError: There is none, or several.
-    """
+    """The folder of a study that has come to a recommendation; without a name of the only one."""
     ready = sorted(path.parent.name for path in studies.glob("*/recommended.json"))
     if study is None:
         if len(ready) != 1:

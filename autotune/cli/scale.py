@@ -83,11 +83,7 @@ def configurations(base: Candidate, counts: Sequence[int], mode: Mode | None) ->
 
     Args:
         base: The configuration of the most ranks.
-        counts: Rank counts.
         mode: The way; None for both.
-
-    Raises:
-        ScalingError: The rank counts cannot be compared in the way that was asked for.
     """
     from autotune.scoring import scaling
 
@@ -106,12 +102,7 @@ def measure(
     """Measure every configuration once in each round; one that fails is not tried again.
 
     Args:
-        plan: The target and what is known of it.
-        executor: The engine.
-        folder: Where the trials' files go.
         wanted: For each way of scaling the configuration of each rank count; what they share is measured once.
-        rounds: Rounds.
-        events: Receives what is measured.
 
     Returns:
         The runs by rank count and configuration, and a sentence for each that failed.

@@ -37,11 +37,7 @@ def running_studies(studies: Path) -> dict[str, int]:
 
 
 def only_running(studies: Path) -> str:
-    """The name of the one study that runs.
-
-    Raises:
-        UserError: None does, or several do.
-    """
+    """The name of the one study that runs."""
     running = running_studies(studies)
     if len(running) == 1:
         return next(iter(running))
@@ -57,13 +53,7 @@ def only_running(studies: Path) -> str:
 
 
 def follow(folder: Path, pid: int, sink: EventSink) -> None:
-    """Replay the events of a run, from its beginning, until it ends.
-
-    Args:
-        folder: The study's folder.
-        pid: The process that runs it.
-        sink: Receives the events.
-    """
+    """Replay the events of a run, from its beginning, until it ends."""
     from autotune.study.events import JournalReader
 
     reader = JournalReader(folder, pid)

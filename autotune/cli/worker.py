@@ -86,11 +86,7 @@ def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
 
 
 def _joined(storage: Storage, ledger: leases.StudyLeases, view: ProgressView) -> tuple[StudyRecord, dict[str, Any]]:
-    """Wait until the study's baseline was measured; return its record and settings.
-
-    Raises:
-        UserError: There is no such study, and no process leads it.
-    """
+    """Wait until the study's baseline was measured; return its record and settings."""
     from autotune.study.runner import NEWS_S
     from autotune.study.storage import records
 
@@ -115,11 +111,7 @@ def _joined(storage: Storage, ledger: leases.StudyLeases, view: ProgressView) ->
 def _planned(
     folder: Path, kept: StudyRecord, overrides: dict[str, Any], scratch: Path, view: ProgressView
 ) -> Iterator[tuple[Plan, Executor]]:
-    """The study's plan on this machine, and its engine.
-
-    Raises:
-        UserError: The study cannot be measured here.
-    """
+    """The study's plan on this machine, and its engine."""
     from autotune.study.setup.capture import wanted_study
     from autotune.study.setup.engine import executor_for
     from autotune.study.setup.plan import plan

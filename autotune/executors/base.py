@@ -86,12 +86,7 @@ class Job(Protocol):
 
 
 class EndedJob:
-    """A job that has ended before anybody asks: replayed, or without machines (`taken`, `refused`).
-
-    Args:
-        status: Its state.
-        reason: Why, in the engine's words.
-    """
+    """A job that has ended before anybody asks: replayed, or without machines (`taken`, `refused`)."""
 
     def __init__(self, status: Status, reason: str = "") -> None:
         self.reason, self._status = reason, status
@@ -166,10 +161,8 @@ def run(
     """Runs one trial by the policy of `Status`, writes `result.json`, and returns it.
 
     Args:
-        executor: The engine.
         path: The trial's folder. If the same trial still runs there for a coordinator that died, it is resumed; other
             files of an earlier attempt are removed.
-        request: The trial.
         on_tick: Called five times a second while it runs (heartbeats, progress).
         on_retry: Called with the reason when it runs once more.
 
@@ -313,8 +306,6 @@ def conclude(folder: TrialDir, request: TrialRequest, lost: str = "") -> TrialRe
     """Returns the result of a trial from the files that ranks and agents left in its folder.
 
     Args:
-        folder: The trial's folder.
-        request: The trial.
         lost: Why the engine gave the trial up, if it did; the result is `lost` unless all ranks had reported.
     """
     if request.nodes > 1:

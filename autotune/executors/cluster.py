@@ -47,7 +47,6 @@ class Refused(Exception):
     """The engine does not accept a job; the message is the engine's.
 
     Args:
-        reason: The message.
         at_present: The engine says that it may accept it later.
     """
 
@@ -75,7 +74,6 @@ class Engine(Protocol):
 
     Attributes:
         name: Name in `--executor`.
-        options: The user's options.
         hold: Keep the machines between trials.
     """
 
@@ -153,9 +151,7 @@ class ClusterExecutor:
     """Executor that runs trials through agents, which an engine starts.
 
     Args:
-        engine: The engine.
         root: Folder for the spools, shared with the machines.
-        settings: Settings of the agents.
         nodes: Machines of a trial.
         on_queue: Called with the reason why a trial waits in the engine's queue, whenever it changes.
         patience_s: See `Executor`.

@@ -19,7 +19,6 @@ def joined(found: Mapping[int, Exit], nodes: int, note: str = "") -> Exit:
 
     Args:
         found: The exits by machine.
-        nodes: Number of machines.
         note: Message of the engine.
     """
     missing = [node for node in range(nodes) if node not in found]
@@ -57,9 +56,7 @@ def merge(
     """Returns the result of a trial from the reports of its ranks and the exit of their processes.
 
     Args:
-        request: The trial.
         found: The reports by rank.
-        end: The exit.
         entered: Last phase of each rank, for ranks without a report.
     """
     outcome, reason, phase, rank = _verdict(request, found, end, _first_phase(found, entered or {}, end))

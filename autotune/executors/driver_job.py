@@ -22,7 +22,6 @@ class DriverJob:
         folder: Working directory, on a file system that the machines share.
         log: File for its output.
         options: The user's `--executor-option`.
-        nodes: Machines.
         ranks: Ranks of a trial; None for one per GPU.
         files: Files of the user's that the machines must see.
         id: A text that no other submission has.

@@ -46,7 +46,6 @@ def pod(container: Mapping[str, Any], folder: str, claim: str) -> dict[str, Any]
     Args:
         container: Its name, image, command, variables and limits.
         folder: The folder at which the claim is mounted.
-        claim: The claim.
     """
     mounts = [{"name": "project", "mountPath": folder}, {"name": "shm", "mountPath": "/dev/shm"}]
     return {

@@ -72,11 +72,7 @@ class LocalExecutor:
             )
 
     def start(self) -> None:
-        """Starts the warm server, unless one runs, and waits until it has imported everything.
-
-        Raises:
-            UserError: It died; quotes the last line of its log.
-        """
+        """Starts the warm server, unless one runs, and waits until it has imported everything."""
         self.launch()
         if self._ready:
             return
@@ -99,7 +95,6 @@ class LocalExecutor:
         """Orders this machine's part of a trial.
 
         Args:
-            folder: The trial's folder.
             end: File that the server writes when this machine's ranks have ended.
             part: `node`, the machine's number, and `address` of the first machine.
         """

@@ -130,8 +130,6 @@ class NodeAgent:
     """Runs the orders of a spool on this machine.
 
     Args:
-        spool: The folder.
-        node: Number of this machine.
         address: Address of the first machine.
         lifeline: End when standard input is closed.
     """

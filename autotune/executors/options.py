@@ -8,11 +8,7 @@ from autotune.errors import UserError, nearest
 
 
 def check_names(executor: str, options: Mapping[str, str], known: Mapping[str, str]) -> None:
-    """Checks that an executor knows all options.
-
-    Raises:
-        UserError: It does not know one.
-    """
+    """Checks that an executor knows all options."""
     for name in options:
         if name not in known:
             every = ", ".join(known) or "none"
@@ -20,11 +16,7 @@ def check_names(executor: str, options: Mapping[str, str], known: Mapping[str, s
 
 
 def seconds(options: Mapping[str, str], name: str, usual: float) -> float:
-    """Returns an option that is a number of seconds.
-
-    Raises:
-        UserError: It is not a number.
-    """
+    """Returns an option that is a number of seconds."""
     try:
         return float(options.get(name, usual))
     except ValueError:
@@ -32,11 +24,7 @@ def seconds(options: Mapping[str, str], name: str, usual: float) -> float:
 
 
 def is_yes(options: Mapping[str, str], name: str) -> bool:
-    """Returns an option that is yes, as it is by default, or no.
-
-    Raises:
-        UserError: It is neither.
-    """
+    """Returns an option that is yes, as it is by default, or no."""
     value = options.get(name, "yes")
     if value not in ("yes", "no"):
         raise UserError(f"--executor-option {name}={value}: yes or no is needed")
@@ -44,11 +32,7 @@ def is_yes(options: Mapping[str, str], name: str) -> bool:
 
 
 def whole(options: Mapping[str, str], name: str) -> int:
-    """Returns an option that is a whole number, 1 by default.
-
-    Raises:
-        UserError: It is none.
-    """
+    """Returns an option that is a whole number, 1 by default."""
     value = options.get(name, "1")
     if not value.isdecimal():
         raise UserError(f"--executor-option {name}={value}: a whole number is needed")

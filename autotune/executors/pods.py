@@ -76,11 +76,7 @@ class Pods(Engine):
         self._joined: set[tuple[str, int]] = set()
 
     def check(self, nodes: int) -> None:
-        """Checks that the JobSet has enough machines.
-
-        Raises:
-            UserError: It has too few.
-        """
+        """Checks that the JobSet has enough machines."""
         if nodes > (there := int(os.environ.get(MACHINES, "0"))):
             raise UserError(f"--nodes: {nodes} machines are asked for, and the JobSet has {there}; submit it anew")
 
@@ -140,7 +136,6 @@ class Machine:
 
     Args:
         board: The folder of calls.
-        number: The machine's number.
         address: Where the other pods reach this one.
     """
 

@@ -30,7 +30,6 @@ class Machine:
 
     Args:
         group: Name of the placement group.
-        node: Number of the machine.
     """
 
     def __init__(self, group: str, node: int) -> None:

@@ -41,10 +41,7 @@ class Row:
     """One measurement of one configuration.
 
     Attributes:
-        candidate: The configuration.
         repeat: Number of the measurement, among those of the same configuration.
-        outcome: How the trial ended.
-        reason: Why, if it is not `complete`.
         values: Numbers by column.
         losses: Mean losses of equal parts of the trial, in order.
     """
@@ -114,7 +111,6 @@ class ReplayExecutor:
     A trial whose stated memory is too small runs out of it; a trial that a rival beats stops as early as a real one.
 
     Args:
-        rows: The table.
         seed: Seed of the order of the repeats, and of the step times within a trial.
 
     Attributes:
@@ -143,11 +139,7 @@ class ReplayExecutor:
         """Returns None: a replayed trial ends at once."""
 
     def submit(self, folder: TrialDir) -> EndedJob:
-        """Writes the reports and the exit that the ranks and their agent would write.
-
-        Raises:
-            TableError: The table has no measurement of the configuration.
-        """
+        """Writes the reports and the exit that the ranks and their agent would write."""
         request = read_record(folder.request, TrialRequest)
         candidate = Candidate.of(request.candidate)
         if candidate not in self._rows:

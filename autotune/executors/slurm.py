@@ -97,11 +97,7 @@ class Slurm(Engine):
         self._exclusive = is_yes(options, "exclusive")
 
     def check(self, nodes: int) -> None:
-        """Checks that Slurm answers and knows the partition.
-
-        Raises:
-            UserError: It does not.
-        """
+        """Checks that Slurm answers and knows the partition."""
         for command in ("sbatch", "scontrol", "scancel", "sinfo"):
             if shutil.which(command) is None:
                 raise UserError(
@@ -116,21 +112,13 @@ class Slurm(Engine):
             raise UserError(f"--executor slurm: Slurm has {what}; `sinfo` lists them")
 
     def launch(self, spool: Spool, nodes: int) -> str:
-        """Submits the batch job of the agents; returns its number.
-
-        Raises:
-            Refused: sbatch refuses it; quotes sbatch.
-        """
+        """Submits the batch job of the agents; returns its number."""
         job = self.submit(self._script(spool), spool.path / "job.log", nodes, "--no-requeue")
         self._logs[job] = spool.path / "job.log"
         return job
 
     def submit(self, script: str, log: Path, nodes: int, *more: str) -> str:
-        """Submits a batch script with what the user's options ask for; returns the job's number.
-
-        Raises:
-            Refused: sbatch refuses it; quotes sbatch.
-        """
+        """Submits a batch script with what the user's options ask for; returns the job's number."""
         arguments = [
             "--parsable", f"--job-name={self.job_name}", f"--nodes={nodes}", f"--ntasks={nodes}", *more,
             "--ntasks-per-node=1", f"--output={log}", "--open-mode=append",

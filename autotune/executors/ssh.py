@@ -52,11 +52,7 @@ class Hosts(Engine):
         return machine_turn(on_wait)
 
     def check(self, nodes: int) -> None:
-        """Checks that there are enough hosts.
-
-        Raises:
-            UserError: There are too few.
-        """
+        """Checks that there are enough hosts."""
         if nodes > len(self.hosts):
             raise UserError(f"--nodes: {nodes} machines are asked for, and the hostfile names {len(self.hosts)}")
 

@@ -24,9 +24,6 @@ def to_slurm(job: DriverJob) -> str:
 
     Machines that stay away (status 75), preemption and a driver that is killed put it back into the queue; the same run
     goes on.
-
-    Raises:
-        UserError: sbatch refuses it.
     """
     engine = Slurm(
         {"python": sys.executable, **job.options}, job.ranks and job.ranks // job.nodes, f"autotune-{job.name}"
@@ -52,10 +49,8 @@ class Driver:
 
     Args:
         name: Its name in Ray.
-        command: The command.
         folder: Its working directory.
         log: File for its output.
-        variables: The user's variables.
     """
 
     def __init__(self, name: str, command: Sequence[str], folder: str, log: str, variables: Mapping[str, str]) -> None:

@@ -60,10 +60,8 @@ class Cluster:
         """Returns the cluster of command-line options.
 
         Args:
-            devices: Devices.
             per_node: Devices of a node.
             links: `intra_bandwidth`, `inter_bandwidth`, `intra_latency` and `inter_latency` as texts, if given.
-            algorithm: Algorithm of collectives.
 
         Raises:
             UserError: An option cannot be used.
@@ -122,12 +120,8 @@ class Projected:
     """Forecast of a configuration on a number of devices.
 
     Attributes:
-        world_size: Devices.
-        candidate: The configuration.
         step_time_s: Step time with its 90 % interval.
         peak_memory_bytes: Peak of a rank with its 90 % interval.
-        samples_per_s: Throughput.
-        samples_per_step: Samples of an optimizer step.
         communication: Share of the step that is communication.
         fits: Probability that it fits the device; None without a known limit.
         speedup: Throughput over that of the fewest devices.
@@ -155,7 +149,6 @@ class Projector:
 
     Args:
         predictor: The predictor, corrected by the study's measurements.
-        cluster: The cluster.
         foreseen: The predictor's inputs.
         limit_bytes: Memory of a device; None for the study's.
     """

@@ -31,9 +31,7 @@ def collective_s(machine: Machine, n_bytes: Floats, n_calls: Floats, *, halves: 
     (Thakur et al., IJHPCA 2005; the hops of ring and tree as NCCL's own tuning model counts them.)
 
     Args:
-        machine: The links.
         n_bytes: Bytes of the whole tensor, of all calls together.
-        n_calls: Calls.
         halves: Halves of each call.
     """
     N = float(machine.world_size)

@@ -30,7 +30,6 @@ class Knobs:
     Attributes:
         micro: Micro-batch per rank.
         accumulation: Micro-batches per optimizer step.
-        stage: ZeRO stage.
         precision: Names, as in `Candidate.precision`.
         products: What matrices are multiplied in: the precision, or `tf32`.
         weight_bytes: Bytes of a weight in the model.
@@ -88,7 +87,6 @@ class Knobs:
         """The columns of candidates.
 
         Args:
-            candidates: The rows.
             base: Settings by dotted path that hold where a candidate says nothing.
         """
         base = dict(base or {})

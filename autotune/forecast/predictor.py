@@ -41,10 +41,8 @@ class Term:
     """One part of a forecast.
 
     Attributes:
-        name: What it is.
         value: Bytes or seconds.
         low: Lower end of its 90 % interval.
-        high: Upper end.
     """
 
     name: str
@@ -77,8 +75,6 @@ class AnalyticPrior:
     """Memory and step time by the formulas of `forecast.memory` and `forecast.step_time`.
 
     Args:
-        profile: The workload.
-        machine: What it runs on.
         base: Settings by dotted path that hold where a candidate says nothing; see `settings_of`.
     """
 
@@ -121,8 +117,6 @@ class Predictor:
     """Peak memory and step time of candidates, corrected by what was measured.
 
     Args:
-        profile: The workload.
-        machine: What it runs on.
         base: Settings by dotted path that hold where a candidate says nothing; see `settings_of`.
     """
 
@@ -145,9 +139,6 @@ class Predictor:
         """Takes what a trial measured; a candidate may be measured several times.
 
         Args:
-            candidate: The configuration.
-            peak_memory_bytes: Its peak.
-            step_time_s: Its step time.
             step_time_sd: Standard deviation of the logarithm of the step time, as far as the trial itself shows it.
             machine: What it ran on, where that was not the predictor's machine (another number of ranks).
         """
@@ -160,7 +151,6 @@ class Predictor:
         """The same workload on another machine, with what was learned here.
 
         Args:
-            machine: Where to.
             link_sd: Standard deviations of the logarithms of `communication` and `messages`, where the links are
                 others, so that what was learned of these says nothing of those; None if they are the same.
         """
@@ -260,14 +250,10 @@ class ForecastInputs:
     """What forecasts for a target rest on.
 
     Attributes:
-        profile: The workload.
         machine: What it runs on, with as many ranks as were asked for.
-        world_size: Ranks.
         base_config: What candidates are laid over.
-        baseline: The user's own configuration.
         setting: What legality depends on.
         share_bytes: Memory of a rank's device; on a CPU its share of the machine's.
-        notes: What the user should know.
         device: What a rank computes on, in words.
     """
 

@@ -226,7 +226,6 @@ class CalibratedGP:
         """Conditions on observations; the scales stay.
 
         Args:
-            data: The observations.
             y: Values in place of `data.y`, where censored ones were filled in.
         """
         y = data.y if y is None else y

@@ -116,9 +116,6 @@ def _on_the_host(
     """Seconds of an optimizer step that go to launches, bookkeeping and partitioning; see `step_time_terms`.
 
     Args:
-        knobs: The candidates.
-        profile: The workload.
-        machine: What it runs on.
         device_s: Seconds of the device's own work in a step.
         launches_s: Seconds of the launches in a micro-step.
     """

@@ -39,7 +39,6 @@ def memory_by_part(terms: Mapping[str, float], total: float, notes: Mapping[str,
 
     Args:
         terms: Bytes of each part.
-        total: All of it.
         notes: Remark behind a part.
         width: Columns that the name of a part takes.
     """

@@ -32,10 +32,6 @@ class _Answer:
 def render_answer(report: StudyReport, written: Sequence[str] = ()) -> _Answer:
     """What a study found: the front as a table, the picks, the speed-up over the baseline.
 
-    Args:
-        report: The study.
-        written: Paths of the files that were written.
-
     Returns:
         Something that rich prints.
     """

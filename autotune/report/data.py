@@ -426,7 +426,6 @@ class Change:
 
     Attributes:
         factor: How many times better it is, or worse; at least 1.
-        better: Whether it is better.
         told: Whether it can be told from the baseline's.
     """
 

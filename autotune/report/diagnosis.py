@@ -31,8 +31,6 @@ def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
     """Diagnoses a trial of a study.
 
     Args:
-        report: The study.
-        folder: Its folder.
         number: The trial; it completed.
     """
     rows = {row["trial"]: row for row in report.trials}

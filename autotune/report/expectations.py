@@ -31,12 +31,7 @@ from autotune.trial.profile import Floats
 class Expectations:
     """The search model of a study with all of its trials.
 
-    Args:
-        study: The Optuna study.
-
     Attributes:
-        baseline: The user's own configuration.
-        objectives: The study's objectives.
         told: The trials that taught the model something.
 
     Raises:

@@ -46,8 +46,6 @@ class Explanation:
     """An answer with its evidence; its JSON has the same fields.
 
     Attributes:
-        question: The question in words.
-        answer: The answer in a sentence.
         candidate: The configuration in question, if there is one.
         predicted: For each metric `value`, `low`, `high` (90 % interval), and `ratio` to `reference`.
         fits: Probability that it fits the memory.
@@ -90,11 +88,7 @@ class Explanation:
 
 
 def read_setting(text: str) -> tuple[str, Scalar]:
-    """A knob and a value from `KEY=VALUE`.
-
-    Raises:
-        UserError: It is not of that form, or there is no such knob or value.
-    """
+    """A knob and a value from `KEY=VALUE`."""
     name, equals, given = text.partition("=")
     name = name.strip()
     if not equals or not name:
@@ -112,10 +106,6 @@ def read_setting(text: str) -> tuple[str, Scalar]:
 
 class Evidence:
     """Answers to questions about a study's recommendation, from its trials and from what they justify to expect.
-
-    Args:
-        study: The Optuna study.
-        report: Its report.
 
     Raises:
         StoreError: autotune did not make the study, or died while it did.

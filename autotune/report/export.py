@@ -121,9 +121,6 @@ def export(
         format: One of `FORMATS`.
         world_size: Ranks that it was measured with.
         started: How the script is started, where one was tuned.
-
-    Raises:
-        ExportError: The format is not known.
     """
     if format not in FORMATS:
         raise ExportError(f"unknown format {format!r}.{nearest(format, FORMATS)} Known: {', '.join(FORMATS)}")
@@ -360,13 +357,9 @@ def export_pick(report: StudyReport, pick: str | None, number: int | None, form:
     """A pick, or any trial, in the form that another tool takes.
 
     Args:
-        report: The study.
         pick: Name of the pick; None for `recommended`.
         number: A trial instead of a pick.
         form: One of those that `report.export` knows.
-
-    Raises:
-        UserError: There is no such pick, trial or format.
     """
     chosen, base = pick_or_trial(report, pick, number), report.study["base_config"]
     which = f"--pick {shlex.quote(pick)} " if pick else f"--trial {number} " if number is not None else ""
@@ -382,11 +375,7 @@ def export_pick(report: StudyReport, pick: str | None, number: int | None, form:
 
 
 def pick_or_trial(report: StudyReport, pick: str | None, number: int | None) -> dict[str, Any]:
-    """The point to export.
-
-    Raises:
-        StoreError: There is no such pick or trial; it lists those there are.
-    """
+    """The point to export."""
     name, picks, baseline = report.name, report.picks, report.baseline
     if number is not None:
         every = [*picks.values(), *report.front, *report.trials]

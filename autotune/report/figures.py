@@ -66,7 +66,6 @@ def progress(
     """Each trial when it ended, and the best so far.
 
     Args:
-        report: The study.
         metric: An objective, or `gain`: the compromise of all of them over the baseline.
         across: `time` (seconds that trials took) or `trial`.
         points: `series.progress` of the report, where several figures are made of it.
@@ -127,8 +126,6 @@ def losses(report: StudyReport, across: str = "samples", *, difference: bool = F
     """The loss curves over `samples`, `seconds` or `steps`; picks and baseline are named.
 
     Args:
-        report: The study.
-        across: What lies across.
         difference: Draw each curve's distance from the baseline's, as far as both reach.
     """
     curves, n_named, traces = series.losses(report), 0, []

@@ -71,9 +71,6 @@ def draw(report: StudyReport, folder: Path) -> list[Path]:
 
     Returns:
         Their paths.
-
-    Raises:
-        PictureError: No browser draws them here.
     """
     metrics = report.objectives
     timed = [curve.trial for curve in series.steps(report)]

@@ -40,11 +40,6 @@ WHERE = ("hosts", "machine", "waited_s", "lost_attempts")
 def load(name: str, storage_url: str, folder: Path) -> StudyReport:
     """Reads a study and works out what it found so far.
 
-    Args:
-        name: The study.
-        storage_url: Its database.
-        folder: Its folder.
-
     Raises:
         StoreError: There is no such database or study, or autotune did not make it.
     """
@@ -53,11 +48,6 @@ def load(name: str, storage_url: str, folder: Path) -> StudyReport:
 
 def from_storage(storage: Storage, name: str, folder: Path) -> StudyReport:
     """Works out what a study in an open database found so far.
-
-    Args:
-        storage: The database.
-        name: The study.
-        folder: Its folder.
 
     Raises:
         StoreError: There is no such study, or autotune did not make it.
@@ -75,8 +65,6 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
     """Works out what a study found so far.
 
     Args:
-        study: The study.
-        folder: Its folder.
         series: Read the losses and the times of single steps too, which takes opening a file for each trial.
 
     Raises:

@@ -14,12 +14,7 @@ LONGEST_TRIAL_NOTE_CHARS = 2000
 
 
 def store_notes(study: Study, report: StudyReport) -> None:
-    """Store the notes of a study and its trials.
-
-    Args:
-        study: The study.
-        report: Its report.
-    """
+    """Store the notes of a study and its trials."""
     answer = _without_links(readme.study_note(report, lambda _: ""))
     trials = {row["trial"]: _without_links(readme.trial_note(report, row, "")) for row in report.trials}
     notes.write_notes(study, answer, {number: text[:LONGEST_TRIAL_NOTE_CHARS] for number, text in trials.items()})

@@ -41,7 +41,6 @@ def study_note(report: StudyReport, link: Callable[[str], str]) -> str:
     """The answer for Optuna's dashboard: the recommendation against the baseline, and every pick's JSON in one click.
 
     Args:
-        report: The study.
         link: Address of a pick's JSON.
     """
     rows = [
@@ -70,7 +69,6 @@ def trial_note(report: StudyReport, row: Data, link: str) -> str:
     """One trial for Optuna's dashboard: its configuration, what it yielded, how it failed.
 
     Args:
-        report: The study.
         row: The trial, as the report has it.
         link: Address of its JSON.
     """

@@ -262,7 +262,6 @@ class Prediction:
 
     Attributes:
         candidate: Its knobs by name.
-        ranks: Ranks.
         peak_memory_bytes: Of one rank.
         step_time_s: Of an optimizer step.
         samples_per_s: Of all ranks together.

@@ -28,7 +28,6 @@ class LossCurve:
     """The loss of one trial, averaged over pieces of the run.
 
     Attributes:
-        trial: Trial number.
         marks: What the trial is: titles of picks, `baseline`.
         loss: Mean loss of each piece; None where no loss was finite.
         across: The middle of each piece in `samples`, `seconds` (empty if not timed) and `steps`.
@@ -45,7 +44,6 @@ class StepCurve:
     """The step times of one trial in pieces of equal length.
 
     Attributes:
-        trial: Trial number.
         marks: What the trial is: titles of picks, `baseline`.
         n: Number of steps.
         size: Steps in a piece.
@@ -68,7 +66,6 @@ class ProgressPoint:
     """One trial in the course of the search.
 
     Attributes:
-        trial: Trial number.
         ended_s: Seconds that trials had taken when this one ended.
         outcome: How it ended, in words.
         gain: Weighted geometric mean of the gains over the baseline; None if it cannot be stated.
@@ -87,10 +84,8 @@ class ForecastPoint:
     """What one trial was expected to measure and what it measured.
 
     Attributes:
-        trial: Trial number.
         value: The forecast.
         low: Lower end of its 90 % interval.
-        high: Upper end of its 90 % interval.
         measured: The measurement.
     """
 

@@ -16,7 +16,6 @@ class Row:
     """A trial in a table.
 
     Attributes:
-        trial: Its number.
         configuration: Its configuration in words.
         marks: What it stands for: titles of picks, `baseline`.
         speedup: Throughput over the baseline's; None if unknown.
@@ -75,9 +74,7 @@ class Compared:
     """A metric of a trial beside the baseline's.
 
     Attributes:
-        label: The metric's label.
         scale: Unit and decimals of both values.
-        value: The trial's value.
         ends: Its 95 % interval; None where it has none that can be seen.
         reference: The baseline's value; None without one to compare with.
         reference_ends: Its 95 % interval.

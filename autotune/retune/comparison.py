@@ -36,13 +36,7 @@ Rounds = Callable[[int], Mapping[str, "Reading"]]
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One measurement of one side.
-
-    Attributes:
-        outcome: How it ended.
-        reason: Why it did not complete.
-        metrics: Its metrics by name.
-    """
+    """One measurement of one side."""
 
     outcome: Outcome
     reason: str = ""
@@ -100,11 +94,8 @@ class DriftCheck(_Evidence):
 
     Attributes:
         moved: Whether it has, or the opposite could not be shown.
-        runs: Whether the configuration in use can run here.
-        reason: Why, in words.
         shift: Growth of the logarithm of that ratio; None if unknown.
         shift_ci95: Its 95 % interval.
-        n_rounds: Rounds that were measured.
         machine: Growth of the logarithm of the baseline's own step time.
     """
 
@@ -143,7 +134,6 @@ class Comparison(_Evidence):
         sure: Whether the challenger is better with probability `SURE`.
         speedup: Throughput over the other's.
         speedup_ci95: Its 95 % interval.
-        n_rounds: Rounds in turns.
         failed: Why the challenger, or the one in use, did not run to its end.
         won: Whether the challenger wins because the other cannot run.
     """
@@ -312,7 +302,6 @@ def compare(
     Only these rounds count: the challenger was selected for a good trial, so that trial is biased.
 
     Args:
-        objectives: The objectives.
         both: The trials of the two, for metrics that need a loss curve, for which rounds are too short.
         min_gain: Gain, as a share, from which the challenger replaces the other.
         rounds: Measures one round.

@@ -37,10 +37,8 @@ class Part:
     """One part of the fingerprint.
 
     Attributes:
-        label: Its name for people.
         touches: Prefixes of the knobs whose best value may change with it.
         opens: Whether a change alters which configurations can run, so that a better one may exist.
-        differs: Whether two values differ.
     """
 
     label: str
@@ -102,8 +100,6 @@ class Change:
 
     Attributes:
         part: Its key in `PARTS`.
-        before: Its value then.
-        after: Its value now.
     """
 
     part: str
@@ -205,7 +201,6 @@ def here(kept: StudyRecord, target: Path) -> Fingerprint:
     """The parts of a study's fingerprint that need neither torch nor the model.
 
     Args:
-        kept: The study.
         target: The user's file, which may be gone.
     """
     old = Fingerprint.of(kept).values

@@ -76,15 +76,7 @@ class RetuneRequest:
 
 @dataclass
 class Retuning:
-    """One re-tuning of a study, new or interrupted, to its end.
-
-    Args:
-        name: The study.
-        folder: Its folder.
-        url: Its database.
-        asked: The user's options.
-        observer: Receives progress.
-    """
+    """One re-tuning of a study, new or interrupted, to its end."""
 
     name: str
     folder: Path
@@ -152,7 +144,6 @@ class Retuning:
 
         Args:
             found: Today's plan of the study.
-            executor: The engine.
 
         Raises:
             GoneError: The study was deleted meanwhile.

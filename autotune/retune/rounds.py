@@ -20,10 +20,8 @@ class Rounds:
     """Measures two configurations once per round.
 
     Attributes:
-        folder: Where the rounds' trials run.
         role: Role of the measurements in the history: `check` or `duel`.
         sides: The configurations, by name.
-        runner: Runs the trials.
         recorder: Stores the measurements in the history.
         check_alive: Raises if the study was deleted meanwhile.
     """

@@ -60,7 +60,6 @@ class Schedule:
 
     Attributes:
         number: Its number in the database.
-        study: The study.
         every_s: Seconds from one run to the next; None if `cron` is set.
         cron: Five fields, in local time.
         on_change: Whether it runs only if the environment has changed since the last run.
@@ -123,11 +122,7 @@ class Schedule:
 
 
 def rule_of(every: str | None, cron: str | None) -> tuple[float | None, str | None]:
-    """Read a rule from the command line: an interval in seconds, or five fields of a crontab.
-
-    Raises:
-        ScheduleError: It is no rule.
-    """
+    """Read a rule from the command line: an interval in seconds, or five fields of a crontab."""
     if (every is None) == (cron is None):
         raise ScheduleError('schedule: give --every 7d or --cron "0 3 * * 0"')
     if cron is not None:
@@ -226,8 +221,6 @@ class Daemon:
     """Run what is due, in child processes; of a project's daemons on a database one leads, the others stand by.
 
     Args:
-        url: The database.
-        studies: The folder of the studies.
         say: Prints a line.
         command: The command that re-tunes; the study's name and `--if-due` are appended.
     """

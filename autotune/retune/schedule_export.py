@@ -59,10 +59,8 @@ class Job(NamedTuple):
     """A schedule to be written.
 
     Attributes:
-        schedule: The schedule.
         name: Its name for the other scheduler.
         folder: Folder in which the command runs.
-        n_gpus: GPUs that it needs.
     """
 
     schedule: Schedule

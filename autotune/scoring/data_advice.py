@@ -19,7 +19,6 @@ def data_notes(evidence: Evidence, waiting: float, computing: float) -> list[str
     """Notes on the data of a trial.
 
     Args:
-        evidence: The trial.
         waiting: Share of the step in which its ranks load batches.
         computing: Share of the step whose time grows with the tokens.
     """

@@ -35,7 +35,6 @@ class Effect:
     """Effect of one knob on a metric.
 
     Attributes:
-        knob: Its name.
         share: Its share of the variance of the metric's logarithm.
         levels: Its values, the reference's first.
     """
@@ -50,7 +49,6 @@ class Effects:
     """Effects of all knobs on a metric.
 
     Attributes:
-        metric: The metric.
         n: Trials that it rests on.
         explained: Share of the variance that the model predicts in left-out trials; at or below 0 it predicts nothing.
         knobs: The knobs, the one that matters most first.

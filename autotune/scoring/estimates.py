@@ -40,8 +40,6 @@ class Gain(NamedTuple):
 
     Attributes:
         factor: The factor; above 1 is better.
-        low: Lower end.
-        high: Upper end.
     """
 
     factor: float
@@ -283,7 +281,6 @@ def _estimated(
     """A trial with the estimates in place of what it measured.
 
     Args:
-        m: The trial.
         step_s: The estimate of its step time.
         reach: Half-width of the interval of its logarithm.
         noise: Half-width of the interval of one measurement of a time.

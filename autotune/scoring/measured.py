@@ -20,7 +20,6 @@ class Foretold(NamedTuple):
     """What a study's model foretells of the logarithm of a trial's step time, but for what was read of it.
 
     Attributes:
-        mean: Its mean.
         row: Its row of a factor of the covariance: that of two trials is the product of their rows.
     """
 
@@ -33,10 +32,7 @@ class Measured:
     """One trial as the analysis sees it.
 
     Attributes:
-        trial: Its number.
-        candidate: What was measured.
         ds_config: Its complete DeepSpeed configuration.
-        outcome: How it ended.
         metrics: By metric what it yielded, or after `estimates.estimate` the estimate from all measurements.
         ci95: The 95 % interval, within that one run or of the estimate.
         feasible: Whether all constraints are held; after `estimates.estimate` by the estimates.

@@ -23,9 +23,7 @@ class Metric:
     """One quantity that a trial yields.
 
     Attributes:
-        unit: Its unit.
         direction: Which way is better.
-        label: Its name for people.
         of: Its estimate from a trial, or None if that trial does not yield it.
         why_missing: What to say where it is None.
     """
@@ -142,11 +140,7 @@ METRICS: dict[str, Metric] = {
 
 
 def check_metric(name: str) -> None:
-    """Refuses a metric that does not exist.
-
-    Raises:
-        ValueError: It lists those that do.
-    """
+    """Refuses a metric that does not exist."""
     if name not in METRICS:
         raise ValueError(
             f"unknown metric {name!r}.{nearest(name, METRICS)} Known: {', '.join(METRICS)}. See `autotune ls metrics`."

@@ -21,11 +21,7 @@ class ObjectiveError(UserError):
 
 
 def parse_amount(value: Any, metric: str) -> float:
-    """An amount of a metric, in the metric's unit; bytes and seconds may carry a unit (`4GiB`, `250ms`).
-
-    Raises:
-        ValueError: It says what is accepted.
-    """
+    """An amount of a metric, in the metric's unit; bytes and seconds may carry a unit (`4GiB`, `250ms`)."""
     match METRICS[metric].unit:
         case "B":
             return float(parse_bytes(value))
@@ -69,7 +65,6 @@ class Objective(_Bounded):
         name: What it is called, as in `latency`.
         metric: A key of `METRICS`.
         weight: How much it counts, relative to the others, where one candidate has to be picked.
-        description: What it means, for people.
         min: Lower bound that a solution must keep, as a constraint does.
         max: Upper bound that a solution must keep, as a constraint does.
     """
@@ -180,11 +175,7 @@ def check_measurable(
     constraints: Sequence[Constraint],
     reference: Reference | None,
 ) -> None:
-    """Refuses a study whose objectives or bounds the baseline's (complete) trial does not yield.
-
-    Raises:
-        ObjectiveError: It names the objective and the reason.
-    """
+    """Refuses a study whose objectives or bounds the baseline's (complete) trial does not yield."""
     found = score(baseline, objectives, constraints, reference)
     for metric, reason in found.missing.items():
         name = next((objective.name for objective in objectives if objective.metric == metric), None)

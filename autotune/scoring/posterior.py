@@ -36,7 +36,6 @@ class Readings:
     """All measurements of a study.
 
     Attributes:
-        log_value: Logarithm of each reading.
         own_sd: Its standard deviation as far as its own run tells.
         trial: The trial that it measures, as a row of `forecast`.
         round: The re-measurement round that it belongs to; 0 for the trials' first measurements.

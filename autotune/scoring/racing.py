@@ -53,7 +53,6 @@ def race(
 
     Args:
         trials: The trials, without the baseline.
-        estimates: What all measurements say.
         objectives: What decides it.
         below: The loss, as a share, below which it is settled.
         more: Rounds that may follow: whether the leader beats the baseline counts as settled where these cannot show it.
@@ -115,7 +114,6 @@ def rounds_done(estimates: Estimates, tried: Mapping[int, int]) -> int:
     """The rounds that the baseline was in, which is in each; without one, the most that a trial was in.
 
     Args:
-        estimates: What all measurements say.
         tried: Rounds that a trial was in, by number.
     """
     return tried.get(estimates.baseline.trial, 0) if estimates.baseline else max(tried.values(), default=0)
@@ -139,10 +137,7 @@ def next_round(
     and for throughput.
 
     Args:
-        estimates: What all measurements say.
-        objectives: What the study optimises.
         found: The finalists, by number; each is measured at least once.
-        world_size: Ranks.
         n: Trials in a round.
         tried: Rounds that a trial was in, by number, whether they completed or not.
         rounds: Those that a leader must have been in, and the most that the baseline may be in.

@@ -33,8 +33,6 @@ class Estimate:
 
     Attributes:
         value: The value, in the metric's unit.
-        low: Lower end of the interval.
-        high: Upper end of the interval.
         censored: The trial ended before the value could be seen; it is extrapolated.
     """
 
@@ -48,7 +46,6 @@ def rate_of(result: TrialResult, counted: str) -> Estimate | None:
     """Returns what the timed steps of a trial took in over their time; None where the single steps are not known.
 
     Args:
-        result: The trial.
         counted: A name in `taken_in`, as `samples`.
     """
     if result.steps is None or result.steps.n_steps == 0 or not result.taken_in.get(counted):

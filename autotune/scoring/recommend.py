@@ -35,9 +35,7 @@ class Pick:
     """A recommended configuration.
 
     Attributes:
-        measured: The trial.
         estimates: What all measurements say of it.
-        reasons: Why, in words.
         first: The trial that reads best, which may not have passed its checks.
     """
 
@@ -130,9 +128,7 @@ def finalists(estimates: Estimates, objectives: Sequence[Objective], n: int, wor
 
     Args:
         estimates: From first measurements alone, so that a resumed study chooses the same.
-        objectives: What the study optimises.
         n: Number of finalists.
-        world_size: Ranks.
     """
     baseline = estimates.baseline
     ranked = [m for m in rank(estimates, objectives) if baseline is None or m.trial != baseline.trial]
@@ -151,8 +147,6 @@ def recommend(estimates: Estimates, objectives: Sequence[Objective], world_size:
 
     Args:
         estimates: What all measurements say of every told trial.
-        objectives: What the study optimises.
-        world_size: Ranks.
     """
     baseline, everything = estimates.baseline, rank(estimates, objectives)
     ranked = [m for m in everything if not m.unreproducible] or everything

@@ -26,9 +26,7 @@ class Run:
     """One measured run.
 
     Attributes:
-        world_size: Ranks.
         round: Which time round; a round measures every rank count once, in turn.
-        samples_per_s: Throughput.
         step_s: Median step time.
         samples_per_step: Samples of an optimizer step over all ranks.
         communication: Share of the step that collectives took; None if not known.
@@ -91,24 +89,16 @@ class Scale:
     """What one rank count gives. Intervals are 95 % ones, from how the rounds scatter; None with one round.
 
     Attributes:
-        world_size: Ranks.
         step_s: Step time, the geometric mean over the rounds.
-        step_ci95: Its interval.
-        samples_per_s: Throughput.
         samples_per_s_ci95: Its interval; wider than that of the speed-up where the machine drifts from round to round.
         samples_per_step: Samples of an optimizer step over all ranks.
         speedup: Throughput over that of the fewest ranks.
-        speedup_ci95: Its interval.
         efficiency: Speed-up over the ideal one.
-        efficiency_ci95: Its interval.
         serial_share: Karp-Flatt metric: the share of the work that would have to be serial to explain the speed-up, at
             most 1, where more ranks are no faster. Where it grows with the ranks, communication is to blame; where it
             stays, work that is not divided.
         communication: Share of the step that collectives took.
-        communication_ci95: Its interval.
         epoch_s: Time to train on every sample once; None without a data set of known size.
-        epoch_ci95: Its interval.
-        n_rounds: Rounds.
         losses: Share of the step that each of `LOSSES` takes beyond the ideal step; together what the efficiency lacks,
             negative where something is quicker. Empty for the fewest ranks and where steps were not taken apart.
         slowest_rank: The rank that computes longest; None if not known.
@@ -148,7 +138,6 @@ def candidates(base: Candidate, ranks: Sequence[int], mode: Mode) -> dict[int, C
 
     Args:
         base: The configuration of the most ranks.
-        ranks: Rank counts.
         mode: Which of the two.
 
     Raises:
@@ -171,7 +160,6 @@ def scaling(runs: Sequence[Run], n_samples: int | None, noise_samples: float | N
     """Compares the rank counts, each round with itself, so that a machine that drifts drifts for all.
 
     Args:
-        runs: What was measured.
         n_samples: Samples in the data set; None if it has no end.
         noise_samples: The gradient noise scale, which says what samples of a larger batch are worth; None if unknown.
     """

@@ -15,10 +15,7 @@ class StepObservation:
     """One trial of the study, as far as a diagnosis of another one needs it.
 
     Attributes:
-        trial: Its number.
-        candidate: Its knob values.
         samples_per_s: Its throughput; None if it did not complete.
-        outcome: How it ended.
         phases_s: The step that was taken apart, slowest rank.
     """
 
@@ -35,12 +32,10 @@ class Evidence:
 
     Attributes:
         seen: The trial.
-        world_size: Ranks.
         ranks: The step that was taken apart, by rank; one such table for the trial and each time that it was measured
             again.
         step_s: Median time of the steps that were timed.
         beside_s: Median step time in the run with phase timing, if that was a separate run.
-        peak_memory_bytes: Its peak.
         memory_limit_bytes: What a rank may use; None if nothing says so.
         alloc_retries: How often the CUDA allocator had to free its cache.
         allocated_bytes: The most that tensors took of a CUDA device.
@@ -48,10 +43,8 @@ class Evidence:
         device_load: The devices, where NVIDIA's management library was there.
         samples_per_step: Samples of a step over all ranks.
         tf32: Whether fp32 products used TensorFloat-32; None if unknown.
-        n_parameters: Parameters of the model.
         n_blocks: Repeated blocks, of which every k-th may be recomputed.
         tokens_per_step: Tokens of a step over all ranks; None where samples are no token sequences.
-        device_name: The device.
         flops_per_step: FLOPs of a step over all ranks, nothing recomputed; None to count six for each parameter and
             token.
         peak_flops: FLOP/s that products in this precision reach on this machine; None where that was not measured.
@@ -99,7 +92,6 @@ class Part:
     """A part of the step.
 
     Attributes:
-        name: What it is.
         seconds: Its time; None if it could not be found out.
         share: Its share of the step that was taken apart.
         known: How it is known, in words.
@@ -116,7 +108,6 @@ class Advice:
     """What to change, and what that is worth.
 
     Attributes:
-        knob: The knob.
         value: What to set it to.
         before: What it is in this trial.
         factor: Throughput over this trial's.
@@ -135,11 +126,9 @@ class Diagnosis:
     """Where a trial's time goes.
 
     Attributes:
-        trial: Its number.
         bound_by: The bottleneck; empty where phases were not measured.
         parts: The parts of the step, the largest first, then what could not be found out.
         advice: What the other trials say, the best first.
-        notes: What else to know.
     """
 
     trial: int

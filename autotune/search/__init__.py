@@ -15,11 +15,7 @@ SAMPLERS = {
 
 
 def check_sampler(name: str) -> None:
-    """Refuses a sampler that does not exist.
-
-    Raises:
-        UserError: It names those that do.
-    """
+    """Refuses a sampler that does not exist."""
     if name not in SAMPLERS:
         raise UserError(
             f"sampler: unknown {name!r}.{nearest(name, SAMPLERS)} Known: {', '.join(SAMPLERS)}. See `autotune ls samplers`."

@@ -29,9 +29,7 @@ def needed(state: CostModel, shares: Floats, rows: Rows, allowed: Floats, held: 
     """How much each row is worth to try for what it shows; all 0 where the model may be believed.
 
     Args:
-        state: What the trials so far taught.
         shares: Weights of the objectives in the goal.
-        rows: Candidates.
         allowed: Probability of each that it runs and keeps the bounds.
         held: The measured ones that keep the bounds; at least one.
     """

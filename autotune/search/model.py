@@ -86,7 +86,6 @@ class CostModel:
     Attributes:
         catalogue: The candidates, which rows are numbers of.
         metrics: The objectives.
-        world_size: Ranks.
         bounds: What a solution must keep.
         time: Log step time.
         memory: Log peak memory.
@@ -158,8 +157,6 @@ class CostModel:
         """Mean and standard deviation of the logarithm of a metric, signed so that less is better.
 
         Args:
-            rows: Which candidates.
-            metric: The metric.
             step_time: Their `step_time`, where it was worked out before.
         """
         log_batch = np.log(self.catalogue.batch[rows] * self.world_size)

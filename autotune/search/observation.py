@@ -22,8 +22,6 @@ class Observation:
     """A trial as the search sees it.
 
     Attributes:
-        candidate: What was measured.
-        outcome: How it ended.
         metrics: What it yielded, as in `objective.METRICS`.
         ci95: 95 % intervals, where they are known.
         censored: Metrics that are extrapolated.
@@ -70,9 +68,7 @@ def observed(candidate: Candidate, data: Mapping[str, Any], setting: Setting) ->
     """A told trial as the search sees it.
 
     Args:
-        candidate: What ran.
         data: What a study stores of its result.
-        setting: The study's.
     """
     inner, boundary = _micro_steps(data, candidate, setting.world_size)
     ci95 = {name: (float(low), float(high)) for name, (low, high) in data.get("ci95", {}).items()}

@@ -110,7 +110,6 @@ class CandidateOptimizer:
         prior: Predicts step time and memory; `forecast.features.flat` for none.
         metrics: The objectives, as in `objective.METRICS`, in order; a mapping holds their weights in the goal, which is
             the weighted mean of their logarithms (without one all weigh alike).
-        world_size: Ranks.
         memory_limit_bytes: What a rank may use; None if that is not known.
         bounds: Bounds on metrics that a solution must keep (metric, which end, amount).
         reference: The candidate whose batch is the origin; by default the first.
@@ -383,9 +382,7 @@ def _gains(state: CostModel, shares: Floats, rows: Rows, mean: Floats, held: Row
     the scale of the step time, makes neither the better one.
 
     Args:
-        state: What the trials so far taught.
         shares: Weights of the objectives in the goal.
-        rows: Candidates.
         mean: Their expected costs.
         held: The measured ones that keep the bounds.
         seen: Expected costs of these.

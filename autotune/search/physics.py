@@ -49,11 +49,7 @@ class PhysicsSampler(LegalSampler):
     """Proposes the legal new candidate that the guide expects most of.
 
     Args:
-        space: The knobs.
         default: The baseline, whose values hold for what is not tuned.
-        setting: What legality depends on.
-        seed: Seed of what is drawn.
-        prior: Predicts step time and memory.
         metrics: The objectives' metrics, in order; a mapping holds their weights, as for `CandidateOptimizer`.
         memory_limit_bytes: What a rank may use; None if that is not known.
         bounds: Bounds on metrics that a solution must keep, as `objective.bounds` gives them.

@@ -21,7 +21,6 @@ def pool(state: CostModel, shares: Floats, open_rows: NDArray[np.bool_], rng: np
     """The rows to look at closely: near-optimal for several weightings, the best of each level, and random ones.
 
     Args:
-        state: What the trials so far taught.
         shares: Weights of the objectives in the goal.
         open_rows: Which rows may be chosen.
         rng: Draws weightings and rows.

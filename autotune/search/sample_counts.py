@@ -26,8 +26,6 @@ class SampleCounts:
     """Both counts as logarithms; each is fitted when it is first asked for, since most goals need none or one.
 
     Attributes:
-        catalogue: The candidates.
-        world_size: Ranks.
         done: The trials that completed.
     """
 

@@ -37,9 +37,7 @@ class LegalSampler(BaseSampler):
 
     Args:
         name: One of `search.SAMPLERS`.
-        space: The knobs.
         default: The baseline, whose values hold for what is not tuned.
-        setting: What legality depends on.
         seed: Seed of the draws; a resumed study must not repeat those of its first run, so add the trials already
             there.
     """

@@ -83,11 +83,7 @@ class Candidate:
 
     @classmethod
     def of(cls, values: Mapping[str, Scalar]) -> Candidate:
-        """Builds a candidate from flat knob values; a name with a dot is a DeepSpeed path.
-
-        Raises:
-            ConfigError: A name is neither a field nor a known DeepSpeed path, or a value is not one the field takes.
-        """
+        """Builds a candidate from flat knob values; a name with a dot is a DeepSpeed path."""
         own: dict[str, Any] = {name: value for name, value in values.items() if name in FIELDS}
         config = {name: value for name, value in values.items() if name not in FIELDS and value is not None}
         config = {name: value for name, value in config.items() if name not in DEGREES or value not in (0, 1)}
@@ -314,11 +310,7 @@ def ordinal(number: int) -> str:
 
 
 def check_knob(name: str) -> None:
-    """Refuses a knob that is neither a Candidate field nor a path that DeepSpeed reads.
-
-    Raises:
-        ConfigError: It says which names are near.
-    """
+    """Refuses a knob that is neither a Candidate field nor a path that DeepSpeed reads."""
     if name in FIELDS:
         return
     if data.is_data(name):
@@ -341,11 +333,7 @@ def check_knob(name: str) -> None:
 
 
 def check_value(name: str, value: Scalar) -> None:
-    """Refuses a value that the Candidate field does not take.
-
-    Raises:
-        ConfigError: It lists the values that the field takes.
-    """
+    """Refuses a value that the Candidate field does not take."""
     check_plain(value, name)
     if data.is_data(name):
         data.check_value(name, value)

@@ -65,11 +65,7 @@ def is_data(name: str) -> bool:
 
 
 def check_knob(name: str) -> None:
-    """Refuses a setting of the data that does not exist.
-
-    Raises:
-        ConfigError: It says which are known.
-    """
+    """Refuses a setting of the data that does not exist."""
     short = name.removeprefix(PREFIX)
     if short not in KNOBS:
         known = ", ".join(PREFIX + each for each in KNOBS)
@@ -78,11 +74,7 @@ def check_knob(name: str) -> None:
 
 
 def check_value(name: str, value: Scalar) -> None:
-    """Refuses a value that a setting of the data does not take.
-
-    Raises:
-        ConfigError: It says what is taken.
-    """
+    """Refuses a value that a setting of the data does not take."""
     if value is None:
         return
     least = KNOBS[name.removeprefix(PREFIX)].least

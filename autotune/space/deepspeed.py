@@ -172,11 +172,7 @@ def set_path(config: DsConfig, path: str, value: Any) -> None:
 
 
 def check_retired(config: Mapping[str, Any], deepspeed_version: str, where: str) -> None:
-    """Refuses a key that the installed DeepSpeed no longer takes.
-
-    Raises:
-        ConfigError: It names the key and the version.
-    """
+    """Refuses a key that the installed DeepSpeed no longer takes."""
     for key in RETIRED_KEYS & config.keys():
         if version(deepspeed_version) >= RETIRED_SINCE:
             raise ConfigError(f"{where}: {key!r} is no longer read by DeepSpeed {deepspeed_version}; remove it")
@@ -196,11 +192,7 @@ def without_auto(config: DsConfig) -> DsConfig:
 
 
 def check_plain(value: Any, where: str, depth: int = 0) -> None:
-    """Refuses what JSON or a database cannot hold: infinities, lone surrogates, keys that are no texts, deep nesting.
-
-    Raises:
-        ConfigError: It names the key.
-    """
+    """Refuses what JSON or a database cannot hold: infinities, lone surrogates, keys that are no texts, deep nesting."""
     match value:
         case None | bool():
             return
@@ -356,11 +348,7 @@ def read_config(text: str, where: str) -> DsConfig:
 
 
 def check_config(config: Any, where: str) -> None:
-    """Refuses a DeepSpeed configuration with a key that DeepSpeed ignores, or a value that it refuses.
-
-    Raises:
-        ConfigError: It names the key, and the nearest one known.
-    """
+    """Refuses a DeepSpeed configuration with a key that DeepSpeed ignores, or a value that it refuses."""
     if not isinstance(config, dict):
         raise ConfigError(f"{where}: a DeepSpeed configuration is a JSON object, not {type(config).__name__}")
     check_plain(config, where)
@@ -388,9 +376,6 @@ def check_setting(path: str, value: Any, where: str) -> None:
     """Refuses a value that DeepSpeed does not take for a setting; None is its default.
 
     Kinds are those of the settings that the tuner calculates with; names and bounds are the installed DeepSpeed's.
-
-    Raises:
-        ConfigError: It says what is needed.
     """
     if value is None or path.startswith(("data.", "torch.")):  # none of DeepSpeed's
         return

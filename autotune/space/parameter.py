@@ -124,9 +124,6 @@ def parse_parameters(data: Any, where: str) -> tuple[Parameter, ...]:
 
     A knob's value is `{choices: [..]}`, `{range: [low, high]}` (with `step`, `power_of_two`), or for short a list of
     choices or a single value; `when: {parent: [values]}` makes it conditional.
-
-    Raises:
-        SpaceError: It names the place, the knob and what is known.
     """
     if not isinstance(data, dict):
         raise SpaceError(

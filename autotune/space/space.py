@@ -32,7 +32,6 @@ class SearchSpace:
     Made by `parse` or `compose`, which check and order; a default candidate (the baseline) fills in what is not tuned.
 
     Attributes:
-        parameters: The knobs.
         samples_per_rank: Samples that each rank sees per optimizer step, if the global batch is kept: then the
             accumulation is not tuned but follows from the micro-batch. None if the global batch is free.
     """
@@ -47,9 +46,6 @@ class SearchSpace:
         Args:
             data: Mapping of knobs to their values (parsed YAML).
             where: What to call it in an error, usually its path.
-
-        Raises:
-            SpaceError: It names the place, the knob and what is known.
         """
         return cls.compose([(where, parse_parameters(data, where))])
 

@@ -19,21 +19,13 @@ def is_torch(name: str) -> bool:
 
 
 def check_knob(name: str) -> None:
-    """Refuses a setting of torch that is not tuned.
-
-    Raises:
-        ConfigError: It says which are known.
-    """
+    """Refuses a setting of torch that is not tuned."""
     if name != TF32:
         raise ConfigError(f"unknown setting of torch {name!r}.{nearest(name, [TF32])} Known: {TF32}")
 
 
 def check_value(name: str, value: Scalar) -> None:
-    """Refuses a value that a setting of torch does not take.
-
-    Raises:
-        ConfigError: It says what is taken.
-    """
+    """Refuses a value that a setting of torch does not take."""
     if not isinstance(value, bool | None):
         raise ConfigError(f"{name}: {value!r} is not true or false")
 

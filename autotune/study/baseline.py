@@ -38,8 +38,6 @@ class BaselineTrial:
 
     Args:
         state: The study, which does not exist in the database yet.
-        measurer: Runs the trials.
-        events: Receives messages about decisions.
         budget: Says whether there is time for the noise probe.
     """
 
@@ -189,11 +187,7 @@ class BaselineTrial:
         return ""
 
     def _keep_batch(self, problem: str) -> None:
-        """Searches the baseline's global batch alone, if goodput needs the noise scale that could not be measured.
-
-        Raises:
-            UserError: Then there is nothing to search.
-        """
+        """Searches the baseline's global batch alone, if goodput needs the noise scale that could not be measured."""
         plan = self._state.plan
         name = next((o.name for o in self._state.objectives if o.metric == GOODPUT), None)
         if name is None:

@@ -43,14 +43,7 @@ def largest_batch(room_s: float, samples_per_s: float, rest_s: float) -> int:
 
 
 class BranchCheck:
-    """Confirms by training what a finalist's global batch is worth; earlier branches are read from the folder.
-
-    Args:
-        state: The study.
-        measurer: Runs the branches.
-        budget: Ends the check.
-        events: Receives messages about branches.
-    """
+    """Confirms by training what a finalist's global batch is worth; earlier branches are read from the folder."""
 
     def __init__(self, state: StudyState, measurer: TrialMeasurer, budget: Budget, events: EventSink) -> None:
         self._state, self._measurer, self._budget, self._events = state, measurer, budget, events

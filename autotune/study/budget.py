@@ -63,7 +63,6 @@ class Budget:
     """Counts what a study has spent; time runs from the moment at which its command began, imports included.
 
     Args:
-        state: The study.
         leads: Whether this coordinator leads the study, so that its time is the study's.
     """
 
@@ -279,11 +278,7 @@ class Budget:
         return [data for data in told if data["outcome"] != Outcome.PREDICTED_OOM]
 
     def check_target_works(self) -> None:
-        """Checks that not all trials from the first on failed.
-
-        Raises:
-            UserError: They did, so the target is broken.
-        """
+        """Checks that not all trials from the first on failed."""
         ends = self._ran()
         if len(ends) < ABORT_AFTER_CRASHES or any(end["outcome"] not in FAILURES for end in ends):
             return

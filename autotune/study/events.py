@@ -74,13 +74,7 @@ class Progress:
     """The state of a study after a trial.
 
     Attributes:
-        number: The trial.
         role: `baseline`, `search` or `repeat`.
-        candidate: Its configuration.
-        outcome: How it ended.
-        reason: Why, unless it is complete.
-        metrics: What it measured, by metric.
-        wall_s: Its duration in seconds.
         n_told: Trials told so far.
         n_trials: The budget of trials.
         best: The best compromise so far.
@@ -122,12 +116,9 @@ class Event:
     """Something that happened in a run.
 
     Attributes:
-        kind: What happened.
         time_s: When, in Unix seconds.
         text: The message of a note, a phase or a wait for the engine.
         trial: Number of the trial that started.
-        role: Its role.
-        candidate: Its configuration.
         progress: The state of the study, where a trial ended.
     """
 
@@ -190,11 +181,7 @@ SILENT = EventSink()
 
 
 class Broadcast(EventSink):
-    """Hands every event to several sinks, in order.
-
-    Args:
-        sinks: The sinks.
-    """
+    """Hands every event to several sinks, in order."""
 
     def __init__(self, *sinks: EventSink) -> None:
         self._sinks = sinks
@@ -249,7 +236,6 @@ class JournalReader:
     """Reads the journal of a run while it grows.
 
     Args:
-        folder: The study's folder.
         pid: The process that runs the study; the journal of another process is ignored.
     """
 

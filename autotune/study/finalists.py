@@ -25,15 +25,7 @@ UNSTATED_ROUNDS = 2
 
 
 class Finalists:
-    """Confirms a study's recommendation; earlier checks and measurements are read from the study's folder.
-
-    Args:
-        state: The study.
-        measurer: Runs the trials.
-        teller: States the progress.
-        budget: Ends the repeats.
-        events: Receives messages about checks and measurements.
-    """
+    """Confirms a study's recommendation; earlier checks and measurements are read from the study's folder."""
 
     def __init__(
         self, state: StudyState, measurer: TrialMeasurer, teller: Teller, budget: Budget, events: EventSink

@@ -60,8 +60,6 @@ class CallbackSink(EventSink):
 
     Args:
         callbacks: What to call, in order. An exception of theirs ends the run; told trials stay told.
-        storage: The database.
-        name: The study.
     """
 
     def __init__(self, callbacks: Sequence[Callback], storage: Storage, name: str) -> None:

@@ -32,10 +32,7 @@ class TrialMeasurer:
     """Runs trials of a study, each in its own folder.
 
     Args:
-        state: The study.
         executor: The engine for trials that run alone.
-        events: Receives the start of each trial.
-        budget: Ends repeated tries.
         bounds_to_beat: The measurements that a candidate must beat; a trial that cannot stops early.
     """
 
@@ -57,8 +54,6 @@ class TrialMeasurer:
         """Runs a trial alone.
 
         Args:
-            candidate: The configuration.
-            path: The trial's folder.
             role: `baseline`, `search`, `repeat`, `noise`, `gate`, `branch` or `warm`.
             request_fields: Fields of the request that differ from those of the study's trials.
         """

@@ -34,14 +34,7 @@ WITHIN_DEADLINE = 0.9  # at most this share of a trial's deadline
 
 
 class NumericsCheck:
-    """Checks how finalists with other numerics than the baseline train; earlier checks are read from the folder.
-
-    Args:
-        state: The study.
-        measurer: Runs the references.
-        budget: States the study's time so far.
-        events: Receives messages about checks and refusals.
-    """
+    """Checks how finalists with other numerics than the baseline train; earlier checks are read from the folder."""
 
     def __init__(self, state: StudyState, measurer: TrialMeasurer, budget: Budget, events: EventSink) -> None:
         self._state, self._measurer, self._budget, self._events = state, measurer, budget, events

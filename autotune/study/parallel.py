@@ -34,7 +34,6 @@ class ClaimedTrial:
 
     Attributes:
         asked: The trial.
-        candidate: The configuration that it measures.
         role: `search`, or the role that a dead coordinator gave it.
         result: Its result, if it needs no run.
     """
@@ -158,9 +157,6 @@ def executors_for(
     """Starts an engine for each trial at once, as many as the study allows and there is room for.
 
     Args:
-        found: The study.
-        executor: Its engine.
-        folder: The study's folder.
         say: Receives a sentence if there is room for fewer.
 
     Raises:
@@ -203,11 +199,7 @@ def executors_for(
 
 
 def device_shares(found: Plan, n: int) -> list[list[str]]:
-    """Returns disjoint sets of the visible devices, as the user names them, or of the cores if ranks run on these.
-
-    Raises:
-        UserError: There are not enough.
-    """
+    """Returns disjoint sets of the visible devices, as the user names them, or of the cores if ranks run on these."""
     environment = found.workload.environment
     on_cpu = environment.accelerator == "cpu"
     _, named = device.chosen(environment.accelerator, environment.n_devices, {**os.environ, **_own_variables(found)})
@@ -231,7 +223,6 @@ class SlicedExecutor(LocalExecutor):
     """A warm server on some of this machine's devices or cores.
 
     Args:
-        found: The study.
         share: Numbers of cores, or the names of devices in the variable that chooses among them.
         log: File for the server's output.
     """

@@ -27,11 +27,7 @@ def baseline_path(folder: Path, place: str) -> Path:
 
 
 class Turns:
-    """Lets one thread of one coordinator at a time measure the baseline of a place.
-
-    Args:
-        leases: The coordinator's rights in the study.
-    """
+    """Lets one thread of one coordinator at a time measure the baseline of a place."""
 
     def __init__(self, leases: StudyLeases) -> None:
         self._leases, self._guard, self._mutexes = leases, threading.Lock(), dict[str, threading.Lock]()

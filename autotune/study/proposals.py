@@ -37,10 +37,6 @@ class Proposer:
     """Claims the next trial of a study.
 
     Args:
-        state: The study.
-        teller: Tells a trial that ends before it runs.
-        budget: Ends the search.
-        events: Receives a message when a precision is no longer proposed.
         warm: Knowledge of another study to start from.
         leads: Whether this coordinator leads the study, or helps another coordinator.
     """

@@ -45,11 +45,7 @@ class Runner:
     """One run of a study, from its present state to its end.
 
     Args:
-        plan: The study.
-        executor: The engine.
-        folder: The study's folder.
         storage: The database, as its URL or as this coordinator's leases in it.
-        events: Receives what happens.
         slots: Engines for the trials that run at once; by default one.
         warm: Knowledge of another study to start from.
         leads: Whether this coordinator leads the study, or helps another coordinator.
@@ -136,11 +132,7 @@ class Runner:
         return bool(n)
 
     def run(self) -> None:
-        """Runs the study to the end of its budget; told trials stay told whatever interrupts the run.
-
-        Raises:
-            UserError: The study cannot go on, and why.
-        """
+        """Runs the study to the end of its budget; told trials stay told whatever interrupts the run."""
         # The matrices of the search are small: with several threads they take 10 times as long on a busy machine.
         with threadpool_limits(1, "blas"), self.leases.beating():
             self.open()
@@ -173,9 +165,6 @@ class Runner:
 
         Returns:
             Why there is none.
-
-        Raises:
-            UserError: The study cannot go on, and why.
         """
         with threadpool_limits(1, "blas"), self.leases.beating():
             self.open()

@@ -33,11 +33,6 @@ from autotune.trial.result import Outcome
 class StudyState:
     """A study while it runs.
 
-    Args:
-        plan: The study's plan.
-        folder: The study's folder.
-        leases: The rights of this coordinator in the study's database.
-
     Attributes:
         plan: The plan, narrowed by `narrow` and `forbid_precisions` as the run learns.
         reference: The baseline's loss curve and noise scale; None before it completes.

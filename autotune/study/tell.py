@@ -47,13 +47,7 @@ READABLE = (
 
 
 class Teller:
-    """Ends the trials of a study.
-
-    Args:
-        state: The study.
-        budget: States how much is spent and left.
-        events: Receives the progress.
-    """
+    """Ends the trials of a study."""
 
     def __init__(self, state: StudyState, budget: Budget, events: EventSink) -> None:
         self._state, self._budget, self._events = state, budget, events
@@ -217,7 +211,6 @@ def _readable_attrs(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, 
     A speed-up is not among them: it follows from all measurements of the study, and a told trial cannot be changed.
 
     Args:
-        candidate: The trial's configuration.
         data: Its result, as in `told_data`.
     """
     found: dict[str, Any] = {"configuration": candidate.describe()}

@@ -43,8 +43,6 @@ def run(
     """Repeats a trial of a study and traces it.
 
     Args:
-        folder: The study's folder.
-        number: The trial.
         environment: Variables that the launch command sets.
         on_wait: Called while another study measures on this machine.
         on_tick: Called several times a second.

@@ -35,11 +35,8 @@ class HistoryRecorder(EventSink):
     """Keeps every measurement of a run in the history.
 
     Args:
-        storage: The database.
-        study: The study.
         generation: Number of its re-tuning; 0 for the study itself.
         workload: The model and the machine that are measured.
-        world_size: Ranks.
     """
 
     def __init__(self, storage: Storage, study: str, generation: int, workload: Workload, world_size: int) -> None:
@@ -91,7 +88,6 @@ class PriorStudy:
         name: Its name in the database.
         relation: Its relation to the new study in words.
         kept: Its record.
-        told: Its trials.
         doubt: Factor on the prior's spread that remains after its corrections.
         guide: Its search.
     """
@@ -170,8 +166,6 @@ def keep_recommendation(
     """Keeps a study's recommendation in the history, or that an earlier one does not stand any more.
 
     Args:
-        storage: The database.
-        study: The study.
         generation: Number of its re-tuning; 0 for the study itself.
         recommended: The content of `recommended.json`.
         words: What its pick gains, as the answer says it.

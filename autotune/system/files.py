@@ -43,7 +43,6 @@ def write_bytes(path: Path, data: bytes, *, sync: bool = True, private: bool = F
     Args:
         path: The file; its folder is made. A link to a file beside it is followed; one that leads elsewhere is replaced,
             since a study's folder may be somebody else's.
-        data: Content.
         sync: Wait until the content is on disk, so that it outlives a crash of the machine.
         private: Only this user may read it.
         named: The user named this very file: any link is followed, a device or a pipe is written to directly.
@@ -146,7 +145,6 @@ def tail(path: Path, most: int, *, whole: bool = False) -> bytes | None:
     """Returns the end of a file without waiting, even if a user's code replaced it by a pipe or a device.
 
     Args:
-        path: The file.
         most: Bytes at most.
         whole: Refuse a longer file.
 
@@ -205,11 +203,7 @@ def shown(path: Path) -> Path:
 
 
 def absolute(path: Any, folder: Path, where: str) -> Path:
-    """Returns a path that the user gave, relative to a folder, as an absolute one.
-
-    Raises:
-        SpecError: It is not a path.
-    """
+    """Returns a path that the user gave, relative to a folder, as an absolute one."""
     if not isinstance(path, str | Path):
         raise SpecError(f"{where}: a path is needed, not {path!r}")
     if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", str(path)):
@@ -228,11 +222,7 @@ def read_text(path: Path, where: str) -> str:
     """Returns the text of a file that the user named.
 
     Args:
-        path: The file.
         where: The option or file that names it, for the error.
-
-    Raises:
-        SpecError: It is missing, not text, or too large to be written by hand.
     """
     try:
         str(path).encode()  # study.yaml holds the name in UTF-8

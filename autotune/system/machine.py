@@ -88,11 +88,7 @@ def processor_name() -> str:
 
 
 def check_ranks(ranks: int, where: str) -> None:
-    """Refuses a number of ranks that must be a typing error.
-
-    Raises:
-        UserError: There are more than this machine can hold.
-    """
+    """Refuses a number of ranks that must be a typing error."""
     most = MAX_RANKS_PER_CORE * max(MIN_COUNTED_CORES, len(os.sched_getaffinity(0)))
     if ranks > most:
         raise UserError(f"{where}: {ranks} ranks are more than this machine can hold at once ({most}); give fewer")

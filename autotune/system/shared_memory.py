@@ -24,7 +24,6 @@ def left(pids: Collection[int], before: Collection[tuple[str, int]]) -> list[Pat
     """Returns files that ended processes left: the name holds one of the PIDs, or is a library's and no process uses it.
 
     Args:
-        pids: The processes.
         before: Name and inode of the files that were there before the processes.
     """
     numbers = {str(pid) for pid in pids}

@@ -114,20 +114,12 @@ SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0
 
 
 def parse_bytes(value: Any) -> int:
-    """Returns the bytes of a number or a text such as `4GiB` or `500 MB`.
-
-    Raises:
-        ValueError: It is no size; the message names the units.
-    """
+    """Returns the bytes of a number or a text such as `4GiB` or `500 MB`."""
     return round(_parse_amount(value, BYTES, "4GiB"))
 
 
 def parse_seconds(value: Any) -> float:
-    """Returns the seconds of a number or a text such as `10m`, `1h30m` or `250ms`.
-
-    Raises:
-        ValueError: It is no time; the message names the units.
-    """
+    """Returns the seconds of a number or a text such as `10m`, `1h30m` or `250ms`."""
     return _parse_amount(value, SECONDS, "1h30m")
 
 
@@ -164,11 +156,7 @@ BANDWIDTH = re.compile(r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([kKMGT]?)(i?)(
 
 
 def parse_bandwidth(text: str, option: str) -> float:
-    """Returns the bytes per second of a text such as `300GB/s`, `50 GiB/s` or `400Gbit/s`.
-
-    Raises:
-        UserError: It is no bandwidth.
-    """
+    """Returns the bytes per second of a text such as `300GB/s`, `50 GiB/s` or `400Gbit/s`."""
     match = BANDWIDTH.fullmatch(text.strip())
     value = float(match[1]) if match else 0.0
     if match is None or value <= 0:
@@ -179,11 +167,7 @@ def parse_bandwidth(text: str, option: str) -> float:
 
 
 def parse_latency(text: str, option: str) -> float:
-    """Returns the seconds of a text such as `5us`.
-
-    Raises:
-        UserError: It is no time.
-    """
+    """Returns the seconds of a text such as `5us`."""
     try:
         return parse_seconds(text)
     except ValueError:

@@ -81,11 +81,7 @@ def templates_in(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_templates(texts: Iterable[str], where: str) -> None:
-    """Refuses a misspelt template; other braces belong to the script.
-
-    Raises:
-        InvocationError: Names the template that may be meant.
-    """
+    """Refuses a misspelt template; other braces belong to the script."""
     for text in texts:
         for name in re.findall(r"\{([A-Za-z_]+)\}", text):
             hint = nearest(name, TEMPLATES) if name not in TEMPLATES else ""
@@ -131,7 +127,6 @@ def with_flag(arguments: Sequence[str], names: Sequence[str], value: str | None)
     """Returns a command line with a flag set: the last occurrence gets the value, or the flag is appended.
 
     Args:
-        arguments: The command line.
         names: Names of the flag; the first one is appended.
         value: Its value; None for a flag without one.
     """
@@ -193,10 +188,7 @@ def pasted(
     It uses the user's launcher if the command can be split into words and starts as many ranks, else torchrun.
 
     Args:
-        invocation: How the user starts the script.
         arguments: The new arguments, with templates.
-        values: Values of the templates.
-        world_size: Ranks.
         launcher: Launcher to use instead.
 
     Returns:

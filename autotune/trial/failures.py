@@ -120,8 +120,6 @@ def advice(outcome: Outcome, reason: str, *, on_device: bool) -> str:
     """Returns what to do where the machine or a kernel made a trial fail; empty where no advice is known.
 
     Args:
-        outcome: How the trial ended.
-        reason: Why.
         on_device: Whether trials compute on an accelerator, whose memory is not the host's.
     """
     if outcome is Outcome.CRASHED:

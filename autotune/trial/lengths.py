@@ -62,7 +62,6 @@ def mean_width(known: Table, micro: int, grouped: int = 1) -> float:
     """Returns the mean length that the samples of a micro-batch are padded to.
 
     Args:
-        known: Lengths of the samples.
         micro: Samples of a micro-batch.
         grouped: Micro-batches among which the samples are sorted by length.
     """

@@ -21,7 +21,6 @@ class Link:
     """Time of a collective: t = k (N - 1) alpha + k (N - 1) / N bytes / beta, with k from `RINGS`.
 
     Attributes:
-        collective: Name of the collective.
         world_size: Ranks N.
         alpha_s: Latency of one message.
         bytes_per_s: Beta, also called the bus bandwidth.
@@ -91,7 +90,6 @@ class Probe:
 
     Attributes:
         machine: Rates for forecasts.
-        device_name: Model of the device.
         threads: Threads of a rank on a CPU; 0 on other devices.
         flops: FLOP/s of matrix products by number type, at the best size.
         sizes: The best sizes.

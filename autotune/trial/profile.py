@@ -35,7 +35,6 @@ class Pass:
         largest_bytes: Bytes of forward's largest tensor, often the logits.
         flops: FLOPs of matrix products, convolutions and attention, with recomputation.
         moved_bytes: Bytes that all other operations read and write.
-        n_ops: Number of operations.
     """
 
     moments: tuple[tuple[float, float, float], ...]
@@ -166,7 +165,6 @@ class Profile:
         """Returns what a batch of the longest samples is of the batches of the passes.
 
         Args:
-            micro: Micro-batches.
             budgeted: Above 0 where a batch holds as many tokens as this many mean samples, and at least one sample.
             limits: Lengths that samples are cut to; infinite for none.
         """
@@ -286,7 +284,6 @@ class Machine:
 
     Attributes:
         accelerator: `cpu` or `cuda`.
-        world_size: Ranks.
         flops: FLOP/s that a rank reaches in practice, by precision of a candidate; `fp32` is required.
         memory_bytes_per_s: Memory bandwidth of a rank's device.
         link_alpha_s: Latency of one message between ranks.

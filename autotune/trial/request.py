@@ -60,7 +60,6 @@ class TrialRequest:
             a `Probe`. `build` compiles `ops`.
         candidate: The configuration (none for `inspect`).
         ds_config: Configuration for `deepspeed.initialize`.
-        world_size: Ranks.
         nodes: Machines, with the same number of ranks on each.
         seed: Seed of weights and data order, the same for all trials of a study.
         budget_s: Training time after which the measurement ends, warm-up included.

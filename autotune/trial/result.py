@@ -72,7 +72,6 @@ class Traced:
 
     Attributes:
         file: The trace, for Chrome or Perfetto.
-        n_steps: Traced steps.
         spans_s: From the beginning to the end of each phase, on the host.
         kinds_s: By phase: time in matrix `products`, in operations that move memory (`traffic`), in operations too
             `short` for their fixed cost, and with nothing but `messages` under way.
@@ -350,13 +349,11 @@ class RankReport(Measurements):
     """Report of one rank, filled in while the rank runs, so that a crash leaves how far it came.
 
     Attributes:
-        rank: Number of the rank.
         failed_at: Unix time of the failure; tells the first failure from those it caused.
         cpu_times_s: Process time of this rank, all threads, of each step.
         peak_memory_bytes: Peak by phase: on CPU growth of the resident set since the start, on CUDA allocated bytes.
         reserved_memory_bytes: CUDA only: peak of the caching allocator.
         traced: Summary of the trace, if requested.
-        host: Name of its machine.
         machine: Device, driver and libraries.
     """
 
@@ -382,7 +379,6 @@ class TrialResult(Measurements):
     Attributes:
         failed_rank: The rank that failed first.
         candidate: The configuration, as flat knob values.
-        world_size: Ranks.
         steps: Summary of the timed steps.
         cpu_s_per_step: Median process time of a timed step, summed over ranks.
         samples_per_step: Observed samples per optimizer step.

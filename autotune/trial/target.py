@@ -47,7 +47,6 @@ class Target:
     """Kind and contents of a target file, read from its syntax tree.
 
     Attributes:
-        path: The file.
         kind: `model` for a model.py, `script` for a training script, `study` for a study.yaml.
         batch_source: The function that yields batches.
         defines: Those of the optional functions `OPTIONAL` that it defines.
@@ -68,11 +67,7 @@ def inspect_target(path: Path, *, launched: bool = False) -> Target:
     """Classifies a target without importing it.
 
     Args:
-        path: The file.
         launched: A launcher starts ranks of it, so it is a training script, even if other files do the training.
-
-    Raises:
-        SpecError: It cannot be tuned; says why.
     """
     if os.path.isdir(path):
         inside = next((name for name in ("study.yaml", "model.py") if (path / name).exists()), None)
@@ -188,13 +183,8 @@ def _inspect_script(path: Path, tree: ast.Module, whole: Sequence[ast.Module], *
     """Returns a training script of a family that can be tuned.
 
     Args:
-        path: The file.
-        tree: Its syntax tree.
         whole: The trees of the script and of the user's modules that it imports.
         launched: A launcher started it as a rank, so it trains, whatever it imports.
-
-    Raises:
-        SpecError: It belongs to another family.
     """
     calls = {name for each in whole for name in _calls(each)}
     modules = {name.partition(".")[0] for each in whole for node in ast.walk(each) for name in _modules(node)}

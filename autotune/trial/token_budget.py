@@ -27,7 +27,6 @@ class Filled(NamedTuple):
     """A batch that a token budget fills, on average.
 
     Attributes:
-        samples: Samples.
         tokens: Tokens, padding included.
         real_tokens: Tokens without padding.
     """
@@ -93,7 +92,6 @@ def filled(known: Table, tokens: int, micro: int) -> Filled:
     """Returns the mean batch of a budget, from samples that are drawn at random.
 
     Args:
-        known: Lengths of the samples.
         tokens: The budget.
         micro: Samples that a batch is to hold on average.
     """
@@ -110,7 +108,6 @@ def tokens_for(known: Table, micro: int) -> int:
     """Returns the budget whose batches hold `micro` samples on average.
 
     Args:
-        known: Lengths of the samples.
         micro: Samples of the mean batch.
     """
     wanted = micro * expected(known)

@@ -27,7 +27,6 @@ class Environment:
 
     Attributes:
         accelerator: DeepSpeed's name of the device: `cpu`, `cuda` (ROCm too), and the untested `xpu`, `npu`, `hpu`.
-        device_name: Model of the device.
         n_devices: Devices on this machine.
         device_memory_bytes: Memory of one device (of the whole machine on CPU).
         bf16: Whether the device computes in bfloat16.
@@ -245,8 +244,6 @@ def recomputing_in_runs(config: DsConfig, candidate: Candidate, own: int = 0) ->
     """Returns the configuration with which a `PipelineModule` recomputes runs of as many layers as a candidate says.
 
     Args:
-        config: The candidate's DeepSpeed configuration.
-        candidate: The candidate.
         own: The interval of the target's own module.
     """
     section = {**config.get("pipeline", {}), "activation_checkpoint_interval": candidate.checkpoint_every}
@@ -262,7 +259,6 @@ class Pipeline:
     """A `PipelineModule` as the target builds it.
 
     Attributes:
-        stages: Its stages.
         partition: How it shares its layers out among them: `uniform`, `parameters` or `type:CLASS`.
         partitions: The ways that it can.
         unfit: Why a stage would have nothing to train, by stages and way, as `key` writes them.

@@ -183,8 +183,6 @@ def connect(request: TrialRequest, rank: int, listener: int, *, cuda: bool) -> N
     """Joins the other ranks.
 
     Args:
-        request: The trial.
-        rank: This rank.
         listener: Descriptor of the socket for rank 0's store, which the supervisor opened to keep the port; -1 on other
             machines.
         cuda: Use NCCL rather than gloo.

@@ -42,8 +42,6 @@ class File:
     """A file to download.
 
     Attributes:
-        name: File name.
-        mimetype: Content type.
         read: Returns the content, or None if the file is gone.
     """
 
@@ -57,7 +55,6 @@ class StudyOverlay:
     """What the dashboard shows of one study beside the database.
 
     Attributes:
-        report: The study.
         note: Its note, under the keys of optuna-dashboard.
         system_attrs: Its figures and files, under the keys of optuna-dashboard.
         trial_attrs: By trial number: the attributes shown beside the trial.
@@ -82,9 +79,7 @@ def overlay(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UU
     """The overlay of a study.
 
     Args:
-        report: The study.
         study_id: Its number in the database.
-        folder: Its folder.
         namespace: The ids of files are derived from it.
         left: The rest of its budget in words, while it is under way.
     """

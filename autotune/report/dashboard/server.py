@@ -98,7 +98,6 @@ class Application:
     """The WSGI application.
 
     Args:
-        overlay: The storage to show.
         host: The address that it is served at.
         token: The secret that every request must present; None, at a loopback address only, lets everybody in.
     """
@@ -348,11 +347,7 @@ def _own_names() -> set[str]:
 
 
 class Server:
-    """waitress with our application at a bound socket; a context manager that closes it.
-
-    Attributes:
-        port: The port that it listens at.
-    """
+    """waitress with our application at a bound socket; a context manager that closes it."""
 
     def __init__(self, application: Application, listening: socket.socket) -> None:
         from waitress import create_server
@@ -391,9 +386,7 @@ def make_server(url: str, studies: Path, host: str, port: int, token: str | None
     """A server that is bound and does not run yet.
 
     Args:
-        url: The database.
         studies: The folder of the studies' folders.
-        host: The address to listen at.
         port: The port; 0 takes a free one.
         token: See `Application`.
 

@@ -60,9 +60,6 @@ class _CachedOverlay:
     Args:
         make: Reads the study and returns its overlay, or None if it is not one of ours.
         leave: Called at the end of each thread.
-
-    Attributes:
-        last: The last copy.
     """
 
     def __init__(self, make: Callable[[], StudyOverlay | None], leave: Callable[[], None]) -> None:
@@ -138,12 +135,7 @@ class _Attrs(Mapping[str, Any]):
 
 
 class DashboardStorage(BaseStorage):
-    """Optuna's storage as its dashboard sees it, and the store of the files that it offers.
-
-    Args:
-        storage: The database.
-        folder_of: Returns the folder of a study by its name.
-    """
+    """Optuna's storage as its dashboard sees it, and the store of the files that it offers."""
 
     def __init__(self, storage: Storage, folder_of: Callable[[str], Path]) -> None:
         self._base, self._folder_of = storage, folder_of

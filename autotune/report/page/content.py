@@ -51,7 +51,6 @@ def page(report: StudyReport, drawn: Mapping[str, Any]) -> Context:
     """Everything that the template of the report shows.
 
     Args:
-        report: The study.
         drawn: The figures by plot and choice.
     """
     labels = {name: METRICS[name].label for name in report.metric_names()}

@@ -32,8 +32,6 @@ class Panel:
     """One quantity over ranks.
 
     Attributes:
-        title: Its name.
-        unit: The unit that it is shown in.
         factor: Divisor of `values` to that unit.
         values: For each number of ranks the value and its 95 % interval, None if unknown.
         ideal: The value without losses on `x` times the fewest ranks; None if there is no such value.
@@ -160,11 +158,7 @@ def write(found: Mapping[Mode, Sequence[Scale]], title: str, notes: Sequence[str
 
 
 def draw(found: Mapping[Mode, Sequence[Scale]], picture: Path) -> None:
-    """Writes the panels as PNG, one file for each way of scaling, named for it where there are two.
-
-    Raises:
-        PictureError: No browser draws it here.
-    """
+    """Writes the panels as PNG, one file for each way of scaling, named for it where there are two."""
     several = len(found) > 1
     figures = {
         picture.with_stem(f"{picture.stem}-{mode}") if several else picture: grid(panels(scales, mode))

@@ -32,11 +32,9 @@ class Branch:
     Attributes:
         confirmed: Whether the candidate is as good as predicted, or at least as the baseline; None if it cannot be
             told.
-        reason: The finding, in words.
         time_ratio: Its time to the baseline's loss over the baseline's time; below 1 is sooner; None if it
             is not known.
         low: Lower end of the 95 % interval.
-        high: Upper end.
         predicted: The same by noise scale and throughput; None where that was not known.
         n_samples: Samples that both were trained on.
         samples_ratio: The samples that it needs to the baseline's loss over those of the baseline; None if not known.
@@ -61,7 +59,6 @@ class Run:
     Attributes:
         losses: One a step.
         batch: Samples of a step.
-        samples_per_s: Throughput.
     """
 
     losses: Sequence[float | None]
@@ -82,8 +79,6 @@ def compare(own: Run, baseline: Run, predicted: float | None = None, seen: float
     A step's loss is that of weights half a batch old, which counts against large batches and is taken out.
 
     Args:
-        own: The candidate.
-        baseline: The baseline.
         predicted: The time ratio that noise scale and throughput promise.
         seen: Samples that the weights had seen before; None if that is not known.
     """

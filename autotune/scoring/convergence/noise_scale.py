@@ -38,7 +38,6 @@ class NoiseScale:
         low: Lower end of its 95 % interval.
         high: Upper end; `ENDLESS` if the interval has none.
         resolved: The interval is narrow enough to compare batches by it; else only `low` may be believed.
-        n_samples: Samples of the measurement.
         growing: It grew during the measurement, as it does near the initial weights; later it will be larger.
     """
 

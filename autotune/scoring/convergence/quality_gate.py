@@ -43,7 +43,6 @@ class GateVerdict:
 
     Attributes:
         passed: Whether it trains as well as the reference; None if that could not be measured.
-        reason: Why not, in words.
         excess: Mean loss over the later half of the steps, over the reference's; over the earlier half where that was
             outside.
         limit: What it may be at most, either way.

@@ -28,10 +28,8 @@ class Reference:
         loss_target: Mean loss over the last `window_samples` of the baseline's trial; None if the loss did not fall.
         loss_target_sd: Standard error of the target.
         window_samples: Samples that losses are averaged over, the same for every candidate.
-        problem: Why there is no target.
         batch: Samples of the baseline's optimizer step.
         noise: The gradient noise scale; None if it was not measured.
-        noise_problem: Why it was not.
     """
 
     loss_target: float | None = None

@@ -80,10 +80,6 @@ def wanted_study(target: str, overrides: Mapping[str, Any], view: EventSink = SI
     Args:
         target: A `model.py`, a training script, a `study.yaml`, or a launch command.
         overrides: Fields of `StudySpec` that replace those of the file; None for those not given.
-        view: Sink for progress.
-
-    Raises:
-        UserError: TARGET cannot be tuned.
     """
     stated = stated_command(target, overrides)
     if stated is None:
@@ -109,7 +105,6 @@ def capture(
         command: The user's command line, for a shell; it may contain templates.
         folder: Folder to run it in.
         on_tick: Called every 50 ms.
-        deadline_s: Time limit.
 
     Returns:
         The script with arguments, folder and environment, and notes for the user.

@@ -129,12 +129,6 @@ def compared(
     """Returns the workload with what came of splitting its model; each degree is tried once, and then known.
 
     Args:
-        spec: The study.
-        executor: The engine.
-        path: Folder for the trials' files.
-        workload: Findings of the inspection.
-        base_config: The baseline's configuration.
-        setting: What legality depends on.
         degrees: Degrees above 1, by path.
         doing: Called with what is done.
     """

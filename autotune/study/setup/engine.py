@@ -21,12 +21,8 @@ def executor_of(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] =
     """Returns the executor of a study, not yet started.
 
     Args:
-        spec: The study.
         folder: The study's folder; other machines must see it under the same path.
         on_queue: Called with the reason why a trial waits for machines.
-
-    Raises:
-        UserError: An option is unknown to the executor.
     """
     target = spec.inspected
     environment = dict(spec.how().fixed_environment) if target.kind == "script" else {}
@@ -76,8 +72,6 @@ def executor_for(
     """Starts the executor of a study and closes it in the end.
 
     Args:
-        spec: The study.
-        folder: The study's folder.
         on_queue: Called with the reason why a trial waits for machines.
         wait: Wait until it is ready. Else it is left to `start`, and a server on this machine begins with its imports.
 

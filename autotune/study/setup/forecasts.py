@@ -46,19 +46,15 @@ class Answer:
     """Forecast of a configuration.
 
     Attributes:
-        candidate: The configuration.
-        world_size: Ranks.
         data_parallel: Ranks that read different samples; fewer than ranks where a script makes groups of them.
         memory: Peak bytes of a rank.
         step_time: Seconds of an optimizer step.
-        limit_bytes: Memory limit of a rank.
         fits: Probability that it fits.
         largest_micro_batch_size: Largest that surely fits, all else equal; None if none does.
         largest_tensor_bytes: Largest tensor of the forward pass, often the logits.
         tokens_per_sample: Of an average sample; None where samples are not token sequences.
         measured: Metrics of this configuration in the study, if it was measured.
         study: Study whose trials corrected the forecast.
-        notes: Remarks for the user.
         device: What a rank computes on, in words.
     """
 
@@ -160,11 +156,7 @@ def foresee(
         spec: The default study of the target.
         settings: Knobs that differ from the baseline's.
         studies: Folder of the studies, whose trials correct the forecast.
-        view: Sink for progress.
         on: Devices to answer for by their data sheet, in place of this machine's.
-
-    Raises:
-        UserError: A knob or value is wrong, or the configuration cannot run there.
     """
     for name, value in settings.items():
         check_setting(name, value, name)
@@ -196,11 +188,7 @@ def foresee_workload(spec: StudySpec, view: EventSink = SILENT, on: Devices | No
 
     Args:
         spec: The default study of the target.
-        view: Sink for progress.
         on: Devices whose data sheet takes the place of this machine's rates.
-
-    Raises:
-        UserError: The target cannot be profiled.
     """
     target = spec.inspected
     workload, notes = _known(spec, target, view)

@@ -49,15 +49,12 @@ class Plan:
 
     Attributes:
         spec: The user's request.
-        target: The target file.
         workload: Findings about the target, by one rank.
-        world_size: Ranks.
         base_config: The user's DeepSpeed configuration, completed by an optimizer if the target defines none.
         baseline: Its candidate.
         space: The search space without dead values.
         full_space: The search space with them.
         setting: Everything that legality depends on.
-        notes: Remarks for the user.
         began: When the command began, in seconds of the monotonic clock; budgets count from there, else from the run's
             first moment.
     """
@@ -167,13 +164,7 @@ def plan(spec: StudySpec, executor: Executor, folder: Path, view: EventSink = SI
     """Loads the target in a rank and works out baseline, space and setting.
 
     Args:
-        spec: The study.
-        executor: Runs the target.
-        folder: The study's folder.
         view: Told what the run does, if that takes minutes, and that it waits for another study.
-
-    Raises:
-        UserError: The target, the baseline or the space cannot be used.
     """
     # Beside another study's trial a probe would disturb it, and take what that holds of a device for used by others.
     with executor.turn(view.waiting):
@@ -255,11 +246,7 @@ def held_by_others(environment: Environment, ranks: int) -> list[str]:
 def grounds(
     spec: StudySpec, target: Target, workload: Workload, world_size: int
 ) -> tuple[DsConfig, Candidate, Setting]:
-    """Returns the complete configuration of a study's baseline, the baseline, and the setting of legality.
-
-    Raises:
-        UserError: The baseline cannot run here.
-    """
+    """Returns the complete configuration of a study's baseline, the baseline, and the setting of legality."""
     environment = workload.environment
     base_config = _completed(spec, target, workload)
     data_parallel = workload.data_parallel(world_size)

@@ -43,7 +43,6 @@ class Place:
     """The machines that trials run on.
 
     Attributes:
-        nodes: Number of machines.
         where: Part of the cache's keys; empty for this machine.
     """
 
@@ -130,14 +129,8 @@ def measure_missing(
     """Returns the workload with its profile and the machine's rates; ranks measure what the cache lacks.
 
     Args:
-        workload: Findings of the inspection.
-        target: The user's file.
         ds_config: The baseline's configuration.
-        world_size: Ranks.
-        executor: The engine.
-        folder: Where the trials' files lie.
         on_wait: Called while another study measures on this machine.
-        place: The machines.
 
     Returns:
         The workload, and remarks for the user.

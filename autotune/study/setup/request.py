@@ -23,12 +23,9 @@ class StudyRequest:
     """A study that is to run, and is locked.
 
     Attributes:
-        spec: The study.
         target: What the user named: a `model.py`, a training script, a `study.yaml`, or a launch command.
         overrides: Fields of `StudySpec` that replace those of the file; None leaves a field as it is.
-        folder: The study's folder.
         executor: Its engine, which need not be ready yet.
-        notes: Remarks for the user.
     """
 
     spec: StudySpec
@@ -52,9 +49,7 @@ def requested(target: str, overrides: Mapping[str, Any], view: EventSink = SILEN
     To import what `tune` needs takes as long as a third of what a server on this machine imports, so the two go on at once.
 
     Args:
-        target: What the user named.
         overrides: Fields of `StudySpec` that replace those of the file.
-        view: Sink for progress.
 
     Raises:
         UserError: The target cannot be tuned, or another process runs this study.

@@ -93,14 +93,7 @@ def inspect_workload(
     """Loads a `model.py`, or runs a script unchanged for a few steps, and returns the findings.
 
     Args:
-        spec: The study.
-        executor: Runs it.
-        path: Folder for its files.
-        world_size: Ranks.
         doing: Called with what it does, if that takes minutes.
-
-    Raises:
-        UserError: It cannot be loaded or run; the message gives the reason and the log.
     """
     is_script = spec.inspected.kind == "script"
     request = TrialRequest(

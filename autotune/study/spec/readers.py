@@ -57,11 +57,7 @@ GlobalBatch = Annotated[Literal["keep", "free"] | tuple[int, int], BeforeValidat
 
 
 def read_share(text: str, where: str) -> float:
-    """Returns the share of a text such as `0.03` or `3%`, which is below 1.
-
-    Raises:
-        SpecError: The text is no such share.
-    """
+    """Returns the share of a text such as `0.03` or `3%`, which is below 1."""
     try:
         share = float(_read_share(text))
     except ValueError:
@@ -72,11 +68,7 @@ def read_share(text: str, where: str) -> float:
 
 
 def check_keys(data: Iterable[Any], known: Iterable[str], where: str, kind: str = "key ") -> None:
-    """Refuses unknown keys.
-
-    Raises:
-        SpecError: It names the first one, and the known ones.
-    """
+    """Refuses unknown keys."""
     known = list(known)
     for key in data:
         if key not in known:
@@ -87,7 +79,6 @@ def first_error(error: ValidationError, where: str, places: Mapping[str, str]) -
     """Returns pydantic's first error in one sentence.
 
     Args:
-        error: The error.
         where: The place of the data as a whole.
         places: The places of its fields, where they differ from `where: FIELD`.
     """

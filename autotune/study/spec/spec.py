@@ -132,7 +132,6 @@ class StudySpec(BaseModel):
         """Reads a `study.yaml`; paths in it are relative to its folder.
 
         Args:
-            path: The file.
             overrides: Values from flags by field name, which replace the file's; None means that the flag is absent.
             invocation: How its `command` starts the script, if it has one.
 
@@ -161,7 +160,6 @@ class StudySpec(BaseModel):
         """Returns the study of a launch command.
 
         Args:
-            invocation: How the command starts the script.
             overrides: As for `load`.
             path: The study.yaml that holds the command; None for the default study.
         """
@@ -331,11 +329,7 @@ def _goal_or_objectives(*layers: Mapping[str, Any]) -> list[str]:
 
 
 def _check_script(spec: StudySpec) -> None:
-    """Refuses templates, constants and settings that a training script cannot take.
-
-    Raises:
-        SpecError: It names the option.
-    """
+    """Refuses templates, constants and settings that a training script cannot take."""
     target = spec.inspected
     for where, texts in (("-- ARGS", spec.how().arguments), (flag("script_set"), spec.script_set.values())):
         if any(map(redaction.holds_mask, texts)):
@@ -357,11 +351,7 @@ def _check_script(spec: StudySpec) -> None:
 
 
 def _check_together(spec: StudySpec) -> None:
-    """Refuses settings that contradict each other.
-
-    Raises:
-        ValueError: It names one of them.
-    """
+    """Refuses settings that contradict each other."""
     if not spec.space.parameters:
         raise ValueError("space: it is empty, so there is nothing to tune")
     if not spec.objectives:
@@ -392,11 +382,7 @@ def _check_together(spec: StudySpec) -> None:
 
 
 def check_name(name: str) -> None:
-    """Refuses a study name that is not a plain folder name.
-
-    Raises:
-        ValueError: The message says what a name may hold.
-    """
+    """Refuses a study name that is not a plain folder name."""
     if not NAME.fullmatch(name):
         raise ValueError(
             f"{name!r} cannot name a study: letters, digits, '.', '_' and '-', not starting with a dot or a dash"

@@ -97,7 +97,6 @@ def read_yaml(path: Path, where: str | None = None) -> Any:
     """Reads a YAML file as plain data.
 
     Args:
-        path: The file.
         where: What names it, for the error that it is missing; by default its own path.
 
     Raises:
@@ -110,7 +109,6 @@ def parse_yaml(text: str, where: str) -> Any:
     """Reads YAML as plain data.
 
     Args:
-        text: The YAML.
         where: Its name in an error.
 
     Raises:

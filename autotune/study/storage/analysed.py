@@ -45,9 +45,7 @@ def measured(study: Study, folder: Path, kept: StudyRecord, before: Reading | No
     """Every told trial of a study with its re-measurements.
 
     Args:
-        study: The study.
         folder: Its folder, which holds the re-measurements.
-        kept: Its record.
         before: What an earlier reading left; this one adds to it.
     """
     before = Reading() if before is None else before
@@ -123,8 +121,6 @@ def _repeated(
     Args:
         paths: Their folders.
         beside: The baseline's in the same rounds: on other machines than these a time says nothing.
-        candidate: What was measured.
-        reference: The study's.
     """
     # Re-measurements time steps; they are too short for a loss curve.
     reference = replace(reference, loss_target=None) if reference is not None else None

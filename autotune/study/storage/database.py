@@ -238,9 +238,6 @@ class _File:
 
     SQLite goes on writing to a removed file without an error. A run (`patience_s` above 0) stops when its file was
     removed or replaced; a command that only reads goes on with the new file.
-
-    Args:
-        storage: The database.
     """
 
     def __init__(self, storage: Storage) -> None:

@@ -46,19 +46,12 @@ class Measurement:
     """One trial or re-measurement, with its environment.
 
     Attributes:
-        study: The study.
         generation: 0 for the study itself, n for its n-th re-tuning.
-        trial: Number of the trial.
         role: `baseline`, `search`, `repeat`, or `check` for one that a re-tuning began with.
         at: Unix time.
         environment: Fields of `trial.Environment`.
         structure: Digest of the model.
-        n_parameters: Its parameters.
-        world_size: Ranks.
         candidate: `Candidate.key`.
-        outcome: How it ended.
-        metrics: Its metrics by name.
-        wall_s: Wall time of the trial.
     """
 
     study: str
@@ -85,9 +78,6 @@ NUMBERS, OBJECTS = (
 
 class History:
     """The history in one database; missing tables are created.
-
-    Args:
-        engine: The database.
 
     Attributes:
         unreadable: Rows that were left out because a value in them cannot be read: study, number in the database.
@@ -278,7 +268,6 @@ class History:
         """Remove all rows of a study, and environments that no measurement uses any more.
 
         Args:
-            study: The study.
             schedules: Whether to remove its schedules, too.
         """
         with self.engine.begin() as connection:

@@ -70,7 +70,6 @@ class Leases:
     """The leases of one study, or of the scheduler, as one process sees them.
 
     Args:
-        engine: The database.
         scope: Name of the study; empty for the scheduler.
         owner: The process; by default this one.
         stale_looks: Looks without a beat after which an owner counts as dead.
@@ -124,7 +123,6 @@ class Leases:
         """Take a lease over as it was seen; False if another process was quicker, or its owner gave a beat.
 
         Args:
-            name: The lease.
             held: The lease as it was seen; None if it was free.
         """
         fresh = {"owner": str(self.owner), "token": uuid.uuid4().hex, "beat": 0}
@@ -165,7 +163,6 @@ class StudyLeases(Leases):
     """One coordinator's leases on a study: leading it, deciding in turn, and its trials.
 
     Args:
-        storage: The database.
         study_name: The study, which need not exist yet.
         owner: The coordinator; by default this process.
 
@@ -322,9 +319,7 @@ class StudyLeases(Leases):
         """Write down in one transaction what a claimed trial measures, which reserves it.
 
         Args:
-            trial: The trial.
             params: Value and distribution of each parameter.
-            attrs: User attributes.
 
         Raises:
             TurnLost: Another coordinator may be deciding on the same now.
@@ -344,8 +339,6 @@ class StudyLeases(Leases):
         """End a trial: its attributes first, its state once, so that an interrupted call can be repeated.
 
         Args:
-            trial: The trial.
-            state: How it ended.
             values: Values of the objectives, of a complete trial.
             attrs: Its attributes; those with `SYSTEM_PREFIX` are for programs.
             constraints: Violations of constraints by name: satisfied at 0 and below.

@@ -17,7 +17,6 @@ def write_notes(study: Study, note: str, trial_notes: Mapping[int, str]) -> None
     """Store notes where optuna-dashboard shows them. A note that the user has edited there stays.
 
     Args:
-        study: The study.
         note: Markdown for the study.
         trial_notes: Markdown by number of the trial.
     """

@@ -42,9 +42,6 @@ T = TypeVar("T")
 class CachedStorage(_CachedStorage):
     """Optuna's cache of trials over our storage; it retries while the database is away, and can hold still.
 
-    Args:
-        storage: The database.
-
     Attributes:
         unreadable: By study id: numbers of trials whose row cannot be read; they are left out.
     """
@@ -96,7 +93,6 @@ class CachedStorage(_CachedStorage):
         """Show the same trials throughout the block, at the price of one query.
 
         Args:
-            study_id: The study.
             news: False shows the trials as they were last read, without a query.
         """
         if news or study_id not in self._seen:
@@ -166,7 +162,6 @@ def write_trial(
     for all parameters and two for all attributes of a kind.
 
     Args:
-        connection: The transaction.
         number: Id of the trial, as `trial_id` gives it.
         params: Value and distribution of each parameter.
         user_attrs: Attributes that dashboards show.
@@ -232,7 +227,6 @@ def note_of(attrs: Mapping[str, Any], owner: int | str | None = None) -> Note:
     """The note in a study's system attributes.
 
     Args:
-        attrs: The attributes.
         owner: Id of the trial that the note belongs to, or `Note.key`; None for the study's own.
     """
     key = owner if isinstance(owner, str) else "dashboard:" if owner is None else f"dashboard:{owner}:"
@@ -245,7 +239,6 @@ def note_attrs(text: str, before: Note) -> dict[str, Any]:
     """System attributes of a study that optuna-dashboard shows as a note.
 
     Args:
-        text: Markdown.
         before: The note that it replaces.
     """
     pieces = [text[start : start + NOTE_PIECE_CHARS] for start in range(0, len(text), NOTE_PIECE_CHARS)]

@@ -20,7 +20,6 @@ class Owner:
     Attributes:
         host: Name of its host, for messages.
         kernel: Its kernel and PID namespace; the PID means this process only there.
-        pid: Its PID.
         started: Start time of the process, since PIDs are reused.
         mark: Tells several owners within one process apart.
     """

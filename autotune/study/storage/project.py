@@ -43,11 +43,7 @@ def is_own(study: Study, studies: Path) -> bool:
 
 
 def check_own(study: Study, studies: Path) -> None:
-    """Refuse a study of another project.
-
-    Raises:
-        StoreError: It is one.
-    """
+    """Refuse a study of another project."""
     if not is_own(study, studies):
         owner = _owner(study)
         raise StoreError(

@@ -86,14 +86,7 @@ def load_study(storage: Storage, name: str) -> Study:
 
 
 def create_study(storage: Storage, name: str, directions: Sequence[Direction], metric_names: Sequence[str]) -> Study:
-    """Create the study, or open it if it exists.
-
-    Args:
-        storage: The database.
-        name: The study.
-        directions: Direction of each objective.
-        metric_names: Name of each objective.
-    """
+    """Create the study, or open it if it exists."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         study = optuna.create_study(
@@ -128,7 +121,6 @@ def snapshot(study: Study, *, news: bool = True) -> contextlib.AbstractContextMa
     """Show the same trials throughout the block, at the price of one query.
 
     Args:
-        study: The study.
         news: False shows the trials as they were last read, without a query.
     """
     storage = storage_of(study)

@@ -26,8 +26,6 @@ def become_rank(
     """Turns a forked process into a rank.
 
     Args:
-        trial_dir: The trial's folder.
-        rank: Number of the rank.
         listener: Descriptor of the socket for rank 0's store; -1 on other machines than that of rank 0.
         variables: Environment variables to add.
         detach: Closes what belongs to the supervisor.

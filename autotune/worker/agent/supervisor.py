@@ -121,7 +121,6 @@ class RankSupervisor:
         """Runs this machine's ranks of a trial to their end, and writes their exits.
 
         Args:
-            path: The trial's folder.
             node: Number of this machine among the trial's.
             address: Where other machines reach machine 0.
         """

@@ -31,8 +31,6 @@ class Loader:
     candidates are paired.
 
     Args:
-        target: The user's file.
-        micro_batch_size: Samples of a micro-batch.
         rank: This rank among those that are fed different samples.
         world_size: Number of those.
         seed: Decides the order.

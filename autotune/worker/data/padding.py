@@ -48,8 +48,6 @@ class Texts:
 
         Args:
             tokens: The tokens, of shape (rows, length).
-            args: Arguments of the call.
-            kwargs: Its keyword arguments.
             first: Whether it is the first call of its micro-batch.
         """
         if self.keeps_row:

@@ -23,7 +23,6 @@ def why_mixed(engine: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tok
     The row goes forward twice, with other tokens in its first sample, and the outputs of the others are compared.
 
     Args:
-        engine: The DeepSpeed engine.
         args: Positional arguments of its latest forward.
         kwargs: The named ones.
         tokens: The tensor among them that holds the row.

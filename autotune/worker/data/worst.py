@@ -17,7 +17,6 @@ def batch_of(dataset: Any, collate: Callable[[list[Any]], Any], positions: Seque
     """Returns a batch of the longest samples of a data set; where fewer are known, they come more than once.
 
     Args:
-        dataset: The data set.
         collate: Makes a batch of samples.
         positions: Positions of the longest samples, longest first.
         n: Samples of the batch.

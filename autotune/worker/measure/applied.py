@@ -21,8 +21,6 @@ def observe(
     """Returns the configuration that ran; all ranks take part.
 
     Args:
-        engine: The DeepSpeed engine.
-        batches: Its batches.
         checkpointer: Knows the recomputed blocks; None if none can be recomputed.
         taken_in: What each step so far took in over all ranks, by name.
         n_copies: Data-parallel ranks, or copies of a pipeline.

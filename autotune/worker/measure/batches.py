@@ -71,7 +71,6 @@ class StepCount:
     """What an optimizer step took in on this rank.
 
     Attributes:
-        samples: Samples.
         tokens: Tokens, padding included; 0 where samples are not token sequences.
         real_tokens: Tokens without padding, on the device: reading them would wait for it.
         elements: Elements of all tensors that went forward.
@@ -92,7 +91,6 @@ class BatchObserver:
     counted: by their leading dimension, or by the one that counts the samples of the loader's batches.
 
     Args:
-        engine: The DeepSpeed engine.
         forgiving: Leave out steps with fewer samples than earlier ones, which end an epoch.
         uneven: The samples of a step are known to vary, as where a token budget fills batches: all steps count.
         shards: Ranks over which each sequence is split; this one sees its share of the tokens.
@@ -172,8 +170,6 @@ class BatchObserver:
         """Notes the samples that a loader drew for a coming micro-batch; None if their number is not known.
 
         Args:
-            n_samples: The samples.
-            batch: The batch.
             varies: The loader's draws differ within an epoch, and not only at its end.
         """
         self._draws_vary = self._draws_vary or varies

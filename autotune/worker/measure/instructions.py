@@ -35,8 +35,6 @@ def watch(
     """Hooks the instructions of a `PipelineEngine`.
 
     Args:
-        meter: Measures it.
-        engine: The engine.
         inside_backward: Entered around each backward pass.
         cast: Changes what the first stage takes in.
     """

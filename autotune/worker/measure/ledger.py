@@ -100,7 +100,6 @@ class StepLedger:
         Args:
             laps_s: Seconds of each step on this rank.
             cpu_s: This rank's process time over all of them.
-            losses: Loss of each step.
             skipped: Whether loss scaling skipped its update.
             counts: What each step took in on this rank.
 

@@ -29,7 +29,6 @@ class Meter:
 
     Attributes:
         data_parallel: Ranks that are fed different data; the stages of a pipeline share theirs.
-        ledger: The steps.
     """
 
     def __init__(
@@ -135,11 +134,7 @@ class Meter:
         return result
 
     def check_applied(self) -> None:
-        """Compares the configuration that ran with the candidate; all ranks take part.
-
-        Raises:
-            NotApplied: They differ.
-        """
+        """Compares the configuration that ran with the candidate; all ranks take part."""
         observed, request = self.observe(), self.request
         mismatch = observed.mismatch(self.candidate, self.data_parallel)
         if mismatch:

@@ -62,7 +62,6 @@ class NoiseMeter:
         """Ends an optimizer step.
 
         Args:
-            engine: The DeepSpeed engine.
             own: |G|^2 from `before_step`.
             skipped: Loss scaling skipped the update, so the step does not count.
         """

@@ -20,12 +20,7 @@ from autotune.worker.measure.meter import Meter
 class Tail:
     """The tail check of one engine, after its steps were measured.
 
-    Args:
-        meter: Measured the engine.
-        check: What is to be done.
-
     Attributes:
-        engine: The engine.
         n_micro: Micro-batches from which on gradients of earlier ones are held while another one is trained on.
     """
 

@@ -38,7 +38,6 @@ def judge(engine: Any, settings: Mapping[str, Scalar], base: Mapping[str, Scalar
     """Asks the witness of each setting.
 
     Args:
-        engine: The DeepSpeed engine after its first steps.
         settings: What was asked for and is not the baseline's, by knob; None leaves the key out.
         base: The baseline's values of these knobs.
     """

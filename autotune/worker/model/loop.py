@@ -114,9 +114,6 @@ def initialize(request: TrialRequest, target: model_file.ModelFile, model: torch
     """Returns the DeepSpeed engine of a model, with the target's optimizer if it makes one.
 
     Args:
-        request: The trial.
-        target: The user's file.
-        model: Its model.
         mpu: Groups over which sequences are split; None without any.
     """
     import deepspeed
@@ -177,7 +174,6 @@ class _Trainer:
         """Trains some steps, with one synchronization and one comparison of the ranks' clocks at the end.
 
         Args:
-            n_steps: Optimizer steps.
             apart: Stop the clock after each phase, and on a device the memory counters.
         """
         synchronize(self.meter.device)

@@ -42,11 +42,7 @@ class ModelFile:
 
 
 def load(path: Path) -> ModelFile:
-    """Executes the user's file as a module.
-
-    Raises:
-        WorkloadError: A required function is missing.
-    """
+    """Executes the user's file as a module."""
     module, own = _execute(path), defined_names(path)
     # A library's `loss` that came with `import *` is none of the target's.
     functions = {
@@ -87,13 +83,9 @@ def build_model(target: ModelFile, candidate: Candidate | None = None, seed: int
     """Calls `model()`.
 
     Args:
-        target: The file.
         candidate: Says how many stages a `PipelineModule` is built with, and over how many ranks layers of deepspeed.moe
             share out their experts; None for one, which has all of them.
         seed: Of the weights of its layers, which start alike however they are shared out.
-
-    Raises:
-        WorkloadError: It returns no module.
     """
     candidate = candidate or Candidate(micro_batch_size=1)
     stages.install(candidate)
@@ -169,7 +161,6 @@ def check_optimizer(model: nn.Module, optimizer: Any, source: str) -> str:
     """Refuses an optimizer that would leave the whole model as it is.
 
     Args:
-        model: The model.
         optimizer: Its optimizer; one without `param_groups` is accepted.
         source: Where the optimizer comes from, for the message.
 
@@ -209,7 +200,6 @@ def find_blocks(model: nn.Module, named: Sequence[Any] | None) -> list[nn.Module
     occurs there at least twice. Several such classes (encoder and decoder layers) are all taken.
 
     Args:
-        model: The model.
         named: The target's `blocks`: class names or classes, or one of them.
     """
     if named:

@@ -47,22 +47,14 @@ def recompute(module: Any, candidate: Candidate) -> Recomputations:
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
-    """Returns inputs and labels of a batch.
-
-    Raises:
-        WorkloadError: It is no such pair.
-    """
+    """Returns inputs and labels of a batch."""
     if isinstance(batch, Mapping) or not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise WorkloadError("a PipelineModule takes batches of (inputs, labels); let data() return such pairs")
     return batch[0], batch[1]
 
 
 def whole_loss(module: Any) -> Callable[[Any, Any], Tensor]:
-    """Returns the loss function of a module whose one stage has all layers.
-
-    Raises:
-        WorkloadError: The module has none.
-    """
+    """Returns the loss function of a module whose one stage has all layers."""
     if module.loss_fn is None:
         raise WorkloadError("a PipelineModule computes its own loss: give it a `loss_fn`")
 

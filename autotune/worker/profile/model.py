@@ -41,11 +41,7 @@ FUSED_STATES = {
 
 
 def profile(request: TrialRequest, accelerator: str) -> Profile:
-    """Profiles the `model.py` of a request.
-
-    Raises:
-        UserError: The model runs neither on fake tensors nor on real ones.
-    """
+    """Profiles the `model.py` of a request."""
     malloc.hand_back()
     start_bytes = memory.resident_bytes()
     target = model_file.load(Path(request.target))
@@ -219,8 +215,6 @@ def convert(model: nn.Module, device: torch.device, dtype: torch.dtype | None, *
     """Moves a model to a device and a floating type, keeping tied parameters tied; `Module.to` fails on fake tensors.
 
     Args:
-        model: The model.
-        device: The device.
         dtype: The floating type; None keeps each tensor's.
         anew: Make every tensor again, since views of a deep-copied fake tensor do not share its storage.
     """

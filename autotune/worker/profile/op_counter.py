@@ -50,7 +50,6 @@ class Trace:
         largest_bytes: Largest storage that forward made.
         flops: Of matrix products, convolutions and attention.
         moved_bytes: Size of arguments and results of all other operations.
-        n_ops: Operations.
         peak_bytes: Most bytes alive.
     """
 

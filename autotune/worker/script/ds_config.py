@@ -42,11 +42,7 @@ def without_config_flag(namespace: Any) -> Iterator[None]:
 
 
 def read(stated: Any) -> DsConfig:
-    """Reads the configuration that a script passes to `deepspeed.initialize`.
-
-    Raises:
-        UserError: It is neither a dict nor the path of a file.
-    """
+    """Reads the configuration that a script passes to `deepspeed.initialize`."""
     if isinstance(stated, dict):
         return stated
     if isinstance(stated, str | os.PathLike) and os.path.exists(stated):

@@ -47,7 +47,6 @@ class PreparedModel:
         config_at: File and line of the dict; empty if it is not written out.
         initialized_at: File and line of the script's call; empty if a framework calls.
         workload: Description of the model for legality and reports.
-        blocks: Its repeated blocks.
         watch: Notes which blocks are recomputed.
         noise: Measures gradient noise, where the request asks for it.
         gradients: Checks the first gradient, where the request asks for it.

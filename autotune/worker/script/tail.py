@@ -20,8 +20,6 @@ class ScriptTail:
     """Feeds the worst batch into a script, and waits until it has gone backward.
 
     Args:
-        context: The script.
-        tail: The check.
         batch: The worst batch; None where it could not be made.
     """
 

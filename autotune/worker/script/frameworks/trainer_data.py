@@ -23,12 +23,7 @@ MULTIPLE, BUDGET = "pad_to_multiple_of", "token_budget"
 
 
 class TrainerData:
-    """Gives a Trainer's arguments the settings of the data, and tells which of them it cannot follow.
-
-    Args:
-        context: The script.
-
-    """
+    """Gives a Trainer's arguments the settings of the data, and tells which of them it cannot follow."""
 
     def __init__(self, context: ScriptContext) -> None:
         self._context = context

@@ -14,16 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from autotune.errors import UserError
-from autotune.report.results import (
-    FilePath,
-    Interval,
-    Pick,
-    Prediction,
-    Scalar,
-    StudyResult,
-    errors_in_words,
-    prediction_of,
-)
+from autotune.forecast.prediction import Interval, Prediction
+from autotune.report.results import FilePath, Pick, Scalar, StudyResult, errors_in_words
 from autotune.study.spec.settings import with_settings
 from autotune.study.storage import urls
 
@@ -206,7 +198,7 @@ def predict(
     file = _target(target)
     with errors_in_words(), viewer(progress) as view:
         wanted = wanted_study(file, overrides, view)[0]
-        return prediction_of(forecasts.foresee(wanted, settings, request.studies_folder(Path(file)), view))
+        return forecasts.foresee(wanted, settings, request.studies_folder(Path(file)), view)
 
 
 def export(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotune.advise.choose import Choice
 from autotune.advise.constants import CONSTANTS
 from autotune.advise.ds_config import ds_config
-from autotune.advise.forecast import Interval
+from autotune.forecast.prediction import Interval
 from autotune.forecast.words import BINDS, SURE, memory_by_part, verdict
 from autotune.system.units import format_bytes, format_duration, format_seconds
 
@@ -91,8 +91,7 @@ class Advice:
         hours, price = self.hours, self.price_per_hour
         if hours is None or price is None:
             return None
-        rate = price * self.chosen.devices.count
-        return Interval(value=hours.value * rate, low=hours.low * rate, high=hours.high * rate)
+        return hours.times(price * self.chosen.devices.count)
 
     @property
     def verdict(self) -> str:
@@ -134,18 +133,18 @@ class Advice:
             "fits_probability": chosen.fits,
             "verdict": self.verdict,
             "peak_memory_bytes": {
-                **asdict(self.peak_bytes), "terms": chosen.terms("memory"), "limit": devices.memory_bytes,
+                **self.peak_bytes._asdict(), "terms": chosen.terms("memory"), "limit": devices.memory_bytes,
                 "fits_probability": chosen.fits_device,
             },
             "host_memory_bytes": {
-                **asdict(self.host_bytes), "terms": chosen.terms("host"), "limit": devices.host_bytes,
+                **self.host_bytes._asdict(), "terms": chosen.terms("host"), "limit": devices.host_bytes,
                 "fits_probability": chosen.fits_host,
             },
-            "step_time_s": {**asdict(self.step_s), "terms": chosen.terms("time")},
-            "tokens_per_s": asdict(self.tokens_per_s),
-            "mfu": asdict(self.mfu),
-            "hours": asdict(self.hours) if self.hours else None,
-            "cost": asdict(self.cost) if self.cost else None,
+            "step_time_s": {**self.step_s._asdict(), "terms": chosen.terms("time")},
+            "tokens_per_s": self.tokens_per_s._asdict(),
+            "mfu": self.mfu._asdict(),
+            "hours": self.hours._asdict() if self.hours else None,
+            "cost": self.cost._asdict() if self.cost else None,
             "binds": self.binds,
             "others": [
                 {

@@ -14,7 +14,6 @@ from autotune.advise.devices import Devices
 from autotune.forecast.degrees import cost_terms
 from autotune.forecast.knobs import Knobs
 from autotune.forecast.memory import QUANTIZED_BYTES
-from autotune.scoring.quantiles import Z95
 from autotune.space.candidate import Candidate
 from autotune.trial.profile import Floats, Profile
 
@@ -23,20 +22,6 @@ OFFLOADS = ("offload_optimizer", "offload_param")
 PROCESS_BYTES = 4.5e9
 # The next power of two is 1.39 times a size on average (2 ln 2).
 PINNED = 1.39
-
-
-@dataclass(frozen=True, kw_only=True)
-class Interval:
-    """A figure with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def around(cls, value: float, log_sd: float) -> Interval:
-        """An interval of a figure whose logarithm scatters normally."""
-        return cls(value=value, low=value * math.exp(-Z95 * log_sd), high=value * math.exp(Z95 * log_sd))
 
 
 @dataclass(frozen=True, kw_only=True)

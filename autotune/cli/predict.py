@@ -45,4 +45,4 @@ def predict(
         wanted, _ = wanted_study(target, settings, view)
         on = read_devices(gpus, "--device") if gpus is not None else None
         answer = foresee(wanted, read_settings(knobs or ()), studies_folder(Path(target)), view, on)
-    print(json.dumps(answer.to_data(), indent=1) if as_json else "\n".join(answer.lines()))
+    print(json.dumps(answer.to_data(), indent=1) if as_json else answer)

@@ -1,4 +1,4 @@
-"""What a study found and what a configuration will need, as typed values for Python."""
+"""What a study found, as typed values for Python."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from autotune.errors import UserError
+from autotune.forecast.prediction import Interval
 from autotune.system import files
 
 if TYPE_CHECKING:
@@ -19,25 +20,10 @@ if TYPE_CHECKING:
 
     from autotune.report.data import StudyReport
     from autotune.report.export import Exported
-    from autotune.study.setup.forecasts import Answer
 
 Scalar: TypeAlias = str | int | float | bool | None
 FilePath: TypeAlias = str | os.PathLike[str]
 RECOMMENDED = "recommended"
-
-
-class Interval(NamedTuple):
-    """A figure with its interval, in the unit that its name ends with.
-
-    Attributes:
-        value: The figure.
-        low: Lower end of the interval: 95 % of what was measured, 90 % of what is predicted.
-        high: Upper end.
-    """
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,47 +242,6 @@ class StudyResult:
         return said.get().rstrip("\n")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """What a configuration will need, before it runs; intervals are 90 %. As text it is what `autotune predict` prints.
-
-    Attributes:
-        candidate: Its knobs by name.
-        peak_memory_bytes: Of one rank.
-        step_time_s: Of an optimizer step.
-        samples_per_s: Of all ranks together.
-        tokens_per_s: The same in tokens; None where samples are not token sequences.
-        memory_terms_bytes: What the memory is made of.
-        step_time_terms_s: What the step time is made of.
-        device_memory_bytes: What a rank may use.
-        fits_probability: That it fits.
-        largest_micro_batch_size: The largest that surely fits, all else the same; None if none does.
-        binds: What limits `memory` and `time`, in words.
-        measured: What the study measured of this very configuration, by metric; empty if it did not.
-        notes: What to know, in sentences.
-        text: All of it, for people.
-    """
-
-    candidate: Mapping[str, Scalar]
-    ranks: int
-    peak_memory_bytes: Interval
-    step_time_s: Interval
-    samples_per_s: Interval
-    tokens_per_s: Interval | None
-    memory_terms_bytes: Mapping[str, float] = field(repr=False)
-    step_time_terms_s: Mapping[str, float] = field(repr=False)
-    device_memory_bytes: float
-    fits_probability: float
-    largest_micro_batch_size: int | None
-    binds: Mapping[str, str]
-    measured: Mapping[str, float]
-    notes: Sequence[str]
-    text: str = field(repr=False)
-
-    def __str__(self) -> str:
-        return self.text
-
-
 def _pick(name: str, data: Mapping[str, Any]) -> Pick:
     from autotune.report.data import interval, measured
 
@@ -310,38 +255,6 @@ def _pick(name: str, data: Mapping[str, Any]) -> Pick:
         speedup=Interval(speedup, *(around or (speedup, speedup))) if speedup is not None else None,
         reasons=tuple(data.get("reasons") or ()),
         script_side_changes=tuple(data.get("script_side_changes") or ()),
-    )
-
-
-def prediction_of(answer: Answer) -> Prediction:
-    """The answer of a forecast for Python."""
-    data = answer.to_data()
-    same = (
-        "candidate",
-        "ranks",
-        "device_memory_bytes",
-        "fits_probability",
-        "largest_micro_batch_size",
-        "binds",
-        "measured",
-    )
-
-    def interval(name: str) -> Interval:
-        return Interval(*(data[name][end] for end in Interval._fields))
-
-    def terms(name: str) -> dict[str, float]:
-        return {term["name"]: term["value"] for term in data[name]["terms"]}
-
-    return Prediction(
-        **{name: data[name] for name in same},
-        peak_memory_bytes=interval("peak_memory_bytes"),
-        step_time_s=interval("step_time_s"),
-        samples_per_s=interval("samples_per_s"),
-        tokens_per_s=interval("tokens_per_s") if data["tokens_per_s"] else None,
-        memory_terms_bytes=terms("peak_memory_bytes"),
-        step_time_terms_s=terms("step_time_s"),
-        notes=tuple(data["notes"]),
-        text="\n".join(answer.lines()),
     )
 
 

@@ -6,18 +6,18 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from autotune.advise.devices import Devices
 from autotune.errors import UserError
-from autotune.forecast.predictor import Forecast, ForecastInputs, Predictor, probability_below, settings_of
+from autotune.forecast.prediction import MOST_SAMPLES, Prediction
+from autotune.forecast.predictor import ForecastInputs, Predictor, probability_below, settings_of
 from autotune.forecast.regression import STOPPED_SD, interval_sd
-from autotune.forecast.words import BINDS, SURE_Z, memory_by_part, verdict
+from autotune.forecast.words import SURE_Z
 from autotune.scoring.measured import Measured
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig, Scalar, check_setting
@@ -29,127 +29,17 @@ from autotune.study.setup.plan import grounds
 from autotune.study.setup.script import inspect_workload
 from autotune.study.spec.spec import StudySpec, stated_storage
 from autotune.system import device, files
-from autotune.system.units import format_bytes, format_seconds
+from autotune.system.units import format_bytes
 from autotune.trial.folder import TrialDir
 from autotune.trial.profile import Machine, Profile
 from autotune.trial.result import RAN, Outcome
 from autotune.trial.target import Target
 from autotune.trial.workload import Environment, Workload
 
-MOST_SAMPLES = 4096
-# Share of a step from which a single term binds it.
-BINDING_SHARE = 0.5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """Forecast of a configuration.
-
-    Attributes:
-        data_parallel: Ranks that read different samples; fewer than ranks where a script makes groups of them.
-        memory: Peak bytes of a rank.
-        step_time: Seconds of an optimizer step.
-        fits: Probability that it fits.
-        largest_micro_batch_size: Largest that surely fits, all else equal; None if none does.
-        largest_tensor_bytes: Largest tensor of the forward pass, often the logits.
-        tokens_per_sample: Of an average sample; None where samples are not token sequences.
-        measured: Metrics of this configuration in the study, if it was measured.
-        study: Study whose trials corrected the forecast.
-        device: What a rank computes on, in words.
-    """
-
-    candidate: Candidate
-    world_size: int
-    data_parallel: int
-    memory: Forecast
-    step_time: Forecast
-    limit_bytes: float
-    fits: float
-    largest_micro_batch_size: int | None
-    largest_tensor_bytes: float
-    tokens_per_sample: float | None
-    measured: Mapping[str, float]
-    study: str
-    notes: Sequence[str]
-    device: str
-
-    @property
-    def samples_per_s(self) -> tuple[float, float, float]:
-        """Throughput: value, low, high."""
-        samples, time = self.candidate.global_batch_size(self.data_parallel), self.step_time.total
-        return samples / time.value, samples / time.high, samples / time.low
-
-    @property
-    def binds(self) -> dict[str, str]:
-        """The largest terms of memory and time, in words."""
-        space, time = (max(said.terms, key=lambda term: term.value) for said in (self.memory, self.step_time))
-        share = time.value / self.step_time.total.value
-        alone = "" if share >= BINDING_SHARE else " (among others)"
-        return {
-            "memory": f"{space.name}, {space.value / self.memory.total.value:.0%} of the peak",
-            "time": f"{BINDS[time.name]}, {share:.0%} of the step{alone}",
-        }
-
-    def to_data(self) -> dict[str, Any]:
-        """Returns the forecast for programs."""
-        rate = dict(zip(("value", "low", "high"), self.samples_per_s, strict=True))
-        tokens = self.tokens_per_sample
-        return {
-            "candidate": self.candidate.values(),
-            "ranks": self.world_size,
-            "device": self.device,
-            "peak_memory_bytes": _data(self.memory),
-            "step_time_s": _data(self.step_time),
-            "samples_per_s": rate,
-            "tokens_per_s": {key: amount * tokens for key, amount in rate.items()} if tokens else None,
-            "device_memory_bytes": self.limit_bytes,
-            "fits_probability": self.fits,
-            "largest_micro_batch_size": self.largest_micro_batch_size,
-            "largest_tensor_bytes": self.largest_tensor_bytes,
-            "binds": self.binds,
-            "measured": dict(self.measured),
-            "corrected_by": {
-                "study": self.study, "memory": self.memory.n_measured, "step_time": self.step_time.n_measured,
-            },
-            "notes": list(self.notes),
-        }  # fmt: skip
-
-    def lines(self) -> Iterator[str]:
-        """Yields the forecast for people, line by line."""
-        total, time, limit = self.memory.total, self.step_time.total, self.limit_bytes
-        yield f"{self.candidate.describe()}, {self.world_size} rank(s), on {self.device}"
-        yield ""
-        needed = f"{format_bytes(total.value)} ({format_bytes(total.low)} to {format_bytes(total.high)})"
-        yield f"memory      {needed} of a rank's {format_bytes(limit)}: {verdict(self.fits)}"
-        terms = {term.name: term.value for term in self.memory.terms}
-        shown = self.largest_tensor_bytes > 0.1 * terms["activations"]
-        notes = {"activations": f"  (the largest tensor {format_bytes(self.largest_tensor_bytes)})"} if shown else {}
-        yield from memory_by_part(terms, total.value, notes, width=12)
-        yield ""
-        yield f"step time   {format_seconds(time.value)} ({format_seconds(time.low)} to {format_seconds(time.high)})"
-        for term in sorted(self.step_time.terms, key=lambda term: -term.value):
-            if term.value >= 0.02 * sum(term.value for term in self.step_time.terms):
-                yield f"  {term.name:<14}{format_seconds(term.value):>10}"
-        value, low, high = self.samples_per_s
-        yield f"throughput  {value:,.4g} samples/s ({low:,.4g} to {high:,.4g})"
-        yield ""
-        yield f"binds       memory: {self.binds['memory']}"
-        yield f"            time: {self.binds['time']}"
-        largest = self.largest_micro_batch_size
-        at_least = "at least " if largest == MOST_SAMPLES else ""
-        yield f"largest micro-batch that surely fits: {at_least}{largest}" if largest else "no micro-batch surely fits"
-        if self.measured:
-            peak, step = format_bytes(self.measured["peak_memory_bytes"]), format_seconds(self.measured["step_time_s"])
-            yield f"measured    {peak}, {step} in study {self.study}, which this forecast knows"
-        n = self.memory.n_measured
-        of = f"{n} trial(s) of study {self.study}" if n else "no trial: `autotune run` makes it surer"
-        yield f"corrected by {of}"
-        yield from (f"note: {note}" for note in self.notes)
-
 
 def foresee(
     spec: StudySpec, settings: Mapping[str, Scalar], studies: Path, view: EventSink = SILENT, on: Devices | None = None
-) -> Answer:
+) -> Prediction:
     """Returns the forecast for a configuration of a target.
 
     Args:
@@ -170,15 +60,15 @@ def foresee(
     for other, metrics in measured.items():
         predictor.learn(other, **metrics, machine=found.machine)
     limit = float(spec.device_memory_bytes or found.share_bytes)
-    said = predictor.memory(candidate)
-    return Answer(
-        candidate=candidate, world_size=found.world_size, data_parallel=found.setting.world_size,
-        memory=said, step_time=predictor.step_time(candidate),
-        limit_bytes=limit, fits=probability_below(said, limit),
+    memory = predictor.memory(candidate)
+    return Prediction(
+        configuration=candidate, ranks=found.world_size, data_parallel=found.setting.world_size,
+        memory=memory, step_time=predictor.step_time(candidate),
+        device_memory_bytes=limit, fits_probability=probability_below(memory, limit),
         largest_micro_batch_size=_largest(predictor, candidate, limit),
         largest_tensor_bytes=found.profile.largest_tensor_bytes(candidate.precision, candidate.micro_batch_size),
         tokens_per_sample=found.profile.tokens_per_sample,
-        measured=measured.get(candidate, {}), study=spec.name, notes=found.notes,
+        measured=measured.get(candidate, {}), study=spec.name, notes=tuple(found.notes),
         device=found.device + (f", as if it had {format_bytes(limit)}" if spec.device_memory_bytes else ""),
     )  # fmt: skip
 
@@ -322,8 +212,3 @@ def _largest(predictor: Predictor, candidate: Candidate, limit: float) -> int | 
     mean, sd = predictor.log_memory([replace(candidate, micro_batch_size=size) for size in sizes])
     fitting = np.flatnonzero(mean + SURE_Z * sd <= np.log(limit))
     return sizes[int(fitting[-1])] if len(fitting) else None
-
-
-def _data(said: Forecast) -> dict[str, Any]:
-    total = said.total
-    return {"value": total.value, "low": total.low, "high": total.high, "terms": [asdict(term) for term in said.terms]}

@@ -108,8 +108,8 @@ def study(machine: Machine, planned: dict[str, Any], **given: Any) -> tuple[reco
         warnings.simplefilter("ignore")
         runner = runner_of(Path(folder), machine, planned=planned, stop_trials=False, **given)
         runner.run()
-        measured = runner.measured()
-    return recommend.recommend(estimate(measured), runner.objectives, runner.plan.data_parallel), measured
+        measured = runner.state.measured()
+    return recommend.recommend(estimate(measured), runner.state.objectives, runner.state.plan.data_parallel), measured
 
 
 def machines(seeds: Sequence[int], noises: Sequence[float], names: Sequence[str]) -> dict[str, Any]:

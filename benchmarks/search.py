@@ -181,11 +181,11 @@ def run(
             if kind == "physics, wrong prior":
                 stack.enter_context(skewed(seed))
             runner.run()
-        ended = [m for m in runner.measured() if m.outcome is not Outcome.PREDICTED_OOM]
+        ended = [m for m in runner.state.measured() if m.outcome is not Outcome.PREDICTED_OOM]
         told = [records.told_data(each) for each in runner.state.told()]
         walls = [data["wall_s"] for data in told if data["outcome"] != Outcome.PREDICTED_OOM]
     # A loss that did not fall within the baseline's trial is no objective of the study.
-    true = Truth(rows, [o.metric for o in runner.objectives], limit)
+    true = Truth(rows, [o.metric for o in runner.state.objectives], limit)
     curve, tried, n_oom, spent = [], [], 0, 0.0
     for m, wall in zip(ended, walls, strict=True):
         spent += wall

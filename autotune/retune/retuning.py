@@ -197,7 +197,7 @@ class Retuning:
         opened = "something better may exist now" if opens else "the training has gone on" if later else "as asked for"
         why = standing.reason if standing.moved else opened
         self.observer.say(
-            f"searching, since {why}: {runner.plan.spec.trials} trials, starting from study {self.current.study_name}"
+            f"searching, since {why}: {runner.state.plan.spec.trials} trials, starting from study {self.current.study_name}"
         )
         runner.run()
         return self._compared(runner, made)
@@ -206,7 +206,7 @@ class Retuning:
         """Compare the best of the search with the configuration in use."""
         assert runner.study is not None
         made["n_trials"] = len(records.told_trials(runner.study))
-        before, now = (r.noise if r is not None else None for r in (self.kept.reference, runner.reference))
+        before, now = (r.noise if r is not None else None for r in (self.kept.reference, runner.state.reference))
         made["notes"] = [f"{now}; it was: {before or 'not measured'}"] if now is not None else []
         later = load.read(runner.study, self.path)
         pick = later.picks.get("recommended")
@@ -275,7 +275,7 @@ class Retuning:
 
     def _standing(self, runner: Runner) -> DriftCheck:
         """Measure the configuration in use and the baseline in turns, until it is clear whether their ratio changed."""
-        plan = runner.plan
+        plan = runner.state.plan
         reason = why_illegal(self.incumbent, plan.setting)
         if reason is not None:
             return DriftCheck.cannot_run(CANNOT_RUN.format(reason))
@@ -289,10 +289,12 @@ class Retuning:
     def _duel(self, runner: Runner, challenger: Candidate) -> Comparison:
         self.observer.say(f"measuring {challenger.describe()} against what is in use, in turns")
         assert runner.study is not None
-        measured = {m.candidate: m for m in runner.measured()}
+        measured = {m.candidate: m for m in runner.state.measured()}
         both = measured.get(challenger), measured.get(self.incumbent)
         sides = {"challenger": challenger, "incumbent": self.incumbent}
-        return comparison.compare(runner.objectives, both, self.asked.min_gain, self._rounds(runner, "duel", sides))
+        return comparison.compare(
+            runner.state.objectives, both, self.asked.min_gain, self._rounds(runner, "duel", sides)
+        )
 
     def _rounds(self, runner: Runner, what: str, sides: Mapping[str, Candidate]) -> Rounds:
         return Rounds(self.path / what, what, sides, runner, self.recorder, self._check_alive)

@@ -50,5 +50,7 @@ class Rounds:
         if result.outcome is not Outcome.COMPLETE:
             return {}
         # A round is too short for a loss curve.
-        reference = replace(self.runner.reference, loss_target=None) if self.runner.reference is not None else None
+        reference = (
+            replace(self.runner.state.reference, loss_target=None) if self.runner.state.reference is not None else None
+        )
         return {name: estimate.value for name, estimate in metrics.measure(result, reference).items()}

@@ -14,9 +14,6 @@ from threadpoolctl import threadpool_limits
 
 from autotune.executors import base
 from autotune.executors.base import Executor, MachinesGone
-from autotune.scoring.convergence.time_to_loss import Reference
-from autotune.scoring.measured import Measured
-from autotune.scoring.objective import Objective
 from autotune.search import check_sampler
 from autotune.space.candidate import Candidate
 from autotune.study.baseline import BaselineTrial
@@ -78,28 +75,9 @@ class Runner:
         self._baseline = BaselineTrial(state, self._measurer, events, self._budget)
 
     @property
-    def plan(self) -> Plan:
-        """The study's plan, as far as the run has narrowed it."""
-        return self.state.plan
-
-    @property
     def study(self) -> Study | None:
         """The Optuna study; None before it is in the database."""
         return self.state.study if self.state.exists else None
-
-    @property
-    def reference(self) -> Reference | None:
-        """The baseline's loss curve and noise scale."""
-        return self.state.reference
-
-    @property
-    def objectives(self) -> list[Objective]:
-        """The objectives that can be measured."""
-        return self.state.objectives
-
-    def measured(self) -> list[Measured]:
-        """Every told trial as the analysis takes it."""
-        return self.state.measured()
 
     def measure_again(self, candidate: Candidate, path: Path) -> TrialResult:
         """Measures a configuration without telling a trial, to compare it with others measured in turns with it."""
@@ -121,12 +99,12 @@ class Runner:
         self._budget.resume()
         self._baseline.restore()
         if self._leads and (n := self._budget.n_spent()):
-            self._events.say(f"resuming: {n} of {self.plan.spec.trials} trials are already there")
+            self._events.say(f"resuming: {n} of {self.state.plan.spec.trials} trials are already there")
 
     def _restore(self) -> bool:
         if n := restore(self.state, self.proposer, self._teller):
             self._events.say(
-                f"the database has no study {self.plan.spec.name!r}, but its folder holds {n} finished trials: they are"
+                f"the database has no study {self.state.plan.spec.name!r}, but its folder holds {n} finished trials: they are"
                 " taken up again (--fresh forgets them)"
             )
         return bool(n)
@@ -141,7 +119,7 @@ class Runner:
             if not self.state.exists:
                 self._begin()
             records.note_end(self.state.study, "")
-            records.note_settings(self.state.study, self.plan.spec)
+            records.note_settings(self.state.study, self.state.plan.spec)
             self.state.keep_branches()
             try:
                 why = self._search()
@@ -153,7 +131,7 @@ class Runner:
 
     def _end_search(self) -> None:
         """Checks and measures the best again, until the time budget ends that."""
-        if self.plan.spec.finalists:
+        if self.state.plan.spec.finalists:
             records.note_end(self.state.study, UNFINISHED)
         try:
             Finalists(self.state, self._measurer, self._teller, self._budget, self._events).run()
@@ -168,11 +146,11 @@ class Runner:
         """
         with threadpool_limits(1, "blas"), self.leases.beating():
             self.open()
-            return self._search() or f"the budget of {self.plan.spec.trials} trials is spent"
+            return self._search() or f"the budget of {self.state.plan.spec.trials} trials is spent"
 
     def _begin(self) -> None:
         """Measures the baseline, which decides what can be measured at all, and begins the study with it."""
-        baseline = self.plan.baseline
+        baseline = self.state.plan.baseline
         for path in (self.state.folder / "trials").glob("[0-9]*"):
             if path.name != self.state.trial_path(0).name:  # another study's, whose results are not this one's
                 base.forget(self._measurer.executor, path)

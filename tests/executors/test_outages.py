@@ -164,7 +164,7 @@ def test_an_outage_is_booked_against_no_configuration_and_the_study_resumes(numb
         runner_of(tmp_path, Outage(number), trials=4, finalists=0).run()
     runner = runner_of(tmp_path, Instant(), trials=4, finalists=0)
     runner.run()
-    assert [each.outcome for each in runner.measured()] == [Outcome.COMPLETE] * 4
+    assert [each.outcome for each in runner.state.measured()] == [Outcome.COMPLETE] * 4
 
 
 def test_a_host_that_was_never_reached_refuses_and_one_that_is_lost_does_not(tmp_path):
@@ -205,7 +205,7 @@ def test_a_driver_that_is_killed_twice_in_a_trial_marks_no_configuration(tmp_pat
     assert ran[0] == ran[1] == ran[2]
     runner = runner_of(tmp_path, Instant(), trials=5, finalists=0)
     runner.run()
-    assert [each.outcome for each in runner.measured()] == [Outcome.COMPLETE] * 5
+    assert [each.outcome for each in runner.state.measured()] == [Outcome.COMPLETE] * 5
 
 
 def test_an_abort_for_lack_of_memory_is_read_from_the_ranks_log(tmp_path):

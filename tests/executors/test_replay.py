@@ -117,7 +117,7 @@ def test_a_whole_study_is_replayed_from_a_file(tmp_path: Path) -> None:
     executor = ReplayExecutor(read_table(tmp_path / "t.csv.gz"))
     runner = Runner(plan, executor, tmp_path / "s", records.default_url(tmp_path), Watcher())  # type: ignore[arg-type]
     runner.run()
-    measured = runner.measured()
+    measured = runner.state.measured()
     assert measured[0].usable and len({m.candidate for m in measured}) == len(measured) >= 12
     best = max(legal, key=lambda c: c.global_batch_size(1) / row(c).values["step_time_s"])
     assert best in {m.candidate for m in measured}

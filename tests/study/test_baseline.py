@@ -18,7 +18,7 @@ from autotune.trial.workload import Probed
 def test_an_objective_that_the_baseline_does_not_yield_is_left_out_with_a_word(tmp_path):
     flat = Instant(lambda candidate: report(candidate, losses=[1.0 + 0.1 * (i % 3) for i in range(24)]))
     runner, _, watcher = run(tmp_path, flat, trials=3, objectives=DEFAULTS)
-    assert [o.name for o in runner.objectives] == ["latency", "throughput", "memory"]
+    assert [o.name for o in runner.state.objectives] == ["latency", "throughput", "memory"]
     assert any("'convergence' is left out: the baseline's loss did not fall" in text for text in watcher.said)
 
 
@@ -30,21 +30,21 @@ def test_the_noise_scale_is_measured_once_and_tells_what_other_batches_are_worth
     runner, executor, _ = run(tmp_path, trials=4, objectives=["latency", "convergence"])
     probes = [request for request in executor.requests if request.noise]
     assert [(p.candidate["micro_batch_size"], p.candidate["gradient_accumulation_steps"]) for p in probes] == [(2, 4)]
-    phi = runner.reference.noise.samples
+    phi = runner.state.reference.noise.samples
     assert phi == pytest.approx(8 * (4.1 - 2) / 3 / ((8 - 4.1) / 3), rel=0.01)
-    for m in runner.measured():
+    for m in runner.state.measured():
         batch = m.candidate.global_batch_size(1)
         assert m.metrics["goodput_samples_per_s"] == pytest.approx(
             m.metrics["samples_per_s"] * (phi + 8) / (phi + batch)
         )
     again, executor, _ = run(tmp_path, trials=5, objectives=["latency", "convergence"])
-    assert again.reference == runner.reference and not any(request.noise for request in executor.requests)
+    assert again.state.reference == runner.state.reference and not any(request.noise for request in executor.requests)
 
 
 def test_where_the_noise_scale_is_not_resolved_the_baselines_batch_is_kept_with_a_word(tmp_path):
     silent = functools.partial(report, noise=None)
     runner, executor, watcher = run(tmp_path, Instant(silent), trials=6, objectives=["latency", "convergence"])
-    assert [o.name for o in runner.objectives] == ["latency", "convergence"]
+    assert [o.name for o in runner.state.objectives] == ["latency", "convergence"]
     assert {candidate.global_batch_size(1) for candidate in executor.ran} == {8} and len(set(executor.ran)) == 6
     assert any("the baseline's 8 is kept" in line for line in watcher.said)
     _, executor, _ = run(tmp_path, Instant(silent), trials=8, objectives=["latency", "convergence"])  # resumed, too
@@ -67,7 +67,7 @@ def test_with_the_global_batch_kept_goodput_needs_no_probe(tmp_path):
 @pytest.mark.parametrize(("limit", "scarce"), [(10**9, False), (150_000_000, True)])
 def test_memory_is_an_objective_of_a_balanced_goal_where_it_is_scarce(tmp_path, limit, scarce):
     runner, _, watcher = run(tmp_path, trials=2, finalists=0, device_memory_bytes=limit)
-    assert ("memory" in [o.name for o in runner.objectives]) == scarce
+    assert ("memory" in [o.name for o in runner.state.objectives]) == scarce
     assert any("memory is scarce here (the baseline takes 72%" in text for text in watcher.said) == scarce
 
 
@@ -80,7 +80,7 @@ def test_the_learning_rate_follows_the_batch_in_the_trial_and_in_what_is_recomme
         batch = request.candidate["micro_batch_size"] * request.candidate["gradient_accumulation_steps"]
         assert request.ds_config["optimizer"]["params"]["lr"] == pytest.approx(1e-3 * (batch / 8) ** 0.5, rel=1e-4)
         assert request.learning_rate_factor == pytest.approx((batch / 8) ** 0.5)
-    for m in runner.measured():
+    for m in runner.state.measured():
         assert m.ds_config["optimizer"]["params"]["lr"] == pytest.approx(
             1e-3 * (m.candidate.global_batch_size(1) / 8) ** 0.5, rel=1e-4
         )
@@ -108,10 +108,10 @@ def test_convergence_alone_needs_a_baseline_that_completes(tmp_path):
 def test_what_breaks_a_constraint_is_told_and_not_picked(tmp_path):
     bound = Constraint(metric="peak_memory_bytes", max=float(10**8 + 5 * 10**6))
     runner, _, _ = run(tmp_path, trials=12, constraints=[bound])
-    infeasible = [m for m in runner.measured() if not m.feasible]
+    infeasible = [m for m in runner.state.measured() if not m.feasible]
     assert infeasible
     assert all(m.candidate.micro_batch_size > 4 for m in infeasible)
-    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
+    found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
     assert all(pick.measured.candidate.micro_batch_size <= 4 for pick in found.picks.values())
 
 

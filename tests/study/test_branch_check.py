@@ -55,19 +55,19 @@ def test_another_global_batch_is_branched_with_the_baseline_from_one_state_on_eq
     assert len(warm) == 1 and {request.weights for request in branches} == {warm[0].save_weights}
     assert len({request.first_sample for request in branches}) == 1
     assert {request.deadline_s for request in branches} == {
-        runner.plan.spec.trial_deadline_s
+        runner.state.plan.spec.trial_deadline_s
     }  # it trains longer than a trial
     samples = {r.max_steps * r.candidate["micro_batch_size"] for r in branches}
     assert max(samples) - min(samples) < 16  # equal, up to a step
-    assert any(m.branch is not None and m.branch.confirmed for m in runner.measured())
+    assert any(m.branch is not None and m.branch.confirmed for m in runner.state.measured())
     assert any("in a branch of" in text for text in watcher.said)
 
 
 def test_what_a_branch_refutes_is_not_recommended_and_a_resumed_study_branches_nothing_twice(tmp_path):
     runner, _, _ = branching(tmp_path, worth={16: 0.1, 4: 0.1})
-    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
+    found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
     assert found.picks["recommended"].measured.candidate.global_batch_size(1) == 8
-    refuted = [m for m in runner.measured() if m.branch is not None and m.branch.confirmed is False]
+    refuted = [m for m in runner.state.measured() if m.branch is not None and m.branch.confirmed is False]
     assert refuted and refuted[0].doubt.startswith("in a branch of")
     _, executor, _ = branching(tmp_path, worth={16: 0.1, 4: 0.1})
     assert not [request for request in executor.requests if request.weights is not None]
@@ -76,7 +76,7 @@ def test_what_a_branch_refutes_is_not_recommended_and_a_resumed_study_branches_n
 def test_what_the_gate_has_passed_is_branched_in_the_same_run(tmp_path, unhurried):
     space = [{"micro_batch_size": [8, 16], "precision": ["fp32", "bf16"]}]
     runner, _, _ = branching(tmp_path, space=space, trials=4)
-    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
+    found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
     best = found.picks["recommended"].measured
     assert (best.candidate.precision, best.candidate.global_batch_size(1)) == ("bf16", 16)
     assert best.verdict.passed and best.branch.confirmed and best.repeats
@@ -94,7 +94,7 @@ def test_who_leads_only_after_the_re_measurements_stands_the_same_checks(tmp_pat
     executor.behaviour = behaviour
     space = [{"micro_batch_size": [8, 16], "precision": ["fp32", "bf16"]}]
     runner, _, _ = run(tmp_path, executor, trials=4, finalists=3, sampler="grid", space=space, objectives=["latency"])
-    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
+    found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
     best = found.picks["recommended"].measured
     assert best.candidate == Candidate(micro_batch_size=16, precision="bf16") and best.verdict.passed
 
@@ -135,7 +135,7 @@ def test_a_branch_that_would_take_most_of_the_study_is_not_begun_and_said_so(tmp
     runner, executor, watcher = branching(tmp_path, trial_budget_s=0.1, branch_tokens=10**8)
     assert not [request for request in executor.requests if request.weights is not None]
     assert any("more than the checks' share of the study's time" in text for text in watcher.said)
-    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
+    found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
     assert found.picks["recommended"].measured.candidate.global_batch_size(1) == 8
 
 
@@ -174,14 +174,17 @@ def test_a_branch_that_did_not_decide_is_followed_by_longer_ones_while_there_is_
     assert any(text.startswith("no longer branch for trial 1 so far") for text in watcher.said)
     assert records.unchecked_s(runner.study) > 0
     assert (
-        recommend.recommend(estimate(runner.measured()), runner.objectives, 1).picks["recommended"].measured.trial == 0
+        recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
+        .picks["recommended"]
+        .measured.trial
+        == 0
     )
     again = lengths(branching(tmp_path, **space)[1])
     assert not again  # another look at the study has no more time
     undecided_below(max(first) + 1)
     runner, executor, _ = branching(tmp_path, **space, time_budget_s=1e6)
     assert min(lengths(executor)) > 1.9 * max(first)
-    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
+    found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
     assert found.picks["recommended"].measured.trial == 1 and records.unchecked_s(runner.study) == 0
 
 
@@ -206,18 +209,18 @@ def test_batches_that_no_branch_could_confirm_in_time_are_not_tried_and_said(tmp
     space = [{"micro_batch_size": [8, 16, 32, 64, 128, 256, 512]}]
     shape = {"trials": 8, "space": space, "trial_budget_s": 0.1, "quick": quick, "sampler": "random"}
     runner, _, watcher = branching(tmp_path, **shape, objectives=["throughput"])
-    tried = {m.candidate.micro_batch_size for m in runner.measured()}
+    tried = {m.candidate.micro_batch_size for m in runner.state.measured()}
     assert 8 in tried and max(tried) < 512 and any("are not tried: the branch" in text for text in watcher.said)
     assert "are not tried: the branch" in records.left_out(runner.study)["branch"]  # the report says so, too
     again, *_ = branching(tmp_path / "free", **shape | {"branch": False}, objectives=["throughput"])
-    assert max(m.candidate.micro_batch_size for m in again.measured()) == 512
+    assert max(m.candidate.micro_batch_size for m in again.state.measured()) == 512
 
 
 def test_a_branch_that_decides_comes_before_the_rounds_that_time_is_kept_for(tmp_path, monkeypatch):
     """Without it the best one cannot be recommended, however often it is measured again."""
     monkeypatch.setattr(budget.Budget, "out_of_time", lambda own: own._expected_s is not None)
     runner, _, _ = branching(tmp_path)
-    assert [m.branch.confirmed for m in runner.measured() if m.branch is not None] == [True]
+    assert [m.branch.confirmed for m in runner.state.measured() if m.branch is not None] == [True]
 
 
 def test_a_training_that_ends_before_its_branch_is_branched_once_and_the_next_best_is_checked(tmp_path):
@@ -232,7 +235,7 @@ def test_a_training_that_ends_before_its_branch_is_branched_once_and_the_next_be
     executor.behaviour, submit = behaviour, Instant.submit
     executor.submit = lambda folder: _leaving_weights(executor, submit, folder)
     runner, _, watcher = run(tmp_path, executor, **space, branch=True, sampler="grid")
-    by_batch = {m.candidate.micro_batch_size: m for m in runner.measured()}
+    by_batch = {m.candidate.micro_batch_size: m for m in runner.state.measured()}
     assert "its branch ended after 320 of" in by_batch[64].doubt and records.unchecked_s(runner.study) == 0
     assert sum("training trial" in text for text in watcher.said) == 2
     assert by_batch[16].branch.confirmed

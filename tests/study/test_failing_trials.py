@@ -24,7 +24,7 @@ def test_a_study_goes_on_where_some_trials_fail(tmp_path):
         )
     )
     runner, _, _ = run(tmp_path, some, trials=12, finalists=0, memory_filter=False)
-    outcomes = {m.outcome for m in runner.measured()}
+    outcomes = {m.outcome for m in runner.state.measured()}
     assert outcomes == {Outcome.COMPLETE, Outcome.OOM}
     assert set(states(runner)) == {"COMPLETE", "PRUNED"}
 
@@ -35,8 +35,8 @@ def test_without_a_baseline_the_others_are_tuned_all_the_same(tmp_path):
     )
     runner, _, watcher = run(tmp_path, executor, trials=5, memory_filter=False)
     assert any("the baseline did not complete (oom: over the limit)" in text for text in watcher.said)
-    assert [m.usable for m in runner.measured()] == [False, True, True, True, True]
-    assert "convergence" not in [o.name for o in runner.objectives]
+    assert [m.usable for m in runner.state.measured()] == [False, True, True, True, True]
+    assert "convergence" not in [o.name for o in runner.state.objectives]
 
 
 def test_a_baseline_that_passes_its_deadline_says_what_gives_it_more_time(tmp_path):
@@ -177,7 +177,7 @@ def test_a_broken_target_stays_stopped_when_it_is_run_again(tmp_path):
 def test_out_of_memory_is_no_reason_to_give_up(tmp_path):
     executor = Instant(lambda c: failed(Outcome.OOM, "over the limit") if len(executor.ran) < 10 else report(c))
     runner, _, _ = run(tmp_path, executor, trials=14, finalists=0)
-    assert [m.usable for m in runner.measured()].count(True) > 0
+    assert [m.usable for m in runner.state.measured()].count(True) > 0
 
 
 def test_a_trial_whose_watcher_dies_is_run_again_at_once(tmp_path):
@@ -198,6 +198,6 @@ def test_a_candidate_that_is_lost_twice_has_crashed_so_that_a_study_ends(tmp_pat
     executor = Instant()
     executor.lost = 2
     runner, _, _ = run(tmp_path, executor, trials=3, finalists=0)
-    first = runner.measured()[0]
+    first = runner.state.measured()[0]
     assert first.outcome is Outcome.CRASHED
     assert len(executor.ran) == 4

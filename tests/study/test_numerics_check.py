@@ -28,11 +28,11 @@ def trains(**bad):
 
 def test_numerics_that_train_worse_are_refused_and_something_else_is_recommended(tmp_path, unhurried):
     runner, executor, watcher = run(tmp_path, Instant(trains(bf16=3.0)), trials=12, sampler="grid")
-    refused = [m for m in runner.measured() if m.outcome is Outcome.DIVERGED]
+    refused = [m for m in runner.state.measured() if m.outcome is Outcome.DIVERGED]
     assert refused and {m.candidate.precision for m in refused} == {"bf16"}
     assert all("trains worse: over steps" in m.verdict.reason and "steps behind" in m.verdict.reason for m in refused)
     assert any(f"trial {refused[0].trial} trains worse" in text for text in watcher.said)
-    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
+    found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
     assert all(pick.measured.candidate.precision == "fp32" for pick in found.picks.values())
     assert not {m.trial for m in found.front} & {m.trial for m in refused}
     references = {request.candidate["precision"] for request in executor.gated}
@@ -42,7 +42,7 @@ def test_numerics_that_train_worse_are_refused_and_something_else_is_recommended
 def test_numerics_that_train_alike_may_be_recommended_and_the_reasons_say_so(tmp_path, unhurried):
     space = [{"micro_batch_size": [8, 16], "precision": ["fp32", "bf16"]}]
     runner, executor, _ = run(tmp_path, trials=4, sampler="grid", space=space)
-    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
+    found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
     best = found.picks["recommended"].measured
     assert best.candidate.precision == "bf16" and best.verdict.passed and best.verdict.losses
     assert any("trains as the baseline's numerics do" in reason for reason in found.picks["recommended"].reasons)
@@ -64,10 +64,10 @@ def test_more_gradients_summed_in_16_bits_are_judged_by_the_trials_own_gradient(
     runner, executor, _ = run(
         tmp_path, Instant(exact), trials=3, sampler="grid", space=space, baseline=base, objectives=["throughput"]
     )
-    by_steps = {m.candidate.gradient_accumulation_steps: m for m in runner.measured()}
+    by_steps = {m.candidate.gradient_accumulation_steps: m for m in runner.state.measured()}
     assert executor.gated == [] and by_steps[1].numerics_kept and by_steps[1].verdict is None
     assert by_steps[4].verdict.passed and by_steps[4].verdict.gradient_error == 0.002
-    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1).picks["recommended"]
+    found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1).picks["recommended"]
     assert found.measured is not None and found.measured.candidate.gradient_accumulation_steps == 4
     assert any("sums up more gradients in 16 bits" in reason and "0.20%" in reason for reason in found.reasons)
 
@@ -75,7 +75,7 @@ def test_more_gradients_summed_in_16_bits_are_judged_by_the_trials_own_gradient(
 def test_a_resumed_study_checks_nothing_twice(tmp_path):
     run(tmp_path, trials=12, sampler="grid")
     runner, executor, _ = run(tmp_path, trials=12, sampler="grid")
-    assert executor.gated == [] and any(m.verdict for m in runner.measured())
+    assert executor.gated == [] and any(m.verdict for m in runner.state.measured())
 
 
 def test_with_the_numerics_kept_nothing_is_checked(tmp_path):
@@ -89,11 +89,11 @@ def test_a_reference_that_fails_leaves_a_doubt_and_no_recommendation(tmp_path):
         failed(Outcome.OOM, "over the limit") if c.precision == "fp32" and executor.gated else report(c)
     )
     runner, _, _ = run(tmp_path, executor, trials=12, sampler="grid", space=[SPACE | {"precision": ["fp32", "bf16"]}])
-    doubted = [m for m in runner.measured() if m.verdict is not None and m.verdict.passed is None]
+    doubted = [m for m in runner.state.measured() if m.verdict is not None and m.verdict.passed is None]
     assert doubted and all(
         "could not be checked: the baseline's numerics at a global batch of" in m.doubt for m in doubted
     )
-    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
+    found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
     assert not found.picks["recommended"].measured.doubt
 
 
@@ -105,7 +105,7 @@ def test_a_gradient_that_is_not_what_was_computed_is_refused_whatever_its_losses
         )
 
     runner, _, _ = run(tmp_path, Instant(lossy), trials=16, sampler="grid")
-    refused = [m for m in runner.measured() if m.outcome is Outcome.DIVERGED]
+    refused = [m for m in runner.state.measured() if m.outcome is Outcome.DIVERGED]
     assert refused and all(m.candidate.gradient_accumulation_steps == 2 for m in refused)
     assert "the sum of 2 micro-gradients is off by 0.80%" in refused[0].verdict.reason
 
@@ -129,11 +129,11 @@ class Slow(Instant):
 def test_where_steps_are_slow_checks_train_as_long_as_they_need_and_once_for_equal_numerics(tmp_path, unhurried):
     space = [{"precision": ["fp32", "bf16"], "zero_stage": [1, 2]}]
     runner, executor, _ = run(tmp_path, Slow(), trials=5, finalists=4, sampler="grid", space=space, trial_budget_s=1.0)
-    judged = [m for m in runner.measured() if m.verdict is not None]
+    judged = [m for m in runner.state.measured() if m.verdict is not None]
     assert len(judged) == 2 and all(m.verdict.passed and m.verdict.n_steps >= LEAST_STEPS for m in judged), judged
     assert sorted(m.verdict.same_as is None for m in judged) == [False, True]
     assert [r.candidate["precision"] for r in executor.gated].count("bf16") == 1
-    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
+    found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
     assert found.picks["recommended"].measured.candidate.precision == "bf16"
 
 
@@ -157,7 +157,9 @@ def test_where_a_large_batch_is_too_dear_to_check_its_numerics_are_checked_at_th
         trial_budget_s=0.01,
         repeats=0,
     )
-    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1).picks["recommended"].measured
+    found = (
+        recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1).picks["recommended"].measured
+    )
     assert (found.candidate.micro_batch_size, found.candidate.precision) == (64, "bf16")
     assert found.verdict.passed and found.verdict.batch == 8
     assert {request.candidate["micro_batch_size"] for request in executor.gated} == {8}
@@ -171,7 +173,9 @@ def test_a_fault_at_the_baselines_batch_refuses_a_large_one_too(tmp_path):
         tmp_path, Instant(lambda c: replace(worse(c), gradient=exact(c).gradient)), trials=4, sampler="grid",
         space=space, objectives=goals, trial_budget_s=0.01, repeats=0,
     )  # fmt: skip
-    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1).picks["recommended"].measured
+    found = (
+        recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1).picks["recommended"].measured
+    )
     assert (found.candidate.micro_batch_size, found.candidate.precision) == (64, "fp32")
 
 

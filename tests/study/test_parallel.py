@@ -42,7 +42,7 @@ def test_two_slots_run_two_trials_at_once_and_each_candidate_once(tmp_path):
     )
     runner.run()
     assert most[0] == 2
-    measured = runner.measured()
+    measured = runner.state.measured()
     assert len({m.candidate for m in measured}) == len(measured) == 7
     caveats = [records.told_data(t)["caveats"] for t in records.told_trials(runner.study)]
     assert caveats[0] == [] and any("ran on this host at the same time" in text for found in caveats for text in found)
@@ -119,4 +119,4 @@ def test_the_next_candidate_is_not_sought_beside_one_under_way(tmp_path):
     runner.run()
     asked = [runner.proposer.claim().candidate for _ in range(4)]
     assert len(set(asked)) == 4
-    assert not set(asked) & {m.candidate for m in runner.measured()}
+    assert not set(asked) & {m.candidate for m in runner.state.measured()}

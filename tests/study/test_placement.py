@@ -35,7 +35,7 @@ def test_the_baseline_is_measured_where_trials_move_to_and_its_pace_taken_out(tm
     runner = runner_of(tmp_path, executor, watcher=watcher, trials=6, finalists=0)
     runner.run()
     assert sum("the baseline is measured on b, too" in text for text in watcher.said) == 1
-    assert executor.ran.count(runner.plan.baseline) == 2
+    assert executor.ran.count(runner.state.plan.baseline) == 2
     for told in records.told_trials(runner.study):
         expected = step_times.summarise(report(records.told_candidate(told)).step_times_s).median_s
         assert records.told_data(told)["metrics"]["step_time_s"] == pytest.approx(expected)
@@ -69,7 +69,7 @@ def test_a_round_in_which_the_baseline_ran_elsewhere_says_nothing(tmp_path):
     given = {"space": [{"checkpoint_every": [0, 1, 2]}], "objectives": ["latency"], "repeats": 2}
     runner = runner_of(tmp_path, Instant(behaviour), trials=3, finalists=3, **given)
     runner.run()
-    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
+    found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
     assert found.picks["recommended"].measured.trial == 0
 
 

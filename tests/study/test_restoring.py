@@ -39,7 +39,7 @@ def dies_at(monkeypatch, owner, name, n, *, after):
 def test_a_run_that_is_killed_while_it_restores_loses_nothing(tmp_path, monkeypatch, owner, name, after, n):
     first = runner_of(tmp_path, Instant(), trials=5, finalists=0)
     first.run()
-    told = [(m.trial, m.candidate) for m in first.measured()]
+    told = [(m.trial, m.candidate) for m in first.state.measured()]
     first.storage.engine.dispose()
     for path in tmp_path.glob("autotune.db*"):
         path.unlink()
@@ -50,7 +50,7 @@ def test_a_run_that_is_killed_while_it_restores_loses_nothing(tmp_path, monkeypa
     executor, watcher = Instant(), Watcher()
     again = runner_of(tmp_path, executor, watcher=watcher, trials=5, finalists=0)
     again.run()
-    assert executor.ran == [] and [(m.trial, m.candidate) for m in again.measured()] == told
+    assert executor.ran == [] and [(m.trial, m.candidate) for m in again.state.measured()] == told
     assert not marks.is_restoring(again.study) and not records.running(again.study)
     assert any("are taken up again" in text for text in watcher.said)
 
@@ -64,6 +64,6 @@ def test_a_number_without_a_result_stays_free_of_results(tmp_path):
     executor = Instant()
     again = runner_of(tmp_path, executor, trials=4, finalists=0)
     again.run()
-    assert [m.trial for m in again.measured()] == [0, 1, 3, 4] and len(executor.ran) == 1
+    assert [m.trial for m in again.state.measured()] == [0, 1, 3, 4] and len(executor.ran) == 1
     assert restore.restore(again.state, again.proposer, again._teller) == 4  # nothing is told twice
-    assert [m.trial for m in again.measured()] == [0, 1, 3, 4]
+    assert [m.trial for m in again.state.measured()] == [0, 1, 3, 4]

@@ -17,10 +17,10 @@ from autotune.trial.result import Outcome
 
 def test_a_resumed_study_runs_only_what_is_missing(tmp_path):
     before, _, _ = run(tmp_path, trials=4, finalists=0)
-    first = [(m.candidate, dict(m.metrics)) for m in before.measured()]
+    first = [(m.candidate, dict(m.metrics)) for m in before.state.measured()]
     after, executor, watcher = run(tmp_path, trials=6, finalists=0)
     assert len(executor.ran) == 2
-    assert [(m.candidate, dict(m.metrics)) for m in after.measured()][:4] == first
+    assert [(m.candidate, dict(m.metrics)) for m in after.state.measured()][:4] == first
     assert len(set(candidates(after))) == 6
     assert "resuming: 4 of 6 trials are already there" in watcher.said
 
@@ -48,7 +48,7 @@ def test_new_finalists_are_measured_with_the_baseline_and_not_compared_with_its_
     run(tmp_path, slow_at_first, trials=3, finalists=1, repeats=1)
     runner, executor, _ = run(tmp_path, trials=12, finalists=1, repeats=1)
     assert executor.ran[-1] == Candidate(micro_batch_size=8)
-    base, *others = [m for m in runner.measured() if m.repeats]
+    base, *others = [m for m in runner.state.measured() if m.repeats]
     newest = max(others, key=lambda m: max(m.repeats))
     assert 1 not in newest.repeats
     assert set(newest.repeats) <= set(base.repeats)
@@ -66,7 +66,7 @@ def test_an_interrupted_round_is_measured_anew(tmp_path):
     runner, executor, _ = run(tmp_path, trials=4, finalists=1, repeats=1)
     assert runner.study.user_attrs[records.ENDED_ATTR] == ""
     assert len(executor.ran) == 2
-    finalist, base = sorted((m for m in runner.measured() if m.repeats), key=lambda m: m.trial == 0)
+    finalist, base = sorted((m for m in runner.state.measured() if m.repeats), key=lambda m: m.trial == 0)
     assert list(finalist.repeats) == [1, 2]
     assert list(base.repeats) == [2]
 
@@ -136,7 +136,7 @@ def test_a_trial_that_ended_just_before_the_driver_was_killed_is_told_and_not_re
     candidate = dead_run(tmp_path, with_result=True)
     runner, executor, _ = run(tmp_path, trials=4, finalists=0)
     assert candidate not in executor.ran
-    assert [m.outcome for m in runner.measured()][2] is Outcome.OOM
+    assert [m.outcome for m in runner.state.measured()][2] is Outcome.OOM
     assert len(executor.ran) == 1
 
 
@@ -177,7 +177,7 @@ def test_a_study_whose_database_is_gone_is_had_back_from_its_folder(tmp_path):
     executor = Instant(lambda c: report(c) if c.checkpoint_every == 0 else failed(Outcome.CRASHED, "no"))
     first = runner_of(tmp_path, executor, trials=6, finalists=1)
     first.run()
-    before = [(m.candidate.key, m.outcome, m.metrics, m.repeats) for m in first.measured()]
+    before = [(m.candidate.key, m.outcome, m.metrics, m.repeats) for m in first.state.measured()]
     first.storage.engine.dispose()
     shutil.rmtree(tmp_path / "s" / "trials" / "0003")
     for path in tmp_path.glob("autotune.db*"):
@@ -185,8 +185,8 @@ def test_a_study_whose_database_is_gone_is_had_back_from_its_folder(tmp_path):
     again, watcher = Instant(executor.behaviour), Watcher()
     second = runner_of(tmp_path, again, watcher=watcher, trials=6, finalists=1)
     second.run()
-    assert [m.trial for m in second.measured()] == [0, 1, 2, 4, 5, 6]
-    assert [(m.candidate.key, m.outcome, m.metrics, m.repeats) for m in second.measured()][:3] == before[:3]
+    assert [m.trial for m in second.state.measured()] == [0, 1, 2, 4, 5, 6]
+    assert [(m.candidate.key, m.outcome, m.metrics, m.repeats) for m in second.state.measured()][:3] == before[:3]
     assert "its folder holds 5 finished trials: they are taken up again" in " ".join(watcher.said)
     assert sum(each.check_gradient and not each.noise for each in again.requests) == 1  # only the one that is missing
 

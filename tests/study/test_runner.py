@@ -27,7 +27,7 @@ def test_the_baseline_is_trial_0_and_all_others_are_new_and_can_run(tmp_path):
     found = candidates(runner)
     assert found[0] == Candidate(micro_batch_size=8)
     assert len(set(found)) == 10
-    assert all(why_illegal(candidate, runner.plan.setting) is None for candidate in found)
+    assert all(why_illegal(candidate, runner.state.plan.setting) is None for candidate in found)
 
 
 def test_finalists_and_baseline_are_measured_again_in_turns(tmp_path):
@@ -37,15 +37,15 @@ def test_finalists_and_baseline_are_measured_again_in_turns(tmp_path):
     assert again[:3] == again[3:]
     assert again[2] == Candidate(micro_batch_size=8)
     assert [progress.role for progress in watcher.ended_with] == ["baseline"] + ["search"] * 5 + ["repeat"] * 6
-    finalists = [m for m in runner.measured() if m.repeats]
+    finalists = [m for m in runner.state.measured() if m.repeats]
     assert all(list(m.repeats) == [1, 2] for m in finalists)
 
 
 def test_a_quick_study_ends_when_no_trial_is_worth_its_time_and_repeats_only_what_is_not_settled(tmp_path):
     runner, executor, watcher = run(tmp_path, quick=True, sampler="physics", objectives=["throughput"], stop_below=0.03,
                                     trials=8, finalists=1, repeats=0)  # fmt: skip
-    assert 2 <= len(runner.measured()) < 8 and any(text.startswith("stopped after") for text in watcher.said)
-    assert not any(m.repeats for m in runner.measured()) and len(executor.ran) == len(runner.measured())
+    assert 2 <= len(runner.state.measured()) < 8 and any(text.startswith("stopped after") for text in watcher.said)
+    assert not any(m.repeats for m in runner.state.measured()) and len(executor.ran) == len(runner.state.measured())
 
 
 def test_a_quick_study_measures_again_at_most_twice_what_it_cannot_tell_apart(tmp_path):
@@ -60,7 +60,7 @@ def test_a_quick_study_measures_again_at_most_twice_what_it_cannot_tell_apart(tm
     executor.behaviour = alike
     runner, _, _ = run(tmp_path, executor, quick=True, trials=4, finalists=1, repeats=0, objectives=["throughput"],
                     space=[{"micro_batch_size": [4, 8, 16, 32]}])  # fmt: skip
-    assert 1 <= max(len(m.repeats) for m in runner.measured()) <= 2
+    assert 1 <= max(len(m.repeats) for m in runner.state.measured()) <= 2
 
 
 @pytest.mark.parametrize("dear", [True, False])
@@ -114,7 +114,7 @@ def test_a_short_time_budget_is_for_the_search_and_one_round_of_the_finalists(tm
     """Three rounds of all finalists would take longer than there is."""
     executor = Instant(Clock(monkeypatch).takes(0.3))
     runner, _, _ = run(tmp_path, executor, trials=50, time_budget_s=4.0, objectives=["latency"])
-    told = [m for m in runner.measured() if m.usable]
+    told = [m for m in runner.state.measured() if m.usable]
     assert len(told) >= 3
     assert max(len(m.repeats) for m in told) <= 2
 

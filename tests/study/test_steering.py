@@ -41,7 +41,7 @@ def run(folder, behaviour=report, **changes):
 
 
 def outcomes(runner):
-    return [m.outcome for m in runner.measured()]
+    return [m.outcome for m in runner.state.measured()]
 
 
 # What does not fit.
@@ -148,7 +148,7 @@ def test_a_study_ends_when_nothing_is_left_to_gain_and_says_so(tmp_path):
     why = next(text for text in watcher.said if text.startswith("stopped after"))
     assert why.startswith(f"stopped after {len(executor.ran)} of 60 trials: ")
     assert why in load.load("s", str(runner.storage.url), tmp_path / "s").caveats()
-    throughputs = [m.metrics["samples_per_s"] for m in runner.measured()]
+    throughputs = [m.metrics["samples_per_s"] for m in runner.state.measured()]
     assert max(throughputs) >= 0.98 * 40 / (0.02 + 0.001 * 40 * 0.6)
     # Run again it ends at once; with the rule switched off it goes on.
     assert run(tmp_path, trials=60, **given)[1].ran == []
@@ -210,16 +210,16 @@ def test_trials_that_are_beaten_are_stopped_kept_and_never_picked(tmp_path):
     ended = outcomes(runner)
     assert ended[0] is Outcome.COMPLETE and ended.count(Outcome.STOPPED_EARLY) >= 3
     assert executor.requests[0].rivals == () and all(not r.rivals for r in executor.requests[20:])
-    stopped = [m for m in runner.measured() if m.outcome is Outcome.STOPPED_EARLY]
+    stopped = [m for m in runner.state.measured() if m.outcome is Outcome.STOPPED_EARLY]
     assert all(m.metrics["step_time_s"] > 0 and m.metrics["peak_memory_bytes"] > 0 and not m.usable for m in stopped)
-    complete = [m for m in runner.measured() if m.usable]
+    complete = [m for m in runner.state.measured() if m.usable]
     for m in stopped:  # each is worse than one that ran to its end on both objectives
         assert any(
             c.metrics["step_time_s"] <= m.metrics["step_time_s"]
             and c.metrics["peak_memory_bytes"] <= m.metrics["peak_memory_bytes"]
             for c in complete
         )
-    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
+    found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
     assert {p.measured.trial for p in found.picks.values()} <= {m.trial for m in complete}
     assert len(runner.proposer.advisor().told(runner.study)) == 20
 
@@ -253,7 +253,7 @@ def test_a_trial_that_can_be_no_answer_stops_no_other(tmp_path):
 
     space = {"space": [{"checkpoint_every": [0, 1, 2, 4]}], "objectives": ["throughput"], "sampler": "grid"}
     runner, *_ = run(tmp_path, behaviour, **space, trials=3, finalists=0)
-    barred = [m.trial for m in runner.measured() if m.barred]
+    barred = [m.trial for m in runner.state.measured() if m.barred]
     rivals = runner.proposer.bounds_to_beat(Candidate(micro_batch_size=8, checkpoint_every=4))
     assert barred and rivals and not {rival.trial for rival in rivals} & set(barred)
     told = runner.proposer.advisor().told(runner.study)
@@ -328,11 +328,11 @@ def test_a_finalist_that_is_clearly_beaten_is_not_measured_again(tmp_path):
     }
     runner = runner_of(tmp_path, executor, **given)
     runner.run()
-    again = executor.ran[len(runner.measured()) :]
+    again = executor.ran[len(runner.state.measured()) :]
     assert 1 <= again.count(lucky) <= 2
     assert again.count(Candidate(micro_batch_size=8)) >= 3
-    number = next(m.trial for m in runner.measured() if m.candidate == lucky)
-    found = recommend.recommend(estimate(runner.measured()), runner.objectives, 1)
+    number = next(m.trial for m in runner.state.measured() if m.candidate == lucky)
+    found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
     assert found.picks["recommended"].measured.trial != number
     before = len(executor.ran)
     runner_of(tmp_path, executor, **given).run()

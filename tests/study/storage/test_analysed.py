@@ -15,7 +15,7 @@ def test_a_set_of_trials_is_foretold_once_and_each_of_them_anew_with_one_more(tm
 
     monkeypatch.setattr(analysed, "CandidateOptimizer", counted)
     runner.run()
-    again = runner.measured()
+    again = runner.state.measured()
     assert taught == sorted(set(taught)) and taught[-1] == len(again) == 5
     fresh = analysed.measured(runner.study, tmp_path / "s", runner.state.record())
     assert fresh == again and all(each.forecast is not None for each in again)

@@ -38,7 +38,7 @@ def test_a_study_of_another_project_is_not_run_deleted_or_forgotten(shared):
             refused()
     runner = runner_in(a, url)
     runner.run()  # its own goes on
-    assert len(runner.measured()) == 2
+    assert len(runner.state.measured()) == 2
 
 
 def test_a_folder_that_was_moved_takes_its_key_along(shared):

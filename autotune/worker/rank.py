@@ -153,7 +153,9 @@ def prepare_device(request: TrialRequest) -> Memory:
     if kind != "cpu":
         _take_device(accelerator, request.device_memory_bytes)
     if any(name.startswith("activation_checkpointing.") for name in request.changed_from):
-        recomputations.watch()
+        from deepspeed.runtime.activation_checkpointing import checkpointing
+
+        recomputations.watch(checkpointing.CheckpointFunction, "forward")
     if (tf32 := request.candidate.get(torch_settings.TF32)) is not None:
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
     # On CUDA too: an offloaded optimizer runs on the host, where each rank would take all cores.

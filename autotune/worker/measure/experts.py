@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autotune.space.candidate import Candidate
 from autotune.trial.workload import Experts
+from autotune.worker.measure.wire import Calls
 
 # The list of experts of a layer of deepspeed.moe, within the names of its parameters.
 LISTED = "deepspeed_experts."
@@ -66,32 +67,16 @@ class Layers:
 
 # Of this process, which trains one engine.
 layers = Layers()
+# Exchanges of tokens with the ranks of their experts.
+sent = Calls()
 
 
-class _Sent:
-    """Counts the calls in which tokens were sent to the ranks of their experts, once `watch` was called."""
+def watch(model: nn.Module) -> None:
+    """Counts in `sent` where the experts of a model are shared out; call it before the model runs."""
+    from deepspeed import comm
 
-    def __init__(self) -> None:
-        self.calls, self._watching = 0, False
-
-    def watch(self, model: nn.Module) -> None:
-        """Wraps DeepSpeed's all-to-all where the experts of a model are shared out; call it before the model runs."""
-        from deepspeed import comm
-
-        if self._watching or degree(model) == 1:
-            return
-        self._watching, original = True, comm.all_to_all_single
-
-        @functools.wraps(original)
-        def send(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            return original(*args, **kwargs)
-
-        comm.all_to_all_single = send
-
-
-# Of this rank; a process trains one engine.
-sent = _Sent()
+    if degree(model) > 1:
+        sent.watch(comm, "all_to_all_single")
 
 
 def facts(model: nn.Module) -> Experts | None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from autotune.trial.groups import Groups
 from autotune.worker.measure import experts
+from autotune.worker.measure.wire import Calls
 
 # Two sums of equal parameters are equal; a gradient that is not summed over the group moves them apart by a step.
 MOST_DRIFT = 1e-6
@@ -87,26 +88,5 @@ def drifted(engine: Any) -> str:
     return next((name for name, differs in zip(names, apart.tolist(), strict=True) if differs), "")
 
 
-class _Exchanges:
-    """Counts the calls in which attention exchanged heads for positions, once `watch` was called."""
-
-    def __init__(self) -> None:
-        self.calls, self._watching = 0, False
-
-    def watch(self) -> None:
-        """Wraps the forward of DeepSpeed's attention for split sequences; call it before the model runs."""
-        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-
-        if self._watching:
-            return
-        self._watching, original = True, UlyssesSPAttentionHF.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            return original(*args, **kwargs)
-
-        UlyssesSPAttentionHF.forward = forward
-
-
-# Of this rank; a process trains one engine.
-exchanges = _Exchanges()
+# Exchanges of heads for positions in attention.
+exchanges = Calls()

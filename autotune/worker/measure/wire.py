@@ -1,7 +1,9 @@
-"""What ranks sent to each other in the step that is taken apart: collectives by phase and type."""
+"""What ranks sent to each other in the step that is taken apart, and how often functions of DeepSpeed were called."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections import Counter
 from typing import Any
 
@@ -38,3 +40,24 @@ class Wire:
 
 # Of this rank; a process trains one engine.
 wire = Wire()
+
+
+class Calls:
+    """Number of calls of a function of DeepSpeed, once `watch` was called. Of this rank; a process trains one engine."""
+
+    def __init__(self) -> None:
+        self.calls, self._watching = 0, False
+
+    def watch(self, owner: Any, name: str) -> None:
+        """Wraps the function in its module or class; call it before the model runs."""
+        if self._watching:
+            return
+        self._watching, original = True, getattr(owner, name)
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+
+        @functools.wraps(original)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return original(*args, **kwargs)
+
+        setattr(owner, name, staticmethod(counted) if is_static else counted)

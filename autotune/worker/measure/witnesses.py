@@ -15,7 +15,7 @@ from autotune.worker.device import multiplies_in_tf32
 from autotune.worker.measure import experts, sizes
 from autotune.worker.measure.groups import exchanges
 from autotune.worker.measure.stages import stages
-from autotune.worker.measure.wire import wire
+from autotune.worker.measure.wire import Calls, wire
 
 # Says why a setting did not act, or nothing where it did. It raises AttributeError, KeyError or IndexError where this
 # release of DeepSpeed, or this stage, does not show what it asks for.
@@ -319,28 +319,8 @@ def _recomputing(name: str) -> Witness:
     return ask
 
 
-class _Recomputations:
-    """Counts calls of DeepSpeed's own checkpointing, once `watch` was called."""
-
-    def __init__(self) -> None:
-        self.calls, self._watching = 0, False
-
-    def watch(self) -> None:
-        """Wraps DeepSpeed's checkpoint function; call it before the model runs."""
-        from deepspeed.runtime.activation_checkpointing import checkpointing
-
-        if self._watching:
-            return
-        self._watching, original = True, checkpointing.CheckpointFunction.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            return original(*args, **kwargs)
-
-        checkpointing.CheckpointFunction.forward = staticmethod(forward)
-
-
-recomputations = _Recomputations()
+# DeepSpeed's own checkpointing.
+recomputations = Calls()
 
 
 def _names(types: Iterable[Any]) -> str:

@@ -134,7 +134,7 @@ def initialize(request: TrialRequest, target: model_file.ModelFile, model: torch
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
     else:
         engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config, mpu=mpu)
-    experts.sent.watch(engine.module)
+    experts.watch(engine.module)
     return engine
 
 

@@ -47,7 +47,7 @@ def join(model: nn.Module, degree: int, micro_batch_size: int) -> Any:
     text = config.get_text_config()
     if getattr(text, "head_dim", 0) is None:
         text.head_dim = text.hidden_size // text.num_attention_heads
-    exchanges.watch()
+    exchanges.watch(UlyssesSPAttentionHF, "forward")
     return UlyssesSPAttentionHF.register_with_transformers(
         model, config._attn_implementation, sequence_parallel_size=degree, micro_batch_size=micro_batch_size
     )

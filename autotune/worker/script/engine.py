@@ -112,7 +112,7 @@ class EngineHooks:
             prepared.own_rates = learning_rates(getattr(result[0], "basic_optimizer", None))
             prepared.initialized_at, prepared.config_at = place
             self._follow_rate(result[0], prepared.own_rates)
-            experts.sent.watch(result[0].module)
+            experts.watch(result[0].module)
             self._attach(result[0], prepared)
         return result
 

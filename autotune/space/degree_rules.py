@@ -23,8 +23,6 @@ from autotune.space.rule import Rule, Setting, older
 ZERO = "zero_optimization."
 HPZ = f"{ZERO}zero_hpz_partition_size"
 QUANTISED = tuple(f"{ZERO}zero_quantized_{name}" for name in ("weights", "gradients", "nontrainable_weights"))
-# Settings beside the expert degree.
-EXPERTS = "expert_parallel."
 # Modules whose parameters ZeRO-3 gathers at once, as it must where each step runs other experts of a mixture.
 LEAVES = f"{ZERO}leaf_module.classes"
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from autotune.errors import SpecError
 from autotune.system.files import read_text
@@ -48,7 +48,6 @@ class Target:
 
     Attributes:
         kind: `model` for a model.py, `script` for a training script, `study` for a study.yaml.
-        batch_source: The function that yields batches.
         defines: Those of the optional functions `OPTIONAL` that it defines.
         imports: Modules that it imports at the top level, without those beside it; `module:name,name` where it imports
             names from one, since that may load submodules.
@@ -57,7 +56,6 @@ class Target:
 
     path: Path
     kind: Literal["model", "script", "study"]
-    batch_source: Literal["data", "batch"] | None = None
     defines: frozenset[str] = frozenset()
     imports: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
@@ -92,14 +90,14 @@ def inspect_target(path: Path, *, launched: bool = False) -> Target:
 
 def _inspect(path: Path, tree: ast.Module, *, launched: bool) -> Target:
     names = dict(_definitions(tree.body))
-    source = next((name for name in ("data", "batch") if _callable(names.get(name))), None)
-    if launched or not _callable(names.get("model")) or source is None:
+    has_source = any(_callable(names.get(name)) for name in ("data", "batch"))
+    if launched or not _callable(names.get("model")) or not has_source:
         whole = list(_own_modules(path, tree).values())
         if launched or any(map(_trains, whole)):
             return _inspect_script(path, tree, whole, launched=launched)
     if not _callable(names.get("model")):
         raise SpecError(f"{path}: {_why_no_model(names)}")
-    if source is None:
+    if not has_source:
         raise SpecError(
             f"{path}: defines model() but neither data() -> Dataset nor batch(n); add one of them"
             " (`autotune init` shows how)"
@@ -110,7 +108,6 @@ def _inspect(path: Path, tree: ast.Module, *, launched: bool) -> Target:
     return Target(
         path=path,
         kind="model",
-        batch_source=cast(Literal["data", "batch"], source),
         defines=frozenset(name for name in OPTIONAL if name in names),
         imports=tuple(_imports(tree.body, path.parent)),
     )

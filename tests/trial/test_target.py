@@ -19,7 +19,7 @@ def target(tmp_path):
 def test_a_target_is_read_not_run(target):
     target.write_text(MODEL + "raise SystemExit\n")
     found = inspect_target(target)
-    assert (found.kind, found.batch_source, found.defines, found.imports) == ("model", "data", frozenset(), ("torch",))
+    assert (found.kind, found.defines, found.imports) == ("model", frozenset(), ("torch",))
 
 
 def test_the_optional_parts_of_a_target_are_found(target):
@@ -28,7 +28,7 @@ def test_the_optional_parts_of_a_target_are_found(target):
         "try:\n    import fast\nexcept ImportError:\n    fast = None\ndef batch(n): ...\nclass Unrelated:\n    def collate(self): ...\n"
     )
     found = inspect_target(target)
-    assert found.batch_source == "batch" and found.defines == {"optimizer", "blocks", "loss"}
+    assert found.defines == {"optimizer", "blocks", "loss"}
 
 
 def test_imports_are_listed_without_what_lies_beside_the_target(target):

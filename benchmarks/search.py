@@ -38,7 +38,8 @@ from autotune.executors.replay import ReplayExecutor, Row, read_table
 from autotune.forecast.features import PriorPrediction, flat
 from autotune.forecast.predictor import AnalyticPrior
 from autotune.scoring.metrics import METRICS
-from autotune.search.acquisition import dominated, front_of
+from autotune.scoring.pareto import front as front_of
+from autotune.search.acquisition import dominated
 from autotune.space.candidate import Candidate
 from autotune.study import proposals
 from autotune.study.events import SILENT
@@ -100,7 +101,7 @@ class Truth:
                     [s * np.log(medians[m]) for s, m in zip(signs, self.metrics, strict=True)]
                 )
         every = np.array(list(self.costs.values()))
-        front = every[front_of(every)]
+        front = every[front_of(-every)]
         self.best = every.min(axis=0)
         low, high = front.min(axis=0), np.maximum(front.max(axis=0), front.min(axis=0) + 1e-6)
         points = low + (high - low) * np.random.default_rng(0).random((POINTS, len(low)))

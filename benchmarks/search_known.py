@@ -25,6 +25,7 @@ from simulator import (
     micro_steps,
 )
 
+from autotune.scoring import pareto
 from autotune.search import acquisition
 
 ROUNDS, LONGEST_MOVE, STEP = 4, 0.5, 1e-4
@@ -115,7 +116,7 @@ def _next(machine: KnownMachine, tried: list[int]) -> int:
     seen = mean[tried]
     apart = machine.sd_apart(slopes, rows, np.array(tried))
     if len(tried) % 2:
-        front = acquisition.front_of(seen)
+        front = pareto.front(-seen)
         nearest = np.repeat(apart[:, front].min(axis=1)[:, None], len(METRICS), axis=1)
         gain = acquisition.hypervolume_improvement(mean[rows], nearest, seen[front], rng)
         return int(rows[np.argmax(gain)])

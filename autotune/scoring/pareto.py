@@ -1,4 +1,4 @@
-"""Which measurements no other one beats on every objective."""
+"""Which points no other one beats on every objective."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autotune.trial.profile import Floats
 
-def front(gains: Sequence[Sequence[float]]) -> list[int]:
+
+def front(gains: Floats | Sequence[Sequence[float]]) -> list[int]:
     """Indices of the points that are not dominated, in the given order; of equal points the first.
 
     Args:
         gains: One row for each point, one column for each objective; more is better.
     """
-    values, found = np.asarray(gains, dtype=float), list[int]()
-    for i, row in enumerate(values):
-        no_worse, same = (values >= row).all(axis=1), (values == row).all(axis=1)
-        same[:i] = False  # an earlier point beats a later one that is the same
-        if not (no_worse & ~same).any():
-            found.append(i)
-    return found
+    costs, kept = -np.asarray(gains, dtype=float), list[int]()
+    for row in np.lexsort(costs.T[::-1]) if len(costs) else ():  # what beats a point comes before it
+        if not kept or not (costs[kept] <= costs[row]).all(axis=1).any():
+            kept.append(int(row))
+    return sorted(kept)

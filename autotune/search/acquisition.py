@@ -1,4 +1,4 @@
-"""Acquisition functions: expected improvement of one cost, or of the hypervolume of several; Pareto fronts."""
+"""Acquisition functions: expected improvement of one cost, or of the hypervolume of several."""
 
 from __future__ import annotations
 
@@ -49,13 +49,3 @@ def dominated(points: Floats, by: Floats) -> NDArray[np.bool_]:
     """Which points have a row of `by` that is no worse in every cost."""
     worse = np.all(by[None, :, :] <= points[:, None, :], axis=2)
     return np.asarray(np.any(worse, axis=1), dtype=bool)
-
-
-def front_of(costs: Floats) -> NDArray[np.intp]:
-    """Rows that no other row beats in every cost, in order of the first; of equal rows one."""
-    order = np.lexsort(costs.T[::-1])
-    kept: list[int] = []
-    for row in order:
-        if not kept or not (costs[kept] <= costs[row]).all(axis=1).any():
-            kept.append(int(row))
-    return np.array(kept, dtype=np.intp)

@@ -15,20 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.forecast.features import FeatureTable, Prior, knobs_of
+from autotune.scoring import pareto
 from autotune.scoring.convergence import quality_gate
 from autotune.scoring.measured import Foretold
-from autotune.search import acquisition, exploration
-from autotune.search.model import Beliefs, Bound, CostModel, TransferredCorrections, learn, timed
+from autotune.search import acquisition, pool
+from autotune.search.model import Beliefs, Bound, CostModel, Rows, TransferredCorrections, learn, timed
 from autotune.search.observation import Observation
-from autotune.search.pool import pool
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
 from autotune.trial.profile import Floats
 from autotune.trial.result import Outcome
 
 __all__ = ["Beliefs", "Bound", "CandidateOptimizer", "Observation", "Outlook", "RemainingCandidates", "chance_needed"]
-
-Rows = NDArray[np.intp]
 
 MEMORY = "peak_memory_bytes"
 FIRST_FITS, TINY = 0.9, 1e-12
@@ -48,7 +46,7 @@ DRAWS, MOST_DRAWN, FINALISTS = 256, 250, 3
 # A turn of the goal that promises less than 5 %, or one of an objective that promises less than 1 %, goes to what the model does not
 # know, while there is such a candidate.
 EXPLORE_BELOW_GOAL, EXPLORE_BELOW = 0.05, 0.01
-# What is surely (by `exploration.OPTIMISM`) this many times behind on every objective of time is tried once in a study, and no
+# What is surely (by `pool.OPTIMISM`) this many times behind on every objective of time is tried once in a study, and no
 # more.
 HOPELESS = 3.0
 # A trial must be expected to gain this share of what stopping may lose, or it is not worth its time.
@@ -118,8 +116,7 @@ class CandidateOptimizer:
     Attributes:
         cautious: Whether what surely does not fit the memory is passed by; else it is only less likely to be proposed.
         goal_only: Whether candidates are proposed for the goal alone, not for the front: few trials then find its best.
-        quick: Whether each next candidate is the one expected to be best by the goal, and the study ends as soon as no
-            single trial is worth its time.
+        quick: Whether each next candidate is the best expected by the goal, until no single trial is worth its time.
     """
 
     def __init__(
@@ -168,7 +165,7 @@ class CandidateOptimizer:
         if not open_rows.any():
             return None
         rng = np.random.default_rng(len(told))
-        rows = _hopeful(state, self.metrics, pool(state, self.shares, open_rows, rng))
+        rows = _hopeful(state, self.metrics, pool.pool(state, self.shares, open_rows, rng))
         fits, least = state.fits(rows), chance_needed(told) if state.sized and self.cautious else 0.0
         if not (fits >= least).any():
             # The pool is a choice by means; nothing of it fits, so look at everything once.
@@ -263,7 +260,7 @@ class CandidateOptimizer:
         rng, rows = np.random.default_rng(len(told)), np.zeros(0, dtype=np.intp)
         if len(held) and open_rows.any():
             # What is never proposed keeps no study from ending.
-            rows = _hopeful(state, self.metrics, pool(state, self.shares, open_rows, rng))
+            rows = _hopeful(state, self.metrics, pool.pool(state, self.shares, open_rows, rng))
         if not len(rows):
             loss = 0.0 if len(held) else math.inf
             return Outlook(
@@ -273,7 +270,7 @@ class CandidateOptimizer:
         fits = state.fits(rows)
         n_left = int((fits >= min(chance_needed(told), LAST_RESORT)).sum())
         allowed = fits * state.held(rows) * state.completes(rows)
-        explored = not exploration.needed(state, self.shares, rows, allowed, held).any()
+        explored = not pool.needed(state, self.shares, rows, allowed, held).any()
         mean, sd = typical.goal(rows, self.shares)
         hopeful = np.argsort(mean - 2 * sd)[:MOST_DRAWN]
         measured = np.array(sorted(set(held)), dtype=np.intp)
@@ -338,7 +335,7 @@ class CandidateOptimizer:
         if self.goal_only:
             return np.asarray(_gains(state, self.shares, rows, mean, held, seen)[-1], dtype=float)
         if len(self.metrics) > 1 and n_told % 2:
-            front = acquisition.front_of(seen)
+            front = pareto.front(-seen)
             nearest = state.sd_apart(rows, held[front]).min(axis=1)
             gain = acquisition.hypervolume_improvement(mean, nearest, seen[front], np.random.default_rng(n_told))
             if gain.max() > 0:
@@ -349,7 +346,7 @@ class CandidateOptimizer:
         which = -1 if for_goal else int(np.argmax(promise[:-1]))
         # The first trials are for what the forecast holds to be best; what they show tells which levels may be as good.
         if n_told > 2 * len(self.metrics) and promise[which] < (EXPLORE_BELOW_GOAL if for_goal else EXPLORE_BELOW):
-            needed = exploration.needed(state, self.shares, rows, allowed, held)
+            needed = pool.needed(state, self.shares, rows, allowed, held)
             if needed.any():
                 return needed
         return np.asarray(gains[which], dtype=float)
@@ -408,7 +405,7 @@ def _hopeful(state: CostModel, metrics: Sequence[str], rows: Rows) -> Rows:
     if not ((seen - best).min(axis=1) > math.log(HOPELESS)).any():
         return rows
     mean, sd = state.costs(rows)
-    near = ((mean - exploration.OPTIMISM * sd)[:, timed] - best).min(axis=1) <= math.log(HOPELESS)
+    near = ((mean - pool.OPTIMISM * sd)[:, timed] - best).min(axis=1) <= math.log(HOPELESS)
     return np.asarray(rows[near], dtype=np.intp)
 
 

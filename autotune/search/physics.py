@@ -21,7 +21,7 @@ from optuna.trial import FrozenTrial, TrialState
 from autotune.errors import UserError
 from autotune.forecast.features import Prior
 from autotune.scoring.measured import Measured
-from autotune.search import early_stopping, stopping
+from autotune.search import stopping
 from autotune.search.model import Bound
 from autotune.search.observation import Observation, observed
 from autotune.search.optimizer import Beliefs, CandidateOptimizer
@@ -153,7 +153,7 @@ class PhysicsSampler(LegalSampler):
 
     def rivals(self, study: Study, candidate: Candidate, measured: Sequence[Measured]) -> tuple[TrialToBeat, ...]:
         """Whom a trial of the candidate is compared with while it runs."""
-        return early_stopping.bounds_to_beat(self.guide, self.told(study), candidate, measured, self._default)
+        return stopping.bounds_to_beat(self.guide, self.told(study), candidate, measured, self._default)
 
     def beliefs(self, study: Study, candidates: Sequence[Candidate]) -> Beliefs:
         """What the trials so far let one expect of candidates."""

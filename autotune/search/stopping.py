@@ -1,15 +1,25 @@
-"""Reasons why the search would not run a candidate, has nothing left to propose, or may stop early."""
+"""When to stop: why a candidate is not run, what a running trial must be able to beat, and why a study may end."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
+from autotune.scoring.convergence.quality_gate import keeps_numerics
+from autotune.scoring.measured import Measured
+from autotune.scoring.metrics import GOODPUT
 from autotune.scoring.quantiles import Z90
 from autotune.search.observation import Observation
 from autotune.search.optimizer import HOPELESS, CandidateOptimizer, RemainingCandidates, chance_needed
 from autotune.space.candidate import Candidate
 from autotune.system.units import format_bytes
+from autotune.trial.profile import Floats
+from autotune.trial.request import TrialToBeat
+
+# Two runs of one configuration differ by a few per cent: a rival must be better by more.
+RIVAL_MARGIN = 1.05
+MOST_RIVALS = 32
 
 
 def unfit(guide: CandidateOptimizer, told: Sequence[Observation], candidate: Candidate) -> str | None:
@@ -58,3 +68,82 @@ def settled(
         f"no further trial is expected to improve the answer by more than {now.next_gain:.2%} (all of them together by"
         f" {now.loss:.1%})"
     )
+
+
+def bounds_to_beat(
+    guide: CandidateOptimizer,
+    told: Sequence[Observation],
+    candidate: Candidate,
+    measured: Sequence[Measured],
+    baseline: Candidate,
+) -> tuple[TrialToBeat, ...]:
+    """Whom a trial of the candidate is compared with while it runs; empty where an objective cannot be foretold from its steps.
+
+    A candidate with the baseline's global batch and numerics may be the drop-in pick, so only such ones are its rivals;
+    one with its batch alone needs no branch, so only such are rivals of that. What can be no answer is no rival.
+    """
+    world, batch = guide.world_size, candidate.global_batch_size(guide.world_size)
+    usable = [m for m in measured if m.usable and not m.barred and not m.unreproducible and m.candidate != candidate]
+    if batch == baseline.global_batch_size(world):
+        usable = [m for m in usable if m.candidate.global_batch_size(world) == batch]
+        alike = candidate.other_numerics == baseline.other_numerics
+        if alike and keeps_numerics(candidate.to_deepspeed(), baseline.to_deepspeed()):
+            usable = [m for m in usable if m.numerics_kept]
+    if not usable or any(metric not in _STEP_TIME_FOR and metric != "peak_memory_bytes" for metric in guide.metrics):
+        return ()
+    believed = guide.beliefs(told, [candidate])
+    hoped = _ExpectedSamples(batch, *(_low(*values) for values in (believed.log_samples, believed.log_useful)))
+    found = [rival for m in usable if (rival := _rival(m, guide.metrics, hoped)) is not None]
+    found.sort(key=lambda rival: (rival.step_time_s, rival.peak_memory_bytes or 0.0))
+    needed: list[TrialToBeat] = []
+    for rival in found:  # one that is easier to lose against in both ways says all that the other says
+        if not needed or (rival.peak_memory_bytes or 0.0) < min(other.peak_memory_bytes or 0.0 for other in needed):
+            needed.append(rival)
+    return tuple(needed[:MOST_RIVALS])
+
+
+@dataclass(frozen=True)
+class _ExpectedSamples:
+    """A candidate's global batch, and the fewest samples that it may need: to the target, and for one that is useful."""
+
+    batch: int
+    to_target: float
+    for_useful: float
+
+
+def _low(mean: Floats, sd: Floats) -> float:
+    return math.exp(min(float(mean[0]) - 2 * float(sd[0]), 700.0))
+
+
+def _rival(measured: Measured, metrics: Sequence[str], hoped: _ExpectedSamples) -> TrialToBeat | None:
+    step_time_s, peak = 0.0, None
+    for metric in metrics:
+        value = measured.metrics.get(metric)
+        if value is None or not value > 0:
+            return None
+        if metric == "peak_memory_bytes":
+            peak = value
+        else:
+            step_time_s = max(step_time_s, _STEP_TIME_FOR[metric](measured.metrics, hoped))
+    if not math.isfinite(step_time_s):
+        return None
+    return TrialToBeat(trial=measured.trial, step_time_s=step_time_s * RIVAL_MARGIN, peak_memory_bytes=peak)
+
+
+def _tokens_step_time(metrics: Mapping[str, float], hoped: _ExpectedSamples) -> float:
+    tokens = metrics["tokens_per_s"] / metrics["samples_per_s"] if metrics.get("samples_per_s") else math.inf
+    return tokens * hoped.batch / metrics["tokens_per_s"]
+
+
+# The step time at which a trial is only as good as what was measured, by objective.
+_STEP_TIME_FOR: dict[str, Callable[[Mapping[str, float], _ExpectedSamples], float]] = {
+    "step_time_s": lambda metrics, _: metrics["step_time_s"],
+    "samples_per_s": lambda metrics, hoped: hoped.batch / metrics["samples_per_s"],
+    "tokens_per_s": _tokens_step_time,
+    "time_to_loss_s": lambda metrics, hoped: (
+        metrics["time_to_loss_s"] * hoped.batch / hoped.to_target if hoped.to_target else math.inf
+    ),
+    GOODPUT: lambda metrics, hoped: (
+        hoped.batch / (metrics[GOODPUT] * hoped.for_useful) if hoped.for_useful else math.inf
+    ),
+}

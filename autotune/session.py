@@ -22,8 +22,7 @@ from autotune.executors.driver_job import SUBMISSION
 from autotune.report import load
 from autotune.report.data import StudyReport
 from autotune.report.files import write_answer
-from autotune.report.notes import store_notes
-from autotune.report.readme import recommended_words
+from autotune.report.readme import recommended_words, store_notes
 from autotune.retune import fingerprint
 from autotune.search import check_sampler
 from autotune.study import parallel, warm_start

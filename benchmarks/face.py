@@ -27,7 +27,7 @@ def output(report: StudyReport) -> str:
     """What the terminal says: the table, and the recommendation without its reasons."""
     console = Console(width=COLUMNS, force_terminal=False, color_system=None)
     with console.capture() as capture:
-        console.print(answer.render_answer(report))
+        console.print(answer.Answer(report))
     table = capture.get().split("\n\n", 1)[1]
     head, _, _ = table.partition("\n  - ")
     return head.rstrip() + "\n"

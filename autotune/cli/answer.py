@@ -170,4 +170,4 @@ def print_answer(report: StudyReport, written: Sequence[Path], *, as_json: bool)
     if as_json:
         print(json.dumps({**report.recommended, "front": list(report.front), "study": dict(report.study)}, indent=1))
     else:
-        Console(highlight=False, soft_wrap=False).print(answer.render_answer(report, [str(path) for path in written]))
+        Console(highlight=False, soft_wrap=False).print(answer.Answer(report, [str(path) for path in written]))

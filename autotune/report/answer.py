@@ -21,21 +21,14 @@ GAP = "  "
 
 
 @dataclass(frozen=True)
-class _Answer:
+class Answer:
+    """What a study found, for rich to print: the front as a table, the picks, the speed-up over the baseline."""
+
     report: StudyReport
-    written: Sequence[str]
+    written: Sequence[str] = ()
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
         yield from _lines(self.report, self.written, options.max_width)
-
-
-def render_answer(report: StudyReport, written: Sequence[str] = ()) -> _Answer:
-    """What a study found: the front as a table, the picks, the speed-up over the baseline.
-
-    Returns:
-        Something that rich prints.
-    """
-    return _Answer(report, written)
 
 
 def _lines(report: StudyReport, written: Sequence[str], width: int) -> Iterator[Text]:

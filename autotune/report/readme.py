@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
+from typing import TYPE_CHECKING
 
 from autotune.report import attempts, tables
 from autotune.report.data import NO_SPEEDUP, Data, StudyReport, end_words, measured, pick_words, title, titles, words
@@ -15,8 +16,13 @@ from autotune.scoring.metrics import METRICS
 from autotune.scoring.reasons import KEPT
 from autotune.system.units import format_bytes, format_count, format_duration
 
+if TYPE_CHECKING:
+    from optuna.study import Study
+
 LEGEND = """A configuration reads micro-batch x accumulation, precision, ZeRO stage, then what else differs from the \
 defaults; speed-up is throughput over the baseline's."""
+# Of a trial in optuna-dashboard.
+LONGEST_NOTE_CHARS = 2000
 
 
 def render(report: StudyReport) -> str:
@@ -252,3 +258,18 @@ def _plain(text: str) -> str:
 
 def _and(labels: Sequence[str]) -> str:
     return " and ".join([", ".join(labels[:-1]), labels[-1]] if len(labels) > 1 else labels)
+
+
+def store_notes(study: Study, report: StudyReport) -> None:
+    """Store what optuna-dashboard shows of a study, and of each trial."""
+    from autotune.study.storage import notes
+
+    answer = _without_links(study_note(report, lambda _: ""))
+    trials = {row["trial"]: _without_links(trial_note(report, row, "")) for row in report.trials}
+    notes.write_notes(study, answer, {number: text[:LONGEST_NOTE_CHARS] for number, text in trials.items()})
+
+
+def _without_links(text: str) -> str:
+    """The note without links to `autotune dashboard`, which does not serve these pages."""
+    text = text.replace("\n\n[Download its ds_config.json]()", "").replace("download the JSON", "pick")
+    return re.sub(r"\[([^\]]*)\]\(\)", r"\1", text)

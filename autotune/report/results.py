@@ -234,11 +234,11 @@ class StudyResult:
 
         from rich.console import Console
 
-        from autotune.report.answer import render_answer
+        from autotune.report.answer import Answer
 
         plain = Console(file=io.StringIO(), width=100, highlight=False, force_jupyter=False, color_system=None)
         with plain.capture() as said:
-            plain.print(render_answer(self._report))
+            plain.print(Answer(self._report))
         return said.get().rstrip("\n")
 
 

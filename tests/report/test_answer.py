@@ -10,7 +10,7 @@ from support.instant import report as instant_report
 from support.study_report import EVIL, MIB, OBJECTIVES, study_report
 
 from autotune.report import load
-from autotune.report.answer import render_answer
+from autotune.report.answer import Answer
 from autotune.report.data import StudyReport, leading_metric, metric_scale, pick_words
 from autotune.report.next_steps import next_steps
 from autotune.report.page import render as report_page
@@ -30,7 +30,7 @@ def report() -> StudyReport:
 def printed(report: StudyReport, width: int, written=()) -> str:
     console = Console(width=width, force_terminal=False, color_system=None)
     with console.capture() as capture:
-        console.print(render_answer(report, written))
+        console.print(Answer(report, written))
     return capture.get()
 
 

@@ -17,8 +17,8 @@ from autotune.report.dashboard.overlay import _trial_attrs, _values
 from autotune.report.data import pick_words, speedup_words, times
 from autotune.report.files import write_answer, write_report
 from autotune.report.notebook import headline, lead
-from autotune.report.notes import store_notes
 from autotune.report.page.render import studies
+from autotune.report.readme import store_notes
 from autotune.report.results import StudyResult
 from autotune.report.tables import compared, overview
 from autotune.study import warm_start

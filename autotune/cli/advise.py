@@ -298,18 +298,13 @@ def _devices(gpus: str | None, nodes: int | None, compare: str | None, stated: M
 
 def _stated(memory: str | None, flops: str | None, network: str | None, host: str | None) -> dict[str, float]:
     """What the user states over the table's figures."""
-    from autotune.system.units import parse_bandwidth, parse_bytes
+    from autotune.system.units import parse_bandwidth, parse_size
 
     found = {}
-    try:
-        if memory:
-            found["memory_bytes"] = float(parse_bytes(memory))
-        if host:
-            found["host_bytes"] = float(parse_bytes(host))
-    except ValueError as error:
-        raise UserError(
-            f"{'--device-memory' if 'memory_bytes' not in found and memory else '--host-memory'}: {error}"
-        ) from None
+    if memory:
+        found["memory_bytes"] = parse_size(memory, "--device-memory")
+    if host:
+        found["host_bytes"] = parse_size(host, "--host-memory")
     if flops:
         found["flops"] = read_amount(flops, "--peak-flops", "400T")
     if network:

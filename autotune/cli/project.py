@@ -12,7 +12,7 @@ import typer
 
 from autotune.cli.options import AsJson, read_settings
 from autotune.errors import UserError
-from autotune.system.units import parse_bytes
+from autotune.system.units import parse_size
 from autotune.trial.folder import read_record
 
 if TYPE_CHECKING:
@@ -157,10 +157,7 @@ def _projection(
     from autotune.study.setup.forecasts import foresee_workload
     from autotune.study.spec.spec import StudySpec
 
-    try:
-        memory = float(parse_bytes(device_memory)) if device_memory else None
-    except ValueError as error:
-        raise UserError(f"--device-memory: {error}") from None
+    memory = parse_size(device_memory, "--device-memory") if device_memory else None
     front, chosen = _chosen(folder, pick, trial)
     spec = StudySpec.of(folder / "study.yaml", {})
     with ProgressView() as view:

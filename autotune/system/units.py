@@ -152,6 +152,14 @@ def finite(value: int | float) -> float:
     return float(value)
 
 
+def parse_size(text: str, option: str) -> float:
+    """Returns the bytes of an option's text."""
+    try:
+        return float(parse_bytes(text))
+    except ValueError as error:
+        raise UserError(f"{option}: {error}") from None
+
+
 BANDWIDTH = re.compile(r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([kKMGT]?)(i?)(B|bit|b)\s*(?:/s|ps)")
 
 

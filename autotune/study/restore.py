@@ -9,7 +9,7 @@ from optuna.trial import Trial, TrialState
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.study.proposals import Proposer
 from autotune.study.state import StudyState
-from autotune.study.storage import marks, records
+from autotune.study.storage import records
 from autotune.study.tell import Teller
 from autotune.system.signals import undisturbed
 from autotune.trial.folder import result_in
@@ -38,12 +38,12 @@ def restore(state: StudyState, proposer: Proposer, teller: Teller) -> int:
         state.settle(kept.reference, kept.objectives, kept.learning_rate)
         if not state.exists:
             state.create()
-            marks.note_restoring(state.study, restoring=True)
+            records.note_restoring(state.study, restoring=True)
         for number, asked in _unfinished(state, max(found) + 1):
             with undisturbed():
                 _tell(state, proposer, teller, asked or state.leases.claim(state.study), found.get(number))
     if state.exists:
-        marks.note_restoring(state.study, restoring=False)
+        records.note_restoring(state.study, restoring=False)
     return len(found)
 
 

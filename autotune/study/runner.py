@@ -26,7 +26,7 @@ from autotune.study.proposals import Proposer
 from autotune.study.restore import restore
 from autotune.study.setup.plan import Plan
 from autotune.study.state import StudyState
-from autotune.study.storage import marks, records
+from autotune.study.storage import records
 from autotune.study.storage.leases import StudyLeases, TurnLost
 from autotune.study.tell import Teller
 from autotune.study.warm_start import WarmStart
@@ -92,7 +92,7 @@ class Runner:
         if self.state.exists:
             return
         found = self.state.load(delete_empty=self._leads)
-        if self._leads and (not found or marks.is_restoring(self.state.study)):
+        if self._leads and (not found or records.is_restoring(self.state.study)):
             found = self._restore() or found
         if not found:
             return

@@ -24,7 +24,7 @@ from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.study.setup.plan import Plan
 from autotune.study.spec.spec import StudySpec
-from autotune.study.storage import analysed, marks, project, records
+from autotune.study.storage import analysed, project, records
 from autotune.study.storage.leases import StudyLeases
 from autotune.study.storage.records import SearchRecord, StudyRecord
 from autotune.trial.result import Outcome
@@ -88,7 +88,7 @@ class StudyState:
             if delete_empty:
                 records.delete_study(self.storage, name)
             return False
-        if marks.is_restoring(study) and not delete_empty:  # its numbers are not settled yet
+        if records.is_restoring(study) and not delete_empty:  # its numbers are not settled yet
             return False
         self._check_same(kept)
         self._study = study

@@ -5,7 +5,7 @@ from support.instant import Instant, Watcher, runner_of
 
 from autotune.study import restore
 from autotune.study.proposals import Proposer
-from autotune.study.storage import marks, records
+from autotune.study.storage import records
 from autotune.study.storage.leases import StudyLeases
 from autotune.study.tell import Teller
 
@@ -51,7 +51,7 @@ def test_a_run_that_is_killed_while_it_restores_loses_nothing(tmp_path, monkeypa
     again = runner_of(tmp_path, executor, watcher=watcher, trials=5, finalists=0)
     again.run()
     assert executor.ran == [] and [(m.trial, m.candidate) for m in again.state.measured()] == told
-    assert not marks.is_restoring(again.study) and not records.running(again.study)
+    assert not records.is_restoring(again.study) and not records.running(again.study)
     assert any("are taken up again" in text for text in watcher.said)
 
 

@@ -59,6 +59,7 @@ SQLITE = "sqlite:///"
 # Fields of a told trial's result without which it cannot be read.
 TOLD_FIELDS = set("outcome reason phase wall_s metrics ci95 censored feasible caveats".split())
 T = TypeVar("T")
+RESTORING_ATTR = "autotune:restoring"
 
 
 def default_url(studies: Path) -> str:
@@ -422,3 +423,13 @@ def current(study: Study) -> str:
 def succeed(study: Study, later: str) -> None:
     """Make a re-tuning's study the holder of a study's answer."""
     study.set_user_attr(SUCCESSOR_ATTR, later)
+
+
+def note_restoring(study: Study, *, restoring: bool) -> None:
+    """Store whether results of the study's folder are still to be told to a new database."""
+    storage_of(study).set_study_system_attr(study_id(study), RESTORING_ATTR, restoring)
+
+
+def is_restoring(study: Study) -> bool:
+    """Whether a run has begun to tell the results of the study's folder to a new database, and has not ended it."""
+    return bool(storage_of(study).get_study_system_attrs(study_id(study)).get(RESTORING_ATTR))

@@ -250,11 +250,7 @@ def typical(parameters: float) -> Architecture:
 
 
 def read(path: Path) -> Architecture:
-    """The model of a Hugging Face `config.json`.
-
-    Raises:
-        UserError: The file cannot be read, or lacks a fact; it says which.
-    """
+    """The model of a Hugging Face `config.json`."""
     try:
         config = files.json_of(path.read_text(encoding="utf-8"))
     except OSError as error:

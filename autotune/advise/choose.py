@@ -121,9 +121,6 @@ def best(question: Question) -> tuple[Choice, list[Choice]]:
     """The best configuration for the goal, and the next best of other kinds with what speaks against each.
 
     Where nothing fits, the best is what comes nearest.
-
-    Raises:
-        UserError: No configuration is legal.
     """
     if question.goal == "cost":
         found, refused = list[tuple[Choice, list[Choice]]](), UserError("no number of devices divides the global batch")

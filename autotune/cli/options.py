@@ -51,11 +51,7 @@ class Command(TyperCommand):
     """A command that lists its options in groups, and refuses one given twice, where click keeps the last value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as the base class does.
-
-        Raises:
-            UserError: An option is there twice.
-        """
+        """Parse as the base class does."""
         seen = set()
         for parameter in self.make_parser(ctx).parse_args(list(args))[2]:
             once = isinstance(parameter, TyperOption) and not parameter.multiple and not parameter.is_flag

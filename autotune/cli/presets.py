@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def init(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write the files.")] = Path()) -> None:
-    """Write the two files of a first study.
-
-    Raises:
-        UserError: One of them is there already.
-    """
+    """Write the two files of a first study."""
     templates = Path(__file__).parent / "_templates"
     names = ("model.py", "study.yaml")
     for name in names:

@@ -38,9 +38,6 @@ def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
 
     Returns:
         Exit status: 0 none is left, 130 the user stopped it, 143 SIGTERM did.
-
-    Raises:
-        UserError: This machine cannot run the study's trials.
     """
     from autotune import session
     from autotune.report.progress import ProgressView

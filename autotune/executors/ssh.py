@@ -119,11 +119,7 @@ HOST = re.compile(r"(?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_\[:][\w.:\]%-]*")
 
 
 def read_hostfile(path: Path) -> dict[str, int | None]:
-    """Returns the machines of a DeepSpeed hostfile and their slots: `HOST slots=N` per line, `#` begins a comment.
-
-    Raises:
-        SpecError: It cannot be read; names the line.
-    """
+    """Returns the machines of a DeepSpeed hostfile and their slots: `HOST slots=N` per line, `#` begins a comment."""
     hosts: dict[str, int | None] = {}
     for number, line in enumerate(files.read_text(path, "--hostfile").splitlines(), 1):
         text = line.partition("#")[0].strip()

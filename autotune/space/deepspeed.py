@@ -154,11 +154,7 @@ def _check_section(section: str, keys: Iterable[str], place: str = "") -> None:
 
 
 def set_path(config: DsConfig, path: str, value: Any) -> None:
-    """Sets a dotted path in a nested configuration, making the sections on the way.
-
-    Raises:
-        ConfigError: There is a value where a section has to be.
-    """
+    """Sets a dotted path in a nested configuration, making the sections on the way."""
     *sections, key = path.split(".")
     for section in sections:
         if config.get(section) is None:

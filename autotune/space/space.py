@@ -186,11 +186,7 @@ class SearchSpace:
         return inside and self.candidate(values, default or candidate) == candidate
 
     def encode(self, candidate: Candidate) -> dict[str, Scalar]:
-        """The candidate as Optuna parameters.
-
-        Raises:
-            SpaceError: The candidate is not in the space.
-        """
+        """The candidate as Optuna parameters."""
         return {self[name].optuna_name: self[name].encode(value) for name, value in self.values_of(candidate).items()}
 
     def size(self, default: Candidate) -> int:

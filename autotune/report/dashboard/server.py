@@ -84,11 +84,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_installed() -> None:
-    """Checks that the packages of the extra `dashboard` are installed.
-
-    Raises:
-        DashboardError: One is missing; the message says how to install it.
-    """
+    """Checks that the packages of the extra `dashboard` are installed."""
     for module, package in (("optuna_dashboard", "optuna-dashboard"), ("waitress", "waitress")):
         if find_spec(module) is None:
             raise DashboardError(f"the dashboard needs the package {package}: pip install {package}")

@@ -187,11 +187,7 @@ class _Running:
         return self._process
 
     def records(self) -> list[_Record]:
-        """Returns the processes seen so far, in order of time.
-
-        Raises:
-            InvocationError: A launcher was refused.
-        """
+        """Returns the processes seen so far, in order of time."""
         for path in sorted(self.folder.glob("*.json")):
             if path not in self._read:
                 data = json.loads(path.read_text())
@@ -230,11 +226,7 @@ def _complete(records: Sequence[_Record]) -> bool:
 
 
 def _chosen(records: Sequence[_Record], shown: str) -> _Record:
-    """Returns the record of the training, of its lowest rank.
-
-    Raises:
-        InvocationError: There are several trainings, or it cannot run here.
-    """
+    """Returns the record of the training, of its lowest rank."""
     ranks = sorted((record for record in records if record.rank is not None), key=lambda record: record.rank or 0)
     training = [record for record in ranks or records if record.trains]
     scripts = {record.script: record for record in reversed(training or ranks or records)}

@@ -74,9 +74,6 @@ def executor_for(
     Args:
         on_queue: Called with the reason why a trial waits for machines.
         wait: Wait until it is ready. Else it is left to `start`, and a server on this machine begins with its imports.
-
-    Raises:
-        UserError: As `executor_of`; the executor cannot be used.
     """
     executor = executor_of(spec, folder, on_queue)
     try:

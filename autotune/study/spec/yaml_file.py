@@ -98,9 +98,6 @@ def read_yaml(path: Path, where: str | None = None) -> Any:
 
     Args:
         where: What names it, for the error that it is missing; by default its own path.
-
-    Raises:
-        SpecError: It is missing, or not YAML; the message names the file and the line.
     """
     return parse_yaml(read_text(path, where or str(path)), str(path))
 

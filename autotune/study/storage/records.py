@@ -73,11 +73,7 @@ def study_names(storage: Storage) -> list[str]:
 
 
 def load_study(storage: Storage, name: str) -> Study:
-    """The study of that name.
-
-    Raises:
-        StoreError: It is not there; the message lists those that are.
-    """
+    """The study of that name."""
     try:
         return optuna.load_study(study_name=name, storage=CachedStorage(storage))
     except KeyError:

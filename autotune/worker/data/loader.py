@@ -85,11 +85,7 @@ class Loader:
         self._generator = torch.get_rng_state()
 
     def check(self, global_batch_size: int) -> None:
-        """Refuses a data set that cannot fill one optimizer step.
-
-        Raises:
-            WorkloadError: It is smaller than the global batch.
-        """
+        """Refuses a data set that cannot fill one optimizer step."""
         if self.n_samples is not None and self.n_samples < global_batch_size:
             raise WorkloadError(
                 f"data() has {self.n_samples} samples, but one optimizer step needs {global_batch_size}"

@@ -166,9 +166,6 @@ def check_optimizer(model: nn.Module, optimizer: Any, source: str) -> str:
 
     Returns:
         What it leaves out of the trainable parameters, in a sentence; empty if it holds all of them.
-
-    Raises:
-        WorkloadError: It holds none of the model's parameters.
     """
     held = {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
     if held and held.isdisjoint(map(id, model.parameters())):

@@ -25,9 +25,6 @@ def load(model: nn.Module, path: Path) -> None:
     Args:
         model: The model, before `deepspeed.initialize`.
         path: A DeepSpeed checkpoint's folder, a folder with a state dict, or a state dict's file.
-
-    Raises:
-        WorkloadError: There are none, or they do not fit the model.
     """
     found = {name.removeprefix("module."): value for name, value in _state(path).items()}
     found = experts.of_this_rank(model, found)

@@ -83,11 +83,7 @@ class ScriptContext:
         self.data_limits: Callable[[dict[str, str], DataShape | None], dict[str, str]] = lambda found, _: found
 
     def check_devices(self) -> None:
-        """Refuses a script that chose its devices itself, when CUDA had started already.
-
-        Raises:
-            ScriptError: It means another device than the one that this rank has.
-        """
+        """Refuses a script that chose its devices itself, when CUDA had started already."""
         local_rank, chosen = int(os.environ["LOCAL_RANK"]), os.environ.get(VISIBLE)
         own, meant = (
             dict(enumerate(value.split(","))).get(local_rank) if value is not None else str(local_rank)

@@ -33,11 +33,7 @@ from autotune.worker.script.steps import StepHooks
 
 
 def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: int) -> None:
-    """Runs the script until it has been measured, which ends the process, or to the script's own end.
-
-    Raises:
-        ScriptError: It ended before it had been measured.
-    """
+    """Runs the script until it has been measured, which ends the process, or to the script's own end."""
     memory = prepare_device(request)
     identify(recorder.report, cuda=memory.cuda)
     recorder.enter("build")

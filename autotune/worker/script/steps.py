@@ -76,11 +76,7 @@ class StepHooks:
         self._window = self._next_window()
 
     def script_ended(self) -> None:
-        """Ends the trial of a script that ran to its end.
-
-        Raises:
-            ScriptError: It made too few steps.
-        """
+        """Ends the trial of a script that ran to its end."""
         context = self._context
         if context.meter is None:
             raise ScriptError("the script ended without calling deepspeed.initialize with an optimizer")

@@ -19,7 +19,7 @@ from autotune.scoring.effects import Effects, effects
 from autotune.scoring.estimates import WIDEST
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.recommend import PICKS
-from autotune.space.candidate import Candidate
+from autotune.space.candidate import Candidate, differing
 from autotune.study.events import n_spent
 from autotune.system.units import Scale, scale_for
 from autotune.trial import lengths
@@ -328,8 +328,7 @@ def _words(names: tuple[str, ...], *knobs: Any) -> str:
 
 def differences(values: Data, before: Data) -> list[tuple[str, Any, Any]]:
     """The knobs in which a candidate differs from another one: name, value before, value after."""
-    names = dict.fromkeys([*before, *values])
-    return [(name, before.get(name), values.get(name)) for name in names if before.get(name) != values.get(name)]
+    return [(name, before.get(name), values.get(name)) for name in differing(before, values)]
 
 
 def times(factor: float | None, sign: str = "x") -> str:

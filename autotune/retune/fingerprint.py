@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from autotune.space.candidate import differing
 from autotune.space.deepspeed import Scalar
 from autotune.space.parameter import Parameter
 from autotune.space.space import SearchSpace
@@ -314,13 +315,11 @@ def _space_words(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 
 
 def _keys_words(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key)]
-    return f"{', '.join(keys)} changed"
+    return f"{', '.join(differing(before, after))} changed"
 
 
 def _settings_words(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key)]
-    return "; ".join(f"{key} {_said(before.get(key))}, now {_said(after.get(key))}" for key in keys)
+    return "; ".join(f"{key} {_said(before.get(key))}, now {_said(after.get(key))}" for key in differing(before, after))
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -128,7 +128,7 @@ def best(question: Question) -> tuple[Choice, list[Choice]]:
             if _divides(question, n):
                 try:
                     found.append(_best(replace(question, devices=question.devices.of(n))))
-                except UserError as error:  # as a group of ranks that so few devices cannot make
+                except UserError as error:  # as where a group of ranks does not divide them
                     refused = error
         if not found:
             raise refused

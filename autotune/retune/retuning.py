@@ -217,7 +217,7 @@ class Retuning:
             return Decision(
                 verdict=RetuneVerdict.UNCHANGED, reason="what is in use is still the best that was found", **made
             )
-        illegal = why_illegal(self.incumbent, runner.plan.setting)
+        illegal = why_illegal(self.incumbent, runner.state.plan.setting)
         outcome = Comparison.walkover(CANNOT_RUN.format(illegal)) if illegal else self._duel(runner, challenger)
         changed = differences(challenger.values(), self.incumbent.values())
         made |= {"duel": outcome, "differences": changed}

@@ -169,9 +169,8 @@ class StudySpec(BaseModel):
             script = Path(invocation.script)
             data = {"target": str(script), "command": invocation.command, "working_dir": "."}
             spec = cls._build(data, f"`{invocation.command}`", Path.cwd(), overrides, _default_name(script), invocation)
-        path = spec.target
         if spec.inspected.kind != "script":
-            said = f"{path}, which is no training script: autotune run {path.name}"
+            said = f"{spec.target}, which is no training script: autotune run {spec.target.name}"
             raise SpecError(f"`{invocation.command}` starts {said}")
         _check_script(spec)
         return spec

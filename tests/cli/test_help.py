@@ -92,5 +92,7 @@ def test_a_shell_completes_commands_studies_and_values(studies):
 
 def test_studies_are_listed_with_their_answers(studies):
     shown = called("ls", "studies", cwd=studies).stdout
-    assert re.search(r"^s  micro-batch \d+ x \d+, .*ZeRO \d.*: \d\.\d\dx .*the baseline's throughput.*; 20", shown), shown
+    assert re.search(r"^s  micro-batch \d+ x \d+, .*ZeRO \d.*: \d\.\d\dx .*the baseline's throughput.*; 20", shown), (
+        shown
+    )
     assert "micro-batch" in called("history", cwd=studies).stdout

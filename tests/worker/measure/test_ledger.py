@@ -193,7 +193,12 @@ def test_the_norm_of_a_step_is_without_the_loss_scale_whatever_deepspeed_divides
     meter = NoiseMeter(torch.nn.Linear(2, 2), world_size=1, accumulation=1)
     meter._in_step = [torch.tensor((2.0**16 * 5) ** 2)]
     optimizer = type(kind, (), {"cur_scale": 2.0**16})()
-    engine = SimpleNamespace(optimizer=optimizer, device="cpu", get_global_grad_norm=lambda: norm)
+    engine = SimpleNamespace(
+        optimizer=optimizer, device="cpu", get_global_grad_norm=lambda: norm, zero_optimization_stage=lambda: 1,
+        is_gradient_accumulation_boundary=lambda: True,
+    )  # fmt: skip
+    assert meter.before_step(engine) is None
+    optimizer.cur_scale *= 2  # at the end of a step, once enough of them have not overflowed
     meter.after_step(engine, None, skipped=False)
     assert [float(each) for each in meter._steps[0]] == pytest.approx([25.0, 9.0])
 

@@ -77,7 +77,7 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConf
     ds_config, verdict = kept.ds_config(candidate), records.verdict_in(folder, told.number)
     baseline = Candidate.from_key(kept.baseline)
     refused = verdict is not None and verdict.passed is False
-    beside = records.repeat_paths(folder, 0) if told.number else {}
+    beside = records.repeat_paths(folder, 0) if told.number and paths else {}
     repeats, tail_peaks = _repeated(paths, beside, candidate, kept.reference)
     if data.get("tail"):  # the memory of a run without the worst batch does not compare
         repeats = {n: values if n in tail_peaks else _without_peak(values) for n, values in repeats.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,6 +64,8 @@ def ls(
     if as_json:
         print(json.dumps([dict(zip(("name", "description"), row, strict=False)) for row in rows], indent=1))
         return
+    if not rows:
+        print("autotune: no study yet; `autotune run TARGET` begins one", file=sys.stderr)
     width = max((len(row[0]) for row in rows), default=0)
     for row in rows:
         print(f"{row[0]:<{width}}  {row[1]}" if len(row) > 1 else row[0])

@@ -44,7 +44,10 @@ def only_running(studies: Path) -> str:
     if running:
         names, example = ", ".join(running), next(iter(running))
         raise UserError(f"status: {len(running)} studies run now: {names}. Name one: autotune status {example}")
-    there = sorted(path.parent.name for path in studies.glob("*/study.yaml"))
+    from autotune.study.storage.records import RECORD_FILE
+
+    # Of a study that was deleted study.yaml and the answer stay.
+    there = sorted(path.parent.name for path in studies.glob(f"*/{RECORD_FILE}"))
     if not there:
         raise UserError(
             f"status: no study lies in {studies}; `autotune run TARGET` begins one, --storage names another database"

@@ -281,7 +281,9 @@ class StudyReport:
         for (outcome, _), trials in alike.items():
             numbers = ", ".join(str(trial["trial"]) for trial in trials)
             reason = textwrap.shorten(printable(trials[0].get("reason") or ""), MOST_REASON, placeholder=" ...")
-            found.append(f"trial{'s' * (len(trials) > 1)} {numbers} ended with {outcome}: {reason}")
+            # Alike but for their numbers: these are the first one's.
+            whose = f", as trial {trials[0]['trial']}" if len({trial.get("reason") for trial in trials}) > 1 else ""
+            found.append(f"trial{'s' * (len(trials) > 1)} {numbers} ended with {outcome}{whose}: {reason}")
         return found
 
 

@@ -343,7 +343,12 @@ def notes(
             ("scheduler" in config, made.format("scheduler", "Scheduler")),
         ],
         "hf-args": [
-            (True, _written(started, started.exported) if started else f"{EXPORTED_CONFIG}: the format `deepspeed`."),
+            (
+                True,
+                _written(started, started.exported)
+                if started
+                else f"`autotune export STUDY -o {EXPORTED_CONFIG}` writes the JSON.",
+            ),
             (every > 1, newer),
             (steps, f"The JSON fixes the scheduler steps: {fixed}"),
         ],

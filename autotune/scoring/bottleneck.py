@@ -374,7 +374,7 @@ def _rates(evidence: Evidence, ranks: Mapping[int, Mapping[str, float]]) -> list
     if update > 0 and evidence.n_parameters:
         moved = ADAM_BYTES * evidence.n_parameters / (evidence.world_size if stage >= 1 else 1)
         of = f", {moved / update / card.memory_bytes_per_s:.0%} of its bandwidth" if card else ""
-        rate_gb = f"{moved / update / 1e9:,.1f} GB/s (Adam, {ADAM_BYTES:.0f} bytes a parameter)"
+        rate_gb = f"{moved / update / 1e9:,.1f} GB/s (counted as for Adam, {ADAM_BYTES:.0f} bytes a parameter)"
         notes.append(f"the optimizer step moves about {rate_gb}{of}")
     return notes
 

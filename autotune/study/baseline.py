@@ -203,9 +203,13 @@ class BaselineTrial:
                 f"{problem}, so that other global batches cannot be compared by {name!r}, and the space varies"
                 " nothing else"
             )
-        longer = "trial_budget_s" if self._budget.trial_s >= self._state.spec.trial_budget_s else "the time budget"
+        longer = (
+            "the time budget"
+            if self._budget.trial_s < self._state.spec.trial_budget_s
+            else "trial_budget_s in study.yaml"
+        )
         self._events.say(
-            f"{problem}: what other global batches are worth is not known, so the baseline's {batch} is kept; raise"
-            f" {longer}, or leave {name!r} out of the objectives to vary it all the same"
+            f"{problem}: what other global batches are worth is not known, so the baseline's {batch} is kept; begin anew"
+            f" (--fresh) with more of {longer}, or leave {name!r} out of the objectives to vary it all the same"
         )
         self._state.narrow(space, setting)

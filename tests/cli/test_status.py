@@ -161,7 +161,9 @@ def test_without_a_name_the_one_that_runs_is_meant_and_anything_else_is_said(tmp
         status.only_running(tmp_path)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "study.yaml").write_text("")
+        (tmp_path / name / "record.json").write_text("")
+    (tmp_path / "deleted").mkdir()
+    (tmp_path / "deleted" / "study.yaml").write_text("")
     with pytest.raises(UserError, match=r"no study runs now.*: a, b"):
         status.only_running(tmp_path)
     with study_lock(tmp_path / "b"):

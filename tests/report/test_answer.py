@@ -196,6 +196,25 @@ def test_what_was_left_unchecked_is_checked_by_a_command_with_time_for_it(time_b
     assert sound.startswith("Keep your configuration. `")
 
 
+def test_failures_that_differ_in_their_numbers_say_whose_these_are():
+    report, reasons = (
+        study_report(),
+        {1: "its loss is 0.69 above", 2: "its loss is 0.02 above", 3: "broken", 4: "broken"},
+    )
+    trials = [
+        trial
+        | (
+            {"outcome": "diverged", "reason": reasons[trial["trial"]]}
+            if trial["trial"] in reasons
+            else {"outcome": "complete"}
+        )
+        for trial in report.trials
+    ]
+    said = replace(report, trials=trials).caveats()
+    assert "trials 1, 2 ended with diverged, as trial 1: its loss is 0.69 above" in said
+    assert "trials 3, 4 ended with diverged: broken" in said
+
+
 def test_a_search_that_was_stopped_has_one_way_to_go_on():
     base = study_report().baseline
     report = replace(study_report(), recommended={"picks": {"recommended": base}, "baseline": base})

@@ -195,7 +195,7 @@ FLAT = trial(losses=[3.0 + 0.01 * (-1) ** index for index in range(40)])
             trial(peak_memory_bytes=None), LATENCY, [Constraint(metric="peak_memory_bytes", max=1)],
             "constraint: peak_memory_bytes cannot be measured",
         ),
-        (FLAT, CONVERGENCE, (), "loss did not fall during its trial; raise trial_budget_s"),
+        (FLAT, CONVERGENCE, (), "loss did not fall during its trial; raise trial_budget_s in study.yaml"),
     ],
 )  # fmt: skip
 def test_what_the_baseline_does_not_yield_stops_the_study_with_a_reason(baseline, objective, limits, said):

@@ -145,7 +145,9 @@ def judge(
     }
     if n < LEAST_STEPS:
         return GateVerdict(
-            passed=None, reason=f"{n} steps are too few to compare loss curves; raise trial_budget_s", **kept
+            passed=None,
+            reason=f"{n} steps are too few to compare loss curves; raise trial_budget_s in study.yaml",
+            **kept,
         )
     own, base, *others = (curve[:n] for curve in curves)
     if not np.isfinite(own).all():

@@ -54,13 +54,16 @@ class Reference:
         if len(losses) < 4:
             return cls(
                 batch=batch,
-                problem=f"the baseline trained {len(losses)} steps, too few for a loss curve; raise trial_budget_s",
+                problem=f"the baseline trained {len(losses)} steps, too few for a loss curve; raise trial_budget_s in study.yaml",
             )
         n = max(1, len(losses) // 4)
         target = float(losses[-n:].mean())
         error = _standard_error(losses, n)
         if float(losses[:n].mean()) - target <= 2 * math.sqrt(2) * error:
-            return cls(batch=batch, problem="the baseline's loss did not fall during its trial; raise trial_budget_s")
+            return cls(
+                batch=batch,
+                problem="the baseline's loss did not fall during its trial; raise trial_budget_s in study.yaml",
+            )
         return cls(batch=batch, loss_target=target, loss_target_sd=error, window_samples=float(n * batch))
 
 

@@ -133,6 +133,8 @@ def _usage(log: Path, target: Path) -> str:
     with contextlib.suppress(OSError):
         said = [line for line in log.read_text(errors="replace").splitlines() if "error: " in line]
         last = f" ({said[-1].partition('error: ')[2][:200]})" if said else ""
+        if "unrecognized" in last or "invalid" in last:  # it has its arguments, and one is wrong
+            return last
         return f"{last}; if it needs arguments: autotune run {target.name} -- ITS ARGUMENTS"
     return ""
 

@@ -56,6 +56,14 @@ def read(stated: Any) -> DsConfig:
         if isinstance(config, dict):
             return config
         raise UserError(f"{stated} holds no JSON object, so it is no configuration of DeepSpeed's")
+    if stated is None:
+        raise UserError(
+            "the script gives deepspeed.initialize no configuration: does it need its arguments, as --deepspeed_config ds.json?"
+        )
+    if isinstance(stated, str | os.PathLike):
+        raise UserError(
+            f"the script gives deepspeed.initialize {str(stated)!r} as its configuration: there is no such file"
+        )
     raise UserError(
         "the script gives deepspeed.initialize a configuration that is neither a dict nor the path of a JSON file"
     )

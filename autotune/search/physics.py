@@ -11,7 +11,8 @@ import functools
 import json
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,7 @@ class PhysicsSampler(LegalSampler):
         self._metrics, self._prior, self._limit, self._bounds = metrics, prior, memory_limit_bytes, list(bounds)
         self._guide: CandidateOptimizer | None = None
         self.goal_only = self.quick = False
+        self.refused: Collection[int] = ()  # trials that a check has refused, by number
         self._whole = self.proposes = self.cautious = True
 
     @property
@@ -120,7 +122,8 @@ class PhysicsSampler(LegalSampler):
         for trial in study.get_trials(deepcopy=False, states=states):
             with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError, UserError):
                 # A damaged row teaches nothing.
-                found.append(self._as_told(trial))
+                seen = self._as_told(trial)
+                found.append(replace(seen, eligible=False) if trial.number in self.refused else seen)
         return found
 
     def _imagined(self, study: Study, told: Sequence[Observation]) -> list[Observation]:

@@ -11,9 +11,11 @@ from support.instant import STEPS, Instant, Watcher, failed, report, runner_of, 
 from autotune.errors import SpecError
 from autotune.report import load
 from autotune.scoring import recommend, step_times
+from autotune.scoring.convergence.quality_gate import GateVerdict
 from autotune.scoring.estimates import estimate
 from autotune.space.candidate import Candidate
 from autotune.study.storage import records
+from autotune.trial.folder import write_record
 from autotune.trial.result import Outcome
 
 LIMIT = 1_100_000_000
@@ -259,6 +261,24 @@ def test_a_trial_that_can_be_no_answer_stops_no_other(tmp_path):
     told = runner.proposer.advisor().told(runner.study)
     best = runner.proposer.advisor().guide.best(told)
     assert all(candidate.checkpoint_every != 2 for candidate in best.values())
+
+
+def test_what_a_check_has_refused_is_tried_no_further_by_a_later_run(tmp_path):
+    """All five trials of a second run had the numerics that the quality gate had refused in the first one."""
+    space = [{"precision": ["fp32", "bf16"], "checkpoint_every": [0, 1, 2, 4], "zero_stage": [0, 1, 2]}]
+    given = {"space": space, "objectives": ["throughput"], "stop_below": 0.0}
+
+    def machine(candidate):
+        return report(candidate, step_times_s=[0.01 if candidate.precision == "bf16" else 0.012] * STEPS)
+
+    runner, *_ = run(tmp_path, machine, sampler="random", trials=8, finalists=0, **given)
+    of_bf16 = [m.trial for m in runner.state.measured() if m.candidate.precision == "bf16"]
+    for number in of_bf16:
+        write_record(records.gate_path(runner.state.folder, number), GateVerdict(passed=False, reason="trains worse"))
+    again = runner_of(tmp_path, Instant(machine), sampler="physics", trials=12, finalists=0, **given)
+    again.run()
+    assert of_bf16 and again.proposer.advisor().refused == set(of_bf16)
+    assert {m.candidate.precision for m in again.state.measured()[8:]} == {"fp32"}
 
 
 def test_bounds_are_held_by_what_all_measurements_say(tmp_path):

@@ -260,8 +260,8 @@ def _readings(timed: Sequence[Measured]) -> Readings:
         # A re-measurement takes as long as the trial, so its own noise is that of the trial.
         own = math.log(high / low) / 2 / Z95 if 0 < low < high else 0.0
         again = ((number, values[STEP]) for number, values in m.repeats.items() if values.get(STEP, 0) > 0)
-        found += [(math.log(value), own, row, number) for number, value in ((0, m.metrics[STEP]), *again)]
-    columns = np.array(found, dtype=float).reshape(len(found), 4)
+        found += [(math.log(value), own, row, number, m.sitting) for number, value in ((0, m.metrics[STEP]), *again)]
+    columns = np.array(found, dtype=float).reshape(len(found), 5)
     foretold = [m.forecast or Foretold(math.nan, ()) for m in timed]
     width = max((len(each.row) for each in foretold), default=0)
     factor = np.array([each.row or (0.0,) * width for each in foretold]).reshape(len(timed), width)
@@ -270,6 +270,7 @@ def _readings(timed: Sequence[Measured]) -> Readings:
         own_sd=columns[:, 1],
         trial=columns[:, 2].astype(np.intp),
         round=columns[:, 3].astype(np.intp),
+        sitting=columns[:, 4].astype(np.intp),
         forecast=np.array([each.mean for each in foretold]),
         forecast_cov=factor @ factor.T,
     )

@@ -47,6 +47,7 @@ class Measured:
         verdict: What the quality gate said of it, where it was asked.
         branch: What a branch from the baseline's state showed, where there was one.
         branch_wanted: Its global batch is another one, which only a branch can justify.
+        sitting: Pauses of the study before it was measured in which the machine may have changed.
     """
 
     trial: int
@@ -67,6 +68,7 @@ class Measured:
     verdict: GateVerdict | None = None
     branch: Branch | None = None
     branch_wanted: bool = False
+    sitting: int = 0
 
     @property
     def doubt(self) -> str:

@@ -22,6 +22,8 @@ POPULATION_SD = 0.3
 OWN_SD = 0.01
 # The level of a whole study and that of a round of re-measurements, which later trials do not foretell.
 LEVEL_SD, ROUND_SD = 3.0, 0.5
+# How much the machine may have changed over a pause between two first measurements: another's load has come or gone.
+PAUSE_SD = 0.3
 # What lies further than this many standard deviations from what the others foretell is an outlier. The worst are taken
 # out first, since they hide others: each time one, or this share of the readings.
 OUTLYING, AT_ONCE, MOST_TIMES = 3.0, 0.04, 4
@@ -39,6 +41,7 @@ class Readings:
         own_sd: Its standard deviation as far as its own run tells.
         trial: The trial that it measures, as a row of `forecast`.
         round: The re-measurement round that it belongs to; 0 for the trials' first measurements.
+        sitting: Which of the study's sittings, between pauses, a first measurement belongs to; 0 for the first.
         forecast: What is foretold of each trial's logarithm but for what was read of it; NaN where nothing is.
         forecast_cov: Covariance of what is foretold; 0 where nothing is.
     """
@@ -47,6 +50,7 @@ class Readings:
     own_sd: Floats
     trial: NDArray[np.intp]
     round: NDArray[np.intp]
+    sitting: NDArray[np.intp]
     forecast: Floats
     forecast_cov: Floats
 
@@ -58,6 +62,7 @@ class Readings:
             own_sd=self.own_sd[rows],
             trial=self.trial[rows],
             round=self.round[rows],
+            sitting=self.sitting[rows],
         )
 
 
@@ -95,7 +100,7 @@ class _Model:
     """The covariances of some readings, by the parts that the grid scales.
 
     log reading = level + forecast + effect of the trial + state of the machine + noise. The state is a random walk over
-    the first measurements, in order, and a separate level for each round of re-measurements.
+    the first measurements, in order, with another level after each pause, and a separate one for each round of re-measurements.
     """
 
     def __init__(self, readings: Readings, positions: Floats, own_sd: Floats, extra_var: Floats) -> None:
@@ -109,7 +114,9 @@ class _Model:
         at = np.where(first, positions, 0.0)
         self.walk = np.minimum(at[:, None], at[None, :])
         same_round = (readings.round[:, None] == readings.round[None, :]) & ~first[:, None]
-        self.state = ROUND_SD**2 * same_round
+        later = np.where(first, readings.sitting, 0)
+        same_sitting = (later[:, None] == later[None, :]) & (later[:, None] > 0)
+        self.state = ROUND_SD**2 * same_round + PAUSE_SD**2 * same_sitting
         same_group = self.group[readings.trial][:, None] == self.group[readings.trial][None, :]
         self.level = LEVEL_SD**2 * same_group
         self.effects_of = self.effects_cov[np.ix_(readings.trial, readings.trial)]

@@ -14,6 +14,7 @@ def readings(values, forecast=None, forecast_sd=0.1):
     known = np.full(n, np.nan) if forecast is None else np.array(forecast, dtype=float)
     return Readings(
         log_value=log_value.astype(float), own_sd=np.full(len(values), 0.005), trial=trial, round=round_,
+        sitting=np.zeros(len(values), dtype=int),
         forecast=known, forecast_cov=np.zeros((n, n)) if forecast is None else forecast_sd**2 * np.eye(n),
     )  # fmt: skip
 

@@ -229,6 +229,21 @@ def test_a_baseline_whose_turn_a_cut_round_left_out_still_takes_part():
     assert chosen(recommend(faster, [LATENCY])) == 1
 
 
+def test_a_pause_in_which_the_machine_became_faster_makes_no_speedup():
+    """A study that went on after another's load had gone said that its new trials were 1.9 times as fast as the baseline."""
+
+    def trial(number, step_s, sitting, **knobs):
+        return replace(measured(number, step_s, zero_stage=number % 4, **knobs), sitting=sitting)
+
+    before = [trial(n, 0.1 * (1 - 0.02 * n), 0) for n in range(5)]
+    trials = [*before, *(trial(n, 0.055, 1, checkpoint_every=1) for n in range(5, 9))]
+    found = estimate(trials)
+    gain = found.gain(found.measured[6], found.measured[0], "samples_per_s")
+    assert gain is not None and not gain.told and chosen(recommend(trials, [LATENCY])) == 0
+    known = [replace(m, sitting=0) for m in trials]
+    assert estimate(known).gain(known[6], known[0], "samples_per_s").told
+
+
 def test_what_no_timing_narrows_is_noise_too():
     """Peaks that scatter by 2 % made equal configurations the answer of every second study of memory."""
     for seed in range(8):

@@ -9,7 +9,7 @@ from support.studies import candidates, run, states
 from autotune.errors import UserError
 from autotune.space.candidate import Candidate
 from autotune.study.events import UNFINISHED
-from autotune.study.storage import records
+from autotune.study.storage import analysed, records
 from autotune.trial import result
 from autotune.trial.folder import TrialDir, write_record
 from autotune.trial.result import Outcome
@@ -52,6 +52,13 @@ def test_new_finalists_are_measured_with_the_baseline_and_not_compared_with_its_
     newest = max(others, key=lambda m: max(m.repeats))
     assert 1 not in newest.repeats
     assert set(newest.repeats) <= set(base.repeats)
+
+
+def test_a_pause_between_trials_begins_another_sitting(tmp_path, monkeypatch):
+    runner, _, _ = run(tmp_path, trials=3, finalists=0)
+    assert [m.sitting for m in runner.state.measured()] == [0, 0, 0]
+    monkeypatch.setattr(analysed, "PAUSE_S", -1e6)
+    assert [m.sitting for m in runner.state.measured()] == [0, 1, 2]
 
 
 def test_an_interrupted_round_is_measured_anew(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,8 @@ from autotune.trial.result import Outcome
 from autotune.trial.workload import Workload
 
 PEAK = "peak_memory_bytes"
+# Between two trials a machine whose load comes and goes may be another one after this time.
+PAUSE_S = 300.0
 
 
 @dataclass
@@ -52,8 +55,21 @@ def measured(study: Study, folder: Path, kept: StudyRecord, before: Reading | No
     told, own = records.told_trials(study), kept.ds_config(Candidate.from_key(kept.baseline))
     seen = {} if before.trials is None else before.trials
     seen |= {each.number: _as_measured(each, folder, kept, own) for each in told if each.number not in seen}
-    foretold = _foretold(kept, told, before)
-    return [replace(seen[each.number], forecast=forecast) for each, forecast in zip(told, foretold, strict=True)]
+    known = zip(told, _foretold(kept, told, before), _sittings(told, kept), strict=True)
+    return [replace(seen[each.number], forecast=forecast, sitting=sitting) for each, forecast, sitting in known]
+
+
+def _sittings(told: Sequence[FrozenTrial], kept: StudyRecord) -> list[int]:
+    """How many pauses came before each trial; on a CPU, whose load by others comes and goes, and not on devices of the study's own."""
+    if kept.workload.environment.accelerator != "cpu":
+        return [0] * len(told)
+    found, ended_s = list[int](), math.inf
+    for each in told:
+        at_s = each.datetime_complete.timestamp() if each.datetime_complete is not None else ended_s
+        paused = at_s - told_data(each)["wall_s"] - ended_s > PAUSE_S
+        found.append((found[-1] if found else 0) + paused)
+        ended_s = at_s if math.isinf(ended_s) else max(ended_s, at_s)
+    return found
 
 
 def _foretold(kept: StudyRecord, told: Sequence[FrozenTrial], before: Reading) -> list[Foretold | None]:

@@ -196,7 +196,8 @@ def estimate(measured: Sequence[Measured]) -> Estimates:
     if baseline is not None:
         decided = (m for m in estimated if m.branch is not None and m.branch.samples_ratio)
         branches = {m.training: m.branch for m in sorted(decided, key=lambda m: m.branch.n_samples if m.branch else 0)}
-        estimated = [_with_branch(m, baseline, branches.get(m.training), beyond) for m in estimated]
+        if branches:
+            estimated = [_with_branch(m, baseline, branches.get(m.training), beyond) for m in estimated]
     estimated = [replace(m, feasible=_holds_bounds(m)) if m.bounds else m for m in estimated]
     baseline = next((m for m in estimated if baseline is not None and m.trial == 0), None)
     return Estimates(estimated, raw, baseline, found, rows, degrees, beyond)
@@ -237,7 +238,7 @@ def _with_branch(
     if branch is None or not branch.samples_ratio or min(rates) <= 0:
         return m
     faster = math.log(rates[0] / rates[1])
-    doublings = abs(faster - log_ratio(baseline, m, STEP)) / math.log(2.0)
+    doublings = abs(math.log2(m.candidate.samples_per_rank / baseline.candidate.samples_per_rank))
     metrics, ci95 = dict(m.metrics), dict(m.ci95)
     for name in (GOODPUT, TO_TARGET):
         if metrics.get(name, 0.0) <= 0 or baseline.metrics.get(name, 0.0) <= 0:

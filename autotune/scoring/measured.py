@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autotune.scoring.convergence.branch import Branch
-from autotune.scoring.convergence.quality_gate import GateVerdict
+from autotune.scoring.convergence.quality_gate import GateVerdict, numerics
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.objective import Objective
 from autotune.space.candidate import Candidate
@@ -94,11 +95,15 @@ class Measured:
         return failed or (self.branch_wanted and self.branch is not None and not self.branch.confirmed)
 
     @property
+    def numerics(self) -> str:
+        """What decides how it trains, but for the batch: its numerics, and what DeepSpeed does not get of them."""
+        return json.dumps([numerics(self.ds_config), self.candidate.other_numerics], sort_keys=True)
+
+    @property
     def training(self) -> tuple[Hashable, ...]:
         """Its global batch and its numerics: trials with equal ones need the same samples to a loss."""
-        own = self.candidate
-        numerics = own.precision, self.numerics_kept, tuple(sorted(own.other_numerics.items()))
-        return own.samples_per_rank, own.ranks_per_replica, *numerics
+        # DeepSpeed's stage 0 has its own optimizer.
+        return self.candidate.samples_per_rank, self.numerics, self.numerics_kept or bool(self.candidate.zero_stage)
 
     @property
     def confirmed(self) -> bool:

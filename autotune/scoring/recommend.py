@@ -197,7 +197,7 @@ def _extremes(
 ) -> tuple[dict[str, Pick], list[Measured]]:
     """The best trials by one metric each, and those that would be if they passed their checks."""
     picks: dict[str, Pick] = {}
-    unchecked = []
+    unchecked, passed = [], {m.trial for m in sound}
     for name, metric in PICKS.items():
         if metric == GOODPUT and metric not in {o.metric for o in objectives}:
             continue
@@ -205,12 +205,12 @@ def _extremes(
         if not told:
             continue
         told.sort(key=lambda m: -improvement(log_ratio(m, ranked[0], metric), metric))
-        best = next((m for m in told if m in sound), None)
+        best = next((m for m in told if m.trial in passed), None)
         unchecked += [m for m in (told[: told.index(best)] if best is not None else told) if not m.barred][:1]
         if best is not None:
             best = _confirmed(best, sound, estimates, metric)
             ran = [m for m in estimates.measured if m.outcome is Outcome.COMPLETE and m.metrics.get(metric)]
-            better = any(m not in sound and improvement(log_ratio(m, best, metric), metric) > 0 for m in ran)
+            better = any(m.trial not in passed and improvement(log_ratio(m, best, metric), metric) > 0 for m in ran)
             of = "keep the constraints and passed their checks" if better else "ran"
             why = f"the best {METRICS[metric].label} of all that {of}"
             said = [*words(best, estimates, objectives), *checked(best), *passed_by(told[0], best)]
@@ -266,9 +266,8 @@ def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence
     others = [m for m in confirmed if m is not chosen and tied(m, chosen, estimates, objectives)]
     if others:
         why += f"; not to be told from {', '.join(f'trial {m.trial}' for m in others)} within the noise"
-        n = sum(m.usable for m in estimates.measured)
         if any(abs(log_gain(m, chosen, objectives)) > estimates.reach(m, chosen, objectives, 1) for m in others):
-            why += f" (the best of {n} trials reads better than it is)"  # though its own interval does not hold 1
+            why += f" (the best of {estimates.n_usable} trials reads better than it is)"  # though its own interval does not hold 1
     return chosen, why
 
 

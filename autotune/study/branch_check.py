@@ -226,10 +226,10 @@ class BranchCheck:
 def _known(m: Measured, measured: Sequence[Measured]) -> Branch | None:
     """What the branch of another trial with the same batch and numerics says of a trial, if one has decided."""
     for other in measured:
-        decided = other.branch is not None and other.branch.confirmed is not None and other.branch.time_ratio
-        if other.branch is not None and decided and other.training == m.training:
+        found = other.branch
+        if found is not None and found.confirmed is not None and found.time_ratio and other.training == m.training:
             rates = [each.metrics.get("samples_per_s") or 1.0 for each in (m, other)]
-            return of_another(other.branch, other.trial, rates[0] / rates[1])
+            return of_another(found, other.trial, rates[0] / rates[1])
     return None
 
 

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from autotune.errors import UserError
 from autotune.scoring.convergence import quality_gate
@@ -14,13 +13,12 @@ from autotune.scoring.convergence.quality_gate import GateVerdict
 from autotune.scoring.measured import Measured
 from autotune.space import data
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import Scalar
 from autotune.study.budget import Budget
 from autotune.study.events import EventSink
 from autotune.study.measure import ENDLESS_SAMPLES, TrialMeasurer
 from autotune.study.spec.spec import StudySpec
 from autotune.study.state import StudyState, baseline_of
-from autotune.study.storage import analysed, records
+from autotune.study.storage import records
 from autotune.trial.folder import result_in, write_record
 from autotune.trial.result import Outcome, TrialResult
 
@@ -115,7 +113,7 @@ class NumericsCheck:
     def _sums_right(self, m: Measured, baseline: Measured) -> bool:
         """Whether a candidate differs in sums of 16 bits alone, and its trial showed that they are right; kept if so."""
         alike = m.candidate.other_numerics == baseline.candidate.other_numerics
-        other_sum = analysed.adds_up_otherwise(self._state.plan.workload, m.candidate, baseline.candidate)
+        other_sum = self._state.plan.workload.adds_up_otherwise(m.candidate, baseline.candidate)
         if not alike or other_sum or not quality_gate.differs_in_sums_alone(m.ds_config, baseline.ds_config):
             return False
         own = result_in(self._state.trial_path(m.trial))
@@ -160,14 +158,13 @@ class NumericsCheck:
 
     def _passed_alike(self, m: Measured, batch: int) -> GateVerdict | None:
         """The pass of another trial with the same numerics and global batch."""
-        own = _trained_by(m)
         for other in self._state.measured():
             seen = other.verdict
             if seen is None or not seen.passed or seen.batch != batch or seen.same_as is not None:
                 continue
             # DeepSpeed's stage 0 has its own optimizer.
             alike = bool(other.candidate.zero_stage) == bool(m.candidate.zero_stage)
-            if other.trial != m.trial and alike and _trained_by(other) == own:
+            if other.trial != m.trial and alike and other.numerics == m.numerics:
                 return replace(seen, same_as=other.trial)
         return None
 
@@ -232,11 +229,6 @@ class NumericsCheck:
             return TrialResult(outcome=Outcome.NOT_APPLIED, reason=str(error))
         self._budget.checked(result.wall_s)
         return result
-
-
-def _trained_by(m: Measured) -> tuple[dict[str, Any], dict[str, Scalar]]:
-    """What decides how a configuration trains, but for the batch: its numerics, and what DeepSpeed does not get of them."""
-    return quality_gate.numerics(m.ds_config), m.candidate.other_numerics
 
 
 def training_budget_s(spec: StudySpec, trial_s: float, needed_s: float) -> float:

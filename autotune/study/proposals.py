@@ -93,8 +93,9 @@ class Proposer:
             self._physics.goal_only = warm is not None and warm.compromise
             self._physics.quick = spec.quick
             # What failed a check of an earlier run can be no answer, and what has its settings will hardly be one.
-            undecided = {m.trial for m in state.measured() if m.branch is not None and m.branch.confirmed is None}
-            self._physics.refused = {m.trial for m in state.measured() if m.barred} - undecided
+            self._physics.refused = {
+                m.trial for m in state.measured() if m.barred and not (m.branch and m.branch.confirmed is None)
+            }
             self._physics.proposes, self._physics.cautious = spec.sampler == "physics", spec.memory_filter
         return self._physics
 

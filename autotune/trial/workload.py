@@ -387,6 +387,11 @@ class Workload:
         """Returns the ranks without those of a script's own groups; candidates divide out their own degrees."""
         return world_size // (self.script.model_parallel_size if self.script else 1)
 
+    def adds_up_otherwise(self, candidate: Candidate, baseline: Candidate) -> bool:
+        """Returns whether a script that adds up its micro-batches' losses adds up another number of them than in the baseline."""
+        adds_up = self.script is not None and self.script.adds_up
+        return adds_up and candidate.gradient_accumulation_steps != baseline.gradient_accumulation_steps
+
     def ds_config(self, candidate: Candidate, base_config: DsConfig) -> DsConfig:
         """Returns the complete DeepSpeed configuration of a candidate over the user's own."""
         config = candidate.to_deepspeed(base_config)

@@ -277,6 +277,14 @@ def test_a_branch_replaces_what_the_noise_scale_foretold():
     assert chosen(recommend(trials, objectives)) == 0
 
 
+def test_trials_share_a_branch_only_with_their_numerics():
+    """Two kinds of bf16 are one precision: the branch of the one confirmed the other."""
+    plain = measured(1, micro=16, precision="bf16")
+    narrow = replace(plain, ds_config={**plain.ds_config, "bf16": {"enabled": True, "bf16_optimizer_states": True}})
+    assert plain.training == replace(plain, trial=2).training and plain.training != narrow.training
+    assert measured(3, micro=16).training == measured(4, micro=8, accumulation=2, zero_stage=2).training
+
+
 def test_without_a_baseline_there_is_a_recommendation_but_no_speedup():
     found = recommend([measured(0, outcome=Outcome.OOM), measured(1, 0.1), measured(2, 0.05)], [LATENCY])
     pick = found.picks["recommended"]

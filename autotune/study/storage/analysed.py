@@ -24,7 +24,6 @@ from autotune.study.storage import records
 from autotune.study.storage.records import StudyRecord, told_candidate, told_data
 from autotune.trial.folder import result_in
 from autotune.trial.result import Outcome
-from autotune.trial.workload import Workload
 
 PEAK = "peak_memory_bytes"
 # Between two trials a machine whose load comes and goes may be another one after this time.
@@ -110,7 +109,7 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConf
         and candidate.global_batch_size(kept.data_parallel) != baseline.global_batch_size(kept.data_parallel),
         numerics_kept=keeps_numerics(ds_config, own)
         and candidate.other_numerics == baseline.other_numerics
-        and not adds_up_otherwise(kept.workload, candidate, baseline),
+        and not kept.workload.adds_up_otherwise(candidate, baseline),
         metrics=data["metrics"] | more,
         ci95={name: (low, high) for name, (low, high) in data["ci95"].items() if name not in more},
         feasible=data["feasible"],
@@ -121,12 +120,6 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConf
         unreproducible=data.get("unreproducible", ()),
         unwitnessed=data.get("unwitnessed", ()),
     )
-
-
-def adds_up_otherwise(workload: Workload, candidate: Candidate, baseline: Candidate) -> bool:
-    """Whether a script that adds up the losses of its micro-batches adds up another number of them than in the baseline."""
-    adds_up = workload.script is not None and workload.script.adds_up
-    return adds_up and candidate.gradient_accumulation_steps != baseline.gradient_accumulation_steps
 
 
 def _repeated(

@@ -138,13 +138,17 @@ def _holds_own_part(parameter: Any) -> bool:
     return kept is None or kept.numel() in (parameter.numel(), part.lp_fragment_address.numel)
 
 
+def autocast_scaler(engine: Any) -> Any:
+    """Returns the scaler of torch's autocast to fp16; None in other precisions."""
+    # At stage 0 the engine has it, from stage 1 on the optimizer.
+    return getattr(engine.optimizer, AUTOCAST_SCALER, None) or getattr(engine, "torch_autocast_z0_gradscaler", None)
+
+
 def loss_scale(engine: Any) -> float:
     """Returns the factor of fp16 on loss and gradients, DeepSpeed's or that of torch's autocast; 1 in other precisions."""
     optimizer = engine.optimizer
-    # At stage 0 the engine has it, from stage 1 on the optimizer.
-    for scaler in (getattr(optimizer, AUTOCAST_SCALER, None), getattr(engine, "torch_autocast_z0_gradscaler", None)):
-        if scaler is not None:
-            return float(scaler.get_scale())
+    if (scaler := autocast_scaler(engine)) is not None:
+        return float(scaler.get_scale())
     return float(getattr(optimizer, "cur_scale", None) or getattr(optimizer, "loss_scale", None) or 1.0)
 
 

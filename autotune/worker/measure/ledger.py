@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +19,7 @@ from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
 from autotune.worker.containers import number_in
 from autotune.worker.measure.batches import TAKEN_IN, Ragged, StepCount
+from autotune.worker.measure.gradient_check import autocast_scaler
 from autotune.worker.measure.laps import Laps, synchronize
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.measure.recorder import Recorder
@@ -223,9 +226,8 @@ class Window:
     def __init__(self, engine: Any, ledger: StepLedger) -> None:
         self._engine, self._ledger, self._n_wanted = engine, ledger, ledger.window_steps()
         self._losses: list[torch.Tensor | float] = []
-        self._skipped: list[bool] = []
+        self._skips = [skips_of(engine)]
         self._counts: list[StepCount] = []
-        self._skipped_before = engine.skipped_steps
         # Between windows ranks do unequal work (one writes events): here they wait for the last, not in a timed step.
         dist.barrier()
         self._laps, self._cpu_start = Laps(ledger.device), time.process_time()
@@ -243,12 +245,24 @@ class Window:
         """Ends an optimizer step, which took in what `count` says."""
         self._laps.lap()
         self._losses.append(number_in(loss) if isinstance(loss, torch.Tensor) else loss)
-        self._skipped.append(self._engine.skipped_steps > self._skipped_before)
-        self._skipped_before = self._engine.skipped_steps
+        self._skips.append(skips_of(self._engine))
         self._counts.append(count)
 
     def gather(self, n: int) -> None:
         """Adds the first n steps to the ledger; all ranks take part."""
         synchronize(self._ledger.device)
         cpu_s, laps_s = time.process_time() - self._cpu_start, self._laps.seconds()[:n]
-        self._ledger.gather(laps_s, cpu_s, self._losses[:n], skipped=self._skipped[:n], counts=self._counts[:n])
+        skipped = [after > before for before, after in itertools.pairwise(map(float, self._skips[: n + 1]))]
+        self._ledger.gather(laps_s, cpu_s, self._losses[:n], skipped=skipped, counts=self._counts[:n])
+
+
+def skips_of(engine: Any) -> torch.Tensor | float:
+    """Returns a number that grows where loss scaling skips an update.
+
+    DeepSpeed counts its own skips. Under autocast to fp16 torch's scaler may skip one, too, which none counts: it halves its scale.
+    """
+    scaler, counted = autocast_scaler(engine), float(engine.skipped_steps)
+    if scaler is None:
+        return counted
+    scale = scaler._get_scale_async()  # a device's is not waited for; None before the first backward pass
+    return number_in(counted - scale.log2()) if scale is not None else counted - math.log2(scaler.get_scale())

@@ -18,7 +18,7 @@ from autotune.worker.measure import applied, groups, machine_load, witness
 from autotune.worker.measure.batches import BatchObserver
 from autotune.worker.measure.breakdown import Breakdown
 from autotune.worker.measure.gradient_check import GradientWatch
-from autotune.worker.measure.ledger import NotApplied, StepLedger
+from autotune.worker.measure.ledger import NotApplied, StepLedger, skips_of
 from autotune.worker.measure.memory import Memory
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.measure.recorder import Recorder
@@ -127,10 +127,10 @@ class Meter:
         """Calls the engine's step and, where noise is measured, reads the gradient around it."""
         if self.noise is None:
             return step()
-        whole, steps, skipped = self.noise.before_step(self.engine), self.engine.global_steps, self.engine.skipped_steps
+        whole, steps, skips = self.noise.before_step(self.engine), self.engine.global_steps, skips_of(self.engine)
         result = step()
         if self.engine.global_steps > steps:
-            self.noise.after_step(self.engine, whole, skipped=self.engine.skipped_steps > skipped)
+            self.noise.after_step(self.engine, whole, skipped=bool(skips_of(self.engine) > skips))
         return result
 
     def check_applied(self) -> None:

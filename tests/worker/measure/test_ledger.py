@@ -1,5 +1,6 @@
 """The ledger of steps: what loss scaling skips and what the end of an epoch cuts short, in windows of several steps."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -214,3 +215,23 @@ def test_noise_is_not_taken_from_what_is_left_out(ledger, monkeypatch):
     add(ledger, *[0.01] * 3, ragged={2})
     add(ledger, *[0.01] * 2, skipped={0})
     assert noise.terms(4).micro_sq == [0.0, 4.0]  # the last one was not gathered
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_update_that_torchs_own_scaler_skips_is_seen_though_deepspeed_counts_none(stage):
+    """Under autocast to fp16; at stage 0 the engine holds the scaler, from stage 1 on its optimizer."""
+    weight, scaler = torch.nn.Parameter(torch.ones(2)), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    engine = SimpleNamespace(
+        skipped_steps=0,
+        optimizer=SimpleNamespace(torch_autocast_gradscaler=scaler if stage else None),
+        torch_autocast_z0_gradscaler=None if stage else scaler,
+    )
+    seen = [ledgers.skips_of(engine)]
+    for factor in (float("inf"), 1.0, float("inf"), 1.0):
+        scaler.scale((factor * weight).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen.append(ledgers.skips_of(engine))
+    assert [after > before for before, after in itertools.pairwise(seen)] == [True, False, True, False]

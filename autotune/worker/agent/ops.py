@@ -67,7 +67,7 @@ def why_missing(name: str) -> str:
     if cuda and (why := _why_no_cuda()):
         return why
     # Ask DeepSpeed last: it looks for libraries, as libaio, and prints what is missing.
-    return "" if cuda or name != "async_io" or ALL_OPS[name].is_compatible() else "no libaio: install libaio-dev"
+    return "" if name != "async_io" or ALL_OPS[name].is_compatible() else "no libaio: install libaio-dev"
 
 
 @functools.cache

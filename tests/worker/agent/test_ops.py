@@ -1,4 +1,7 @@
-"""Locks of compilers that died."""
+"""Locks of compilers that died, and what an op lacks."""
+
+import pytest
+import torch
 
 from autotune.worker.agent import ops
 
@@ -37,3 +40,17 @@ def test_ops_are_built_by_name(tmp_path, monkeypatch, capsys):
     assert ops.build(["fused_adam", "cpu_adam"]) == 0
     assert loaded == ["fused_adam", "cpu_adam"]
     assert ops.build(["no_such_op"]) == 1 and "no such op" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("has_libaio", "why"), [(True, ""), (False, "no libaio: install libaio-dev")])
+def test_on_cuda_too_async_io_is_asked_for_libaio(monkeypatch, has_libaio, why):
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+    from deepspeed.ops.op_builder.async_io import AsyncIOBuilder  # CUDA's
+
+    builder = AsyncIOBuilder()
+    monkeypatch.setattr(builder, "has_function", lambda name, libraries: has_libaio)
+    monkeypatch.setitem(ALL_OPS, "async_io", builder)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(ops, "_why_no_cuda", lambda: "")
+    monkeypatch.setattr(ops.shutil, "which", lambda program: program)
+    assert ops.why_missing("async_io") == why

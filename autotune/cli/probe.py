@@ -104,6 +104,8 @@ def lines(found: Probe, *, kept: bool) -> Iterator[str]:
         yield f"from the host  {machine.host_bytes_per_s / 1e9:>8,.1f} GB/s, from pinned memory"
     optimizer = (machine.optimizer_bytes_per_s or 0.0) / 1e9
     yield f"optimizer      {optimizer:>8,.1f} GB/s, the 28 bytes of each parameter that AdamW moves"
+    if machine.accelerator != "cpu":
+        yield f"  offloaded    {machine.host_memory_bytes_per_s / 1e9:>8,.1f} GB/s, the same where it runs on the host"
     yield f"one operation  {machine.op_s / 2 * 1e6:>8,.1f} us, however small"
     yield ""
     yield from _links(found.links) if found.links else ["messages       none between the ranks: there is one"]

@@ -289,7 +289,7 @@ class Machine:
         link_alpha_s: Latency of one message between ranks.
         link_bytes_per_s: Bus bandwidth of a collective.
         host_bytes_per_s: Between host and device, each way.
-        host_memory_bytes_per_s: Memory bandwidth of the host, for an optimizer that runs there.
+        host_memory_bytes_per_s: Rate at which an optimizer that runs on the host moves its bytes.
         launch_s: Fixed cost of one block in one micro-step: kernel launches, Python.
         half_samples: Micro-batch at which half of the compute rate is reached.
         op_s: Fixed cost of one operation, if a workload's operations were counted.

@@ -46,7 +46,7 @@ def test_a_device_has_a_link_to_its_host(accelerator):
         machine=machine, device_name="x", threads=0, flops={}, sizes={}, links=(), loader=(), data=None, caveats=()
     )
     said = "\n".join(probe.lines(found, kept=False))
-    assert ("from the host      50.0 GB/s" in said) is (accelerator == "cuda")
+    assert ("from the host      50.0 GB/s" in said) is ("offloaded" in said) is (accelerator == "cuda")
 
 
 def test_times_that_do_not_grow_leave_no_negative_bandwidth():

@@ -40,6 +40,7 @@ COPIED_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
 MESSAGES = {"cpu": (1 << 10, 1 << 14, 1 << 18, 1 << 22), "cuda": (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)}
 OPTIMISED = {"cpu": 1 << 20, "cuda": 1 << 25}
 TINY = 64
+HOST = torch.device("cpu")
 # In mode `machine`: products of several sizes, messages up to the size of a bucket of gradients.
 MATRICES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192)}
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -119,10 +120,14 @@ def _machine(
         memory_bytes_per_s=_agreed(copied, device),
         link_alpha_s=reduced.alpha_s if reduced else usual.link_alpha_s,
         link_bytes_per_s=reduced.bytes_per_s if reduced else usual.link_bytes_per_s,
-        host_bytes_per_s=_host_link(device) if kind == "cuda" else _agreed(copied, device),
+        host_bytes_per_s=_agreed(copied if kind == "cpu" else _host_link(device), device),
+        host_memory_bytes_per_s=_agreed(
+            copied if kind == "cpu" else _optimizer(HOST, OPTIMISED[kind], fused=True), device
+        ),
         # Autograd and Python cost about as much as the operation itself.
         op_s=2.0 * op_s,
-        optimizer_bytes_per_s=_agreed(_optimizer(device, OPTIMISED[kind]), device),
+        # As by default in studies; an offloaded optimizer keeps `fused`.
+        optimizer_bytes_per_s=_agreed(_optimizer(device, OPTIMISED[kind], fused=device.type == "cuda"), device),
         workspace_bytes=_agreed(workspace, device),
         kernel_bytes=_agreed(kernels, device),
         n_cores=len(os.sched_getaffinity(0)) if kind == "cpu" else 0,
@@ -259,15 +264,16 @@ def _own_data(request: TrialRequest, rank: int, device: torch.device) -> LoaderR
     return LoaderRate(n_workers=0, samples_per_s=_agreed(rate, device), bytes_per_s=0.0)
 
 
-def _optimizer(device: torch.device, size: int) -> float:
+def _optimizer(device: torch.device, size: int, *, fused: bool) -> float:
     """Returns the bytes per second that Adam moves, at 28 bytes a parameter."""
     parameter = nn.Parameter(torch.zeros(size, device=device))
     parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=device.type == "cuda")  # as by default in studies
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=fused)
     return 28.0 * size / _best(optimizer.step, device)
 
 
 def _host_link(device: torch.device) -> float:
+    """Returns the bytes per second of a copy from pinned memory of the host."""
     size = 1 << 28
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(size, dtype=torch.uint8, device=device)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import random
+import re
 import socket
 import sys
 import traceback
@@ -22,7 +23,7 @@ from autotune.space import torch_settings
 from autotune.system.device import stated_choice
 from autotune.system.machine import processor_name
 from autotune.trial import workload
-from autotune.trial.failures import headline, means_out_of_memory
+from autotune.trial.failures import FULL_FREE_SHARE, headline, means_out_of_memory
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import OOM_EXIT_CODE, Outcome, RankReport
 from autotune.worker.agent import temporary
@@ -67,9 +68,10 @@ def _leave(status: int) -> NoReturn:
 
 def _classify(error: BaseException) -> tuple[Outcome, str]:
     text = str(error).strip()
-    first = headline(text)
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or means_out_of_memory(text, _free_share()):
-        return Outcome.OOM, f"{type(error).__name__}: {first}"[:500]
+    first, free = headline(text), _free_share()
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or means_out_of_memory(text, free):
+        what = " (host memory that was to be pinned)" if _was_pinning(error, text, free) else ""
+        return Outcome.OOM, f"{type(error).__name__}: {first}"[:400] + what
     if isinstance(error, Diverged):
         return Outcome.DIVERGED, first
     if isinstance(error, NotApplied):
@@ -77,6 +79,18 @@ def _classify(error: BaseException) -> tuple[Outcome, str]:
     if isinstance(error, UserError):
         return Outcome.CRASHED, first
     return Outcome.CRASHED, f"{type(error).__name__}: {first}"[:500]
+
+
+def _was_pinning(error: BaseException, text: str, free_share: float | None) -> bool:
+    """Whether host memory that was to be pinned ran out, of which CUDA says no more than of a device: `out of memory`.
+
+    Torch's allocator for devices says more. A loader's thread that pins has only its message, which may mean a full device, too.
+    """
+    if isinstance(error, torch.OutOfMemoryError) or not torch.cuda.is_initialized():
+        return False
+    called = traceback.extract_tb(error.__traceback__)[-1:]
+    asked = any(re.search(r"pin_memory|pinned", f"{frame.name} {frame.line}") for frame in called)
+    return asked or ("in pin memory thread" in text and (free_share or 0.0) >= FULL_FREE_SHARE)
 
 
 def _free_share() -> float | None:

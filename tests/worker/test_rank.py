@@ -1,12 +1,15 @@
 """The life of a rank: how ranks meet, and how its failures are classified."""
 
+import asyncio
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from autotune.errors import UserError
+from autotune.trial.failures import means_host_memory
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
 from autotune.worker import rank
@@ -73,3 +76,35 @@ def test_a_fault_after_which_cuda_answers_nothing_is_no_full_device(monkeypatch,
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
     assert rank._classify(RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"))[0] is outcome
+
+
+def failed(call):
+    """The error of a call that is given a function of torch's: one in C, which leaves no frame, that finds no memory."""
+    loop = asyncio.new_event_loop()
+    function = asyncio.Future(loop=loop)
+    function.set_exception(
+        RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs")
+    )
+    loop.close()
+    with pytest.raises(RuntimeError) as caught:
+        call(function.result)
+    return caught.value
+
+
+THREAD = "Caught AcceleratorError in pin memory thread for device 0.\nOriginal Traceback:\nCUDA error: out of memory"
+
+
+@pytest.mark.parametrize("free", [1 << 30, 40 << 30])
+def test_pinned_memory_that_the_host_lacks_is_not_taken_for_the_devices(monkeypatch, free):
+    """cudaHostAlloc and cudaMalloc fail with the same words."""
+    from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 << 30))
+    pinning = failed(
+        lambda function: DeepSpeedAccelerator._torch_pin_memory(None, SimpleNamespace(pin_memory=function))
+    )
+    other = failed(lambda function: function())
+    told = [rank._classify(error) for error in (pinning, other, RuntimeError(THREAD))]
+    assert {outcome for outcome, _ in told} == {Outcome.OOM}
+    assert [means_host_memory(reason) for _, reason in told] == [True, False, free > 8 << 30]

@@ -204,7 +204,8 @@ def connect(request: TrialRequest, rank: int, listener: int, *, cuda: bool) -> N
         cuda: Use NCCL rather than gloo.
     """
     timeout = timedelta(seconds=request.deadline_s + 60)  # the supervisor's deadline comes first
-    dist.distributed_c10d.default_pg_timeout = timeout  # DeepSpeed's own groups do not take init_distributed's time-out
+    # DeepSpeed's own groups do not take init_distributed's time-out; NCCL's default is another one, of ten minutes.
+    dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = timeout
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # In torch 2.6 the default backend, libuv, takes no socket that listens already.
     own: dict[str, Any] = {"master_listen_fd": listener, "use_libuv": False} if rank == 0 else {}

@@ -15,12 +15,17 @@ from autotune.trial.result import Outcome
 from autotune.worker import rank
 
 
+def keep_timeouts(monkeypatch):
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(dist.distributed_c10d, name, getattr(dist.distributed_c10d, name))
+
+
 def test_the_store_stands_on_the_agents_socket_in_a_way_that_torch_2_6_knows(monkeypatch):
     """Its default backend refuses a socket that listens already; `make floors` runs trials on that release."""
     given = {}
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    monkeypatch.setattr(dist.distributed_c10d, "default_pg_timeout", dist.distributed_c10d.default_pg_timeout)
+    keep_timeouts(monkeypatch)
     monkeypatch.setattr(dist, "TCPStore", lambda *_, **options: given.update(options))
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: given.update(options))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -39,11 +44,14 @@ def test_nccl_is_told_the_ranks_device_and_does_not_guess_it(monkeypatch, versio
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "3", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
-    monkeypatch.setattr(dist.distributed_c10d, "default_pg_timeout", dist.distributed_c10d.default_pg_timeout)
+    keep_timeouts(monkeypatch)
     monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: None)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.update(more, backend=backend))
-    rank.connect(TrialRequest(target="model.py", world_size=world_size), min(3, world_size - 1), -1, cuda=True)
+    asked = TrialRequest(target="model.py", world_size=world_size, deadline_s=3600)
+    rank.connect(asked, min(3, world_size - 1), -1, cuda=True)
     assert (given["backend"], given["device_id"]) == ("nccl", bound)
+    # Groups that DeepSpeed makes wait as long as the trial may take.
+    assert dist.distributed_c10d._get_default_timeout("nccl").total_seconds() == asked.deadline_s + 60
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ MOST_DERIVED, DERIVED_TRIALS = 2, 50
 # Above this deviation the prior has guessed the scale of the memory, and does not know it.
 GUESSED_SCALE = 0.5
 RATES = {"samples_per_s", "tokens_per_s", "padded_tokens_per_s"}
+PER_SAMPLE = {"joules_per_sample"}  # of a step's samples together it goes with the step time
 # What rests on a count of samples besides the step time.
 COUNTED = {"time_to_loss_s", GOODPUT}
 
@@ -148,10 +149,15 @@ class CostModel:
         """Mean and standard deviation of the log step time; with `noise` of what a trial would measure."""
         return self.time.predict(time_design(self.catalogue, self.memory, self.limit, rows), noise=noise)
 
-    def log_extra(self, rows: Rows) -> dict[str, tuple[Floats, Floats]]:
-        """The same for the logarithms of the other metrics that a trial would measure, by name."""
+    def log_extra(self, rows: Rows, metric: str, *, noise: bool = True) -> tuple[Floats, Floats]:
+        """The same for the logarithm of another metric."""
         design = time_design(self.catalogue, self.memory, self.limit, rows)
-        return {metric: fitted.predict(design, noise=True) for metric, fitted in self.extra.items()}
+        mean, sd = self.extra[metric].predict(design, noise=noise)
+        return mean - (metric in PER_SAMPLE) * self.log_batch(rows), sd
+
+    def log_batch(self, rows: Rows) -> Floats:
+        """Logarithm of the samples of a step."""
+        return np.asarray(np.log(self.catalogue.batch[rows] * self.world_size), dtype=float)
 
     def cost(self, rows: Rows, metric: str, step_time: tuple[Floats, Floats] | None = None) -> tuple[Floats, Floats]:
         """Mean and standard deviation of the logarithm of a metric, signed so that less is better.
@@ -159,11 +165,11 @@ class CostModel:
         Args:
             step_time: Their `step_time`, where it was worked out before.
         """
-        log_batch = np.log(self.catalogue.batch[rows] * self.world_size)
+        log_batch = self.log_batch(rows)
         if metric == "peak_memory_bytes":
             return self.memory.predict(self.catalogue.memory.take(rows))
         if metric in self.extra:
-            mean, sd = self.extra[metric].predict(time_design(self.catalogue, self.memory, self.limit, rows))
+            mean, sd = self.log_extra(rows, metric, noise=False)
             return _sign(metric) * mean, sd
         mean, sd = step_time or self.step_time(rows)
         if metric in RATES:
@@ -203,13 +209,14 @@ class CostModel:
     def draw_goal(self, rows: Rows, shares: Floats, rng: np.random.Generator, n: int) -> Floats:
         """Joint draws of that mean: `n` rows, a column for each candidate."""
         design, batches = time_design(self.catalogue, self.memory, self.limit, rows), self.catalogue.samples.take(rows)
-        log_batch = np.log(self.catalogue.batch[rows] * self.world_size)
+        log_batch = self.log_batch(rows)
         total, of_time = np.zeros((n, len(rows))), 0.0
         for metric, share in zip(self.metrics, shares, strict=True):
             if metric == "peak_memory_bytes":
                 total += share * self.memory.draw(self.catalogue.memory.take(rows), rng, n)
             elif metric in self.extra:
                 total += share * _sign(metric) * self.extra[metric].draw(design, rng, n)
+                total -= share * log_batch * (metric in PER_SAMPLE)
             else:
                 of_time += share
                 total -= share * log_batch * (metric != "step_time_s")
@@ -233,8 +240,7 @@ class CostModel:
         """Expected costs of some candidates; of all of them without the smooth remainder, which is cheap."""
         catalogue, smooth = self.catalogue, rows is not None
         rows = np.arange(len(catalogue.batch)) if rows is None else rows
-        log_batch, batches = np.log(catalogue.batch[rows] * self.world_size), catalogue.samples.take(rows)
-        plain = catalogue.time.take(rows)
+        log_batch, batches, plain = self.log_batch(rows), catalogue.samples.take(rows), catalogue.time.take(rows)
         plain = replace(plain, linear=np.column_stack([plain.linear, np.zeros((len(rows), 2))]))
         design = time_design(catalogue, self.memory, self.limit, rows) if smooth else plain
         time = self.time.mean(design, smooth=smooth)
@@ -242,7 +248,7 @@ class CostModel:
         for metric in self.metrics:
             if metric == "peak_memory_bytes":
                 columns.append(self.memory.mean(catalogue.memory.take(rows)))
-            elif metric in RATES:
+            elif metric in RATES | PER_SAMPLE:
                 columns.append(time - log_batch)
             elif metric in COUNTED:
                 columns.append(time + self.samples.of(metric).mean(batches, smooth=smooth) - log_batch)
@@ -291,12 +297,14 @@ def learn(
     }
 
     def extra(metric: str) -> CalibratedGP:
-        """Another metric, as a multiple of the predicted step time."""
+        """Another metric, as a multiple of the predicted step time: of a step's samples together where it is told of one."""
         some = [t for t in done if t.good(metric)]
-        design = time_design(catalogue, memory, limit, _rows(catalogue, some))
+        design = time_design(catalogue, memory, limit, rows := _rows(catalogue, some))
         wide = time_sd.copy()
         wide[0] = 30.0  # another unit altogether
-        return fit(Data.of(design, [math.log(t.metrics[metric]) for t in some]), wide, catalogue.time_spread)
+        samples = catalogue.batch[rows] * world_size if metric in PER_SAMPLE else 1.0
+        y = np.log(samples * np.array([t.metrics[metric] for t in some]))
+        return fit(Data.of(design, y), wide, catalogue.time_spread)
 
     return CostModel(
         catalogue=catalogue,

@@ -211,7 +211,7 @@ class CandidateOptimizer:
             log_samples=state.samples.to_target.predict(self.catalogue.samples.take(rows)),
             log_useful=state.samples.useful.predict(self.catalogue.samples.take(rows)),
             per_sample=state.per_sample,
-            log_extra=state.log_extra(rows),
+            log_extra={metric: state.log_extra(rows, metric) for metric in state.extra},
             fits=state.fits(rows),
             sized=state.sized,
         )

@@ -365,6 +365,22 @@ def test_padded_tokens_are_a_rate_as_tokens_are():
     assert np.corrcoef(state.costs(rows)[0][:, 0], [truth(c)[0] for c in every])[0, 1] > 0.8
 
 
+def test_energy_of_a_sample_is_looked_for_where_samples_are_fast():
+    """Taken for a multiple of the step time, it was sought among the smallest batches, where it is highest."""
+    every = all_of(SearchSpace.parse(KNOBS, "test.yaml"))
+    guide = CandidateOptimizer(every, PRIOR, ["joules_per_sample"], world_size=2, reference=DEFAULT)
+    joules = {c: 300.0 / metrics_of(c)["samples_per_s"] for c in every}
+    told = [
+        replace(t, metrics=t.metrics | {"joules_per_sample": joules[t.candidate]})
+        for t in map(told_of, [DEFAULT, *every[:: len(every) // 3]])
+    ]
+    state, rows = guide._learn(told), np.array([guide.catalogue.row[c] for c in every])
+    true = np.log(list(joules.values()))
+    assert np.corrcoef(state.rough_costs()[rows, 0], true)[0, 1] > 0.7
+    assert np.corrcoef(state.costs(rows)[0][:, 0], true)[0, 1] > 0.8
+    assert np.median(np.abs(guide.beliefs(told, every).log_extra["joules_per_sample"][0] - true)) < 0.4
+
+
 def test_a_bound_draws_the_search_to_what_holds_it():
     every = all_of(SearchSpace.parse(KNOBS, "test.yaml"))
     bounds = [("peak_memory_bytes", "max", 3.2e9)]

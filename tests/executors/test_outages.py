@@ -260,3 +260,16 @@ def test_a_run_whose_ray_cluster_lost_its_head_leaves_it_and_is_told_to_come_aga
     engine.end("autotune-1")  # asks nobody
     with pytest.raises(Unavailable, match="is its head running"):
         engine.check(1)
+
+
+def test_other_machines_have_the_settings_of_the_allocator_and_choose_their_own_devices(monkeypatch):
+    """Memory depends on them: with expandable segments torch's allocator wastes less."""
+    asked = {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "CUDA_VISIBLE_DEVICES": "1",
+    }
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    exported = settings_for([], {}, 1.0).exported
+    assert {name for name in asked if name in exported} == {"PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG"}

@@ -92,6 +92,8 @@ _REMEDIES = (
     (r"driver version is insufficient|STATUS_VERSION_MISMATCH|system not yet initialized",
      "The driver and torch's CUDA do not match: update the driver, or install torch for its CUDA version"),
     (r"busy or unavailable", "Another process holds the device for itself: end it, or set the compute mode to default"),
+    (r"invalid literal for int\(\) with base 10: '(GPU|MIG)-",
+     "DeepSpeed's ZeRO 1 and 2 read CUDA_VISIBLE_DEVICES as numbers where pynvml is installed: name devices so, or uninstall nvidia-ml-py"),
     (r"invalid device ordinal", "There are more ranks than visible devices: lower `ranks`, or widen CUDA_VISIBLE_DEVICES"),
     (r"no socket interface found", "NCCL found no network interface: name one by NCCL_SOCKET_IFNAME"),
 )  # fmt: skip

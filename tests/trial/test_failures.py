@@ -349,6 +349,18 @@ def test_what_the_machine_refuses_comes_with_what_to_do(text, what):
     )
 
 
+@pytest.mark.parametrize(
+    "name", ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-1b4e28ba-2fa1-11d2-883f-0016d3cca427"]
+)
+def test_deepspeed_that_cannot_read_a_devices_name_is_told_of_numbers(monkeypatch, name):
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", name)
+    with pytest.raises(ValueError) as caught:
+        CUDA_Accelerator._get_nvml_gpu_id(None, 0)
+    assert "nvidia-ml-py" in advice(Outcome.CRASHED, f"ValueError: {caught.value}", on_device=True)
+
+
 def test_nccls_cause_stands_beside_its_headline():
     text = "NCCL error in: init.cpp:1, unhandled system error\nncclSystemError: System call failed.\nLast error:\nno space in /dev/shm"
     assert headline(text) == "NCCL error in: init.cpp:1, unhandled system error (no space in /dev/shm)"

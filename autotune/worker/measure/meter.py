@@ -95,7 +95,7 @@ class Meter:
         self.check_applied()
         if self.noise is not None:
             report.noise = self.noise.terms(self.candidate.micro_batch_size)
-        report.other_cores = self._cores_used_by_others()
+        report.other_cores, report.alloc_retries = self._cores_used_by_others(), memory.alloc_retries
         if (why := report.disturbed) and (report.rank == 0 or not memory.on_cpu):
             report.caveats.append(f"the machine was busy: {why} while this trial was timed")
         self._note_lengths()

@@ -1,11 +1,14 @@
 """Measurements of real trials: phases, traces, the slowest rank, memory."""
 
+from types import SimpleNamespace
+
 import pytest
 from support.paths import MODELS
 from support.zoo import STEPS
 
 from autotune.trial import folder
-from autotune.trial.result import Outcome
+from autotune.trial.result import Outcome, RankReport
+from autotune.worker.measure.meter import Meter
 
 pytestmark = pytest.mark.process
 
@@ -129,3 +132,17 @@ def test_a_trial_fits_a_limit_just_above_the_peak_that_it_reports(wide):
     assert peak is not None
     assert wide(checkpoint_every=1, device_memory_bytes=int(1.2 * peak)).outcome is Outcome.COMPLETE
     assert wide(checkpoint_every=1, device_memory_bytes=int(0.7 * peak)).outcome is Outcome.OOM
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("retries", "busy"), [(0, False), (None, True)])
+def test_busy_cores_disturb_ranks_on_a_cpu_and_not_on_a_device_whose_use_nobody_tells(monkeypatch, retries, busy):
+    """Without NVIDIA's library; only the device's allocator has retries to tell."""
+    meter, nothing = Meter.__new__(Meter), lambda *_: None
+    meter.report, meter.noise = RankReport(rank=0), None
+    meter.memory = SimpleNamespace(device_watch=None, on_cpu=retries is None, alloc_retries=retries)
+    for name in ("check_applied", "_note_lengths"):
+        monkeypatch.setattr(Meter, name, nothing)
+    monkeypatch.setattr(Meter, "_cores_used_by_others", lambda _: 7.0)
+    meter.conclude()
+    assert any("7.0 cores" in caveat for caveat in meter.report.caveats) is busy

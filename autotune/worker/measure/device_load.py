@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from autotune.trial.result import BUSY_SHARE, DeviceLoad
 
@@ -36,9 +39,11 @@ class DeviceWatch:
 
             pynvml.nvmlInit()
             self._nvml, until = pynvml, time.monotonic() + REMEMBERED_S
+            # On the devices of other ranks, which may be there already, nothing is waited for.
+            own = self._read(lambda _: torch.cuda._get_nvml_device_index(int(os.environ["LOCAL_RANK"])))
             for index in range(pynvml.nvmlDeviceGetCount()):
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                self._before[self._uuid(handle)] = self._occupation(handle, until)
+                self._before[self._uuid(handle)] = self._occupation(handle, until if own in (None, index) else 0.0)
 
     def begin(self, uuid: str) -> None:
         """Starts to watch the device that this rank has; call it where the timed steps begin."""

@@ -70,6 +70,27 @@ def test_what_the_trial_before_used_is_no_doing_of_others(nvml, others, used, wa
     assert watched(nvml).used_by_others == (0.9 if others else 0.0) and nvml.clock.now < began + 6.0
 
 
+@pytest.mark.parametrize(
+    ("local_rank", "chosen", "waited"), [("0", "2,3", False), ("1", "2,3", True), ("3", None, True)]
+)
+def test_a_rank_waits_for_its_own_device_to_be_idle_and_not_for_those_of_others(
+    nvml, monkeypatch, local_rank, chosen, waited
+):
+    """Of the ranks of a trial that start together, and of trials beside it, each has one of the node's devices."""
+    nvml.nvmlDeviceGetCount, nvml.nvmlDeviceGetHandleByIndex = lambda: 4, lambda index: index
+    nvml.nvmlDeviceGetUUID = "GPU-{}".format
+    nvml.nvmlDeviceGetUtilizationRates = lambda handle: types.SimpleNamespace(gpu=90 if handle == 3 else 0)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen) if chosen else monkeypatch.delenv(
+        "CUDA_VISIBLE_DEVICES", raising=False
+    )
+    began = nvml.clock.now
+    watch = DeviceWatch()
+    assert (nvml.clock.now > began) is waited
+    watch.begin("GPU-3")
+    assert watch.end().used_by_others == 0.9
+
+
 def test_a_device_without_an_energy_counter_tells_one_moments_power(nvml):
     nvml.nvmlDeviceGetTotalEnergyConsumption = refused
     assert watched(nvml).power_w == 450

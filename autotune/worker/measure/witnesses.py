@@ -102,7 +102,8 @@ def _accumulation_dtype(engine: Any, value: Scalar) -> str | None:
 def _offloaded_optimizer(engine: Any, value: Scalar) -> str | None:
     where, device = {state.device.type for state in _states(engine)}, torch.device(engine.device).type
     if value == "none":
-        return None if where == {device} else f"the optimizer's states are on {', '.join(where)}"
+        # Plain SGD keeps none.
+        return None if where <= {device} else f"the optimizer's states are on {', '.join(where)}"
     return None if where <= {"cpu", "meta"} else "the optimizer's states stayed on the device"
 
 

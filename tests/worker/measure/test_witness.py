@@ -193,3 +193,11 @@ def test_a_rate_is_held_against_the_optimizer_that_runs() -> None:
     found = witness.judge(Engine(), asked, {})
     assert found.inert == {"optimizer.params.weight_decay": "the optimizer has 0.1"}
     assert found.unwitnessed == ("optimizer.params.beta3",)
+
+
+@pytest.mark.parametrize(("kept_on", "said"), [(None, None), ("meta", "the optimizer's states are on meta")])
+def test_an_optimizer_without_states_has_none_on_the_host(kept_on: str | None, said: str | None) -> None:
+    """As plain SGD, where the baseline offloads and a candidate does not."""
+    states = {} if kept_on is None else {"weight": {"moment": torch.zeros(2, device=kept_on)}}
+    engine = SimpleNamespace(device="cuda:0", optimizer=SimpleNamespace(optimizer=SimpleNamespace(state=states)))
+    assert witnesses.WITNESSES["offload_optimizer"](engine, "none") == said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ from autotune.worker.measure.device_load import DeviceWatch
 
 # DeepSpeed reserves buckets of 5e8 elements that small models hardly touch: two in fp32 take 4 GB of address space.
 RLIMIT_SLACK_BYTES = 8 << 30
+# Torch's function that sets a device's peaks to what is in use.
+RESET = "reset_peak_memory_stats"
 
 
 class Memory:
@@ -37,11 +40,12 @@ class Memory:
             from deepspeed.accelerator import get_accelerator
 
             self._accelerator = get_accelerator()
+            self._outlive_resets()
         self.device_watch = device_watch
         self.free_bytes: tuple[int, ...] = ()
         self.peaks: dict[str, int] = {}
         self._phase = "initialize"
-        self._reserved = self._in_use = 0
+        self._reserved = self._in_use = self._allocated = 0
         self._replaced: set[str] = set()
         self.start_bytes = 0
         if self.on_cpu:
@@ -100,11 +104,30 @@ class Memory:
         """A counter of the device's allocator; 0 where it has none."""
         return int(getattr(self._accelerator, counter)() or 0)
 
+    def _outlive_resets(self) -> None:
+        """Notes the device's peaks before anybody resets them, as DeepSpeed does while it makes an engine, and many a script."""
+        device = getattr(torch, self.accelerator, None)
+        for place in (device, getattr(device, "memory", None)):
+            if (reset := getattr(place, RESET, None)) is not None:
+                setattr(place, RESET, self._noting(reset))
+
+    def _noting(self, reset: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(reset)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._note()
+            return reset(*args, **kwargs)
+
+        return noted
+
+    def _note(self) -> None:
+        self._allocated = max(self._allocated, self._read("max_memory_allocated"))
+        self._reserved = max(self._reserved, self._read("max_memory_reserved"))
+
     def _close(self) -> None:
         if not self.on_cpu:
             self._accelerator.synchronize()
-            peak = self._read("max_memory_allocated")
-            self._reserved = max(self._reserved, self._read("max_memory_reserved"))
+            self._note()
+            peak = self._allocated
         elif self._phase in ("steady", ""):
             return
         else:
@@ -116,6 +139,7 @@ class Memory:
     def _reset(self) -> None:
         if not self.on_cpu:
             self._accelerator.reset_peak_memory_stats()
+            self._allocated = 0
             return
         if self._phase == "steady":
             return  # the steps that are timed keep what those before them freed, as in any training

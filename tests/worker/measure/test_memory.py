@@ -197,3 +197,35 @@ def test_the_machine_s_busy_time_grows():
     before = machine_load.Busyness._read()
     sum(range(2_000_000))
     assert all(now > then for now, then in zip(machine_load.Busyness._read(), before, strict=True))
+
+
+def test_peaks_of_a_device_outlive_those_who_reset_them(monkeypatch):
+    """DeepSpeed does while ZeRO 1 and 2 are made, once it has emptied the allocator's cache: runtime/utils.py, empty_cache."""
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+    from deepspeed.runtime import utils
+
+    counter = SimpleNamespace(now=0, peak=0)
+
+    def hold(size):
+        counter.now, counter.peak = size, max(counter.peak, size)
+
+    monkeypatch.setattr(memory.torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(memory.torch.cuda, "max_memory_allocated", lambda *_: counter.peak)
+    monkeypatch.setattr(memory.torch.cuda, "max_memory_reserved", lambda *_: counter.peak + 1)
+    monkeypatch.setattr(memory.torch.cuda, memory.RESET, lambda *_: vars(counter).update(peak=counter.now))
+    monkeypatch.setattr(memory.torch.cuda.memory, memory.RESET, memory.torch.cuda.memory.reset_peak_memory_stats)
+    for place in ("deepspeed.accelerator.get_accelerator", "deepspeed.runtime.utils.get_accelerator"):
+        monkeypatch.setattr(place, lambda: accelerator)
+    accelerator = CUDA_Accelerator()
+    watch = memory.Memory("cuda")
+    hold(900)
+    hold(300)
+    utils.empty_cache()
+    watch.enter("first_step")
+    hold(400)
+    hold(300)
+    torch.cuda.reset_peak_memory_stats()  # as a script that prints its peaks
+    hold(350)
+    watch.enter("steady")
+    hold(330)
+    assert watch.finish() == {"initialize": 900, "first_step": 400, "steady": 350} and watch.reserved_bytes == 901

@@ -324,8 +324,8 @@ def conclude(folder: TrialDir, request: TrialRequest, lost: str = "") -> TrialRe
     if rank is not None and rank not in found and end.codes.get(rank) == -signal.SIGABRT:
         # An exception of C++ that nobody catches aborts the process; only its log says which.
         said = (files.tail(folder.log(rank), 4096) or b"").decode(errors="replace")
-        if means_out_of_memory(said):
-            result = replace(result, outcome=Outcome.OOM, reason=f"rank {rank} was aborted: out of memory")
+        if lines := [line.strip() for line in said.splitlines() if means_out_of_memory(line)]:
+            result = replace(result, outcome=Outcome.OOM, reason=f"rank {rank} was aborted: {lines[-1]}"[:500])
     # Texts of the user's code: an exception may quote a token, or hold control characters.
     result.reason = shown(result.reason)
     for texts in (result.caveats, result.side_changes, result.unreproducible):

@@ -39,7 +39,7 @@ _MAYBE_OUT_OF_MEMORY = re.compile(
 # scheduler's limit.
 _HOST_MEMORY = re.compile(
     r"defaultCPUAllocator|alloc_cpu|(?<!driver\.)(?<!memory\.)\b(Array|Arrow)?MemoryError\b(?!: std::bad_alloc: \w)|_ArrayMemoryError"
-    r"|std::bad_alloc(?!: (out_of_memory|cuda|hip))|was aborted|\[Errno 12\]|os error 12\b|\bENOMEM\b"
+    r"|std::bad_alloc(?!: (out_of_memory|cuda|hip))|\[Errno 12\]|os error 12\b|\bENOMEM\b"
     r"|m(em)?align\b|\bmmap\b|\bmlock\b|\bibv_\w+|\bfork\b|\bpin(ned|ning)?\b(?! memory thread)|MallocHost|Host(M?Alloc|Register)"
     r"|host[ _]alloc|host[ _]memory|for an array with shape|oom[-_ ]?kill|by the kernel|killed process|cgroup|memory limit\b(?! exceeded)"
     r"|TERM_MEMLIMIT|exceeded limit|\bsrun: |running low on memory|alloc of size|large alloc|jemalloc|\bmalloc(\(\)| failed)"

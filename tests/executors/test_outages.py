@@ -21,6 +21,7 @@ from autotune.executors.ray import Ray, _check_listens, _Group
 from autotune.executors.ray_machine import NEVER_STARTED, Machine
 from autotune.executors.ssh import Hosts
 from autotune.space.candidate import Candidate
+from autotune.trial.failures import means_host_memory
 from autotune.trial.folder import TrialDir, read_record, write_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Exit, Outcome
@@ -208,13 +209,19 @@ def test_a_driver_that_is_killed_twice_in_a_trial_marks_no_configuration(tmp_pat
     assert [each.outcome for each in runner.state.measured()] == [Outcome.COMPLETE] * 5
 
 
-def test_an_abort_for_lack_of_memory_is_read_from_the_ranks_log(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "what", "on_host"),
+    [
+        ("std::bad_alloc", "std::bad_alloc", True),
+        ("c10::OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity", False),
+    ],
+)
+def test_an_abort_for_lack_of_memory_is_read_from_the_ranks_log(tmp_path, kind, what, on_host):
     folder = TrialDir(tmp_path)
     write_record(folder.exit, Exit(codes={0: -6}, first_failed=0))
-    folder.log(0).write_text(
-        "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"
-    )
-    assert base.conclude(folder, REQUEST).outcome is Outcome.OOM
+    folder.log(0).write_text(f"terminate called after throwing an instance of '{kind}'\n  what():  {what}\n")
+    found = base.conclude(folder, REQUEST)
+    assert found.outcome is Outcome.OOM and means_host_memory(found.reason) is on_host
     folder.log(0).write_text("terminate called after throwing an instance of 'std::logic_error'\n")
     assert base.conclude(folder, REQUEST).outcome is Outcome.CRASHED
 

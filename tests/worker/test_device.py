@@ -78,6 +78,7 @@ class Accelerator:
     def __init__(self, kind, n):
         self.device_count, self.current_device = lambda: n, lambda: 0
         self.device_name, self.total_memory, self.is_available = lambda: kind, lambda index: 32 << 30, lambda: n > 0
+        self.available_memory = lambda: 31 << 30
 
 
 @pytest.fixture
@@ -195,6 +196,23 @@ def test_a_server_whose_forks_cannot_use_a_device_does_not_fork(monkeypatch, acc
     accelerator("cpu", 0)
     monkeypatch.delattr(preload, "tried_in_a_fork")
     assert preload._unsafe_to_fork({}) == ""
+
+
+def test_a_server_whose_forks_cannot_ask_for_free_memory_does_not_fork(monkeypatch):
+    """ZeRO 1 and 2 ask NVML, which DeepSpeed starts where it is imported; a UUID it reads in no process."""
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    asked = types.SimpleNamespace(nvmlDeviceGetHandleByIndex=raises)
+    for name, face in {"init": lambda: None, "is_available": lambda: True, "current_device": lambda: 0}.items():
+        monkeypatch.setattr(torch.cuda, name, face)
+    here = CUDA_Accelerator()
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: here)
+    monkeypatch.setattr("deepspeed.accelerator.cuda_accelerator.pynvml", asked)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(RuntimeError, match="too old"):
+        preload._start_device({})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6")
+    preload._start_device({})
 
 
 def test_a_server_counts_no_parts_of_cards_which_would_start_cuda_in_it(monkeypatch, accelerator):

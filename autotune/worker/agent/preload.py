@@ -298,6 +298,9 @@ def _start_device(parts: Mapping[str, str]) -> None:
     start = getattr(getattr(torch, accelerator.device_name(), None), "init", None)
     if start is not None and accelerator.is_available():
         start()
+        # ZeRO 1 and 2 ask NVML, which DeepSpeed has started in the server; a device's UUID it reads in no process.
+        with contextlib.suppress(ValueError):
+            accelerator.available_memory()
 
 
 def tried_in_a_fork(run: Callable[[], object]) -> str | None:

@@ -48,6 +48,15 @@ def request(stage=0, ranks=2, **more):
     )  # fmt: skip
 
 
+def pinned(stage, *sections):
+    """A request with offload through pinned memory, which its baseline has not."""
+    asked = request(stage, **{name: {"device": "cpu", "pin_memory": True} for name in sections})
+    settings = [f"zero_optimization.{name}.pin_memory" for name in sections]
+    return replace(
+        asked, candidate=asked.candidate | dict.fromkeys(settings, True), changed_from=dict.fromkeys(settings)
+    )
+
+
 def run(folder: Path, *requests: TrialRequest):
     """The results of trials, and the pid of the server that forked their ranks."""
     executor = LocalExecutor(["torch"], folder / "server.log")
@@ -73,11 +82,14 @@ def test_all_stages_and_offload_run_on_the_devices_of_their_ranks(gpus, tmp_path
         replace(request(), device_memory_bytes=40 << 30),
         *map(request, range(1, 4)),
         request(3, **host),
+        pinned(3, *host),
+        pinned(2, "offload_optimizer"),
         beside,
         tf32,
     ]
     (seen, *found), server = run(tmp_path, inspect, *trials)
-    assert [each.reason for each in (seen, *found)] == [""] * 8 and found[-2].observed.unwitnessed == ()
+    assert [each.reason for each in (seen, *found)] == [""] * 10
+    assert [each.observed.unwitnessed for each in found[-4:]] == [()] * 4
     assert {line["device"] for line in used() if line["what"] == "set_device"} == {0, 1}
     assert server not in {line["pid"] for line in used()} and os.getpid() not in {line["pid"] for line in used()}
     here = read_record(TrialDir(tmp_path / "0").workload, Workload).environment

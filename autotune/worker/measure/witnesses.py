@@ -114,6 +114,12 @@ def _offloaded_parameters(engine: Any, value: Scalar) -> str | None:
     return None if "cpu" in where else "the parameters stayed on the device"
 
 
+def _pinned_states(engine: Any) -> Any:
+    """Whether the optimizer of stage 3, or of stages 1 and 2, pins what it moves to the host."""
+    zero = engine.optimizer
+    return zero.offload_optimizer_pin_memory if engine.zero_optimization_stage() == 3 else zero.cpu_offload_pin_memory
+
+
 def _optimizer_class(engine: Any, value: Scalar) -> str | None:
     found = type(engine.basic_optimizer).__name__
     return None if value in ("keep", found) else f"{found} ran"
@@ -370,6 +376,8 @@ WITNESSES: dict[str, Witness] = {
     "communication_data_type": _wire_dtype,
     "offload_optimizer": _offloaded_optimizer,
     "offload_param": _offloaded_parameters,
+    f"{ZERO}offload_optimizer.pin_memory": _equal(_pinned_states),
+    f"{ZERO}offload_param.pin_memory": _equal(_zero("offload_param_pin_memory")),
     "optimizer": _optimizer_class,
     "gradient_clipping": _equal(lambda engine: float(engine.gradient_clipping()), lambda value: float(str(value))),
     "tensor_parallel.autotp_size": _tensor_parallel,

@@ -190,6 +190,8 @@ def executors_for(
             ]
             for slot in slots:
                 stack.callback(slot.close)
+                slot.launch()  # all import at the same time
+            for slot in slots:
                 slot.start()
             say(
                 f"{wanted} trials run at once on this host and disturb one another; only what is measured again at the"
@@ -235,13 +237,13 @@ class SlicedExecutor(LocalExecutor):
             environment[variable] = ",".join(share)
         super().__init__(found.target.imports, log, environment)
 
-    def start(self) -> None:
+    def launch(self) -> None:
         """Starts the server, which inherits the cores of the thread that starts it."""
         before = os.sched_getaffinity(0)
         if self._cores:
             os.sched_setaffinity(0, self._cores)
         try:
-            super().start()
+            super().launch()
         finally:
             os.sched_setaffinity(0, before)
 

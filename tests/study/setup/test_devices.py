@@ -9,6 +9,7 @@ from support.instant import ENVIRONMENT, SPACE, WORKLOAD, plan_of, spec_of
 from support.paths import MODELS
 
 from autotune.errors import UserError
+from autotune.executors.local import LocalExecutor
 from autotune.study import parallel
 from autotune.study.setup import plan as planning
 from autotune.study.spec.spec import StudySpec
@@ -78,6 +79,18 @@ def test_slots_have_disjoint_devices_by_the_users_names_or_disjoint_cores(monkey
     assert parallel.SlicedExecutor(on_cpu, ["2"], None)._cores == [2]
     with pytest.raises(UserError, match="disjoint cores, and this machine has 3"):
         parallel.device_shares(on_cpu, 4)
+
+
+def test_the_servers_of_slots_import_at_the_same_time(monkeypatch, tmp_path):
+    """Each takes seconds, and a node may have eight."""
+    called = []
+    for name in ("launch", "start", "close"):
+        monkeypatch.setattr(LocalExecutor, name, lambda self, name=name: called.append(name))
+    spec = spec_of(space=[SPACE], parallel=2, overlap=True)
+    found = replace(plan_of(spec), workload=replace(WORKLOAD, environment=GPUS), world_size=2)
+    with parallel.executors_for(found, LocalExecutor([], tmp_path / "log"), tmp_path, called.append) as slots:
+        assert len(slots) == 2 and called[:4] == ["launch", "launch", "start", "start"]
+    assert called[-2:] == ["close", "close"]
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ LONG_STEP_S = 2.0
 MAX_WINDOW_STEPS = 100
 # fp16 starts at a loss scale of 2^16 and halves it at each skip.
 MAX_SKIPPED_UPDATES = 30
+# DeepSpeed returns from a step that overflows before it calls torch's scaler (stage_1_and_2.py, stage3.py).
+NO_SCALE = ": under ZeRO DeepSpeed never lowers the loss scale of torch's autocast; take ZeRO stage 0, or torch_autocast (bf16)"
 # Fewer steps give no step time.
 MIN_STEPS = step_times.SETUP_STEPS + step_times.LEAST_TIMED_STEPS
 # Ends of epochs in a row, each with smaller steps, after which smaller steps count as they come.
@@ -72,6 +74,7 @@ class StepLedger:
         self._window_s = WINDOW_S["cpu" if device.type == "cpu" else "device"]
         candidate = Candidate.of(request.candidate or {"micro_batch_size": 1})
         self._micro_batch_size = candidate.micro_batch_size
+        self._why_skipped = NO_SCALE if candidate.precision == "torch_autocast_fp16" and candidate.zero_stage else ""
         self._global_batch_size = candidate.micro_batch_size * candidate.gradient_accumulation_steps * n_replicas
         self.elapsed_s = self.peak_bytes = 0.0
         self.uneven = False
@@ -146,7 +149,8 @@ class StepLedger:
             if not finite:
                 raise Diverged(f"the loss was not finite at step {len(self.report.losses) + 1}")
             if self.skipped > MAX_SKIPPED_UPDATES:
-                raise Diverged(f"{self.skipped} updates were skipped because gradients were not finite")
+                said = f"{self.skipped} updates were skipped because gradients were not finite"
+                raise Diverged(said + self._why_skipped)
             return
         self.skipped = 0
         if ragged and self._is_set_aside(ragged):

@@ -62,6 +62,14 @@ def test_updates_that_are_skipped_without_end_diverge(ledger):
         add(ledger, 0.1, skipped={0})
 
 
+@pytest.mark.parametrize(("stage", "said"), [(0, False), (1, True)])
+def test_a_scale_that_deepspeed_never_lowers_is_named(monkeypatch, tmp_path, stage, said):
+    candidate = {"micro_batch_size": 1, "precision": "torch_autocast_fp16", "zero_stage": stage}
+    with pytest.raises(Diverged) as caught:
+        add(made(monkeypatch, tmp_path, candidate=candidate), *[0.1] * 40, skipped=range(40))
+    assert ("never lowers the loss scale" in str(caught.value)) is said
+
+
 def test_a_budget_that_goes_by_before_the_scale_is_found_is_no_divergence(ledger):
     """Under --quick the first step may take longer than the budget, and fp16 skips it nearly always."""
     add(ledger, 2e6, skipped={0})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import shutil
 import signal
@@ -106,7 +107,7 @@ def no_turn(_: Callable[[], None]) -> Iterator[None]:
 
 
 class Executor(Protocol):
-    """An engine that runs trials; it exchanges files with the ranks in the trial's folder.
+    """Base of an executor: runs trials, and exchanges files with their ranks in the trial's folder.
 
     Attributes:
         mark: Value of `MARK` in the environment of the processes that it started on this machine; empty without any.
@@ -116,39 +117,41 @@ class Executor(Protocol):
         ends_at_s: When whatever runs or waits is ended, in seconds of the monotonic clock.
     """
 
-    mark: str
-    patience_s: float
-    ends_at_s: float
+    mark: str = ""
+    patience_s: float = 0.0
+    ends_at_s: float = math.inf
 
     @property
     def hosts(self) -> frozenset[str]:
         """Names of the machines that it holds; trials on the same ones disturb each other."""
+        return frozenset()
 
     @property
     def cold_reason(self) -> str:  # noqa: D102
-        ...
+        return ""
 
     def start(self) -> None:
-        """Gets the engine ready, as far as that needs no waiting in a queue.
-
-        Raises:
-            UserError: The engine cannot be used; says why.
-        """
+        """Gets the engine ready, as far as that needs no waiting in a queue; a `UserError` says why it cannot be used."""
+        return
 
     def submit(self, folder: TrialDir) -> Job:
         """Starts the trial whose `request.json` is in the folder."""
 
     def find(self, folder: TrialDir) -> Job | None:
         """Returns the job of a trial that an earlier run submitted, if the engine still knows it."""
+        return None
 
     def build_ops(self, names: Sequence[str], on_tick: Callable[[], None] = lambda: None) -> str | None:
         """Compiles DeepSpeed ops before the trials that need them; returns the error, if any, `on_tick` meanwhile."""
+        return None
 
     def turn(self, on_wait: Callable[[], None]) -> AbstractContextManager[None]:
         """Waits until no other study measures on the same machine, and keeps others waiting meanwhile."""
+        return no_turn(on_wait)
 
     def close(self) -> None:
         """Ends everything that the engine keeps running."""
+        return
 
 
 def run(

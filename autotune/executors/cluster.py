@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import socket
 import threading
@@ -148,7 +147,7 @@ class Allocation:
         return failed or self.standing().reason or f"{self.engine.name} ended the job"
 
 
-class ClusterExecutor:
+class ClusterExecutor(base.Executor):
     """Executor that runs trials through agents, which an engine starts.
 
     Args:
@@ -157,8 +156,6 @@ class ClusterExecutor:
         on_queue: Called with the reason why a trial waits in the engine's queue, whenever it changes.
         patience_s: See `Executor`.
     """
-
-    mark, ends_at_s = "", math.inf
 
     def __init__(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 import select
 import signal
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from autotune.errors import UserError
-from autotune.executors.base import BUILD_DEADLINE_S, Status
+from autotune.executors.base import BUILD_DEADLINE_S, Executor, Status
 from autotune.system import device, files, shared_memory
 from autotune.system.machine import lock_path
 from autotune.system.processes import MARK, new_mark, sweep
@@ -29,7 +28,7 @@ START_TIMEOUT_S = 300.0
 CANCEL_TIMEOUT_S = 10.0
 
 
-class LocalExecutor:
+class LocalExecutor(Executor):
     """Executor that runs trials on this machine.
 
     Args:
@@ -38,21 +37,23 @@ class LocalExecutor:
         environment: Variables that the user's launch command sets, for the server and its trials.
     """
 
-    patience_s, ends_at_s = 0.0, math.inf
-
     def __init__(self, modules: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
-        self.cold_reason = ""
         self.mark = new_mark()
         self._shared_before: frozenset[tuple[str, int]] = frozenset()
         self._modules, self._log, self._own = list(modules), log, dict(environment or {})
         self._server: subprocess.Popen[bytes] | None = None
-        self._ready = False
+        self._ready, self._cold_reason = False, ""
         self._n_ordered = self._n_ended = 0
 
     @property
     def hosts(self) -> frozenset[str]:
         """The name of this machine."""
         return frozenset({socket.gethostname()})
+
+    @property
+    def cold_reason(self) -> str:
+        """Why the warm server cannot fork ranks, as it said; empty if it can."""
+        return self._cold_reason
 
     def launch(self) -> None:
         """Starts the warm server, unless one runs, and does not wait for what it imports."""
@@ -85,7 +86,7 @@ class LocalExecutor:
             how = "no answer" if code is None else f"exit status {code}"
             self.close()
             raise UserError(f"the trial server did not start ({how}); see {self._log}: {files.last_line(self._log)}")
-        self.cold_reason, self._ready = str(answer.get("reason", "")), True
+        self._cold_reason, self._ready = str(answer.get("reason", "")), True
 
     def submit(self, folder: TrialDir) -> LocalJob:
         """Orders the trial from the server, which is started again if it has died."""
@@ -107,9 +108,6 @@ class LocalExecutor:
             self.lose(self._server)
             self.start()
             return self._job(order, end)
-
-    def find(self, folder: TrialDir) -> None:
-        """Returns None: no local trial outlives the run that started it."""
 
     def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """Waits for a turn: two trials at a time on one machine would slow each other down."""

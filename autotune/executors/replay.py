@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from autotune.errors import UserError
-from autotune.executors.base import EndedJob, Status, no_turn
+from autotune.executors.base import EndedJob, Executor, Status
 from autotune.scoring import step_times
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
@@ -105,7 +104,7 @@ def _row(cells: Mapping[str, str]) -> Row:
     )
 
 
-class ReplayExecutor:
+class ReplayExecutor(Executor):
     """Executor that answers each trial with the next measurement of its configuration, in random order.
 
     A trial whose stated memory is too small runs out of it; a trial that a rival beats stops as early as a real one.
@@ -128,16 +127,6 @@ class ReplayExecutor:
         for some in self._rows.values():
             self._rng.shuffle(some)
 
-    mark = cold_reason = ""
-    patience_s, ends_at_s, hosts = 0.0, math.inf, frozenset[str]()
-    turn = staticmethod(no_turn)
-
-    def start(self) -> None:
-        """Does nothing."""
-
-    def find(self, folder: TrialDir) -> None:
-        """Returns None: a replayed trial ends at once."""
-
     def submit(self, folder: TrialDir) -> EndedJob:
         """Writes the reports and the exit that the ranks and their agent would write."""
         request = read_record(folder.request, TrialRequest)
@@ -158,13 +147,6 @@ class ReplayExecutor:
         codes = dict.fromkeys(range(request.world_size), 0 if good else 1)
         write_record(folder.exit, Exit(codes=codes, first_failed=None if good else 0, wall_s=wall_s), sync=False)
         return EndedJob(Status.EXITED)
-
-    def build_ops(self, names: Sequence[str], on_tick: Callable[[], None] = lambda: None) -> str | None:
-        """Compiles nothing."""
-        return None
-
-    def close(self) -> None:
-        """Does nothing."""
 
     def _report(self, request: TrialRequest, row: Row) -> RankReport:
         values, limit = row.values, request.device_memory_bytes

@@ -13,7 +13,7 @@ RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" --extra-index-url http
 # Dependencies first, so that a change of the code does not install them anew.
 WORKDIR /opt/autotune
 COPY pyproject.toml README.md LICENSE ./
-COPY autotune/__init__.py autotune/_version.py autotune/
+COPY autotune/__init__.py autotune/
 COPY search_spaces search_spaces
 COPY objectives objectives
 RUN pip install --no-cache-dir -e .

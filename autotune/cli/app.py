@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from autotune._version import __version__
+from autotune import __version__
 from autotune.cli.options import HELP_COLUMNS, command_of
 from autotune.errors import UserError
 

@@ -13,7 +13,7 @@ import time
 import traceback
 from pathlib import Path
 
-from autotune._version import __version__
+from autotune import __version__
 from autotune.errors import printable
 from autotune.system import files, machine, redaction
 

@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autotune._version import __version__
+from autotune import __version__
 from autotune.system.machine import processor_flags, processor_name
 
 # Distributions that a figure may depend on; those that are installed are listed.

@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from autotune._version import __version__
+from autotune import __version__
 from autotune.report import figures, fronts, samples, series
 from autotune.report.data import StudyReport
 from autotune.report.page import content

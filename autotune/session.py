@@ -66,7 +66,6 @@ class Tuned:
 
     Attributes:
         report: The study's findings so far; None if the user stopped it before a trial ended.
-        written: The files that state them.
         stopped: How the user stopped it, if so.
         refused: Why the run ended early, or not all files could be written: machines are away, a disk is full.
     """
@@ -163,7 +162,6 @@ def open_study(study: str, storage: str | None = None, studies: Path = STUDIES) 
 
     Args:
         storage: Its database; by default the one that its study.yaml states, else the one beside the studies.
-        studies: The folder of all studies.
 
     Raises:
         UserError: The text cannot name a study.
@@ -192,9 +190,6 @@ def tune(
         learn: Start from the findings of a related study.
         callbacks: Called after each trial with the Optuna study and the trial.
         began_s: When the command began, in seconds of the monotonic clock, where that was earlier.
-
-    Raises:
-        UserError: The study cannot be run, and why.
     """
     began_s, began_at = time.monotonic() if began_s is None else began_s, time.time()
     wanted, folder = request.spec, request.folder
@@ -236,8 +231,6 @@ def _too_little_time(budget_s: float, folder: Path, began_at: float) -> str:
     """Why a run brought no measurement: its time budget was too short, or is spent, or ranks stood still.
 
     Args:
-        budget_s: The time budget.
-        folder: The study's folder.
         began_at: When the run began, as Unix time: what earlier runs left is no sign of it.
     """
     unit = f" (a number is seconds: {budget_s:.0f}m are minutes)" if budget_s < LEAST_SENSIBLE_S else ""
@@ -341,7 +334,6 @@ def recorded_runner(
     """Open a study to be run, with its measurements kept in the history.
 
     Args:
-        held: This coordinator's leases.
         slots: Engines for the trials that run at once.
         learn: Start from a related study; the physics sampler alone does.
         leads: Whether this coordinator leads the study; else it helps.

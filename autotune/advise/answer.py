@@ -25,7 +25,6 @@ class Advice:
     """Advice on one kind of devices.
 
     Attributes:
-        model: What is trained, in words.
         source: Where its facts come from.
         others: The next best, with what speaks against each.
         sequence: Tokens of a sample.
@@ -33,7 +32,6 @@ class Advice:
         fewest: The fewest of these devices, with offload and without.
         tokens: Tokens to train on; None if not asked.
         price_per_hour: Of a device; None if not stated.
-        base: The user's own DeepSpeed configuration.
     """
 
     model: str

@@ -148,11 +148,7 @@ def _best(question: Question) -> tuple[Choice, list[Choice]]:
 
 
 def forecast_all(question: Question) -> Forecasts:
-    """Forecasts of every legal configuration.
-
-    Raises:
-        UserError: There is none; it says why.
-    """
+    """Forecasts of every legal configuration."""
     setting = question.setting()
     reasons = {candidate: why_illegal(candidate, setting) for candidate in _candidates(question)}
     legal = [candidate for candidate, why in reasons.items() if why is None]

@@ -71,7 +71,6 @@ def forecast(
     """Forecasts of candidates on devices.
 
     Args:
-        profile: The workload, measured or made.
         base: Settings by dotted path that hold where a candidate says nothing.
         constants: What was fitted.
     """

@@ -130,9 +130,6 @@ def project(
 
     Returns:
         Exit status: 0, or 1 where the configuration could not run there.
-
-    Raises:
-        UserError: The study has no such configuration, or it cannot be carried there.
     """
     from autotune.forecast.cluster import Cluster
     from autotune.session import STUDIES

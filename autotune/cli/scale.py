@@ -41,11 +41,7 @@ REMEDIES = {
 
 
 def rank_counts(text: str) -> list[int]:
-    """Rank counts such as `1,2,4`, the fewest first.
-
-    Raises:
-        UserError: It is no list of at least two.
-    """
+    """Rank counts such as `1,2,4`, the fewest first."""
     try:
         counts = sorted({int(part) for part in text.split(",")}) if len(text) < 200 else []
     except ValueError:
@@ -61,9 +57,6 @@ def equal_threads(most: int) -> Iterator[str]:
 
     On a CPU a single rank would take all cores, and no number of ranks could be faster. The variable must be set before
     the ranks' server starts, which inherits it.
-
-    Args:
-        most: The largest number of ranks.
 
     Yields:
         A note for the user of a CPU.

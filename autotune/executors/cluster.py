@@ -82,18 +82,10 @@ class Engine(Protocol):
     hold: bool = True
 
     def check(self, nodes: int) -> None:
-        """Checks that the engine can be used.
-
-        Raises:
-            UserError: It cannot; says why.
-        """
+        """Checks that the engine can be used."""
 
     def launch(self, spool: Spool, nodes: int) -> str:
-        """Starts an agent for the spool on each of `nodes` machines; returns the engine's name of the job.
-
-        Raises:
-            Refused: The engine does not accept the job.
-        """
+        """Starts an agent for the spool on each of `nodes` machines; returns the engine's name of the job."""
 
     def standing(self, job: str) -> JobState:
         """Returns the state of a job."""
@@ -152,7 +144,6 @@ class ClusterExecutor(base.Executor):
 
     Args:
         root: Folder for the spools, shared with the machines.
-        nodes: Machines of a trial.
         on_queue: Called with the reason why a trial waits in the engine's queue, whenever it changes.
         patience_s: See `Executor`.
     """

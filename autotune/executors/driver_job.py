@@ -17,11 +17,8 @@ class DriverJob:
     """A run to be submitted.
 
     Attributes:
-        name: Name of the study.
         arguments: What `autotune run` gets.
         folder: Working directory, on a file system that the machines share.
-        log: File for its output.
-        options: The user's `--executor-option`.
         ranks: Ranks of a trial; None for one per GPU.
         files: Files of the user's that the machines must see.
         id: A text that no other submission has.

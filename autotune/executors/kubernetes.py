@@ -44,7 +44,6 @@ def pod(container: Mapping[str, Any], folder: str, claim: str) -> dict[str, Any]
     """Returns the pod of a container that works in a folder on a PersistentVolumeClaim.
 
     Args:
-        container: Its name, image, command, variables and limits.
         folder: The folder at which the claim is mounted.
     """
     mounts = [{"name": "project", "mountPath": folder}, {"name": "shm", "mountPath": "/dev/shm"}]
@@ -63,9 +62,6 @@ def manifest(job: DriverJob) -> dict[str, Any]:
     """Returns the manifest of a run: a Job with driver and ranks in one pod, or a JobSet for several machines.
 
     A pod that is evicted or preempted, and a run that ends with status 75, are started again without being counted.
-
-    Raises:
-        UserError: An option is missing, or the study cannot run so.
     """
     missing = [name for name in ("image", "claim") if not job.options.get(name)]
     if missing:
@@ -193,11 +189,7 @@ def _env(variables: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def to_kubernetes(job: DriverJob) -> str:
-    """Hands the manifest to kubectl, or returns it to be printed.
-
-    Raises:
-        UserError: kubectl is not here, or refuses it.
-    """
+    """Hands the manifest to kubectl, or returns it to be printed."""
     text = json.dumps(manifest(job), indent=2)
     if not is_yes(job.options, "apply"):
         return text

@@ -33,7 +33,6 @@ class LocalExecutor(Executor):
 
     Args:
         modules: Modules that the user's target imports; the server imports them once.
-        log: File for the server's own output.
         environment: Variables that the user's launch command sets, for the server and its trials.
     """
 

@@ -43,7 +43,6 @@ class Settings:
         modules: Modules that the user's target imports; the warm servers import them once.
         environment: Variables that the user's launch command sets.
         exported: Variables of the coordinator that are passed on to other machines.
-        working_dir: Working directory of the coordinator.
         idle_s: An agent ends after this time without a sign of a coordinator.
     """
 

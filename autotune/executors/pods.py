@@ -62,11 +62,7 @@ class Board:
 
 
 class Pods(Engine):
-    """Engine of a study over several machines in Kubernetes: the pods are there already, and are called.
-
-    Args:
-        options: The user's options, by the names in `OPTIONS`.
-    """
+    """Engine of a study over several machines in Kubernetes: the pods are there already, and are called."""
 
     name = "kubernetes"
 
@@ -135,7 +131,6 @@ class Machine:
     """A pod's process: runs an agent for each call, and says how it ended.
 
     Args:
-        board: The folder of calls.
         address: Where the other pods reach this one.
     """
 

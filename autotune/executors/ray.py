@@ -46,7 +46,6 @@ class Ray(Engine):
     """The engine of `--executor ray`.
 
     Args:
-        options: The user's options, by the names in `OPTIONS`.
         ranks_per_node: Ranks on each machine; None for one per GPU.
     """
 
@@ -57,11 +56,7 @@ class Ray(Engine):
         self._groups: dict[str, _Group] = {}
 
     def check(self, nodes: int) -> None:
-        """Connects to the cluster.
-
-        Raises:
-            UserError: Ray is not installed, or there is no cluster.
-        """
+        """Connects to the cluster."""
         try:
             import ray
         except ImportError:

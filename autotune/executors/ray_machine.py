@@ -26,11 +26,7 @@ NEVER_STARTED = "the run that asked for machines ended before it had started its
 
 
 class Machine:
-    """Ray actor on each machine: starts the agent, and copies files if there is no shared file system.
-
-    Args:
-        group: Name of the placement group.
-    """
+    """Ray actor on each machine: starts the agent, and copies files if there is no shared file system."""
 
     def __init__(self, group: str, node: int) -> None:
         self._group, self._node = group, node
@@ -92,7 +88,6 @@ class Machine:
         """Writes the coordinator's files of a trial, and returns the files that are new here.
 
         Args:
-            key: Key of the trial's order.
             orders: All orders of the spool, as text.
             new: Files that are new or have changed, by name; the target and its modules under `target/`.
         """

@@ -83,9 +83,7 @@ class Slurm(Engine):
     """The engine of `--executor slurm`; it needs Slurm's commands and a file system that the nodes share.
 
     Args:
-        options: The user's options, by the names in `OPTIONS`.
         ranks_per_node: Ranks on each node; None for one per GPU.
-        job_name: Name of the job in the queue.
     """
 
     name = "slurm"

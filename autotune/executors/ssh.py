@@ -36,7 +36,6 @@ class Hosts(Engine):
     """Engine that starts agents over ssh; each ends with its connection, so that nothing outlives this process.
 
     Args:
-        options: The user's options, by the names in `OPTIONS`.
         hosts: The machines, in order; they share this file system, and autotune is installed at the same path.
     """
 

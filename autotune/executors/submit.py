@@ -45,13 +45,7 @@ exit "$s"
 
 
 class Driver:
-    """Ray actor that runs the driver; Ray starts it anew on another machine when its own is lost.
-
-    Args:
-        name: Its name in Ray.
-        folder: Its working directory.
-        log: File for its output.
-    """
+    """Ray actor that runs the driver; Ray starts it anew on another machine when its own is lost."""
 
     def __init__(self, name: str, command: Sequence[str], folder: str, log: str, variables: Mapping[str, str]) -> None:
         import threading
@@ -77,11 +71,7 @@ class Driver:
 
 
 def to_ray(job: DriverJob) -> str:
-    """Starts a detached actor that runs the driver; returns what to say of it.
-
-    Raises:
-        UserError: There is no cluster, or the study's driver runs there already.
-    """
+    """Starts a detached actor that runs the driver; returns what to say of it."""
     Ray(dict(job.options), None).check(job.nodes)
     import ray
 

@@ -120,7 +120,6 @@ def of_result(result: TrialResult, path: Path, workload: Workload, others: Seque
 
     Args:
         result: Its end; it completed.
-        path: Its folder.
         workload: Its target, as it was inspected.
         others: Other trials of that target.
     """

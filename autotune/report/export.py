@@ -117,7 +117,6 @@ def export(
 
     Args:
         pick: As it stands in `recommended.json`.
-        base: The user's DeepSpeed configuration.
         format: One of `FORMATS`.
         world_size: Ranks that it was measured with.
         started: How the script is started, where one was tuned.

@@ -152,8 +152,6 @@ def gate(report: StudyReport, trial: Data, *, difference: bool = False) -> Figur
     """The losses of a trial with other numerics beside those of its reference, as the quality gate compared them.
 
     Args:
-        report: The study.
-        trial: A trial that the gate looked at.
         difference: Draw the distance from the reference's losses.
     """
     found, name = trial["gate"], f"trial {trial['trial']}"

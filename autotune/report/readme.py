@@ -76,7 +76,6 @@ def trial_note(report: StudyReport, row: Data, link: str) -> str:
 
     Args:
         row: The trial, as the report has it.
-        link: Address of its JSON.
     """
     point, marks = report.points.get(row["trial"], row), report.marks.get(row["trial"], [])
     end, why = end_words(row)

@@ -193,9 +193,6 @@ class StudyResult:
         Args:
             across: `samples`, `seconds` or `steps`.
             difference: Show how far each curve is above the baseline's.
-
-        Raises:
-            UserError: No loss curves are kept.
         """
         from autotune.report import plots
 
@@ -206,9 +203,6 @@ class StudyResult:
 
         Args:
             metric: `step_time_s` or `peak_memory_bytes`; by default the first that was forecast.
-
-        Raises:
-            UserError: Nothing was forecast.
         """
         from autotune.report import plots
 

@@ -16,7 +16,6 @@ def script_side_changes(
     """The changes of the script that a candidate needs besides its DeepSpeed JSON: sentences with code in backticks.
 
     Args:
-        candidate: The new configuration.
         baseline: The configuration of the user's script now.
         block_class: Class of the model's repeated blocks, as the workload names it.
         is_script: The trials ran a training script, and noted themselves what carried the batch and which inputs were
@@ -112,7 +111,6 @@ def learning_rate_changes(
     """The change of the learning rate that another global batch asks for, in a sentence.
 
     Args:
-        candidate: The new configuration.
         baseline: The configuration of the user's script now.
         rate: How the trials followed the batch.
         in_json: The DeepSpeed JSON makes the optimizer or its schedule, and so states the learning rate.

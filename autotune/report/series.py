@@ -45,8 +45,6 @@ class StepCurve:
 
     Attributes:
         marks: What the trial is: titles of picks, `baseline`.
-        n: Number of steps.
-        size: Steps in a piece.
         median_ms: Median step time of each piece.
         longest_ms: Longest step of each piece, so that an outlier is not averaged away.
         n_warmup: Steps before timing began.
@@ -69,7 +67,6 @@ class ProgressPoint:
         ended_s: Seconds that trials had taken when this one ended.
         outcome: How it ended, in words.
         gain: Weighted geometric mean of the gains over the baseline; None if it cannot be stated.
-        metrics: The objectives that it measured.
     """
 
     trial: int
@@ -84,9 +81,7 @@ class ForecastPoint:
     """What one trial was expected to measure and what it measured.
 
     Attributes:
-        value: The forecast.
         low: Lower end of its 90 % interval.
-        measured: The measurement.
     """
 
     trial: int

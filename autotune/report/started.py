@@ -87,7 +87,6 @@ def started(report: StudyReport, which: str = "") -> Started | None:
     """How the study's script is started; None where a model.py was tuned.
 
     Args:
-        report: The study.
         which: The options that name the pick.
     """
     script = report.workload.get("script")

@@ -16,7 +16,6 @@ class Row:
     """A trial in a table.
 
     Attributes:
-        configuration: Its configuration in words.
         marks: What it stands for: titles of picks, `baseline`.
         speedup: Throughput over the baseline's; None if unknown.
         values: By metric; what was not measured is missing.

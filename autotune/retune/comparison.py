@@ -215,7 +215,6 @@ def check_drift(then: EarlierRatio | None, rounds: Rounds) -> DriftCheck:
 
     Args:
         then: Their ratio when the configuration was found; None if unknown.
-        rounds: Measures one round.
     """
     logs: list[float] = []
     base_s: list[float] = []
@@ -304,7 +303,6 @@ def compare(
     Args:
         both: The trials of the two, for metrics that need a loss curve, for which rounds are too short.
         min_gain: Gain, as a share, from which the challenger replaces the other.
-        rounds: Measures one round.
     """
     gains: list[float] = []
     rates: list[float] = []

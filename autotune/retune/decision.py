@@ -26,13 +26,10 @@ class Decision:
     """The decision of a re-tuning with its evidence.
 
     Attributes:
-        changes: What has changed since the configuration was found.
         standing: Result of the first measurements; None if they were not needed.
         duel: The new configuration against the old one; None if there was no new one.
         differences: Knobs that differ: name, before, after.
         explained: Which change explains which of these knobs.
-        n_trials: Trials of the search.
-        generation: Number of the re-tuning.
     """
 
     verdict: RetuneVerdict

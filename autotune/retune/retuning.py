@@ -142,9 +142,6 @@ class Retuning:
     def run(self, found: Plan, executor: Executor) -> Decision:
         """Measure, search if necessary, decide, and store the decision with its evidence.
 
-        Args:
-            found: Today's plan of the study.
-
         Raises:
             GoneError: The study was deleted meanwhile.
         """

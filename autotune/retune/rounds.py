@@ -22,7 +22,6 @@ class Rounds:
     Attributes:
         role: Role of the measurements in the history: `check` or `duel`.
         sides: The configurations, by name.
-        recorder: Stores the measurements in the history.
         check_alive: Raises if the study was deleted meanwhile.
     """
 

@@ -59,7 +59,6 @@ class Schedule:
     """When a study is re-tuned.
 
     Attributes:
-        number: Its number in the database.
         every_s: Seconds from one run to the next; None if `cron` is set.
         cron: Five fields, in local time.
         on_change: Whether it runs only if the environment has changed since the last run.
@@ -221,7 +220,6 @@ class Daemon:
     """Run what is due, in child processes; of a project's daemons on a database one leads, the others stand by.
 
     Args:
-        say: Prints a line.
         command: The command that re-tunes; the study's name and `--if-due` are appended.
     """
 

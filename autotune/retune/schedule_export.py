@@ -59,7 +59,6 @@ class Job(NamedTuple):
     """A schedule to be written.
 
     Attributes:
-        name: Its name for the other scheduler.
         folder: Folder in which the command runs.
     """
 

@@ -67,7 +67,6 @@ def diagnose(evidence: Evidence, others: Sequence[StepObservation], effects: Eff
     """Finds the bottleneck of a trial's step.
 
     Args:
-        others: The study's other trials.
         effects: Effects of the knobs on throughput over the whole study, for advice that no single trial gives.
     """
     memory, notes = _memory(evidence, others)

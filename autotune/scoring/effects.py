@@ -22,7 +22,6 @@ class Level:
     Attributes:
         value: The value; None is DeepSpeed's default.
         factor: The metric with it over the metric with the reference's value, all else equal.
-        n: Trials that had it.
     """
 
     value: Any

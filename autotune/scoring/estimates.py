@@ -117,10 +117,6 @@ class Estimates:
         degree that it states, whatever it adds to the coverage of ordinary intervals.
 
         Args:
-            one: A trial.
-            other: Another one.
-            objectives: What the gains are of.
-            n_compared: Comparisons.
             left: Share of the variance of the step times' ratio that is left after further rounds.
         """
         degrees = max(LEAST_FAR_OUT, self._degrees - PRIOR_DEGREES + 1)

@@ -62,7 +62,6 @@ class Objective(_Bounded):
     """One thing to optimise; its direction is the metric's.
 
     Attributes:
-        name: What it is called, as in `latency`.
         metric: A key of `METRICS`.
         weight: How much it counts, relative to the others, where one candidate has to be picked.
         min: Lower bound that a solution must keep, as a constraint does.
@@ -102,7 +101,6 @@ class Score:
     Attributes:
         values: One number for each objective, in order, as measured (Optuna knows the directions); None if one of
             them could not be measured, see `missing`.
-        metrics: Every metric that the trial yields.
         ci95: Its 95 % interval.
         violations: For each bound by how much it is exceeded, as a share of the bound: 0 or less means that it is held.
             The keys are those of `bounds`, in every trial.

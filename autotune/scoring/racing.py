@@ -53,7 +53,6 @@ def race(
 
     Args:
         trials: The trials, without the baseline.
-        objectives: What decides it.
         below: The loss, as a share, below which it is settled.
         more: Rounds that may follow: whether the leader beats the baseline counts as settled where these cannot show it.
     """

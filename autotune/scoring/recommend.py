@@ -128,7 +128,6 @@ def finalists(estimates: Estimates, objectives: Sequence[Objective], n: int, wor
 
     Args:
         estimates: From first measurements alone, so that a resumed study chooses the same.
-        n: Number of finalists.
     """
     baseline = estimates.baseline
     ranked = [m for m in rank(estimates, objectives) if baseline is None or m.trial != baseline.trial]

@@ -30,7 +30,6 @@ class Pooled(NamedTuple):
     """Each trial's samples to the target by all trials: logarithms, one a trial.
 
     Attributes:
-        mean: Estimates.
         below: Standard deviation towards fewer samples.
         above: The same towards more; larger where a reading is extrapolated.
     """

@@ -31,7 +31,6 @@ class Evidence:
     """What is known of the trial that is diagnosed.
 
     Attributes:
-        seen: The trial.
         ranks: The step that was taken apart, by rank; one such table for the trial and each time that it was measured
             again.
         step_s: Median time of the steps that were timed.
@@ -108,8 +107,6 @@ class Advice:
     """What to change, and what that is worth.
 
     Attributes:
-        value: What to set it to.
-        before: What it is in this trial.
         factor: Throughput over this trial's.
         why: Where the factor comes from.
     """

@@ -146,7 +146,6 @@ def beaten_by(rivals: Sequence[TrialToBeat], times_s: Sequence[float], peak_memo
     """The rival that a trial cannot match any more; None if there is none, or too little was timed.
 
     Args:
-        rivals: Trials to compare with.
         times_s: Every optimizer step so far, set-up included; the fastest but the first bounds the step time from
             below.
         peak_memory_bytes: Its peak so far, which can only grow.

@@ -29,7 +29,6 @@ def hypervolume_improvement(mean: Floats, sd: Floats, front: Floats, rng: np.ran
         mean: Expected costs (logarithms), one row a candidate, one column an objective.
         sd: Their standard deviations.
         front: Costs of the points that count so far.
-        rng: Source of the random points.
     """
     low = np.minimum(front.min(axis=0), (mean - 1.5 * sd).min(axis=0))
     high = front.max(axis=0) + 0.1 * np.maximum(front.max(axis=0) - low, 0.05)

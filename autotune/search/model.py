@@ -86,12 +86,10 @@ class CostModel:
 
     Attributes:
         catalogue: The candidates, which rows are numbers of.
-        metrics: The objectives.
         bounds: What a solution must keep.
         time: Log step time.
         memory: Log peak memory.
         samples: Samples to the target, and those that a useful one costs.
-        extra: Other metrics, by name.
         limit: Log of the memory of a rank, where it is known.
         rows: The candidates that completed.
         n_ran: Trials that told a step time.
@@ -265,7 +263,6 @@ class TransferredCorrections:
         time_terms: Factor of each term of the step time.
         time: What is added to its logarithm, one entry a candidate.
         memory_terms: The same for the memory.
-        memory: The same.
         samples_terms: Factor of each term of the samples to the target.
     """
 

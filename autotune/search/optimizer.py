@@ -416,7 +416,6 @@ def _loss_of_stopping(seen: Floats, unseen: Floats, allowed: Floats, rng: np.ran
         seen: The goal of the measured candidates, the best first, one row a draw; the first few are measured again.
         unseen: The goal of those not measured.
         allowed: Probability of each of these that it runs and keeps the bounds.
-        rng: Draws which of them do.
     """
     kept = seen[:, :FINALISTS].min(axis=1)
     better = np.maximum(kept[:, None] - unseen, 0.0) * (rng.random(unseen.shape) < allowed)

@@ -34,7 +34,6 @@ def pool(state: CostModel, shares: Floats, open_rows: NDArray[np.bool_], rng: np
     Args:
         shares: Weights of the objectives in the goal.
         open_rows: Which rows may be chosen.
-        rng: Draws weightings and rows.
     """
     rows = np.flatnonzero(open_rows)
     if len(rows) <= TOP * 12:

@@ -320,7 +320,6 @@ def read_config(text: str, where: str) -> DsConfig:
     """Reads a DeepSpeed JSON and checks its keys.
 
     Args:
-        text: The JSON.
         where: What to call it in an error, usually its path.
 
     Raises:

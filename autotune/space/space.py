@@ -100,7 +100,6 @@ class SearchSpace:
 
         Args:
             global_batch: Samples per optimizer step, over all ranks.
-            world_size: Ranks.
             micro_batch_size: The baseline's, which always belongs to the space.
             shared: The baseline's ranks that share a copy of the model, and its samples.
 
@@ -144,7 +143,6 @@ class SearchSpace:
 
         Args:
             ask: Gives the (decoded) value of a parameter, as `lambda parameter: parameter.suggest(trial)` does.
-            default: The baseline.
         """
         known: dict[str, Scalar] = {}
         chosen: dict[str, Scalar] = {}
@@ -161,10 +159,6 @@ class SearchSpace:
         A knob that is not in the space is the baseline's. One whose condition does not hold is switched off: a
         DeepSpeed path is left out, a field takes its neutral value (`NEUTRAL`), whatever the baseline says; so is a
         value given for it ignored.
-
-        Args:
-            values: Knob values by name.
-            default: The baseline.
         """
         on = {
             parameter.name: values[parameter.name]

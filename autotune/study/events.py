@@ -35,7 +35,6 @@ def n_spent(outcomes: Sequence[str], wanted: int | None = None) -> int:
     """Trials that count towards the budget of trials: those predicted not to fit are free, up to as many as the whole budget.
 
     Args:
-        outcomes: How each trial ended.
         wanted: The budget; without one all of them are free.
     """
     n_unfit = sum(outcome == Outcome.PREDICTED_OOM for outcome in outcomes)
@@ -76,8 +75,6 @@ class Progress:
     Attributes:
         role: `baseline`, `search` or `repeat`.
         n_told: Trials told so far.
-        n_trials: The budget of trials.
-        best: The best compromise so far.
         best_gain: Its gain over the baseline by the goal: the weighted geometric mean over the objectives.
         best_open: What may keep it from being the answer: `unchecked`, `not yet shown to be better`.
         left_s: Estimated seconds until the end of the study.
@@ -118,7 +115,6 @@ class Event:
     Attributes:
         time_s: When, in Unix seconds.
         text: The message of a note, a phase or a wait for the engine.
-        trial: Number of the trial that started.
         progress: The state of the study, where a trial ended.
     """
 

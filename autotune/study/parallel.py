@@ -33,7 +33,6 @@ class ClaimedTrial:
     """A trial that this coordinator runs and tells.
 
     Attributes:
-        asked: The trial.
         role: `search`, or the role that a dead coordinator gave it.
         result: Its result, if it needs no run.
     """
@@ -226,7 +225,6 @@ class SlicedExecutor(LocalExecutor):
 
     Args:
         share: Numbers of cores, or the names of devices in the variable that chooses among them.
-        log: File for the server's output.
     """
 
     def __init__(self, found: Plan, share: Sequence[str], log: Path) -> None:

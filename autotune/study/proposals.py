@@ -37,7 +37,6 @@ class Proposer:
     """Claims the next trial of a study.
 
     Args:
-        warm: Knowledge of another study to start from.
         leads: Whether this coordinator leads the study, or helps another coordinator.
     """
 

@@ -44,7 +44,6 @@ class Runner:
     Args:
         storage: The database, as its URL or as this coordinator's leases in it.
         slots: Engines for the trials that run at once; by default one.
-        warm: Knowledge of another study to start from.
         leads: Whether this coordinator leads the study, or helps another coordinator.
     """
 
@@ -84,11 +83,7 @@ class Runner:
         return self._measurer.execute(candidate, path, role="repeat")
 
     def open(self) -> None:
-        """Opens the study if a run has begun it.
-
-        Raises:
-            UserError: A different study has that name.
-        """
+        """Opens the study if a run has begun it."""
         if self.state.exists:
             return
         found = self.state.load(delete_empty=self._leads)

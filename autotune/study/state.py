@@ -71,9 +71,6 @@ class StudyState:
 
         Args:
             delete_empty: Delete a study whose run died before it told a trial.
-
-        Raises:
-            UserError: A different study has that name.
         """
         name = self.spec.name
         try:

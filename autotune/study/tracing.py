@@ -44,8 +44,6 @@ def run(
 
     Args:
         environment: Variables that the launch command sets.
-        on_wait: Called while another study measures on this machine.
-        on_tick: Called several times a second.
 
     Raises:
         UserError: It cannot be run again, or did not complete, and why.

@@ -36,7 +36,6 @@ class HistoryRecorder(EventSink):
 
     Args:
         generation: Number of its re-tuning; 0 for the study itself.
-        workload: The model and the machine that are measured.
     """
 
     def __init__(self, storage: Storage, study: str, generation: int, workload: Workload, world_size: int) -> None:
@@ -45,22 +44,14 @@ class HistoryRecorder(EventSink):
         self._workload, self._world_size = workload, world_size
 
     def emit(self, event: Event) -> None:
-        """Keeps the measurement of a trial that ended.
-
-        Raises:
-            GoneError: The study was deleted meanwhile.
-        """
+        """Keeps the measurement of a trial that ended."""
         if (p := event.progress) is not None:
             self.keep(p.number, p.role, p.candidate, str(p.outcome), p.metrics, p.wall_s)
 
     def keep(
         self, trial: int, role: str, candidate: Candidate, outcome: str, metrics: Mapping[str, float], wall_s: float
     ) -> None:
-        """Keeps one measurement.
-
-        Raises:
-            GoneError: The study was deleted meanwhile.
-        """
+        """Keeps one measurement."""
         measurement = Measurement(
             study=self._study, generation=self._generation, trial=trial, role=role, candidate=candidate.key,
             environment=asdict(self._workload.environment), structure=self._workload.structure,
@@ -85,11 +76,8 @@ class PriorStudy:
     """An earlier study to learn from.
 
     Attributes:
-        name: Its name in the database.
         relation: Its relation to the new study in words.
-        kept: Its record.
         doubt: Factor on the prior's spread that remains after its corrections.
-        guide: Its search.
     """
 
     name: str

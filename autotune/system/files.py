@@ -118,10 +118,6 @@ def words(error: OSError) -> str | None:
 def check_space(path: Path, reason: str = "") -> None:
     """Raises an error if a failure may be due to a full disk.
 
-    Args:
-        path: A file or folder on that disk.
-        reason: Message of the failure.
-
     Raises:
         OSError: The disk, or the user's quota, is full.
     """

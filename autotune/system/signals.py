@@ -13,11 +13,7 @@ MOST_IGNORED = 3
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised on SIGTERM; a command ends as after Ctrl-C, but with another exit status.
-
-    Attributes:
-        status: Exit status, as in a shell.
-    """
+    """Raised on SIGTERM; a command ends as after Ctrl-C, but with another exit status."""
 
     status = 128 + signal.SIGTERM
 

@@ -187,10 +187,6 @@ def pasted(
 
     It uses the user's launcher if the command can be split into words and starts as many ranks, else torchrun.
 
-    Args:
-        arguments: The new arguments, with templates.
-        launcher: Launcher to use instead.
-
     Returns:
         Comments, and the command.
     """

@@ -103,7 +103,6 @@ def means_out_of_memory(text: str, free_share: float | None = None) -> bool:
     """Returns whether an error message says that memory ran out.
 
     Args:
-        text: The message, all lines.
         free_share: Free share of the device's memory after the error; None if unknown. Messages that a full device
             shares with a broken driver count only if the device is full, or if that is unknown.
     """

@@ -14,7 +14,6 @@ class TrialToBeat:
     """Bounds beyond which a trial is worse than a measured one on every objective, so that it can be stopped early.
 
     Attributes:
-        trial: Number of the measured trial.
         step_time_s: From this step time on, all objectives that depend on time are worse.
         peak_memory_bytes: From this peak memory on, memory is worse; None if memory is no objective.
     """

@@ -92,7 +92,6 @@ def filled(known: Table, tokens: int, micro: int) -> Filled:
     """Returns the mean batch of a budget, from samples that are drawn at random.
 
     Args:
-        tokens: The budget.
         micro: Samples that a batch is to hold on average.
     """
     values, counts = np.array(known, dtype=float).T

@@ -79,7 +79,6 @@ def overlay(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UU
     """The overlay of a study.
 
     Args:
-        study_id: Its number in the database.
         namespace: The ids of files are derived from it.
         left: The rest of its budget in words, while it is under way.
     """

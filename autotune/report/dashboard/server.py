@@ -94,7 +94,6 @@ class Application:
     """The WSGI application.
 
     Args:
-        host: The address that it is served at.
         token: The secret that every request must present; None, at a loopback address only, lets everybody in.
     """
 
@@ -382,12 +381,7 @@ def make_server(url: str, studies: Path, host: str, port: int, token: str | None
     """A server that is bound and does not run yet.
 
     Args:
-        studies: The folder of the studies' folders.
         port: The port; 0 takes a free one.
-        token: See `Application`.
-
-    Raises:
-        UserError: It cannot listen there; the message says what to do.
     """
     check_installed()
     storage = records.open_storage(url, create=False)

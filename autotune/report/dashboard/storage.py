@@ -249,11 +249,7 @@ class DashboardStorage(BaseStorage):
     # Files: the three methods of Optuna's ArtifactStore
 
     def open_reader(self, artifact_id: str) -> BinaryIO:
-        """The content of a file that was listed before; ids are no paths.
-
-        Raises:
-            ArtifactNotFound: There is no such file.
-        """
+        """The content of a file that was listed before; ids are no paths."""
         for shown in [kept.last for kept in list(self._kept.values())]:
             content = shown.files[artifact_id].read() if shown and artifact_id in shown.files else None
             if content is not None:

@@ -46,9 +46,7 @@ def fill(template: str, *, title: str, data: Mapping[str, Any], **values: Any) -
 
     Args:
         template: Its name in `templates/`.
-        title: The title of the window.
         data: What the page's script reads: `figures` by plot and choice.
-        **values: What the template shows.
     """
     scripts = [_asset(PLOTLY), _asset("page.js")]  # the page holds the first one compressed, and the second unpacks it
     # Only our two scripts run, and nothing is fetched: text that slipped through the escaping could still do nothing.

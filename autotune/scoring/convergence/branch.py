@@ -36,7 +36,6 @@ class Branch:
             is not known.
         low: Lower end of the 95 % interval.
         predicted: The same by noise scale and throughput; None where that was not known.
-        n_samples: Samples that both were trained on.
         samples_ratio: The samples that it needs to the baseline's loss over those of the baseline; None if not known.
         samples_sd: Standard deviation of the logarithm of that.
     """

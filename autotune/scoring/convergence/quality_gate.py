@@ -46,7 +46,6 @@ class GateVerdict:
         excess: Mean loss over the later half of the steps, over the reference's; over the earlier half where that was
             outside.
         limit: What it may be at most, either way.
-        n_steps: Steps that were compared.
         losses: The reference's curve.
         replicates: The curves of its replicates.
         batch: Samples of a step.
@@ -130,8 +129,6 @@ def judge(
 
     Args:
         losses: The candidate's, one a step.
-        reference: The reference's.
-        replicates: The replicates'.
         batch: Samples of a step, for the record.
         may_be_lower: A lower loss is no fault: the same numerics saw the samples in another order.
     """
@@ -186,8 +183,6 @@ def judge_gradient(found: GradientCheck | None, reference: GradientCheck | None,
 
     Args:
         found: The candidate's first step.
-        reference: The reference's.
-        config: The candidate's DeepSpeed configuration.
     """
     if found is None:
         return ""

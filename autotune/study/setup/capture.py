@@ -103,7 +103,6 @@ def capture(
 
     Args:
         command: The user's command line, for a shell; it may contain templates.
-        folder: Folder to run it in.
         on_tick: Called every 50 ms.
 
     Returns:

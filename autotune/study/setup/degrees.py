@@ -130,7 +130,6 @@ def compared(
 
     Args:
         degrees: Degrees above 1, by path.
-        doing: Called with what is done.
     """
     if (splitting := workload.splitting) is None:
         return workload

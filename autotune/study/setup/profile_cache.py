@@ -129,7 +129,6 @@ def measure_missing(
     """Returns the workload with its profile and the machine's rates; ranks measure what the cache lacks.
 
     Args:
-        ds_config: The baseline's configuration.
         on_wait: Called while another study measures on this machine.
 
     Returns:

@@ -117,7 +117,6 @@ class History:
         """Store a recommendation of `recommended.json`, unless it equals the last one; then its words may be new.
 
         Args:
-            study: The study.
             generation: Number of its re-tuning; 0 for the study itself.
             pick: The recommendation.
             words: What it gains, as the answer says it.

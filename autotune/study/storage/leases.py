@@ -49,7 +49,6 @@ class Lease:
 
     Attributes:
         name: `lead`, `trial N`, `place` of machines, or `scheduler`.
-        owner: The process that holds it.
         token: Changes with the owner.
         beat: Incremented while the owner works.
     """

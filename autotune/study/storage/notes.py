@@ -14,12 +14,7 @@ NOTES_ATTR = "autotune:notes"  # digests of the notes that autotune wrote, by `N
 
 
 def write_notes(study: Study, note: str, trial_notes: Mapping[int, str]) -> None:
-    """Store notes where optuna-dashboard shows them. A note that the user has edited there stays.
-
-    Args:
-        note: Markdown for the study.
-        trial_notes: Markdown by number of the trial.
-    """
+    """Store notes where optuna-dashboard shows them. A note that the user has edited there stays."""
     storage, own = storage_of(study), study_id(study)
     attrs = storage.get_study_system_attrs(own)
     ids = {trial.number: trial_id(trial) for trial in study.get_trials(deepcopy=False)}

@@ -213,7 +213,6 @@ class Note:
     Attributes:
         key: Beginning of its attributes' names.
         version: Incremented with each change; 0 if there is no note.
-        text: Markdown.
         n_pieces: Attributes that the text is spread over.
     """
 
@@ -236,11 +235,7 @@ def note_of(attrs: Mapping[str, Any], owner: int | str | None = None) -> Note:
 
 
 def note_attrs(text: str, before: Note) -> dict[str, Any]:
-    """System attributes of a study that optuna-dashboard shows as a note.
-
-    Args:
-        before: The note that it replaces.
-    """
+    """System attributes of a study that optuna-dashboard shows as a note."""
     pieces = [text[start : start + NOTE_PIECE_CHARS] for start in range(0, len(text), NOTE_PIECE_CHARS)]
     pieces += [""] * (before.n_pieces - len(pieces))
     return {f"{before.key}note_ver": before.version + 1} | {

@@ -18,7 +18,6 @@ class Owner:
     """A process that holds leases; `str` gives the text in the database.
 
     Attributes:
-        host: Name of its host, for messages.
         kernel: Its kernel and PID namespace; the PID means this process only there.
         started: Start time of the process, since PIDs are reused.
         mark: Tells several owners within one process apart.

@@ -162,11 +162,9 @@ class StudyRecord:
         baseline: Key of the baseline's candidate.
         objectives: The objectives that the baseline could measure.
         reference: Loss target and noise, from the baseline's loss curve.
-        workload: The model, its data and its machine.
         learning_rate: How the learning rate followed the batch.
         invocation: How the script is started; None for a `model.py`.
         branches: Whether another global batch must be confirmed by a branch.
-        search: Inputs of the search.
         goal: The goal that set the objectives; None where they were stated.
     """
 

@@ -173,8 +173,9 @@ def open_study(study: str, storage: str | None = None, studies: Path = STUDIES) 
     raise UserError(f"{study!r} cannot name a study; `autotune ls studies` lists them")
 
 
-def open_history(url: str, storage: Storage | None = None) -> History:
-    """Open the history in a database that exists, else raise a `StoreError`; `storage` if it is open already."""
+def open_history(url: str | None, storage: Storage | None = None) -> History:
+    """Open the history in a database that exists, by default that of the studies; `storage` if it is open already."""
+    url = url or records.default_url(STUDIES)
     with records.failing_in_words(url):
         return History((storage or records.open_storage(url, create=False)).engine)
 

@@ -40,10 +40,9 @@ def history(
     as_json: AsJson = False,
 ) -> None:
     """Print measurements, recommendations or decisions, of one study or all."""
-    from autotune.session import STUDIES, open_history, open_study
-    from autotune.study.storage import records
+    from autotune.session import open_history, open_study
 
-    known = open_history(storage or records.default_url(STUDIES))
+    known = open_history(storage)
     known.drop_orphans()
     read: dict[str, Callable[[], Sequence[Row]]] = {
         "measurements": lambda: known.measurements(study, limit),

@@ -58,11 +58,10 @@ def schedule_list(storage: Storage = None, *, as_json: AsJson = False) -> None:
     """Print every schedule; a row that cannot be read is named on stderr."""
     from autotune.retune import schedule
     from autotune.retune.schedule import Schedule, ScheduleError
-    from autotune.session import STUDIES, open_history
-    from autotune.study.storage import records
+    from autotune.session import open_history
 
     found = []
-    rows = open_history(storage or records.default_url(STUDIES)).schedules()
+    rows = open_history(storage).schedules()
     for row in rows:
         try:
             found.append(Schedule.of(row))
@@ -86,10 +85,9 @@ def schedule_remove(
 ) -> None:
     """Remove a schedule."""
     from autotune.retune.schedule import ScheduleError
-    from autotune.session import STUDIES, open_history
-    from autotune.study.storage import records
+    from autotune.session import open_history
 
-    history = open_history(storage or records.default_url(STUDIES))
+    history = open_history(storage)
     for row in history.schedules():
         if row["id"] == number and (opened := _there(row["study"], storage)) is not None:
             opened.check_own()
@@ -122,13 +120,12 @@ def schedule_export(
     """Print the schedules for another scheduler."""
     from autotune.retune import schedule_export as exporting
     from autotune.retune.schedule import Schedule, ScheduleError
-    from autotune.session import STUDIES, open_history
-    from autotune.study.storage import records
+    from autotune.session import open_history
 
     wanted = [form for form, given in (("cron", cron), ("systemd", systemd), ("k8s", k8s)) if given]
     if len(wanted) != 1:
         raise UserError("schedule export: give one of --cron, --systemd, --k8s")
-    history = open_history(storage or records.default_url(STUDIES))
+    history = open_history(storage)
     rows = list[Schedule]()
     for row in map(Schedule.of, history.schedules(study)):
         if (opened := _there(row.study, storage)) is not None and not opened.is_own():

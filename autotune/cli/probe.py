@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Iterator
@@ -73,17 +74,13 @@ def measure(target: Path | None, world_size: int) -> Probe:
     with tempfile.TemporaryDirectory(prefix="autotune-probe-") as name, ProgressView() as view:
         folder = Path(name)
         view.doing("importing torch and DeepSpeed once")
-        executor = LocalExecutor(inspect_target(target).imports if target else [], folder / "server.log")
-        try:
+        modules = inspect_target(target).imports if target else []
+        request = TrialRequest(target=str(target or ""), mode="machine", world_size=world_size, deadline_s=DEADLINE_S)
+        with contextlib.closing(LocalExecutor(modules, folder / "server.log")) as executor:
             executor.start()
-            request = TrialRequest(
-                target=str(target or ""), mode="machine", world_size=world_size, deadline_s=DEADLINE_S
-            )
             with executor.turn(view.waiting):  # beside a trial it would read slow
                 view.doing(f"probing the machine with {world_size} rank(s); takes about half a minute")
                 result = base.run(executor, folder / "probe", request, view.tick)
-        finally:
-            executor.close()
         if result.outcome is not Outcome.COMPLETE:
             raise UserError(f"the machine could not be probed: {result.outcome}: {result.reason}")
         return read_record(TrialDir(folder / "probe").probe, Probe)

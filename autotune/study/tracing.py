@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -66,13 +67,11 @@ def run(
         raise UserError(f"diagnose: {target} is not there any more, so trial {number} cannot be run again")
     budget_s = min(request.budget_s, BUDGET_S)
     request = replace(request, rivals=(), noise=False, min_samples=0, budget_s=budget_s, traced_steps=TRACED_STEPS)
-    executor = LocalExecutor(inspect_target(target).imports, folder / "trials" / "server.log", environment)
-    try:
+    log = folder / "trials" / "server.log"
+    with contextlib.closing(LocalExecutor(inspect_target(target).imports, log, environment)) as executor:
         executor.start()
         with executor.turn(on_wait):
             result = base.run(executor, path_in(folder, number), request, on_tick)
-    finally:
-        executor.close()
     if result.outcome is not Outcome.COMPLETE:
         log = TrialDir(path_in(folder, number)).log(result.failed_rank or 0)
         raise UserError(f"diagnose: run again, trial {number} ended with {result.outcome}: {result.reason} (see {log})")

@@ -125,7 +125,7 @@ def best(question: Question) -> tuple[Choice, list[Choice]]:
     if question.goal == "cost":
         found, refused = list[tuple[Choice, list[Choice]]](), UserError("no number of devices divides the global batch")
         for n in _counts(question.devices.count, question.devices.per_node):
-            if _divides(question, n):
+            if question.global_batch is None or question.global_batch % n == 0:
                 try:
                     found.append(_best(replace(question, devices=question.devices.of(n))))
                 except UserError as error:  # as where a group of ranks does not divide them
@@ -341,7 +341,3 @@ def _counts(most: int, per_node: int) -> list[int]:
         found.append(n)
         n = n * 2 if n >= per_node or n * 2 <= per_node else per_node
     return found if most in found or most == MOST_COUNT else [*found, most]
-
-
-def _divides(question: Question, count: int) -> bool:
-    return question.global_batch is None or question.global_batch % count == 0

@@ -234,10 +234,6 @@ class StudyReport:
             found.append(effects(name, values, reference))
         return [each for each in found if each is not None]
 
-    @property
-    def _picked(self) -> list[Data]:
-        return [*self.picks.values(), *([self.baseline] if self.baseline else [])]
-
     # With 1,000 trials these are asked for 1,000 times.
     @cached_property
     def _seen(self) -> set[str]:
@@ -259,7 +255,7 @@ class StudyReport:
         found += [f"trial {number} is left out: {damaged}" for number in unreadable]
         found += [*(self.study.get("left_out") or ()), *self._failures()]
         said = {trial["trial"]: list(trial.get("caveats") or ()) for trial in self.trials}
-        shown = {point["trial"] for point in self._picked}
+        shown = {point["trial"] for point in (*self.picks.values(), self.baseline) if point is not None}
         by_text: dict[str, list[int]] = {}
         for number in sorted(shown & said.keys()):
             for text in dict.fromkeys(said[number]):

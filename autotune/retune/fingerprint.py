@@ -125,7 +125,7 @@ class Change:
             case "device memory" | "memory limit":
                 return f"{label}: {_size_words(self.before)}, now {_size_words(self.after)}"
             case "objectives":
-                return f"{label}: {_keys_words(self.before, self.after)}"
+                return f"{label}: {', '.join(differing(self.before, self.after))} changed"
             case "base configuration":
                 return f"{label}: {_settings_words(_flat(self.before), _flat(self.after))}"
         return f"{label}: {_said(self.before)}, now {_said(self.after)}"
@@ -312,10 +312,6 @@ def _space_words(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     other = [name for name in after if name in before and before[name] != after[name]]
     parts = [("new", added), ("gone", removed), ("other values", other)]
     return "; ".join(f"{what}: {', '.join(names)}" for what, names in parts if names)
-
-
-def _keys_words(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    return f"{', '.join(differing(before, after))} changed"
 
 
 def _settings_words(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:

@@ -35,6 +35,9 @@ FIGURE_HEIGHT_PX = 460
 LARGEST_BYTES = 256 << 20  # of a file that is served
 # Every two objectives make a figure.
 MOST_OBJECTIVES = 4
+# Addresses on our server: a study's report by its id in the database, and the JSON of a pick by name, of a trial by number.
+REPORT_LINK = "/autotune/{}/report.html"
+PICK_LINK, TRIAL_LINK = "/autotune/{}/picks/{}.json", "/autotune/{}/trials/{}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +107,8 @@ def overlay(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UU
         system_attrs={**_figures(report), **artifact_attrs({artifact: files[artifact] for artifact in picks})},
         trial_attrs={row["trial"]: _trial_attrs(report, row, points.get(row["trial"], row)) for row in report.trials},
         trial_notes={
-            row["trial"]: readme.trial_note(report, row, trial_link(study_id, row["trial"])) for row in report.trials
+            row["trial"]: readme.trial_note(report, row, TRIAL_LINK.format(study_id, row["trial"]))
+            for row in report.trials
         },
         trial_values={number: _values(report, number) for number in points},
         files=files,
@@ -156,21 +160,6 @@ def under_way(study: optuna.Study, report: StudyReport, folder: Path) -> str:
     return f"**Under way**: {n_trials - report.trials_left} of {n_trials} trials{about}."
 
 
-def pick_link(study_id: int, name: str) -> str:
-    """The address of a pick's JSON on our server."""
-    return f"/autotune/{study_id}/picks/{name}.json"
-
-
-def report_link(study_id: int) -> str:
-    """The address of a study's report on our server."""
-    return f"/autotune/{study_id}/report.html"
-
-
-def trial_link(study_id: int, number: int) -> str:
-    """The address of a trial's JSON on our server."""
-    return f"/autotune/{study_id}/trials/{number}.json"
-
-
 def is_inside(path: Path, folder: Path) -> bool:
     """Returns whether a path is a regular file that really lies inside a folder: no link out of it, no pipe."""
     try:
@@ -210,8 +199,8 @@ def _log(path: Path, folder: Path) -> File:
 
 
 def _note(report: StudyReport, study_id: int, left: str) -> dict[str, Any]:
-    answer = readme.study_note(report, lambda name: pick_link(study_id, name))
-    answer = f"[The report, with every figure]({report_link(study_id)})\n\n{answer}"
+    answer = readme.study_note(report, lambda name: PICK_LINK.format(study_id, name))
+    answer = f"[The report, with every figure]({REPORT_LINK.format(study_id)})\n\n{answer}"
     return note_attrs(f"{left}\n\n{answer}" if left else answer, NO_NOTE)
 
 

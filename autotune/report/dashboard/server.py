@@ -22,7 +22,7 @@ from typing import Any, Self, TypeAlias
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from autotune.errors import UserError
-from autotune.report.dashboard.overlay import File, StudyOverlay, config_file, report_link
+from autotune.report.dashboard.overlay import REPORT_LINK, File, StudyOverlay, config_file
 from autotune.report.dashboard.storage import READ_ONLY, DashboardStorage
 from autotune.report.data import StudyReport
 from autotune.report.notebook import headline, lead
@@ -107,7 +107,8 @@ class Application:
         self._errors = error_log.Handler()
         logger = logging.getLogger("optuna_dashboard")
         logger.handlers, logger.propagate = [self._errors], False
-        self._names = {"localhost", host.lower(), *(() if self._local else _own_names())}
+        own = () if self._local else (socket.gethostname(), socket.getfqdn())
+        self._names = {"localhost", host.lower(), *(name.lower() for name in own if name)}
 
     def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         """Answers one request."""
@@ -256,7 +257,7 @@ class Application:
                 if shown
                 else {"headline": "", "lead": ""}
             )
-            link = report_link(each._study_id) if shown else ""
+            link = REPORT_LINK.format(each._study_id) if shown else ""
             answers.append(
                 {"name": each.study_name, "optuna": f"/dashboard/studies/{each._study_id}", "report": link} | said
             )
@@ -335,10 +336,6 @@ def _same_origin(environ: Environ) -> bool:
         return origin is None or urlsplit(origin).netloc.lower() == environ.get("HTTP_HOST", "").lower()
     except ValueError:
         return False
-
-
-def _own_names() -> set[str]:
-    return {name.lower() for name in (socket.gethostname(), socket.getfqdn()) if name}
 
 
 class Server:

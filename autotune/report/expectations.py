@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 from optuna.study import Study
 
-from autotune.forecast.predictor import generic_prior
 from autotune.report.data import quantity
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
 from autotune.scoring.quantiles import Z90
 from autotune.search.observation import Observation
 from autotune.search.optimizer import Outlook, chance_needed
-from autotune.search.physics import PhysicsSampler
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
 from autotune.space.legality import why_illegal
-from autotune.space.space import SearchSpace
-from autotune.study.storage import records
+from autotune.study.storage import analysed, records
 from autotune.study.storage.records import StoreError
 from autotune.system.units import format_bytes
 from autotune.trial.profile import Floats
@@ -43,21 +39,9 @@ class Expectations:
         if kept is None:
             raise StoreError(f"study {study.study_name!r} in this database was not made by autotune")
         search, self._setting = kept.search, kept.search.setting
-        self._space = replace(
-            SearchSpace.parse(search.space, f"study {study.study_name}"), samples_per_rank=search.samples_per_rank
-        )
+        self._space, sampler = analysed.search_of(study.study_name, kept)
         self.baseline = Candidate.from_key(kept.baseline)
         self.objectives: Sequence[Objective] = kept.objectives
-        sampler = PhysicsSampler(
-            self._space,
-            self.baseline,
-            self._setting,
-            0,
-            prior=generic_prior(kept.workload, self._setting),
-            metrics={objective.metric: objective.weight for objective in kept.objectives},
-            memory_limit_bytes=search.memory_limit_bytes,
-            bounds=search.bounds,
-        )
         self._guide, self._bounds = sampler.guide, search.bounds
         self.told: list[Observation] = sampler.told(study)
         self.memory_limit = format_bytes(search.memory_limit_bytes or 0.0)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from optuna.trial import FrozenTrial
 
 from autotune.errors import UserError
 from autotune.forecast.features import Prior
-from autotune.forecast.predictor import generic_prior
 from autotune.search import transfer
 from autotune.search.observation import Observation
 from autotune.search.optimizer import CandidateOptimizer
-from autotune.search.physics import PhysicsSampler
 from autotune.search.transfer import Transferred
 from autotune.space.candidate import Candidate
-from autotune.space.space import SearchSpace
 from autotune.study.events import Event, EventSink
 from autotune.study.setup.plan import Plan
-from autotune.study.storage import records
+from autotune.study.storage import analysed, records
 from autotune.study.storage.database import Storage
 from autotune.study.storage.history import History, Measurement
 from autotune.study.storage.records import StudyRecord
@@ -113,14 +110,7 @@ def from_study(storage: Storage, name: str, relation: str, doubt: float = transf
         return None
     if kept is None:
         return None
-    space = replace(
-        SearchSpace.parse(kept.search.space, f"study {name}"), samples_per_rank=kept.search.samples_per_rank
-    )
-    sampler = PhysicsSampler(
-        space, Candidate.from_key(kept.baseline), kept.search.setting, 0, metrics=[o.metric for o in kept.objectives],
-        prior=generic_prior(kept.workload, kept.search.setting), memory_limit_bytes=kept.search.memory_limit_bytes,
-        bounds=kept.search.bounds,
-    )  # fmt: skip
+    _, sampler = analysed.search_of(name, kept)
     sampler.proposes = False  # it only judges
     told = sampler.told(study)
     if sum(t.outcome in RAN for t in told) < transfer.ENOUGH:

@@ -18,8 +18,10 @@ from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.scoring.measured import Foretold, Measured
 from autotune.search.observation import observed
 from autotune.search.optimizer import CandidateOptimizer
+from autotune.search.physics import PhysicsSampler
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig
+from autotune.space.space import SearchSpace
 from autotune.study.storage import records
 from autotune.study.storage.records import StudyRecord, told_candidate, told_data
 from autotune.trial.folder import result_in
@@ -56,6 +58,16 @@ def measured(study: Study, folder: Path, kept: StudyRecord, before: Reading | No
     seen |= {each.number: _as_measured(each, folder, kept, own) for each in told if each.number not in seen}
     known = zip(told, _foretold(kept, told, before), _sittings(told, kept), strict=True)
     return [replace(seen[each.number], forecast=forecast, sitting=sitting) for each, forecast, sitting in known]
+
+
+def search_of(name: str, kept: StudyRecord) -> tuple[SearchSpace, PhysicsSampler]:
+    """The space that a study searches, and the sampler that judges its candidates."""
+    search, weights = kept.search, {each.metric: each.weight for each in kept.objectives}
+    space = replace(SearchSpace.parse(search.space, f"study {name}"), samples_per_rank=search.samples_per_rank)
+    return space, PhysicsSampler(
+        space, Candidate.from_key(kept.baseline), search.setting, 0, prior=generic_prior(kept.workload, search.setting),
+        metrics=weights, memory_limit_bytes=search.memory_limit_bytes, bounds=search.bounds,
+    )  # fmt: skip
 
 
 def _sittings(told: Sequence[FrozenTrial], kept: StudyRecord) -> list[int]:

@@ -1,7 +1,5 @@
 """Errors whose message is meant for the user."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Open, tune and load a study: what the command line and the library share."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The answer of `autotune advise`, for people and for programs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

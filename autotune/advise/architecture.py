@@ -1,7 +1,5 @@
 """Shapes of transformers: the table of known models, a `config.json`, or a size; and their parameters by part."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import math

@@ -1,7 +1,5 @@
 """The best configuration for a goal among all legal ones, the next best and why not, and the fewest devices."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The few constants of forecasts without a measurement, fitted on published runs by `benchmarks/published.py`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

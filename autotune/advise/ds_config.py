@@ -1,7 +1,5 @@
 """The DeepSpeed JSON of advice, with every default stated that differs between DeepSpeed's releases."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Peak memory, host memory and step time of candidates on devices, with 95 % intervals."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

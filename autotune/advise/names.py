@@ -1,7 +1,5 @@
 """Names as people spell them: compared without punctuation, and the nearest ones of a name that is unknown."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The profile of a model that was not run: counted from its architecture, the method and the sequence length."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The command `advise`: the best configuration from a model's name and a card's name, before anything runs."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The command line's entry: the table of commands, and how their errors end."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from typing import Annotated, Any, NoReturn
@@ -156,7 +154,7 @@ def main() -> None:
         _end_by(error)
 
 
-def _unraised(found: sys.UnraisableHookArgs) -> None:
+def _unraised(found: "sys.UnraisableHookArgs") -> None:
     """Show what is raised where nothing can catch it, as Python does; an interrupt there needs no traceback."""
     if not issubclass(found.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(found)

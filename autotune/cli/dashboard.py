@@ -1,7 +1,5 @@
 """The command `dashboard`: serve the studies in a browser."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """Arguments and options that commands share; those of a study's settings are made from `SETTINGS`."""
 
-from __future__ import annotations
-
 import glob
 import inspect
 import sys

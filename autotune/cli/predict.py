@@ -1,7 +1,5 @@
 """The command `predict`: forecast memory, step time and throughput of one configuration."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

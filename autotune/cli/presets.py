@@ -1,7 +1,5 @@
 """The commands `init` (write a first study), `ls` (list presets, samplers, ...) and `cp` (copy a preset)."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping
@@ -15,7 +13,7 @@ from autotune.errors import UserError, nearest
 from autotune.system import files
 
 if TYPE_CHECKING:
-    from autotune.study.spec import presets
+    pass
 
 
 def init(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write the files.")] = Path()) -> None:

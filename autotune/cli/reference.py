@@ -3,8 +3,6 @@
 `python -m autotune.cli.reference >docs/reference.md`, or `make reference`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The command `run`: tune a target and print the answer."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 import time

@@ -1,7 +1,5 @@
 """The command `submit`: run a study inside an engine, driver and trials."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The interface of an executor, and the life of one trial on any of them: submit, watch, conclude."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

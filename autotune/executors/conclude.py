@@ -1,7 +1,5 @@
 """Merges the reports of a trial's ranks into one result and names the failure that came first."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any

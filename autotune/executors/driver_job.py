@@ -1,7 +1,5 @@
 """A run of a study that is submitted to an engine."""
 
-from __future__ import annotations
-
 import sys
 import uuid
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The driver as a job of Kubernetes: a Job of one pod, or a JobSet whose pods are the machines."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@
 It is the same for every engine; an engine only starts one on each machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

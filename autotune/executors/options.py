@@ -1,7 +1,5 @@
 """The `--executor-option`s: their names, and values that are numbers, seconds, yes or no."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from autotune.errors import UserError, nearest

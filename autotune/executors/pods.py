@@ -5,8 +5,6 @@
 runs in the pod of each machine, whose number is in `JOB_COMPLETION_INDEX`. The driver, in another pod, calls them.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

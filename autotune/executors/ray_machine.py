@@ -1,7 +1,5 @@
 """The actor of Ray on each machine of a study: it runs the agent, and carries files where no file system is shared."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

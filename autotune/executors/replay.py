@@ -1,7 +1,5 @@
 """Answers trials from a table of earlier measurements and their noise: compares searches in seconds, not hours."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping, Sequence

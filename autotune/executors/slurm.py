@@ -1,7 +1,5 @@
 """The engine for Slurm: one batch job holds the machines, and its agents run the trials."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The engine for the machines of a hostfile, reached over ssh: `--executor local --hostfile FILE`."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import shlex

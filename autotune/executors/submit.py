@@ -1,7 +1,5 @@
 """The driver as a job: a run of a study, with its trials, inside Slurm or Ray (`kubernetes` for the third engine)."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

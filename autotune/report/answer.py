@@ -1,7 +1,5 @@
 """The answer for a terminal; it reads the same in a pipe, and no number is ever cut."""
 
-from __future__ import annotations
-
 import os
 import textwrap
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Where trials ran and what that cost: machines, waits, and attempts that were lost."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

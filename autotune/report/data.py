@@ -1,7 +1,5 @@
 """The findings of a study as plain data, and how its trials, picks and metrics are written."""
 
-from __future__ import annotations
-
 import math
 import re
 import textwrap

@@ -1,7 +1,5 @@
 """`autotune diagnose`: reads the files of a trial, diagnoses what bounds its step, and writes that in words."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Predictions for any configuration from the trials of a study: metrics with intervals, and whether it fits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The evidence for a study's answer in words: measurements near it, predictions, and the effect of single changes."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

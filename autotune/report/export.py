@@ -1,7 +1,5 @@
 """A pick for other tools: DeepSpeed's JSON, an Accelerate config, flags for transformers, a command; with notes."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -4,8 +4,6 @@ They are no plotly objects: validating those takes as long as all other work for
 Colours can be read on a light and on a dark ground. All traces are scatter or bar: they need no WebGL.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """The files of `autotune report`: the page, the same as JSON and CSV for programs, the figures as PNG."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io

@@ -1,7 +1,5 @@
 """The figures that compare trials: the front over two metrics, and parallel axes of knobs and objectives."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape

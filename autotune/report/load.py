@@ -1,7 +1,5 @@
 """Reads a study from its database and folder and works out what it found, as a `StudyReport`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace

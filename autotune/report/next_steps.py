@@ -1,7 +1,5 @@
 """What to do with a study's answer, in sentences with commands; page, notebook and notes show the same ones."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections import Counter

@@ -1,7 +1,5 @@
 """A study in a notebook: its answer as HTML, and one display that shows how far a run is."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Figures as PNG files, by plotly's image export: the package kaleido with an installed Chromium or Chrome."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The live view of a running study: a line for each trial, a bar and the running trial; all on standard error."""
 
-from __future__ import annotations
-
 import io
 import textwrap
 import time

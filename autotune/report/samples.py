@@ -1,7 +1,5 @@
 """What a report says of the data: lengths of the samples, padding, and where the longest ones lie against memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from autotune.report.data import Data, StudyReport

@@ -1,7 +1,5 @@
 """The changes of a training script that a configuration needs besides its DeepSpeed JSON, in sentences."""
 
-from __future__ import annotations
-
 from autotune.scoring.convergence.learning_rate import LEARNING_RATE_RULES, LearningRate
 from autotune.space.candidate import Candidate
 from autotune.space.degree import PARTITION

@@ -1,7 +1,5 @@
 """The series of numbers that figures draw: loss curves, step times, search progress, forecasts, knob values."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """How a tuned script is started by its user, and which files its command reads."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

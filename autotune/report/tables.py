@@ -1,7 +1,5 @@
 """The tables of a study: rows of trials, and one trial's metrics beside the baseline's, in values and in words."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What ran when in a study: trials, their re-measurements, checks, and what goes before them."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Re-tuning: measure whether a study's recommendation still holds, search again in few trials if not, and decide."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

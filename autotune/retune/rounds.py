@@ -1,7 +1,5 @@
 """Measurements of two configurations in turns, one round after another; complete rounds survive an interruption."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

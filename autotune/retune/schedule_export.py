@@ -1,7 +1,5 @@
 """Schedules written for cron, systemd and Kubernetes, which call `autotune retune STUDY --if-due`."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ One step is timed in parts on every rank: data, forward, backward, optimizer ste
 A trace splits forward and backward further; without one their parts are estimated, which the result says.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What the data costs a step: waiting for it, padding, and what workers, packing and grouping would bring."""
 
-from __future__ import annotations
-
 import math
 
 from autotune.scoring.step_parts import Evidence

@@ -1,7 +1,5 @@
 """Effects of the knobs: their shares of a metric's variance over the trials, and a factor for each value."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

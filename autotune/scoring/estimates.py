@@ -4,8 +4,6 @@ Everything that is shown, ranked or recommended rests on them. The times come fr
 (`posterior`); the other metrics that time decides follow from each trial's own ratio to its step time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

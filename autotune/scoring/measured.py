@@ -1,7 +1,5 @@
 """One trial as the analysis sees it, and how the metrics of two of them compare."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Hashable, Mapping, Sequence

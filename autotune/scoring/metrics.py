@@ -1,7 +1,5 @@
 """The metrics of a trial, each with its unit, direction and interval."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which points no other one beats on every objective."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 Importing scipy.special for them takes longer than all the rest of `autotune status`, and ranks stop by them.
 """
 
-from __future__ import annotations
-
 from statistics import NormalDist
 
 # Standard deviations to either side of a normal's 90 % and 95 % interval.

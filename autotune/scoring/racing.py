@@ -1,7 +1,5 @@
 """Which trials the next round of re-measurements needs to settle who is best, and whether it needs one at all."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ time. So all is added up. What the *machine* did to a few steps is not the confi
 the *data* did by the sizes of the steps: a step that is long because it took in more stays as it is.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Sentences that justify a recommendation: knobs changed, gains, checks, a better trial not picked, drift."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """From measurements to a recommendation: the front, the picks, their speed-ups, and the reasons in words."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

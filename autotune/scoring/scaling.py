@@ -1,7 +1,5 @@
 """How a configuration scales over ranks: speed-up, efficiency, and what stands in the way."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence

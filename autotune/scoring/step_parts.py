@@ -1,7 +1,5 @@
 """Dataclasses of a diagnosis: the evidence it reads, the parts of a step, the advice, the verdict."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

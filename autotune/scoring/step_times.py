@@ -4,8 +4,6 @@ The step time is the median of the timed steps: what an ordinary step takes. Thr
 steps differ; see `rates`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

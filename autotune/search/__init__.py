@@ -1,7 +1,5 @@
 """Which candidate next: the samplers by name."""
 
-from __future__ import annotations
-
 from autotune.errors import UserError, nearest
 
 SAMPLERS = {

@@ -1,7 +1,5 @@
 """Acquisition functions: expected improvement of one cost, or of the hypervolume of several."""
 
-from __future__ import annotations
-
 import numpy as np
 import scipy
 from numpy.typing import NDArray

@@ -1,7 +1,5 @@
 """A trial as the search sees it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ how, and how to use the same search as an Optuna sampler. What trials teach is i
 from it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

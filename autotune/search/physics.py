@@ -4,8 +4,6 @@
 candidates and reads every trial back from the storage, so that a resumed study continues with the same beliefs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -3,8 +3,6 @@
 A confident prior that is wrong about a level is never corrected otherwise.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Samples to the target loss, and samples that a useful one costs: learned from trials against the global batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Optuna's samplers, held to candidates that can run and that no trial has had."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import warnings

@@ -1,7 +1,5 @@
 """When to stop: why a candidate is not run, what a running trial must be able to beat, and why a study may end."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Earlier studies as a prior: the formulas describe this machine, their corrections come from the earlier trials."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

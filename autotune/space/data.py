@@ -1,7 +1,5 @@
 """Settings of the data and its loader, which DeepSpeed does not know: their values, and what each changes in words."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

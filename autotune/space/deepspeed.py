@@ -1,7 +1,5 @@
 """The user's DeepSpeed JSON: reading it, and refusing keys and values that DeepSpeed ignores or refuses."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Degrees: over how many ranks a model, its sequences or its experts are split."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Why degrees are refused: ranks that share a copy of the model, or a sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Dead values and the number of legal candidates of a search space, from the knobs that rules read."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """DeepSpeed settings that cannot change how a trial trains, each with the reason."""
 
-from __future__ import annotations
-
 _REPORTS = "it only prints or writes, and trials leave it out"
 _SAVING = "it is about saving and loading, and a trial does neither"
 _UNREAD = "DeepSpeed takes the key and nothing reads it"

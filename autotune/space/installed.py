@@ -3,8 +3,6 @@
 Importing either takes seconds, and the driver imports neither.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """Which candidates cannot run, or can have no effect, on a machine, with the reason."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import partial

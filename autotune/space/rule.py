@@ -1,7 +1,5 @@
 """What legality rests on: the setting of a study, and a rule that refuses candidates in it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

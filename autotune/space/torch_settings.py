@@ -1,7 +1,5 @@
 """Settings of torch itself, which DeepSpeed does not get: products of fp32 matrices in TensorFloat-32."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from autotune.errors import nearest

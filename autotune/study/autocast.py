@@ -1,7 +1,5 @@
 """Dtype mismatches: finds precisions that a model cannot train in, and retries those candidates under autocast."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from optuna.trial import FrozenTrial

@@ -1,7 +1,5 @@
 """The baseline's trial: decides which objectives can be measured, and measures the gradient noise scale."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The branch check: trains a finalist and the baseline from one state on equal data, if their global batches differ."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The budget of a study: trials and seconds spent and left; an error if all first trials fail."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

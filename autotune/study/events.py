@@ -1,7 +1,5 @@
 """Events of a run: one record, the sinks that receive it, and the journal file that another terminal replays."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The end of a study: the finalists are checked for how they train, and measured again beside the baseline."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Sinks that tell programs what happens in a run: the logger `autotune`, and callbacks as Optuna defines them."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import re

@@ -1,7 +1,5 @@
 """The lock of a study: one run at a time, and a killed run's processes and files are removed before the next."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Measuring a trial: the request that its ranks get, and its run on an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

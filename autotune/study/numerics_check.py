@@ -1,7 +1,5 @@
 """The numerics check: compares the loss curves of finalists with references trained by the baseline's numerics."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import replace

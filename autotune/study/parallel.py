@@ -1,7 +1,5 @@
 """Trials at once: the pool that runs them, and the engines that they run on."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

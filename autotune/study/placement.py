@@ -1,7 +1,5 @@
 """Like with like: trials on other machines than the baseline's are told by the baseline's pace on theirs."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

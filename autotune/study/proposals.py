@@ -1,7 +1,5 @@
 """Proposals: which candidate the next trial measures, or why there is none."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections import Counter

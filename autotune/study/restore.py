@@ -1,7 +1,5 @@
 """A study whose database is gone, taken up again from the record and the results in its folder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from optuna.trial import Trial, TrialState

@@ -1,7 +1,5 @@
 """The loop of a study: claim a trial, run it, tell it, until the budget is spent; then check the finalists."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Iterable, Sequence

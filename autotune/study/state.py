@@ -1,7 +1,5 @@
 """The state that the parts of a run share: the plan, the Optuna study, and what the baseline decided."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

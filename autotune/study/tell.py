@@ -1,7 +1,5 @@
 """Telling a trial: its score and forecast go to the database, its end and the study's progress to the events."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

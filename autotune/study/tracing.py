@@ -1,7 +1,5 @@
 """A traced run: repeats a trial of a study under torch's profiler."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace

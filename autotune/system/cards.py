@@ -52,6 +52,7 @@ class Card:
         """Returns the dense peak FLOP/s of a candidate's precision; None for one that the card only emulates.
 
         Args:
+            precision: As in a candidate.
             tf32: Whether fp32 products may use TensorFloat-32.
         """
         column = _COLUMNS.get(precision, precision)

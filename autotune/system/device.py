@@ -1,7 +1,5 @@
 """The accelerator devices that trials see here: DeepSpeed is asked in a separate process, once per boot."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Errors that nobody foresaw: the whole traceback goes to a file, and one sentence names it."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

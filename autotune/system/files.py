@@ -1,7 +1,5 @@
 """Files: atomic writes, reads of files that a user names, and a disk's errors in words."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

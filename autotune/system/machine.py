@@ -1,7 +1,5 @@
 """This machine: processor, cache folder, lock file, limit on ranks."""
 
-from __future__ import annotations
-
 import os
 import platform
 import stat

@@ -1,7 +1,5 @@
 """Processes: check that one is alive, find its descendants, end it, kill those with a mark in their environment."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

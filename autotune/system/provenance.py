@@ -1,7 +1,5 @@
 """Where figures come from: libraries, processor, commit and date, for `environment.json`."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Redaction: `redact` replaces secrets by `***` in everything that is written to a file, database, page or terminal."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

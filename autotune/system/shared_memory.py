@@ -1,7 +1,5 @@
 """Shared memory that ended processes left in /dev/shm: find the files that no living process uses."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """SIGINT and SIGTERM: stop a study cleanly, and delay both while a trial is recorded."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

@@ -1,7 +1,5 @@
 """The compiler's side of DeepSpeed's ops: CUDA toolkit, headers that pip installed, and the folder of what was built."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

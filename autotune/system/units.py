@@ -1,7 +1,5 @@
 """Quantities in words: bytes, times, counts and rates, formatted for people and parsed from what they write."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence

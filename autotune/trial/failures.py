@@ -1,7 +1,5 @@
 """What the error messages of a failed rank mean: out of memory, a peer that died, another type, a fault of the machine."""
 
-from __future__ import annotations
-
 import re
 
 from autotune.trial.result import Outcome

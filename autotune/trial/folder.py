@@ -1,7 +1,5 @@
 """The folder of a trial: names of its files, and reading and writing them as typed records."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

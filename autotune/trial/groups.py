@@ -1,7 +1,5 @@
 """Groups of ranks that share a copy of the model, a sequence or experts, as a rank saw them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from autotune.space.candidate import Candidate

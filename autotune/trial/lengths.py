@@ -1,7 +1,5 @@
 """Lengths of samples: their histogram and table, and what padding to the longest of a batch makes of them."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Records of a probed machine: rates by precision, and the time of collectives by message size."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

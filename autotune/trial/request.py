@@ -1,7 +1,5 @@
 """Record of a trial's request: everything that its ranks need to know."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from autotune.space.deepspeed import DsConfig, Scalar

@@ -1,7 +1,5 @@
 """Classifies a target by its syntax tree: a model.py, a training script of some family, or a study.yaml."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import difflib

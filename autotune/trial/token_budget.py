@@ -1,7 +1,5 @@
 """Token budgets: batches of as many samples as a number of tokens holds, padding included."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math

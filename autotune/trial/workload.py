@@ -1,7 +1,5 @@
 """Records of what is trained and where: model, data, training script, environment."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from typing import Any

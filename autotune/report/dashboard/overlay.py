@@ -1,7 +1,5 @@
 """The overlay of one study: notes, figures, files and marks that the dashboard adds to the database."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """The dashboard's web server: access control, our downloads, and optuna-dashboard's application for all other pages."""
 
-from __future__ import annotations
-
 import errno
 import hmac
 import io

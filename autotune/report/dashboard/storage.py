@@ -3,8 +3,6 @@
 Looking at a study writes nothing into its database; only notes that a reader edits are kept there, in place of ours.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import threading

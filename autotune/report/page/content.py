@@ -1,7 +1,5 @@
 """The report's texts and tables as plain data, for the templates."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections import Counter

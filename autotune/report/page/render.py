@@ -1,7 +1,5 @@
 """The report of a study as one HTML page that needs no network and makes no request."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

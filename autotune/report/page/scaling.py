@@ -1,7 +1,5 @@
 """The result of `autotune scale`: a table for the terminal, an HTML page and a PNG with the same panels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

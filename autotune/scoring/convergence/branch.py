@@ -1,7 +1,5 @@
 """The branch check: a candidate's global batch against the baseline's, from equal weights and on equal data."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

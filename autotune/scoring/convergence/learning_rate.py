@@ -1,7 +1,5 @@
 """How the learning rate follows the global batch, by named rules."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The ranks use it to end a measurement, the driver to score.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

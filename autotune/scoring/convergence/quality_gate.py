@@ -1,7 +1,5 @@
 """The quality gate: whether a configuration with other numerics trains as well as a reference, by loss and gradient."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """What a study knows of degrees before its trials: facts of the model, and a comparison of each split with the whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Makes the executor of a study: local, Slurm, Ray, hosts over ssh, or pods of Kubernetes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The forecast of `autotune predict`: memory and step time of one configuration, for people and programs."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

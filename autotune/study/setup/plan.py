@@ -1,7 +1,5 @@
 """The plan of a study: workload, baseline, space and legality, worked out before the first trial."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """Cache of profiles and machine rates, which ranks measure once before the first trial."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What a run is asked to do, and its engine, which gets ready while the driver imports the rest."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Inspects a target before the first trial: loads a model, or runs a script and finds out which knobs move."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import math

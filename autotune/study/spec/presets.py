@@ -1,7 +1,5 @@
 """The search spaces, objectives and goals that ship with the package."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

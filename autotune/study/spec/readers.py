@@ -1,7 +1,5 @@
 """Readers of the fields of `study.yaml`: from what a person writes to typed values."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping

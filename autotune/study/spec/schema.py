@@ -1,7 +1,5 @@
 """JSON schema of `study.yaml`, made from the fields of `StudySpec` and the table of settings, for editors."""
 
-from __future__ import annotations
-
 from typing import Any, get_args, get_type_hints
 
 from pydantic import BeforeValidator, TypeAdapter

@@ -4,8 +4,6 @@ The options of the commands, the docstring of `autotune.run`, the comments in `s
 made from it. Types, defaults and checks are in `StudySpec`. It imports nothing heavy: `autotune --help` reads it.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 

@@ -1,7 +1,5 @@
 """Reads YAML as plain data, or raises an error of one sentence; writes it with comments."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A study's trials as the analysis takes them: with their re-measurements, their checks, and what the model foretells of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Opening the study database by its URL, retries while its server is away, and plain messages for its errors."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -1,7 +1,5 @@
 """The history of all studies: measurements and their environments, recommendations, re-tuning decisions, schedules."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -5,8 +5,6 @@ still for several looks in a row belongs to a dead process, and another process 
 the database answers, so neither an outage nor a wrong clock makes an owner look dead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

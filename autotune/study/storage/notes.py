@@ -1,7 +1,5 @@
 """Notes of a study and its trials, stored where optuna-dashboard shows them; what the user edited there stays."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from typing import Any

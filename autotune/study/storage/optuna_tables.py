@@ -3,8 +3,6 @@
 `tests/study/storage/test_optuna_conformance.py` checks each of them against the installed Optuna.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """The project that a study belongs to: a folder of studies, told apart where several share one database."""
 
-from __future__ import annotations
-
 import contextlib
 import platform
 import uuid

@@ -1,7 +1,5 @@
 """What a study stores in the database: its record, the results of its trials, and how both are read back."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """Tables that autotune keeps beside Optuna's in the study database, and the migrations that create them."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Storage URLs: their drivers, and how their passwords stay out of messages and files."""
 
-from __future__ import annotations
-
 import re
 
 from autotune.system import redaction

@@ -17,7 +17,7 @@ from typing import Protocol
 from autotune.executors import base
 from autotune.executors.base import UNDER_WAY, Status, no_turn
 from autotune.executors.node_agent import Settings, Spool
-from autotune.system import processes
+from autotune.system import files, processes
 from autotune.trial.folder import TrialDir, ends, read_record, write_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Exit, Outcome
@@ -224,18 +224,13 @@ class ClusterExecutor(base.Executor):
 
         A later run of the study knows it, too.
         """
-        return self._granted().get(self._asked_for(), 0) >= nodes
+        return int(files.json_object(self.root / GRANTED).get(self._asked_for(), 0)) >= nodes
 
     def granted(self, nodes: int) -> None:
         """Notes that the engine runs a trial on this number of machines."""
         if not self.was_granted(nodes):
-            write_record(self.root / GRANTED, self._granted() | {self._asked_for(): nodes})
-
-    def _granted(self) -> dict[str, int]:
-        try:
-            return dict(json.loads((self.root / GRANTED).read_text()))
-        except (FileNotFoundError, ValueError):
-            return {}
+            granted = files.json_object(self.root / GRANTED)
+            write_record(self.root / GRANTED, granted | {self._asked_for(): nodes})
 
     def _asked_for(self) -> str:
         return f"{self.engine.name} {json.dumps(self.engine.options, sort_keys=True)}"
@@ -295,9 +290,7 @@ class ClusterExecutor(base.Executor):
 
     def _take_over(self, path: Path) -> None:
         """Takes over an allocation whose coordinator is dead, if its machines are still there."""
-        try:
-            said = json.loads(path.read_text())
-        except (FileNotFoundError, ValueError):
+        if not (said := files.json_object(path)):
             return
         spool = Spool(path.parent)
         at_work = (

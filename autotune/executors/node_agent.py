@@ -113,10 +113,7 @@ class Spool:
 
     def said(self, node: int) -> dict[str, Any]:
         """Returns what the agent of a machine wrote about itself; empty if it has not."""
-        try:
-            return dict(json.loads(self.node(node).read_text()))
-        except (FileNotFoundError, ValueError):
-            return {}
+        return files.json_object(self.node(node))
 
 
 class Terminated(BaseException):
@@ -220,10 +217,7 @@ class NodeAgent:
 
 def key_of(folder: TrialDir) -> str:
     """Returns the key of the order that a trial's folder belongs to; empty without one."""
-    try:
-        return str(json.loads(folder.job.read_text())["key"])
-    except (FileNotFoundError, ValueError, KeyError):
-        return ""
+    return str(files.json_object(folder.job).get("key", ""))
 
 
 @contextlib.contextmanager

@@ -55,7 +55,6 @@ class Board:
 
     def write(self, path: Path, said: dict[str, Any]) -> None:
         """Replaces a file as a whole."""
-        self.path.mkdir(parents=True, exist_ok=True)
         files.write_text(path, json.dumps(said))
 
 

@@ -183,6 +183,14 @@ def json_of(text: str | bytes) -> Any:
         raise ValueError("JSON that is nested without end") from None
 
 
+def json_object(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file of another process; empty while that is missing or being written."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
 def last_line(path: Path) -> str:
     """Returns the last line of a log that is not blank, at most 300 characters; `it said nothing` without one."""
     lines = [line.strip() for line in (tail(path, 4096) or b"").decode(errors="replace").splitlines() if line.strip()]

@@ -4,16 +4,13 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from autotune.cli.options import AsJson, Storage
 from autotune.errors import UserError, nearest
 from autotune.system import files
-
-if TYPE_CHECKING:
-    pass
 
 
 def init(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write the files.")] = Path()) -> None:

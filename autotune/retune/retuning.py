@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from autotune.report import files, load
 from autotune.report.data import StudyReport, differences
 from autotune.report.readme import recommended_words
 from autotune.retune import comparison, fingerprint
-from autotune.retune.comparison import Comparison, DriftCheck
+from autotune.retune.comparison import Comparison, DriftCheck, Reading
 from autotune.retune.decision import Decision, RetuneVerdict, explain
 from autotune.retune.fingerprint import Change, Fingerprint
-from autotune.retune.rounds import Rounds
+from autotune.scoring import metrics
 from autotune.space.candidate import Candidate
 from autotune.space.legality import why_illegal
 from autotune.study import warm_start
@@ -33,7 +33,8 @@ from autotune.study.storage import analysed, records
 from autotune.study.storage.history import GoneError, History
 from autotune.study.storage.records import StudyRecord
 from autotune.study.warm_start import HistoryRecorder, PriorStudy
-from autotune.trial.folder import write_record
+from autotune.trial.folder import result_in, write_record
+from autotune.trial.result import Outcome, TrialResult
 
 # A search that starts from the study's results needs this share of its trials, and at least this number.
 SHARE, FEWEST = 0.2, 6
@@ -70,6 +71,46 @@ class RetuneRequest:
     def forced(self) -> bool:
         """Whether to search although nothing moved."""
         return self.cause == "forced"
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Measures two configurations once per round.
+
+    Attributes:
+        role: Role of the measurements in the history: `check` or `duel`.
+        sides: The configurations, by name.
+        check_alive: Raises if the study was deleted meanwhile.
+    """
+
+    folder: Path
+    role: str
+    sides: Mapping[str, Candidate]
+    runner: Runner
+    recorder: HistoryRecorder
+    check_alive: Callable[[], None]
+
+    def __call__(self, n: int) -> dict[str, Reading]:
+        """Measure round n, or read it if an interrupted run completed it."""
+        self.check_alive()
+        paths = {name: self.folder / f"{n:02d}" / name for name in self.sides}
+        results = {name: result for name, path in paths.items() if (result := result_in(path)) is not None}
+        if len(results) < len(paths):
+            # The order alternates, so that drift affects both alike.
+            for name in list(self.sides) if n % 2 else list(self.sides)[::-1]:
+                result = results[name] = self.runner.measure_again(self.sides[name], paths[name])
+                measured = self._metrics(result)
+                self.recorder.keep(n, self.role, self.sides[name], str(result.outcome), measured, result.wall_s)
+        return {name: Reading.of(result, self._metrics(result)) for name, result in results.items()}
+
+    def _metrics(self, result: TrialResult) -> dict[str, float]:
+        if result.outcome is not Outcome.COMPLETE:
+            return {}
+        # A round is too short for a loss curve.
+        reference = (
+            replace(self.runner.state.reference, loss_target=None) if self.runner.state.reference is not None else None
+        )
+        return {name: estimate.value for name, estimate in metrics.measure(result, reference).items()}
 
 
 @dataclass

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from autotune.advise import architecture
+from autotune.advise.answer import ds_config
 from autotune.advise.choose import Question, best, fewest_devices
 from autotune.advise.devices import GIB, Devices, device_card, read_gpus
-from autotune.advise.ds_config import ds_config
 from autotune.advise.forecast import forecast
 from autotune.advise.shape import Training, block_bytes, profile_of
 from autotune.errors import UserError

@@ -196,13 +196,8 @@ class Application:
         content = file.read() if file else None
         if file is None or content is None:
             return _say(start, HTTPStatus.NOT_FOUND, "there is no such file here")
-        headers = [
-            ("Content-Type", file.mimetype),
-            ("Content-Length", str(len(content))),
-            ("Content-Disposition", f"attachment; filename*=UTF-8''{quote(file.name, safe='')}"),
-        ]
-        start("200 OK", headers)
-        return [content]
+        named = ("Content-Disposition", f"attachment; filename*=UTF-8''{quote(file.name, safe='')}")
+        return _send(start, HTTPStatus.OK, file.mimetype, content, named)
 
     def _answer(self, environ: Environ, start: StartResponse) -> Iterable[bytes]:
         """Optuna's answer, with our style in pages and our trial notes in studies.
@@ -250,14 +245,14 @@ class Application:
         answers = []
         for n, each in enumerate(found):
             shown = self._shown(each._study_id) if n < MOST_ANSWERS else None
-            said = (
-                {"headline": headline(shown.report), "lead": lead(shown.report)}
-                if shown
-                else {"headline": "", "lead": ""}
-            )
-            link = REPORT_LINK.format(each._study_id) if shown else ""
             answers.append(
-                {"name": each.study_name, "optuna": f"/dashboard/studies/{each._study_id}", "report": link} | said
+                {
+                    "name": each.study_name,
+                    "optuna": f"/dashboard/studies/{each._study_id}",
+                    "report": REPORT_LINK.format(each._study_id) if shown else "",
+                    "headline": headline(shown.report) if shown else "",
+                    "lead": lead(shown.report) if shown else "",
+                }
             )
         return answers
 
@@ -273,17 +268,15 @@ class Application:
         return config_file(report, f"{report.name}-{label}", points[name]) if name in points else None
 
 
-def _page(start: StartResponse, text: str) -> Iterable[bytes]:
-    body = text.encode()
-    start(
-        "200 OK",
-        [
-            ("Content-Type", "text/html; charset=utf-8"),
-            ("Content-Length", str(len(body))),
-            ("Cache-Control", "no-store"),
-        ],
-    )
+def _send(
+    start: StartResponse, status: HTTPStatus, kind: str, body: bytes, *headers: tuple[str, str]
+) -> Iterable[bytes]:
+    start(f"{status.value} {status.phrase}", [("Content-Type", kind), ("Content-Length", str(len(body))), *headers])
     return [body]
+
+
+def _page(start: StartResponse, text: str) -> Iterable[bytes]:
+    return _send(start, HTTPStatus.OK, "text/html; charset=utf-8", text.encode(), ("Cache-Control", "no-store"))
 
 
 def _with_notes(content: bytes, shown: StudyOverlay) -> bytes:
@@ -297,12 +290,8 @@ def _with_notes(content: bytes, shown: StudyOverlay) -> bytes:
 
 def _say(start: StartResponse, status: HTTPStatus, text: str) -> Iterable[bytes]:
     """A refusal: JSON, which Optuna's page shows as it does its own errors."""
-    body = json.dumps({"reason": text}).encode()
-    headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
-    if status is HTTPStatus.UNAUTHORIZED:
-        headers.append(("WWW-Authenticate", "Bearer"))
-    start(f"{status.value} {status.phrase}", headers)
-    return [body]
+    asked = [("WWW-Authenticate", "Bearer")] if status is HTTPStatus.UNAUTHORIZED else []
+    return _send(start, status, "application/json", json.dumps({"reason": text}).encode(), *asked)
 
 
 def _cookie(environ: Environ) -> str:

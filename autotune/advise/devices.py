@@ -1,7 +1,5 @@
 """Devices in nodes: what people write for them, and the machine that they make."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -76,7 +74,7 @@ class Devices:
         """The 16-bit precision to train in."""
         return "bf16" if "bf16" in self.card.flops else "fp16"
 
-    def of(self, count: int) -> Devices:
+    def of(self, count: int) -> "Devices":
         """Another number of the same devices: a node that has too few becomes one of eight, and several of those."""
         full = self.per_node if count <= self.per_node or self.nodes > 1 else min(count, PER_NODE)
         return replace(self, count=count, per_node=full)

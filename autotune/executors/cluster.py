@@ -1,7 +1,5 @@
 """Runs trials on the machines of a cluster: an engine starts an agent on each; orders and results are shared files."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -202,7 +200,7 @@ class ClusterExecutor(base.Executor):
             allocation.spool.order({"end": True})
         return job
 
-    def find(self, folder: TrialDir) -> ClusterJob | None:
+    def find(self, folder: TrialDir) -> "ClusterJob | None":
         """Returns the job that the folder names, if this engine has it and its spool still exists."""
         try:
             said = json.loads(folder.job.read_text())

@@ -1,7 +1,5 @@
 """Runs trials on this machine: one warm server, which forks the ranks of each trial."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -87,11 +85,11 @@ class LocalExecutor(Executor):
             raise UserError(f"the trial server did not start ({how}); see {self._log}: {files.last_line(self._log)}")
         self._cold_reason, self._ready = str(answer.get("reason", "")), True
 
-    def submit(self, folder: TrialDir) -> LocalJob:
+    def submit(self, folder: TrialDir) -> "LocalJob":
         """Orders the trial from the server, which is started again if it has died."""
         return self.submit_part(folder, folder.exit, {})
 
-    def submit_part(self, folder: TrialDir, end: Path, part: Mapping[str, str | int]) -> LocalJob:
+    def submit_part(self, folder: TrialDir, end: Path, part: Mapping[str, str | int]) -> "LocalJob":
         """Orders this machine's part of a trial.
 
         Args:
@@ -173,7 +171,7 @@ class LocalExecutor(Executor):
             return self._n_ended
         return 0
 
-    def _job(self, order: bytes, end: Path) -> LocalJob:
+    def _job(self, order: bytes, end: Path) -> "LocalJob":
         assert self._server is not None and self._server.stdin is not None
         self._server.stdin.write(order)
         self._server.stdin.flush()

@@ -3,8 +3,6 @@
 If the machines share no file system with the coordinator, the actors copy the files.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -174,7 +172,7 @@ class Ray(Engine):
             return False
         return True
 
-    def _group(self, job: str) -> _Group | None:
+    def _group(self, job: str) -> "_Group | None":
         """Returns the placement group of a job, which another process may have made; None if it is gone."""
         if job not in self._groups:
             import ray

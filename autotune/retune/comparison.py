@@ -1,7 +1,5 @@
 """Statistics of rounds in turns: has a configuration drifted against the baseline, and which of two is better?"""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +41,7 @@ class Reading:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, result: TrialResult, metrics: Mapping[str, float]) -> Reading:
+    def of(cls, result: TrialResult, metrics: Mapping[str, float]) -> "Reading":
         """The reading of a trial."""
         return cls(outcome=result.outcome, reason=result.reason, metrics=metrics)
 
@@ -108,7 +106,7 @@ class DriftCheck(_Evidence):
     machine: float | None = None
 
     @classmethod
-    def cannot_run(cls, reason: str) -> DriftCheck:
+    def cannot_run(cls, reason: str) -> "DriftCheck":
         """The configuration in use no longer runs."""
         return cls(moved=True, runs=False, reason=reason)
 
@@ -148,7 +146,7 @@ class Comparison(_Evidence):
     won: bool = False
 
     @classmethod
-    def walkover(cls, reason: str) -> Comparison:
+    def walkover(cls, reason: str) -> "Comparison":
         """A win because the configuration in use cannot run."""
         return cls(gain=None, won=True, failed=reason)
 
@@ -277,7 +275,7 @@ class _Mean:
     degrees: int
 
     @classmethod
-    def of(cls, logs: Sequence[float]) -> _Mean:
+    def of(cls, logs: Sequence[float]) -> "_Mean":
         return cls(statistics.fmean(logs), _se(logs), len(logs) - 1)
 
     @property

@@ -1,7 +1,5 @@
 """The decision of a re-tuning: verdict, evidence, and the difference between old and new configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -45,7 +43,7 @@ class Decision:
     notes: Sequence[str] = ()
 
     @classmethod
-    def of_data(cls, data: Mapping[str, Any], folder: Path) -> Decision:
+    def of_data(cls, data: Mapping[str, Any], folder: Path) -> "Decision":
         """Read the data that `to_data` made of a decision to replace the configuration."""
         return cls(
             verdict=RetuneVerdict(data["verdict"]), reason=data["reason"], generation=data["generation"], folder=folder,

@@ -1,7 +1,5 @@
 """Fingerprint of what a study's answer depends on (device, libraries, model, data, ranks, space) and its changes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -142,12 +140,12 @@ class Fingerprint:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, kept: StudyRecord) -> Fingerprint:
+    def of(cls, kept: StudyRecord) -> "Fingerprint":
         """The fingerprint when the study began."""
         return cls(values=_plain(_known(kept.workload, kept.world_size, kept.fingerprint)))
 
     @classmethod
-    def now(cls, found: Plan) -> Fingerprint:
+    def now(cls, found: Plan) -> "Fingerprint":
         """The fingerprint of the same target on this machine now."""
         return cls(values=_plain(_known(found.workload, found.world_size, _plain(found.fingerprint()))))
 

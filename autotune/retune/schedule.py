@@ -1,7 +1,5 @@
 """Schedules of re-tuning: their rules, which of them are due, and the daemon that runs them."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import logging
@@ -75,7 +73,7 @@ class Schedule:
     next_run_at: float
 
     @classmethod
-    def of(cls, row: Row) -> Schedule:
+    def of(cls, row: Row) -> "Schedule":
         """The schedule in a row of the database.
 
         Raises:

@@ -1,7 +1,5 @@
 """Objectives and constraints on metrics, and the score of a trial."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -52,7 +50,7 @@ class _Bounded(BaseModel):
         return data | bounds
 
     @model_validator(mode="after")
-    def _check_order(self) -> _Bounded:
+    def _check_order(self) -> "_Bounded":
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"min {self.min:g} is above max {self.max:g}, so nothing can hold it")
         return self
@@ -88,7 +86,7 @@ class Constraint(_Bounded):
     """
 
     @model_validator(mode="after")
-    def _check_bounds(self) -> Constraint:
+    def _check_bounds(self) -> "Constraint":
         if self.min is None and self.max is None:
             raise ValueError(f"{self.metric}: give a `min` or a `max`")
         return self

@@ -1,7 +1,5 @@
 """The joint posterior of the trials' log step times, from every measurement of a study: a linear mixed model."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, replace
 
@@ -54,7 +52,7 @@ class Readings:
     forecast: Floats
     forecast_cov: Floats
 
-    def take(self, rows: NDArray[np.intp]) -> Readings:
+    def take(self, rows: NDArray[np.intp]) -> "Readings":
         """Some of the readings."""
         return replace(
             self,

@@ -4,8 +4,6 @@ Batch and numerics decide them; what else one trial reads is the noise of its lo
 short to reach the target, do not narrow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -79,7 +77,7 @@ class _Kinds:
     prior: Floats
 
     @classmethod
-    def of(cls, log_batch: Floats, numerics: Sequence[Hashable]) -> _Kinds:
+    def of(cls, log_batch: Floats, numerics: Sequence[Hashable]) -> "_Kinds":
         kind_of = list(zip(log_batch.tolist(), numerics, strict=True))
         kinds = {kind: n for n, kind in enumerate(dict.fromkeys(kind_of))}
         same = np.array([[a == b for _, b in kinds] for _, a in kinds], dtype=float)

@@ -6,8 +6,6 @@ throughput and time to target follow from them exactly. Each is the prior times 
 learned as the samples to the target are: both are linear in the batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -222,7 +220,7 @@ class CostModel:
                     total += share * self.samples.of(metric).draw(batches, rng, n)
         return total + of_time * self.time.draw(design, rng, n) if of_time else total
 
-    def carried(self, rows: Rows) -> TransferredCorrections:
+    def carried(self, rows: Rows) -> "TransferredCorrections":
         """What the trials taught about candidates, apart from the machine's memory limit and the workload's own size."""
         time = self.catalogue.time.take(rows)
         none = np.zeros((len(rows), 2))  # how near the limit they are will be another matter

@@ -1,7 +1,5 @@
 """One training configuration, and the DeepSpeed JSON that it means."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -82,7 +80,7 @@ class Candidate:
     config: tuple[tuple[str, Scalar], ...] = ()
 
     @classmethod
-    def of(cls, values: Mapping[str, Scalar]) -> Candidate:
+    def of(cls, values: Mapping[str, Scalar]) -> "Candidate":
         """Builds a candidate from flat knob values; a name with a dot is a DeepSpeed path."""
         own: dict[str, Any] = {name: value for name, value in values.items() if name in FIELDS}
         config = {name: value for name, value in values.items() if name not in FIELDS and value is not None}
@@ -107,7 +105,7 @@ class Candidate:
         return json.dumps(self.values(), sort_keys=True)
 
     @classmethod
-    def from_key(cls, key: str) -> Candidate:
+    def from_key(cls, key: str) -> "Candidate":
         """The candidate of a key."""
         return cls.of(json.loads(key))
 
@@ -175,7 +173,7 @@ class Candidate:
         words += [f"{path.rsplit('.', 1)[-1]}={plain(value)}" for path, value in self.config]
         return ", ".join(words)
 
-    def changes_from(self, other: Candidate) -> list[str]:
+    def changes_from(self, other: "Candidate") -> list[str]:
         """The changes from another candidate in words, one each: `ZeRO 0 instead of 3`."""
         own, before = self.values(), other.values()
         said = list[str]()

@@ -1,7 +1,5 @@
 """Search spaces: the knobs to tune, their conditions, and the candidates that they span."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -40,7 +38,7 @@ class SearchSpace:
     samples_per_rank: float | None = None
 
     @classmethod
-    def parse(cls, data: Any, where: str) -> SearchSpace:
+    def parse(cls, data: Any, where: str) -> "SearchSpace":
         """Reads one search space, as in a preset file.
 
         Args:
@@ -50,7 +48,7 @@ class SearchSpace:
         return cls.compose([(where, parse_parameters(data, where))])
 
     @classmethod
-    def compose(cls, parts: Iterable[tuple[str, Sequence[Parameter]]]) -> SearchSpace:
+    def compose(cls, parts: Iterable[tuple[str, Sequence[Parameter]]]) -> "SearchSpace":
         """The union of search spaces, each with the place it came from.
 
         Raises:
@@ -82,7 +80,7 @@ class SearchSpace:
         """The space as it stands in a YAML file; `parse` reads it back (a kept global batch is not part of it)."""
         return {parameter.name: parameter.to_data() for parameter in self.parameters}
 
-    def pinned(self, values: Mapping[str, Scalar]) -> SearchSpace:
+    def pinned(self, values: Mapping[str, Scalar]) -> "SearchSpace":
         """The part of the space in which the named knobs have the given values."""
         kept = [
             Parameter(name=p.name, choices=(values[p.name],), when=p.when) if p.name in values else p
@@ -92,7 +90,7 @@ class SearchSpace:
 
     def keeping(
         self, global_batch: int, world_size: int, micro_batch_size: int | None = None, shared: int = 1
-    ) -> SearchSpace:
+    ) -> "SearchSpace":
         """The part of the space that trains on the same global batch.
 
         The accumulation is derived, `global_batch / (micro_batch_size * world_size)`, so it is no longer a parameter;

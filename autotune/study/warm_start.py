@@ -1,7 +1,5 @@
 """Warm starts: the history of all measurements, and the related study that a new search starts from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -96,7 +94,7 @@ class PriorStudy:
 
         return lambda prior: Transferred(prior, self.guide, self.told, self.doubt, scale)
 
-    def warm_start(self, found: Plan, first: tuple[Candidate, ...] = ()) -> WarmStart:
+    def warm_start(self, found: Plan, first: tuple[Candidate, ...] = ()) -> "WarmStart":
         """Returns the knowledge that a new study of a plan starts from."""
         return WarmStart(prior=self.prior(found), first=tuple(c for c in dict.fromkeys(first) if c != found.baseline))
 

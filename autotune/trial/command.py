@@ -1,7 +1,5 @@
 """The command that starts a training script: its templates, the values that fill them, and its flags."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os
@@ -64,7 +62,7 @@ class Invocation:
         return {name: value for name, value in kept if not templates_in([value])}
 
     @property
-    def shown(self) -> Invocation:
+    def shown(self) -> "Invocation":
         """Returns the same without secrets, to be printed and stored."""
         return replace(
             self,

@@ -1,7 +1,5 @@
 """Records from which memory and step time are predicted: the passes of a model, and the rates of a machine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -44,7 +42,7 @@ class Pass:
     moved_bytes: tuple[float, float]
     n_ops: float
 
-    def scaled(self, factor: float) -> Pass:
+    def scaled(self, factor: float) -> "Pass":
         """Returns the pass in an arithmetic whose numbers are longer by this factor: the same operations on more bytes."""
         kept, largest, moved = (
             (factor * constant, factor * slope)
@@ -153,7 +151,7 @@ class Profile:
         """Returns the tokens of an average sample; None where samples are no token sequences."""
         return expected(self.lengths) or (float(self.sequence) if self.sequence > 1 else None)
 
-    def reaching(self, length: int) -> Profile:
+    def reaching(self, length: int) -> "Profile":
         """Returns the profile for samples that are stated to reach a length, which then has to fit."""
         if self.guessed or self.sequence <= 1 or length <= self.longest:
             return self
@@ -257,7 +255,7 @@ class Profile:
         return flops, moved, np.full(len(micro), more * found.n_ops)
 
     @classmethod
-    def guess(cls, n_parameters: int, n_trainable: int, n_blocks: int, sequence: int = GUESSED_SEQUENCE) -> Profile:
+    def guess(cls, n_parameters: int, n_trainable: int, n_blocks: int, sequence: int = GUESSED_SEQUENCE) -> "Profile":
         """Returns the profile of a transformer of this size, for a model of which only the parameter count is known.
 
         P = 12 L h^2 gives the width; 34 s h bytes per layer at 16 bits with fused attention (Korthikanti et al.,
@@ -326,7 +324,7 @@ class Machine:
     algorithm: str = "ring"
 
     @classmethod
-    def guess(cls, accelerator: str, world_size: int, n_cores: int = 4) -> Machine:
+    def guess(cls, accelerator: str, world_size: int, n_cores: int = 4) -> "Machine":
         """Returns typical rates, which may be wrong by a factor of a few; measurements correct them."""
         if accelerator != "cpu":
             rates = {"fp32": 6e13, "bf16": 3e14, "fp16": 3e14, "torch_autocast": 2e14, "torch_autocast_fp16": 2e14}

@@ -1,7 +1,5 @@
 """Records of how a trial ended: report of a rank, exit of its processes, result of the trial."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import sys
@@ -226,7 +224,7 @@ class DeviceLoad:
     temperature_c: int | None = None
 
     @classmethod
-    def of_all(cls, each: Sequence[DeviceLoad]) -> DeviceLoad | None:
+    def of_all(cls, each: "Sequence[DeviceLoad]") -> "DeviceLoad | None":
         """The load of a trial's devices; None without any."""
         if not each:
             return None

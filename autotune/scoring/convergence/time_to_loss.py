@@ -1,7 +1,5 @@
 """Training time until a trial reaches the loss that the baseline reached."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -41,7 +39,7 @@ class Reference:
     noise_problem: str = "it was not measured"
 
     @classmethod
-    def of(cls, baseline: TrialResult) -> Reference:
+    def of(cls, baseline: TrialResult) -> "Reference":
         """The reference that the baseline's trial gives.
 
         The window is the last quarter of its samples. The loss must have fallen from the first window to the last by

@@ -1,7 +1,5 @@
 """Runs a launch command up to its training script, and records how it starts the ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -206,7 +204,7 @@ class _Running:
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         return lines[-1][:500] if lines else "it printed nothing"
 
-    def __enter__(self) -> _Running:
+    def __enter__(self) -> "_Running":
         return self
 
     def __exit__(self, *_: object) -> None:

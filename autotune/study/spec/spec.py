@@ -1,7 +1,5 @@
 """`StudySpec`, the user's request: target, search space, objectives and budget, read from YAML, presets and flags."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
@@ -128,7 +126,7 @@ class StudySpec(BaseModel):
     @naming_lines
     def load(
         cls, path: Path, overrides: Mapping[str, Any] | None = None, invocation: Invocation | None = None
-    ) -> StudySpec:
+    ) -> "StudySpec":
         """Reads a `study.yaml`; paths in it are relative to its folder.
 
         Args:
@@ -156,7 +154,7 @@ class StudySpec(BaseModel):
     @classmethod
     def of_command(
         cls, invocation: Invocation, overrides: Mapping[str, Any] | None = None, path: Path | None = None
-    ) -> StudySpec:
+    ) -> "StudySpec":
         """Returns the study of a launch command.
 
         Args:
@@ -176,14 +174,14 @@ class StudySpec(BaseModel):
         return spec
 
     @classmethod
-    def of_target(cls, path: Path, overrides: Mapping[str, Any] | None = None) -> StudySpec:
+    def of_target(cls, path: Path, overrides: Mapping[str, Any] | None = None) -> "StudySpec":
         """Returns the default study of a `model.py` or a script; arguments and errors as for `load`."""
         target = inspect_target(path)
         data = {"target": str(path.absolute())} | ({"working_dir": "."} if target.kind == "script" else {})
         return cls._build(data, str(path), Path.cwd(), overrides, _default_name(path), target=target)
 
     @classmethod
-    def of(cls, path: Path, overrides: Mapping[str, Any] | None = None) -> StudySpec:
+    def of(cls, path: Path, overrides: Mapping[str, Any] | None = None) -> "StudySpec":
         """Returns the study of a `study.yaml`, a `model.py` or a script, its target checked; errors as for `load`."""
         spec = cls.load(path, overrides) if is_yaml(path) else cls.of_target(path, overrides)
         if spec.inspected.kind == "script":
@@ -267,7 +265,7 @@ class StudySpec(BaseModel):
     def _build(
         cls, data: Mapping[Any, Any], where: str, folder: Path, overrides: Mapping[str, Any] | None, name: str,
         invocation: Invocation | None = None, target: Target | None = None,
-    ) -> StudySpec:  # fmt: skip
+    ) -> "StudySpec":  # fmt: skip
         given = {key: _Stated(value, f"{where}: {key}", folder) for key, value in data.items()}
         for key, value in (overrides or {}).items():
             if value is not None:
@@ -316,7 +314,7 @@ class StudySpec(BaseModel):
         return name
 
     @model_validator(mode="after")
-    def _check_whole(self) -> StudySpec:
+    def _check_whole(self) -> "StudySpec":
         _check_together(self)
         return self
 

@@ -1,7 +1,5 @@
 """Identity of a process that holds leases, and whether it still exists."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -30,12 +28,12 @@ class Owner:
     mark: str
 
     @classmethod
-    def here(cls) -> Owner:
+    def here(cls) -> "Owner":
         """A new owner in this process."""
         return cls(platform.node(), _kernel(), os.getpid(), processes.started(os.getpid()) or "", uuid.uuid4().hex[:8])
 
     @classmethod
-    def read(cls, text: str) -> Owner:
+    def read(cls, text: str) -> "Owner":
         """The owner that `str` wrote."""
         host, kernel, pid, started, mark = text.split("|")
         return cls(host, kernel, int(pid), started, mark)

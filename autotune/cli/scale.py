@@ -176,11 +176,7 @@ def scale(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Measure a configuration on several numbers of ranks, in turns.
-
-    Returns:
-        Exit status: 0 all of them ran, 1 not.
-    """
+    """Measure a configuration on several numbers of ranks, in turns; the exit status is 0 if all of them ran, else 1."""
     from autotune.report.progress import ProgressView
 
     mode: Mode | None = None if weak is None else "weak" if weak else "strong"

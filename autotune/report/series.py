@@ -208,9 +208,9 @@ def _trials_with(report: StudyReport, series: str) -> Iterable[Data]:
     return (one for one in order if sum(value is not None for value in one.get(series) or ()) > 1)
 
 
-def piece_size(n: int) -> int:
-    """Number of steps that one point of a loss curve stands for, by the length of the curve."""
-    return max(1, -(-n // MOST_LOSS_POINTS))
+def piece_size(n: int, most: int = MOST_LOSS_POINTS) -> int:
+    """Number of steps that one of at most `most` points of a curve stands for, by the length of the curve."""
+    return max(1, -(-n // most))
 
 
 def pieces_of(losses: Sequence[float | None]) -> list[float | None]:
@@ -222,7 +222,7 @@ def pieces_of(losses: Sequence[float | None]) -> list[float | None]:
 
 
 def _pieces(n: int, most: int) -> list[range]:
-    size = max(1, -(-n // most))
+    size = piece_size(n, most)
     return [range(start, min(start + size, n)) for start in range(0, n, size)]
 
 

@@ -68,7 +68,6 @@ class Advice:
     """Advice on one kind of devices.
 
     Attributes:
-        source: Where its facts come from.
         others: The next best, with what speaks against each.
         sequence: Tokens of a sample.
         flops_per_token: Of forward and backward, without recomputation.

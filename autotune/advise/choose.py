@@ -40,7 +40,6 @@ class Question:
     """What advice is asked for.
 
     Attributes:
-        profile: The workload, measured or made.
         goal: One of `GOALS`.
         global_batch: Samples of an optimizer step to keep; None if it is free.
         settings: Knobs that are settled, as a candidate has them.

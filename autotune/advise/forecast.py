@@ -70,7 +70,6 @@ def forecast(
 
     Args:
         base: Settings by dotted path that hold where a candidate says nothing.
-        constants: What was fitted.
     """
     machine, knobs = devices.machine(constants), Knobs.of(candidates, base or {})
     memory, time = cost_terms(candidates, profile, machine, base)

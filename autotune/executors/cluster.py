@@ -143,7 +143,6 @@ class ClusterExecutor(base.Executor):
     Args:
         root: Folder for the spools, shared with the machines.
         on_queue: Called with the reason why a trial waits in the engine's queue, whenever it changes.
-        patience_s: See `Executor`.
     """
 
     def __init__(

@@ -13,12 +13,7 @@ from autotune.trial.result import OOM_EXIT_CODE, PHASES, TAIL_PHASES, DeviceLoad
 
 
 def joined(found: Mapping[int, Exit], nodes: int, note: str = "") -> Exit:
-    """Returns one exit from those of all machines; `lost` if one of them is missing.
-
-    Args:
-        found: The exits by machine.
-        note: Message of the engine.
-    """
+    """Returns one exit from those of all machines; `lost` if one of them is missing."""
     missing = [node for node in range(nodes) if node not in found]
     # The first failure on any machine is the cause; the others only lost a peer.
     first = min(
@@ -54,7 +49,6 @@ def merge(
     """Returns the result of a trial from the reports of its ranks and the exit of their processes.
 
     Args:
-        found: The reports by rank.
         entered: Last phase of each rank, for ranks without a report.
     """
     outcome, reason, phase, rank = _verdict(request, found, end, _first_phase(found, entered or {}, end))

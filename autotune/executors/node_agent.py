@@ -124,7 +124,6 @@ class NodeAgent:
     """Runs the orders of a spool on this machine.
 
     Args:
-        address: Address of the first machine.
         lifeline: End when standard input is closed.
     """
 

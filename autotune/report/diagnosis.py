@@ -118,8 +118,6 @@ def of_result(result: TrialResult, path: Path, workload: Workload, others: Seque
 
     Args:
         result: Its end; it completed.
-        workload: Its target, as it was inspected.
-        others: Other trials of that target.
     """
     seen = _alone(result)
     evidence = Evidence(

@@ -239,7 +239,6 @@ class Evidence:
         """A configuration's metrics, as multiples of the recommended one's, in words.
 
         Args:
-            ratios: These multiples.
             how: How they are known: `measured` or `predicted`.
             tied: The two cannot be told apart.
         """

@@ -65,11 +65,7 @@ def _cell(value: Any) -> Any:
 
 
 def draw(report: StudyReport, folder: Path) -> list[Path]:
-    """Writes the study's figures as PNG.
-
-    Returns:
-        Their paths.
-    """
+    """Writes the study's figures as PNG."""
     metrics = report.objectives
     timed = [curve.trial for curve in series.steps(report)]
     marked = [trial for trial in timed if trial in report.marks][:4]

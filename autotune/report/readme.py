@@ -72,11 +72,7 @@ def study_note(report: StudyReport, link: Callable[[str], str]) -> str:
 
 
 def trial_note(report: StudyReport, row: Data, link: str) -> str:
-    """One trial for Optuna's dashboard: its configuration, what it yielded, how it failed.
-
-    Args:
-        row: The trial, as the report has it.
-    """
+    """One trial for Optuna's dashboard: its configuration, what it yielded, how it failed."""
     point, marks = report.points.get(row["trial"], row), report.marks.get(row["trial"], [])
     end, why = end_words(row)
     return _joined([

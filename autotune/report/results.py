@@ -149,14 +149,11 @@ class StudyResult:
         return found
 
     def report(self, path: FilePath | None = None) -> Path:
-        """Writes the study as one HTML page that works offline.
+        """Writes the study as one HTML page that works offline; returns its path.
 
         Args:
             path: The page, as `out.html`, or a folder, into which `report.json` and `trials.csv` come too; by default
                 the study's own folder.
-
-        Returns:
-            The page.
 
         Raises:
             UserError: It cannot be written.

@@ -193,11 +193,7 @@ def _days_by_name(cron: str) -> str:
 
 
 def due(history: History, study: str, now: float | None = None) -> list[Schedule]:
-    """The schedules of a study that are due.
-
-    Raises:
-        ScheduleError: It has none.
-    """
+    """The schedules of a study that are due; a `ScheduleError` if it has none."""
     now = time.time() if now is None else now
     found = [Schedule.of(row) for row in history.schedules(study)]
     if not found:

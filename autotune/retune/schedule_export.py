@@ -32,7 +32,6 @@ def export(
     """The schedules in the form of another scheduler.
 
     Args:
-        form: One of `FORMS`.
         schedules: The schedules, whose texts `Schedule.of` has checked.
         folder: Folder in which the commands run: the one above `studies`.
         storage: The database, unless it is the usual one. Its URL is left to the environment.
@@ -54,11 +53,7 @@ def export(
 
 
 class Job(NamedTuple):
-    """A schedule to be written.
-
-    Attributes:
-        folder: Folder in which the command runs.
-    """
+    """A schedule to be written."""
 
     schedule: Schedule
     name: str

@@ -136,7 +136,6 @@ def candidates(base: Candidate, ranks: Sequence[int], mode: Mode) -> dict[int, C
 
     Args:
         base: The configuration of the most ranks.
-        mode: Which of the two.
 
     Raises:
         ScalingError: A rank count does not divide the largest one.

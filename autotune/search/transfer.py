@@ -24,9 +24,7 @@ class Transferred:
     and so on. What the earlier trials showed of it, a factor for each term and what each knob adds, is laid over it.
 
     Args:
-        prior: The new circumstances' own.
         guide: The earlier search; its prior has the same terms.
-        told: The earlier trials.
         doubt: How far the corrections may be off here, of what is believed without them.
         scale: The new reference's global batch over the earlier one's.
     """

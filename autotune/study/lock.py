@@ -23,7 +23,6 @@ def study_lock(folder: Path, name: str | None = None) -> Iterator[IO[str]]:
     """Locks a study for one run; ends and removes what a killed run left.
 
     Args:
-        folder: The folder that the run writes to.
         name: The study's name; by default the folder's.
 
     Raises:

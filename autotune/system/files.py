@@ -114,11 +114,7 @@ def words(error: OSError) -> str | None:
 
 
 def check_space(path: Path, reason: str = "") -> None:
-    """Raises an error if a failure may be due to a full disk.
-
-    Raises:
-        OSError: The disk, or the user's quota, is full.
-    """
+    """Raises an OSError if a failure may be due to a full disk, or the user's quota."""
     if QUOTA in reason.lower():
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
     if _is_full(path):

@@ -54,7 +54,6 @@ class Operation:
     """An operation of a traced step.
 
     Attributes:
-        name: Its name in torch.
         calls: Calls per step.
         seconds: Its own time per step, without the operations that it calls.
     """

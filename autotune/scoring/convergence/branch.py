@@ -122,7 +122,6 @@ def of_another(found: Branch, trial: int, faster: float) -> Branch:
 
     Args:
         found: The branch, which decided.
-        trial: The trial that it is of.
         faster: The other one's throughput over that trial's.
     """
     assert found.time_ratio is not None

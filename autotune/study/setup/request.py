@@ -46,9 +46,6 @@ def requested(target: str, overrides: Mapping[str, Any], view: EventSink = SILEN
 
     To import what `tune` needs takes as long as a third of what a server on this machine imports, so the two go on at once.
 
-    Args:
-        overrides: Fields of `StudySpec` that replace those of the file.
-
     Raises:
         UserError: The target cannot be tuned, or another process runs this study.
         KeyboardInterrupt: The user stopped a launch command.

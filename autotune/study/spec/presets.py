@@ -66,8 +66,6 @@ def find_preset(kind: Kind, name_or_path: str, relative_to: Path, where: str) ->
     """Returns the file of a preset; a text that ends in .yaml or .yml, or has a separator, is a path.
 
     Args:
-        name_or_path: As the user gave it.
-        relative_to: Folder of a relative path.
         where: The option or file that names it, for the error.
     """
     if is_yaml(Path(name_or_path)) or "/" in name_or_path or os.sep in name_or_path:

@@ -47,7 +47,6 @@ def measured(study: Study, folder: Path, kept: StudyRecord, before: Reading | No
     """Every told trial of a study with its re-measurements.
 
     Args:
-        folder: Its folder, which holds the re-measurements.
         before: What an earlier reading left; this one adds to it.
     """
     before = Reading() if before is None else before
@@ -138,7 +137,6 @@ def _repeated(
     """The metrics of each complete re-measurement, by round; and the peak memory of those that tried a worst batch.
 
     Args:
-        paths: Their folders.
         beside: The baseline's in the same rounds: on other machines than these a time says nothing.
     """
     # Re-measurements time steps; they are too short for a loss curve.

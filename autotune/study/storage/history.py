@@ -77,6 +77,8 @@ NUMBERS, OBJECTS = (
 class History:
     """The history in one database; missing tables are created.
 
+    What writes rows of a study raises a `GoneError` if the study is not there, or was deleted meanwhile.
+
     Attributes:
         unreadable: Rows that were left out because a value in them cannot be read: study, number in the database.
     """
@@ -89,11 +91,7 @@ class History:
     # Measurements and recommendations
 
     def measured(self, row: Measurement) -> None:
-        """Store a measurement of an existing study.
-
-        Raises:
-            GoneError: The study was deleted.
-        """
+        """Store a measurement of an existing study."""
         for attempt in range(3):
             try:
                 with self._of(row.study) as connection:
@@ -116,11 +114,7 @@ class History:
 
         Args:
             generation: Number of its re-tuning; 0 for the study itself.
-            pick: The recommendation.
             words: What it gains, as the answer says it.
-
-        Raises:
-            GoneError: The study was deleted.
         """
         low, high = pick.get("speedup_ci95") or (None, None)
         values: dict[str, Any] = {
@@ -137,11 +131,7 @@ class History:
                 connection.execute(RECOMMENDATION.update().where(same).values(words=words))
 
     def withdrawn(self, study: str, generation: int) -> None:
-        """Store that nothing is recommended any more, if anything was: its last row again, without a configuration.
-
-        Raises:
-            GoneError: The study was deleted.
-        """
+        """Store that nothing is recommended any more, if anything was: its last row again, without a configuration."""
         with self._of(study) as connection:
             last = self._last(connection, study)
             if last is not None and last["ds_config"]:
@@ -198,11 +188,7 @@ class History:
     # Decisions of re-tuning
 
     def begin(self, study: str, cause: str) -> int:
-        """Store that a re-tuning begins; returns its number in the database.
-
-        Raises:
-            GoneError: The study was deleted.
-        """
+        """Store that a re-tuning begins; returns its number in the database."""
         with self._of(study) as connection:
             last = connection.scalar(sql.select(sql.func.max(DECISION.c.generation)).where(DECISION.c.study == study))
             begun = DECISION.insert().values(
@@ -212,11 +198,7 @@ class History:
             return int(done.inserted_primary_key[0])  # type: ignore[index]
 
     def decide(self, study: str, number: int, **values: Any) -> None:
-        """Update the row of a re-tuning.
-
-        Raises:
-            GoneError: It was deleted, with its study.
-        """
+        """Update the row of a re-tuning."""
         with self.engine.begin() as connection:
             update = DECISION.update().where(DECISION.c.id == number).values(**redaction.redact(values))
             if not connection.execute(update).rowcount:
@@ -240,11 +222,7 @@ class History:
         return self._rows(query if study is None else query.where(SCHEDULE.c.study == study))
 
     def add_schedule(self, **values: Any) -> int:
-        """Store a schedule; returns its number.
-
-        Raises:
-            GoneError: The study is not there.
-        """
+        """Store a schedule; returns its number."""
         with self._of(values["study"]) as connection:
             done = connection.execute(SCHEDULE.insert().values(created_at=time.time(), **values))
             return int(done.inserted_primary_key[0])  # type: ignore[index]
@@ -262,11 +240,7 @@ class History:
     # A study's end
 
     def forget(self, study: str, *, schedules: bool = False) -> None:
-        """Remove all rows of a study, and environments that no measurement uses any more.
-
-        Args:
-            schedules: Whether to remove its schedules, too.
-        """
+        """Remove all rows of a study, and environments that no measurement uses any more."""
         with self.engine.begin() as connection:
             for table in (*OF_A_STUDY, *((SCHEDULE,) if schedules else ())):
                 connection.execute(table.delete().where(table.c.study == study))

@@ -1,10 +1,9 @@
 """Where trials ran and what that cost: machines, waits, and attempts that were lost."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from autotune.errors import printable
-from autotune.report.data import StudyReport
+from autotune.report.data import Data, StudyReport
 from autotune.system.units import format_duration
 
 # Shorter waits are not worth a word.
@@ -16,7 +15,7 @@ HEADS = ("machines", "device and libraries", "trials", "lost attempts", "waited"
 
 def rows(report: StudyReport) -> list[list[str]]:
     """A row of `HEADS` for each set of machines; none where one machine ran all trials at once and lost none."""
-    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    found: dict[tuple[str, str], list[Data]] = {}
     for trial in report.trials:
         if trial.get("hosts"):
             found.setdefault((", ".join(trial["hosts"]), trial.get("machine", "")), []).append(trial)
@@ -50,10 +49,10 @@ def lines(report: StudyReport) -> list[str]:
     return said
 
 
-def _n_lost(trials: Sequence[Mapping[str, Any]]) -> int:
+def _n_lost(trials: Sequence[Data]) -> int:
     return sum(len(trial.get("lost_attempts") or ()) for trial in trials)
 
 
-def _waited_s(trials: Sequence[Mapping[str, Any]]) -> float:
+def _waited_s(trials: Sequence[Data]) -> float:
     waits = (float(trial.get("waited_s") or 0.0) for trial in trials)
     return sum(each for each in waits if each >= LEAST_WAIT_S)

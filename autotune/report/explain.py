@@ -9,7 +9,7 @@ from typing import Any
 from optuna.study import Study
 
 from autotune.errors import UserError, printable
-from autotune.report.data import StudyReport, differences, metric_scale, quantity, times
+from autotune.report.data import Data, StudyReport, differences, metric_scale, quantity, times
 from autotune.report.expectations import Expectations
 from autotune.scoring.measured import improvement, weighted_gain
 from autotune.scoring.metrics import METRICS
@@ -219,7 +219,7 @@ class Evidence:
             reasons=[] if fits > SURE else [f"it fits the memory with a probability of {fits:.0%}"],
         )
 
-    def _compared(self, trial: Mapping[str, Any]) -> str:
+    def _compared(self, trial: Data) -> str:
         """A trial that ran against the recommended one, in words: first what keeps it from being recommended."""
         own = trial["metrics"]
         ratios = {name: own[name] / value for name, value in self.best.items() if own.get(name) and value}
@@ -230,7 +230,7 @@ class Evidence:
             why = "it was measured once, and only what was measured again is recommended"
         return f", but it cannot be recommended: {why}; {said}" if why else f": {said}"
 
-    def _only_once(self, trial: Mapping[str, Any]) -> bool:
+    def _only_once(self, trial: Data) -> bool:
         """Whether a trial was measured once, and the recommended one again."""
         pick = self.report.picks.get("recommended") or {}
         return trial.get("measurements") == 1 and pick.get("measurements") != 1
@@ -310,13 +310,13 @@ def _ratios(predicted: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return {metric: said["ratio"] for metric, said in predicted.items() if "ratio" in said}
 
 
-def _end(trial: Mapping[str, Any]) -> str:
+def _end(trial: Data) -> str:
     """How a trial ended, with the reason where it did not run to the end or may not be recommended."""
     end, why = str(trial["outcome"]).replace("_", " "), _barred(trial)
     return f"{end} ({why})" if why else end
 
 
-def _barred(trial: Mapping[str, Any]) -> str:
+def _barred(trial: Data) -> str:
     """Why a trial may not be recommended, whatever it measured; empty if it may."""
     if trial["outcome"] != Outcome.COMPLETE:
         return printable(trial["reason"])
@@ -326,7 +326,7 @@ def _barred(trial: Mapping[str, Any]) -> str:
     return f"only a trial can run it: {', '.join(alone)}" if alone else str(trial.get("doubt") or "")
 
 
-def _nearest(trials: Sequence[Mapping[str, Any]], candidate: Candidate) -> list[dict[str, Any]]:
+def _nearest(trials: Sequence[Data], candidate: Candidate) -> list[dict[str, Any]]:
     """The trials of a configuration, or else those that differ least from it."""
     values, found = candidate.values(), []
     for trial in trials:

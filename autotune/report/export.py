@@ -4,13 +4,13 @@ import copy
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError, nearest
-from autotune.report.data import StudyReport
+from autotune.report.data import Data, StudyReport
 from autotune.report.script_changes import DTYPES, every_nth
 from autotune.report.started import Started, started
 from autotune.space.candidate import Candidate
@@ -104,13 +104,7 @@ def _holds(path: Path, config: DsConfig) -> bool:
         return False
 
 
-def export(
-    pick: Mapping[str, Any],
-    base: Mapping[str, Any],
-    format: str,  # noqa: A002
-    world_size: int,
-    started: Started | None = None,
-) -> str:
+def export(pick: Data, base: Data, format: str, world_size: int, started: Started | None = None) -> str:  # noqa: A002
     """A pick as the text of a file.
 
     Args:
@@ -124,7 +118,7 @@ def export(
     return FORMATS[format](pick, base, world_size, started)
 
 
-def deepspeed_config(pick: Mapping[str, Any], base: Mapping[str, Any]) -> DsConfig:
+def deepspeed_config(pick: Data, base: Data) -> DsConfig:
     """The complete DeepSpeed configuration of a pick: what was measured, and the user's sections that trials leave out.
 
     It states the ZeRO stage even where that is DeepSpeed's default: Accelerate and transformers refuse a file without
@@ -136,11 +130,11 @@ def deepspeed_config(pick: Mapping[str, Any], base: Mapping[str, Any]) -> DsConf
     return {**config, "zero_optimization": {"stage": 0, **config.get("zero_optimization", {})}}
 
 
-def _deepspeed(pick: Mapping[str, Any], base: Mapping[str, Any], *_: object) -> str:
+def _deepspeed(pick: Data, base: Data, *_: object) -> str:
     return json.dumps(deepspeed_config(pick, base), indent=2, allow_nan=False) + "\n"
 
 
-def _accelerate(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, started: Started | None) -> str:
+def _accelerate(pick: Data, base: Data, world_size: int, started: Started | None) -> str:
     """`accelerate launch --config_file`, with the JSON inside.
 
     `deepspeed_config_file` takes a path, or the JSON itself (accelerate.utils.deepspeed.HfDeepSpeedConfig). Beside it
@@ -169,7 +163,7 @@ use_cpu: false
 """
 
 
-def _command(pick: Mapping[str, Any], base: Mapping[str, Any], world_size: int, started: Started | None) -> str:
+def _command(pick: Data, base: Data, world_size: int, started: Started | None) -> str:
     """The whole command line to paste, below comments on what no flag of it carries."""
     if started is None:
         raise ExportError("the study tuned a model.py, which no command line starts; use --format deepspeed")
@@ -228,11 +222,7 @@ def _in_code(started: Started) -> str:
 
 
 def _with_training_flags(
-    arguments: tuple[str, ...],
-    pick: Mapping[str, Any],
-    base: Mapping[str, Any],
-    started: Started,
-    values: Mapping[str, Any],
+    arguments: tuple[str, ...], pick: Data, base: Data, started: Started, values: Data
 ) -> tuple[str, ...]:
     """The arguments with the flags of TrainingArguments that the pick needs, and without those of the baseline."""
     flags = started.flags
@@ -257,7 +247,7 @@ def _check_family(started: Started | None, form: str, what: str) -> None:
         raise ExportError(f"the script reads {what}, since it trains with {started.family}; {alternatives}")
 
 
-def _hf_args(pick: Mapping[str, Any], base: Mapping[str, Any], _: int, started: Started | None) -> str:
+def _hf_args(pick: Data, base: Data, _: int, started: Started | None) -> str:
     """Flags for a script that parses transformers' TrainingArguments, one a line, quoted for a shell.
 
     `torch_autocast` and fp32 need no flag: --bf16 would have transformers switch DeepSpeed's own bf16 on.
@@ -309,7 +299,7 @@ def training_rate(config: DsConfig) -> float | None:
     return rate
 
 
-FORMATS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], int, Started | None], str]] = {
+FORMATS: dict[str, Callable[[Data, Data, int, Started | None], str]] = {
     "deepspeed": _deepspeed,
     "accelerate": _accelerate,
     "hf-args": _hf_args,
@@ -317,12 +307,7 @@ FORMATS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], int, Started 
 }
 
 
-def notes(
-    pick: Mapping[str, Any],
-    base: Mapping[str, Any],
-    format: str,  # noqa: A002
-    started: Started | None = None,
-) -> list[str]:
+def notes(pick: Data, base: Data, format: str, started: Started | None = None) -> list[str]:  # noqa: A002
     """What someone who uses the exported text has to know and cannot read in it."""
     config, candidate = deepspeed_config(pick, base), Candidate.of(pick["candidate"])
     every, scheduler = candidate.checkpoint_every, at_path(config, "scheduler.params") or {}

@@ -1,7 +1,5 @@
 """Forecasts for a larger cluster than the one that was measured."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -56,7 +54,7 @@ class Cluster:
             raise UserError(f"project: --algorithm {self.algorithm}: one of {', '.join(ALGORITHMS)} is needed")
 
     @classmethod
-    def of(cls, devices: int, per_node: int, links: Mapping[str, str | None], algorithm: str) -> Cluster:
+    def of(cls, devices: int, per_node: int, links: Mapping[str, str | None], algorithm: str) -> "Cluster":
         """Returns the cluster of command-line options.
 
         Args:

@@ -1,7 +1,5 @@
 """Time of collectives in the alpha-beta model: ring, tree or hierarchical, within a node and between nodes."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """What degrees do to a rank: its share of the model and of the work, and what its group sends besides."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -46,7 +44,7 @@ class Split(NamedTuple):
     experts: int = 1
 
     @classmethod
-    def of(cls, candidate: Candidate) -> Split:
+    def of(cls, candidate: Candidate) -> "Split":
         """The degrees of a candidate; a stage of p holds up to p micro-batches (1F1B)."""
         stages = candidate.pipeline_degree
         in_flight = min(stages, candidate.gradient_accumulation_steps)

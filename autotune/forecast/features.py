@@ -1,7 +1,5 @@
 """Candidates as numeric columns for the cost models, and the interface `Prior` of a cost forecast."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol

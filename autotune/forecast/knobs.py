@@ -1,7 +1,5 @@
 """The DeepSpeed settings of a candidate that memory and step time depend on, defaults filled in."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +81,7 @@ class Knobs:
     limits: Floats
 
     @classmethod
-    def of(cls, candidates: Sequence[Candidate], base: Mapping[str, Any] | None = None) -> Knobs:
+    def of(cls, candidates: Sequence[Candidate], base: Mapping[str, Any] | None = None) -> "Knobs":
         """The columns of candidates.
 
         Args:

@@ -4,8 +4,6 @@ A step is three instants that can each be the highest: inside backward, when gra
 optimizer's step. Each is a sum of terms; the peak is the instant with the largest sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Forecasts of memory and step time: the formulas' terms as the prior of the calibrated model, corrected by trials."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -147,7 +145,7 @@ class Predictor:
         )
         self._models, self._tables = {}, {}
 
-    def on(self, machine: Machine, link_sd: Mapping[str, float] | None = None) -> Predictor:
+    def on(self, machine: Machine, link_sd: Mapping[str, float] | None = None) -> "Predictor":
         """The same workload on another machine, with what was learned here.
 
         Args:

@@ -1,7 +1,5 @@
 """The calibrated model: a Gaussian process on log(measured / predicted), with linear features and noise learned from the trials."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Sequence
@@ -56,7 +54,7 @@ class Design:
     linear: Floats
     smooth: Floats
 
-    def take(self, rows: NDArray[np.intp]) -> Design:
+    def take(self, rows: NDArray[np.intp]) -> "Design":
         """Some of the rows."""
         return Design(terms=self.terms[rows], linear=self.linear[rows], smooth=self.smooth[rows])
 
@@ -94,7 +92,7 @@ class Data:
     @classmethod
     def of(
         cls, design: Design, y: Sequence[float] | Floats, extra_sd: Sequence[float] | None = None, n_censored: int = 0
-    ) -> Data:
+    ) -> "Data":
         """Rows of one trial each, of which the last `n_censored` are censored."""
         n = len(y)
         return cls(
@@ -102,7 +100,7 @@ class Data:
             extra_sd=np.zeros(n) if extra_sd is None else np.array(extra_sd, dtype=float),
         )  # fmt: skip
 
-    def take(self, rows: NDArray[np.intp]) -> Data:
+    def take(self, rows: NDArray[np.intp]) -> "Data":
         """Some of the rows."""
         return Data(
             design=self.design.take(rows), y=self.y[rows], group=self.group[rows], extra_sd=self.extra_sd[rows],
@@ -172,7 +170,7 @@ class CalibratedGP:
     def _scaled(self, width: float) -> Floats:
         return np.concatenate([self.stated_sd[:1], self.stated_sd[1:] * width])
 
-    def typical(self) -> CalibratedGP:
+    def typical(self) -> "CalibratedGP":
         """The same observations under the typical scales.
 
         An interval has to hold whatever the scales are, so it rests on their mean variances, which the largest dominate.

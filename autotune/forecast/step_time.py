@@ -1,7 +1,5 @@
 """Time of an optimizer step by terms: compute, traffic, recomputation, communication, optimizer, offload, input."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What `predict`, `advise` and `project` say of a forecast: whether it fits, its memory by part, and what binds its time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from autotune.system.units import format_bytes

@@ -1,7 +1,5 @@
 """One knob of a search space: its values, and the values of other knobs it depends on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -56,7 +54,7 @@ class Parameter:
         """The parameter's name in an Optuna study; a power-of-two range is searched, and shown, by exponent."""
         return f"{self.name} (log2)" if self.power_of_two else self.name
 
-    def distribution(self) -> CategoricalDistribution | IntDistribution:
+    def distribution(self) -> "CategoricalDistribution | IntDistribution":
         """The Optuna distribution of the encoded values."""
         from optuna.distributions import CategoricalDistribution, IntDistribution
 
@@ -64,7 +62,7 @@ class Parameter:
             return CategoricalDistribution(self.choices)
         return IntDistribution(self.low, self.high, step=self.step)
 
-    def suggest(self, trial: Trial) -> Scalar:
+    def suggest(self, trial: "Trial") -> Scalar:
         """Asks an Optuna trial for a value, decoded."""
         if self.choices:
             return self.decode(trial.suggest_categorical(self.optuna_name, self.choices))

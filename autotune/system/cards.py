@@ -1,7 +1,5 @@
 """What is known of accelerator cards by name: memory, peak rates, bandwidth, link; read from `cards.csv`."""
 
-from __future__ import annotations
-
 import csv
 import re
 from dataclasses import dataclass

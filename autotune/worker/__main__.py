@@ -1,7 +1,5 @@
 """`python -m autotune.worker serve | rank DIR RANK FD | build OP... | device`: the roles of a machine that measures."""
 
-from __future__ import annotations
-
 import sys
 
 

@@ -1,7 +1,5 @@
 """Tensors in nested containers: find them, replace them, move them to a device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

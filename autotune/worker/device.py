@@ -1,7 +1,5 @@
 """The devices that a rank sees, through DeepSpeed's accelerator and torch; run in a separate process or in a rank."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

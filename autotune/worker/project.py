@@ -1,7 +1,5 @@
 """The user's project: which files are the user's own code, and not a library's, wherever libraries are installed."""
 
-from __future__ import annotations
-
 import functools
 import os
 import sysconfig

@@ -6,8 +6,6 @@ and the state that follows are too, whatever the program does between two fills.
 server that opened it, and is reached only by the ranks forked from that server.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import mmap

@@ -1,7 +1,5 @@
 """The life of a rank: prepare the device, join the other ranks, report, and end the process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

@@ -1,7 +1,5 @@
 """Run one rank of a trial in the mode that its request asks for."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import NoReturn

@@ -1,7 +1,5 @@
 """The log of a rank: output goes through a pipe into a file of bounded size, which keeps its head and tail."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

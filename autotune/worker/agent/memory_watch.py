@@ -1,7 +1,5 @@
 """The watch over a rank's resident memory, from its supervisor: a rank that trains is not woken for it."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import socket

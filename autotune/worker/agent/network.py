@@ -1,7 +1,5 @@
 """The network between ranks: a socket to meet at, and the interface that leads there."""
 
-from __future__ import annotations
-
 import os
 import socket
 

@@ -1,7 +1,5 @@
 """DeepSpeed's compiled operations: build them before trials, and remove the locks of builds that were killed."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

@@ -1,7 +1,5 @@
 """Preloading: the server imports the modules that ranks need, and finds out whether ranks can be forked from it."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -1,7 +1,5 @@
 """The start of a rank: what a process does between the fork in its supervisor and the rank's own code."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -6,8 +6,6 @@ which would not survive a fork. A cold one starts a new Python for each rank. Wh
 has died: the server kills the trial and ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The supervisor of one machine: starts the ranks of a trial, watches them, and removes their remains."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

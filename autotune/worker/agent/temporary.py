@@ -1,7 +1,5 @@
 """The folder for a trial's temporary files: ranks end without finalizers, so it is removed with all that is in it."""
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import os

@@ -1,7 +1,5 @@
 """Changes of the data that a candidate asks for: cut, packed or padded samples, and the arguments of the loader."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The loader of a `model.py`: micro-batches of one rank in one fixed order, in its process or by workers."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Tokens and padding of batches: the lengths of their rows, and what a step takes in on average over the data set."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

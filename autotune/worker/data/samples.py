@@ -1,7 +1,5 @@
 """The shape of a data set: types and shapes of its samples' tensors, and the lengths of the samples."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

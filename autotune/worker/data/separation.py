@@ -1,7 +1,5 @@
 """Whether the samples of a packed row are kept apart: what comes of one must not depend on the others."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager

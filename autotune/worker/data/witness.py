@@ -1,7 +1,5 @@
 """Whether each setting of the data acted, by what the running loader holds and what its batches show."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The worst batch of a data set: the longest samples at a micro-batch, as the tail check trains on it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The configuration that ran, read from the engine and from the batches that it was fed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

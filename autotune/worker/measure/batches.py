@@ -1,7 +1,5 @@
 """Counts of an engine's batches: samples, tokens and backward calls of each optimizer step."""
 
-from __future__ import annotations
-
 import collections
 import enum
 import zlib

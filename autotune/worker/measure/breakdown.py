@@ -1,7 +1,5 @@
 """Time and memory of a step by phase: by stopping after each phase; time also from torch's profiler."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,5 @@
 """What NVIDIA's management library says of a rank's device: others on it, clocks, throttling, power, energy, heat."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

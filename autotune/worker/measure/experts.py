@@ -1,7 +1,5 @@
 """Mixtures of experts: what of them a model has, over how many ranks they are shared out, and what is sent for that."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Check of the first gradient against its micro-gradients; and perturbed weights for replicates of a run."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The groups of ranks that share a copy of the model, a sequence or experts, read from the running engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The instructions of a pipeline's schedule: the phases that they belong to, and the micro-batches in them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Step timer: wall clock, or events on CUDA."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The ledger of a trial's steps: gather their times and losses from all ranks, and decide when to stop."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

@@ -1,7 +1,5 @@
 """Processor time that other processes take while a trial is timed."""
 
-from __future__ import annotations
-
 import contextlib
 import platform
 import resource

@@ -5,8 +5,6 @@ each fresh page, so timed steps need the allocator as a training has it. If it k
 that was ever in use, in pieces; only if it keeps none, the memory in use, as on a GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import mmap

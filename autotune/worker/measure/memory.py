@@ -1,7 +1,5 @@
 """Memory of a rank: the peak of each phase, and a limit on it."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import resource

@@ -1,7 +1,5 @@
 """The measurement of one engine in a rank, for a `model.py` and for a training script."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradient noise: squared norms of the gradients of each micro-batch and of each optimizer step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Phase timer of one step: the clock stops after each phase and at each collective."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Activation checkpointing: apply it to blocks, and note which blocks are recomputed."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The report of a rank while it runs, and its event stream."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

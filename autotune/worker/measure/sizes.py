@@ -1,7 +1,5 @@
 """What settings of sizes do to this model: bucket sizes and thresholds that lead to the same behaviour are told."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The stages of a `PipelineModule`: chosen while it is built, and what of them the model allows."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """The tail check of a trial: train on the worst batch, evaluate, save a checkpoint, and see whether all of that fits."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +29,7 @@ class Tail:
         self._enter("tail")
 
     @classmethod
-    def of(cls, meter: Meter) -> Tail | None:
+    def of(cls, meter: Meter) -> "Tail | None":
         """Begins the check that a trial's request asks for; None without one, or where the trial was stopped early."""
         check = meter.request.tail
         stopped = meter.report.outcome is Outcome.STOPPED_EARLY

@@ -1,7 +1,5 @@
 """Trace of steps by torch's profiler: the file, and a summary of where the time went."""
 
-from __future__ import annotations
-
 import bisect
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The rank's end of the watch over its memory; see `agent.memory_watch` for the supervisor's."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

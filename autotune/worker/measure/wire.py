@@ -1,7 +1,5 @@
 """What ranks sent to each other in the step that is taken apart, and how often functions of DeepSpeed were called."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections import Counter

@@ -1,7 +1,5 @@
 """Whether each DeepSpeed setting of a trial acted, by a witness for every knob in the running engine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

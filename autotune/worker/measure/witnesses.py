@@ -1,7 +1,5 @@
 """The witnesses: for each DeepSpeed setting a predicate that shows in the running engine whether it acted."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable
 from typing import Any

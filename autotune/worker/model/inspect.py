@@ -1,7 +1,5 @@
 """Describe a model and its environment as a `Workload`."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """The training loop of a `model.py` trial."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The user's `model.py` in a rank: load it, build its model, loss and optimizer."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import sys

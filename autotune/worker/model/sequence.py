@@ -1,7 +1,5 @@
 """Ulysses: split each sequence of a transformers causal language model over a group of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whether a model can be split over ranks: facts of its shape, and a comparison of the split model with the whole one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A `model.py` whose model is a `PipelineModule`: its facts, its loss, and the optimizer steps of its engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -73,7 +71,7 @@ class StagedSteps:
         self._meter, self._draw = meter, draw
         instructions.watch(meter, meter.engine)
 
-    def __iter__(self) -> StagedSteps:
+    def __iter__(self) -> "StagedSteps":
         return self
 
     def __next__(self) -> tuple[Any, Any]:

@@ -1,7 +1,5 @@
 """Load a model's weights from a DeepSpeed checkpoint or a state dict, and save them as a state dict."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

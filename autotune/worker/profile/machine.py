@@ -3,8 +3,6 @@
 The mode `rates` takes seconds and measures what forecasts need; `machine` does so by precision, collective and size.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time
@@ -54,7 +52,7 @@ SLOW_PRODUCT_S = 0.3
 SAMPLE_SHAPE, LOADER_BATCH, LOADER_WORKERS, LOADER_S = (3, 64, 64), 32, (0, 1, 2), 0.5
 
 
-def measure_machine(recorder: Recorder, request: TrialRequest, rank: int, listener: int) -> None:
+def measure_machine(recorder: "Recorder", request: TrialRequest, rank: int, listener: int) -> None:
     """Measures in every rank of the request; rank 0 writes the means."""
     memory = prepare_device(request)
     recorder.enter("build")

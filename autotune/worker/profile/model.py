@@ -1,7 +1,5 @@
 """Profile of a `model.py`: its parameters, its data, and a counted pass for each arithmetic and recomputation."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Count the memory, FLOPs and bytes moved of one forward and backward, operation by operation."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

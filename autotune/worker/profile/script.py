@@ -1,7 +1,5 @@
 """Profile of a script, from one real forward; its backward is estimated, since no part can be run alone."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The script's flags: those that hold tuned values are changed right after argparse has parsed them."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

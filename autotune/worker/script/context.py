@@ -1,7 +1,5 @@
 """The script under trial: the state that its hooks and the framework adapters share."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

@@ -1,7 +1,5 @@
 """DeepSpeed configurations as scripts pass them: a dict, a path or a flag, with "auto" where a framework fills in."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The DeepSpeed engine of a script: give it the trial's configuration, weights, recomputation and learning rate."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

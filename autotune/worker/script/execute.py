@@ -1,7 +1,5 @@
 """Run the user's script in a rank as `python FILE` or `python -m NAME` would: folder, arguments, environment."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os

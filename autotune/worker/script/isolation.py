@@ -1,7 +1,5 @@
 """Files of a script under trial: saving is redirected or skipped, so that the user's folders stay as they were."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """DataLoaders in a trial: give them the trial's batch size, and count the samples of each batch they draw."""
 
-from __future__ import annotations
-
 import collections
 import inspect
 from collections.abc import Callable

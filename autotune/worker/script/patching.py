@@ -1,7 +1,5 @@
 """Monkey-patching: replace functions now, or right after their module is first imported; and find the user's calls."""
 
-from __future__ import annotations
-
 import functools
 import importlib.abc
 import sys

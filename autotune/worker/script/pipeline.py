@@ -1,7 +1,5 @@
 """Hooks for a `PipelineModule`, whose `engine.train_batch` runs an optimizer step from a schedule of instructions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The probe of a script: describe it as a `Workload` after some steps that nothing has changed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

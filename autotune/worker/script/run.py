@@ -1,7 +1,5 @@
 """Run the user's training script under hooks until it has been measured."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

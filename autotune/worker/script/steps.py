@@ -1,7 +1,5 @@
 """The optimizer steps of a script: count its passes, time its steps, and end the trial when it has been measured."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The tail check of a script: its loader yields the worst batch, and the script's own loop trains on it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +30,7 @@ class ScriptTail:
         self._rows = 0
 
     @classmethod
-    def of(cls, context: ScriptContext) -> ScriptTail | None:
+    def of(cls, context: ScriptContext) -> "ScriptTail | None":
         """Begins the check that a trial's request asks for; None without one."""
         meter, check = context.meter, context.request.tail
         tail = Tail.of(meter) if meter is not None else None

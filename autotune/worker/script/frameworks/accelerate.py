@@ -1,7 +1,5 @@
 """Adapter of Accelerate, alone or below transformers' Trainer: DeepSpeed plugin, accumulation, precision, saving."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Adapter of transformers' Trainer: TrainingArguments, models that recompute themselves, saving and uploading."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

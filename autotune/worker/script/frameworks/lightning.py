@@ -1,7 +1,5 @@
 """Adapter of Lightning: the Trainer's strategy, accumulation, precision, devices, and the files it writes."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Settings of the data that the arguments of transformers' Trainer and of TRL's SFTTrainer carry."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from types import ModuleType

@@ -1,7 +1,5 @@
 """TRL's own packing: rows of a number of tokens that SFTTrainer fills with whole samples, one row a micro-batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from autotune.space.deepspeed import Scalar

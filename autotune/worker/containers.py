@@ -1,4 +1,4 @@
-"""Tensors in nested containers: find them, replace them, move them to a device."""
+"""Tensors in nested containers: find them, replace them, move them to a device; and the elements of a parameter."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -20,6 +20,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             pending += [*value.state_dict().values()][::-1]
         elif isinstance(value, (dict, Mapping)):
             pending += [*value.values()][::-1]
+
+
+def n_elements(parameter: Tensor) -> int:
+    """Returns the elements of a parameter, also of one that ZeRO-3 shares out: the rank holds an empty tensor then."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def number_in(tensor: Tensor) -> Tensor | float:

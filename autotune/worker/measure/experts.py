@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autotune.space.candidate import Candidate
 from autotune.trial.workload import Experts
+from autotune.worker.containers import n_elements
 from autotune.worker.measure.wire import Calls
 
 # The list of experts of a layer of deepspeed.moe, within the names of its parameters.
@@ -85,7 +86,7 @@ def facts(model: nn.Module) -> Experts | None:
         return Experts(
             counts=tuple(sorted({module.num_experts for module in own})),
             layers=len(own),
-            parameters=sum(_size(p) for p in within.values()) * own[0].ep_size,
+            parameters=sum(map(n_elements, within.values())) * own[0].ep_size,
             per_token=float(own[0].deepspeed_moe.gate.k),
             degree=max(1, layers.own),
             own=True,
@@ -115,13 +116,9 @@ def _found_by_autoep(model: nn.Module) -> Experts | None:
     return Experts(
         counts=tuple(sorted({spec.num_experts for spec in specs})),
         layers=len(specs),
-        parameters=sum(_size(p) for module in within for p in module.parameters()),
+        parameters=sum(n_elements(p) for module in within for p in module.parameters()),
         per_token=sum(spec.top_k for spec in specs) / len(specs),
     )
-
-
-def _size(parameter: nn.Parameter) -> int:
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _is_own(module: nn.Module) -> bool:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autotune.trial.groups import Groups
+from autotune.worker.containers import n_elements
 from autotune.worker.measure import experts
 from autotune.worker.measure.wire import Calls
 
@@ -17,7 +18,6 @@ MOST_DRIFT = 1e-6
 
 def observe(engine: Any) -> Groups:
     """Returns the sizes of an engine's groups and what this rank holds; not a collective."""
-    parameters = list(engine.module.parameters())
     return Groups(
         tensor=_tensor_size(engine),
         sequence=int(getattr(engine, "sequence_parallel_size", 1) or 1),
@@ -27,7 +27,7 @@ def observe(engine: Any) -> Groups:
         data=data_parallel(engine),
         split_modules=len(split_modules(engine.module)),
         # ZeRO-3 parts what a rank holds of the model over the data-parallel ranks.
-        held_parameters=sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters),
+        held_parameters=sum(map(n_elements, engine.module.parameters())),
     )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from autotune.worker.containers import n_elements
 from autotune.worker.measure.wire import wire
 
 ZERO = "zero_optimization."
@@ -15,8 +16,7 @@ LEAST_SHARE_SEEN = 0.5
 
 def trained_sizes(engine: Any) -> list[int]:
     """Elements of each trained parameter, the whole of those that ranks share out."""
-    parameters = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
-    return [int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters]
+    return [n_elements(parameter) for parameter in engine.module.parameters() if parameter.requires_grad]
 
 
 def n_buckets(sizes: list[int], bucket: float) -> int:

@@ -14,6 +14,7 @@ from autotune.system.device import Devices
 from autotune.system.machine import processor_name
 from autotune.trial.request import TrialRequest
 from autotune.trial.workload import Environment, Workload
+from autotune.worker.containers import n_elements
 from autotune.worker.data import samples
 from autotune.worker.data.loader import Loader
 from autotune.worker.device import found_devices, free_bytes
@@ -65,8 +66,7 @@ def workload_of(
 ) -> Workload:
     """Describes a model that DeepSpeed has not changed yet, for legality and the report."""
     parameters = dict.fromkeys(model.parameters())
-    # Under `zero.Init` a parameter is empty; DeepSpeed keeps its size beside it.
-    sizes = {parameter: int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters}
+    sizes = {parameter: n_elements(parameter) for parameter in parameters}
     n_parameters = sum(sizes.values())
     in_blocks = dict.fromkeys(p for block in blocks for p in block.parameters())
     return Workload(

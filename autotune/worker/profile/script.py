@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from autotune.trial.profile import ACTIVATION_SCALE, Pass, Profile
 from autotune.trial.workload import Experts, Workload
+from autotune.worker.containers import n_elements
 from autotune.worker.data.worst import length_in
 from autotune.worker.measure import batches
 from autotune.worker.profile.model import FUSED_STATES
@@ -23,7 +24,7 @@ class ForwardProfile:
     """Counts the operations of an engine's first training forward, in a step that is not timed."""
 
     def __init__(self, engine: Any, blocks: list[nn.Module]) -> None:
-        self._engine, self._blocks = engine, blocks
+        self._engine = engine
         self._counter: OpCounter | None = None
         self._done = False
         self._shape: tuple[int, ...] = ()
@@ -83,7 +84,7 @@ class ForwardProfile:
         if blocks and kept:
             passes["fp32/1"] = self._pass(samples, again, PASS + inside / kept)
         kind = str((ds_config.get("optimizer") or {}).get("type", "adam")).lower()
-        sizes = Counter(int(getattr(p, "ds_numel", p.numel())) for p in dict.fromkeys(self._engine.parameters()))
+        sizes = Counter(map(n_elements, dict.fromkeys(self._engine.parameters())))
         mixed = workload.experts or Experts()
         return Profile(
             n_parameters=workload.n_parameters, n_trainable=workload.n_trainable,
@@ -99,7 +100,7 @@ class ForwardProfile:
         assert self._counter is not None
         trace, trained = self._counter.trace, [p for p in dict.fromkeys(self._engine.parameters()) if p.requires_grad]
         wide = 1.0 / ACTIVATION_SCALE[self._arithmetic()] / samples
-        n_trained = float(sum(int(getattr(p, "ds_numel", p.numel())) for p in trained))
+        n_trained = float(sum(map(n_elements, trained)))
         return Pass(
             # Backward starts with the gradient of forward's output, which may be as large as its largest tensor.
             moments=((0.0, (kept + trace.largest_bytes) * wide, 0.0), (0.0, 0.0, n_trained)),

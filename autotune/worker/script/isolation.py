@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autotune.errors import UserError
-from autotune.worker.containers import tensors_in
+from autotune.worker.containers import n_elements, tensors_in
 from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.patching import after_import, patch, users_caller
 
@@ -124,7 +124,7 @@ class Isolation:
         tensors = [tensor for tensor in tensors_in(saved) if tensor.is_floating_point()]
         if any(not tensor.is_sparse and tensor.untyped_storage().data_ptr() in own for tensor in tensors):
             return True
-        size = sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters)
+        size = sum(map(n_elements, parameters))
         return sum(tensor.numel() for tensor in tensors) >= size > 0
 
     def _summary_writer(self, original: Callable[..., Any], writer: Any, *args: Any, **kwargs: Any) -> None:

@@ -13,7 +13,7 @@ from autotune.advise.forecast import Forecasts, forecast
 from autotune.errors import UserError
 from autotune.forecast.words import SURE
 from autotune.space.candidate import FIELDS, Candidate
-from autotune.space.deepspeed import Scalar
+from autotune.space.deepspeed import ZERO, Scalar
 from autotune.space.degree import EXPERT_DEGREE, SEQUENCE_DEGREE, TENSOR_DEGREE, degrees_of, ranks_per_replica
 from autotune.space.legality import why_illegal
 from autotune.space.rule import Setting
@@ -31,7 +31,6 @@ TIE = 0.01
 MOST_COUNT = 4096
 # What needs more than this times the memory is not worth a line.
 NEARLY = 1.5
-ZERO = "zero_optimization."
 HPZ, OVERLAP, BUCKET = f"{ZERO}zero_hpz_partition_size", f"{ZERO}overlap_comm", f"{ZERO}reduce_bucket_size"
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from autotune.forecast.regression import Design, joined
-from autotune.space.candidate import FIELDS, Candidate
+from autotune.space.candidate import BATCH, FIELDS, Candidate
 from autotune.space.deepspeed import Scalar
 from autotune.trial.profile import Floats
 
@@ -91,8 +91,7 @@ class FeatureTable:
 
     def __init__(self, knobs: Mapping[str, Sequence[Scalar]], reference: Candidate, prior: Prior) -> None:
         self.prior, self.reference = prior, reference
-        batch = ("micro_batch_size", "gradient_accumulation_steps")
-        own = {name: list(values) for name, values in knobs.items() if name not in batch}
+        own = {name: list(values) for name, values in knobs.items() if name not in BATCH}
         self.numeric = {name: _middle(values) for name, values in own.items() if _is_numeric(values)}
         self.levels = {
             name: {
@@ -102,7 +101,7 @@ class FeatureTable:
             for name, values in own.items()
             if name not in self.numeric
         }
-        self.sizes = {name: _sizes(knobs.get(name, ())) for name in batch}
+        self.sizes = {name: _sizes(knobs.get(name, ())) for name in BATCH}
         self.candidates: list[Candidate] = []
         self.accumulations: set[int] = set()
         self.row: dict[Candidate, int] = {}

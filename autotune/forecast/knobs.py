@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import DTYPES
+from autotune.space.deepspeed import DTYPES, ZERO
 from autotune.space.torch_settings import TF32
 from autotune.trial.profile import WIRE_BYTES, Floats
 
@@ -104,12 +104,11 @@ class Knobs:
             other = base.get(path)
             return [str(value or other or "") for value in settings.get(path, [None] * len(candidates))]
 
-        zero = "zero_optimization."
         stage = np.array([c.zero_stage for c in candidates], dtype=float)
         weight = np.array([2.0 if c.precision in DTYPES else 4.0 for c in candidates])
         summed = np.array([WIRE_BYTES.get(name, 0.0) for name in names("data_types.grad_accum_dtype")])
         wire = np.array([WIRE_BYTES.get(name, 0.0) for name in names("communication_data_type")])
-        overlap = column(zero + "overlap_comm", -1.0)
+        overlap = column(f"{ZERO}overlap_comm", -1.0)
         budgeted = column("data.token_budget", 0.0)  # with samples of similar length
         return cls(
             micro=np.array([c.micro_batch_size for c in candidates], dtype=float),
@@ -123,19 +122,19 @@ class Knobs:
             recomputed=np.array([c.checkpoint_every for c in candidates], dtype=float),
             offload_optimizer=np.array([c.offload_optimizer != "none" for c in candidates], dtype=float),
             offload_param=np.array([c.offload_param != "none" for c in candidates], dtype=float),
-            reduce_bucket=column(zero + "reduce_bucket_size", DEFAULT_BUCKET),
-            prefetch=column(zero + "stage3_prefetch_bucket_size", DEFAULT_PREFETCH),
-            persistence=column(zero + "stage3_param_persistence_threshold", PERSISTENCE),
-            max_live=column(zero + "stage3_max_live_parameters", MAX_LIVE_PARAMETERS),
-            sub_group=column(zero + "sub_group_size", SUB_GROUP),
-            reuse_distance=column(zero + "stage3_max_reuse_distance", MAX_REUSE_DISTANCE),
+            reduce_bucket=column(f"{ZERO}reduce_bucket_size", DEFAULT_BUCKET),
+            prefetch=column(f"{ZERO}stage3_prefetch_bucket_size", DEFAULT_PREFETCH),
+            persistence=column(f"{ZERO}stage3_param_persistence_threshold", PERSISTENCE),
+            max_live=column(f"{ZERO}stage3_max_live_parameters", MAX_LIVE_PARAMETERS),
+            sub_group=column(f"{ZERO}sub_group_size", SUB_GROUP),
+            reuse_distance=column(f"{ZERO}stage3_max_reuse_distance", MAX_REUSE_DISTANCE),
             # DeepSpeed overlaps by default at stage 3 only.
             overlap=np.where(overlap < 0, (stage == 3).astype(float), overlap),
-            contiguous=column(zero + "contiguous_gradients", 1.0),
+            contiguous=column(f"{ZERO}contiguous_gradients", 1.0),
             master_16=column("bf16.bf16_master_weights_and_grads", 0.0),
             states_16=column("bf16.bf16_optimizer_states", 0.0),
-            quantized_weights=column(zero + "zero_quantized_weights", 0.0),
-            hpz=column(zero + "zero_hpz_partition_size", 1.0),
+            quantized_weights=column(f"{ZERO}zero_quantized_weights", 0.0),
+            hpz=column(f"{ZERO}zero_hpz_partition_size", 1.0),
             packed=np.maximum(column("data.packing", 0.0), budgeted),
             budgeted=budgeted,
             limits=column("data.max_length", np.inf),

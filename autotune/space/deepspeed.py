@@ -15,6 +15,8 @@ DsConfig: TypeAlias = dict[str, Any]
 PRECISIONS = ("fp32", "bf16", "fp16", "torch_autocast", "torch_autocast_fp16")
 DTYPES = ("bf16", "fp16")
 DEVICES = ("none", "cpu", "nvme")
+# The section of ZeRO's settings, as their paths begin.
+ZERO = "zero_optimization."
 
 # Top-level keys that DeepSpeed once read and refuses since `RETIRED_SINCE` (`_REMOVED_TOP_LEVEL_CONFIG_KEYS`).
 RETIRED_SINCE = (0, 19, 8)
@@ -245,12 +247,12 @@ def ops_needed(value_at: Callable[[str], Any]) -> list[str]:
     Args:
         value_at: Returns the configuration's value at a dotted path, None where there is none.
     """
-    zero, kind = "zero_optimization.", str(value_at("optimizer.type") or "").lower()
-    moved = [value_at(f"{zero}offload_{what}.device") for what in ("optimizer", "param")]
+    kind = str(value_at("optimizer.type") or "").lower()
+    moved = [value_at(f"{ZERO}offload_{what}.device") for what in ("optimizer", "param")]
     own = not (kind in ("adam", "adamw") and value_at("optimizer.params.torch_adam"))
     found = [_OPTIMIZER_OPS.get(kind, ("", ""))[moved[0] in ("cpu", "nvme")]] if own else []
     found += ["async_io"] if "nvme" in moved else []
-    found += ["quantizer"] if any(value_at(f"{zero}zero_quantized_{x}") for x in ("weights", "gradients")) else []
+    found += ["quantizer"] if any(value_at(f"{ZERO}zero_quantized_{x}") for x in ("weights", "gradients")) else []
     return list(filter(None, found))
 
 

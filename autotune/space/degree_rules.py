@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import Scalar
+from autotune.space.deepspeed import ZERO, Scalar
 from autotune.space.degree import (
     DEGREES,
     EXPERT_DEGREE,
@@ -18,7 +18,6 @@ from autotune.space.degree import (
 )
 from autotune.space.rule import Rule, Setting, older
 
-ZERO = "zero_optimization."
 HPZ = f"{ZERO}zero_hpz_partition_size"
 QUANTISED = tuple(f"{ZERO}zero_quantized_{name}" for name in ("weights", "gradients", "nontrainable_weights"))
 # Modules whose parameters ZeRO-3 gathers at once, as it must where each step runs other experts of a mixture.

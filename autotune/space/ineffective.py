@@ -1,11 +1,12 @@
 """DeepSpeed settings that cannot change how a trial trains, each with the reason."""
 
+from autotune.space.deepspeed import ZERO
+
 _REPORTS = "it only prints or writes, and trials leave it out"
 _SAVING = "it is about saving and loading, and a trial does neither"
 _UNREAD = "DeepSpeed takes the key and nothing reads it"
 _PERMITS = "it permits an optimizer and changes none"
 
-ZERO = "zero_optimization."
 # By path; one that ends with a dot stands for a whole section. Read in deepspeed 0.15 to 0.19.
 NO_EFFECT: dict[str, str] = {
     **dict.fromkeys(

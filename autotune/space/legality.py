@@ -7,7 +7,16 @@ from typing import Any
 
 from autotune.space import data
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import DTYPES, RETIRED_KEYS, RETIRED_SINCE, STAGE_3_PREFIXES, Scalar, at_path, ops_needed
+from autotune.space.deepspeed import (
+    DTYPES,
+    RETIRED_KEYS,
+    RETIRED_SINCE,
+    STAGE_3_PREFIXES,
+    ZERO,
+    Scalar,
+    at_path,
+    ops_needed,
+)
 from autotune.space.degree import DEGREES, EXPERTS_SPLIT, PIPELINE_DEGREE, REPLICA_DEGREES, TENSOR_DEGREE
 from autotune.space.degree_rules import DEGREE_RULES, HPZ, QUANTISED, hpz, why_unfit, why_unlike
 from autotune.space.ineffective import NO_EFFECT, STAGE_3, STAGES_1_AND_2, why_no_effect
@@ -31,7 +40,6 @@ def inherited_settings(base: Mapping[str, Any]) -> tuple[tuple[str, Scalar], ...
     return tuple((path, value) for path in INHERITED_PATHS if (value := at_path(base, path)) is not None)
 
 
-ZERO = "zero_optimization."
 BATCH = ("micro_batch_size", "gradient_accumulation_steps", *REPLICA_DEGREES)
 MASTER_WEIGHTS = "bf16.bf16_master_weights_and_grads"
 OPTIMIZER_STATES = "bf16.bf16_optimizer_states"
@@ -216,8 +224,8 @@ RULES: tuple[Rule, ...] = (
          ("offload_optimizer", "zero_stage")),
     Rule(lambda c, k, s: any(getattr(c, name) == "nvme" and not k.get(path) for name, path in NVME_PATHS.items()),
          "offload to nvme needs its nvme_path in the base config", (*NVME_PATHS, "zero_stage", *NVME_PATHS.values())),
-    Rule(lambda c, k, s: k.get("zero_optimization.overlap_comm") is True and s.accelerator == "cpu",
-         "overlap_comm: a CPU has no streams, so nothing can overlap", ("zero_optimization.overlap_comm",)),
+    Rule(lambda c, k, s: k.get(f"{ZERO}overlap_comm") is True and s.accelerator == "cpu",
+         "overlap_comm: a CPU has no streams, so nothing can overlap", (f"{ZERO}overlap_comm",)),
     Rule(lambda c, k, s: c.zero_stage == 0 and any(name.startswith(ZERO) for name in dict(c.config)),
          "zero_optimization settings have no effect at ZeRO stage 0", ("zero_stage", f"{ZERO}*")),
     Rule(lambda c, k, s: c.zero_stage != 3 and any(name.startswith(STAGE_3_SETTINGS) for name in k),

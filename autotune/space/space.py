@@ -3,21 +3,21 @@
 import functools
 import itertools
 import math
+import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from autotune.errors import nearest
-from autotune.space.candidate import FIELDS, Candidate
+from autotune.space.candidate import BATCH, FIELDS, Candidate
 from autotune.space.deepspeed import Scalar
 from autotune.space.degree import REPLICA_DEGREES
 from autotune.space.parameter import MOST_KNOBS, Parameter, SpaceError, parse_parameters
 
-BATCH_FIELDS = ("micro_batch_size", "gradient_accumulation_steps")
 # What a field is set to while its condition does not hold; the batch has no neutral value and stays the baseline's.
 NEUTRAL = {
-    f.name: f.default for f in fields(Candidate) if f.default is not MISSING and f.name not in (*BATCH_FIELDS, "config")
+    f.name: f.default for f in fields(Candidate) if f.default is not MISSING and f.name not in (*BATCH, "config")
 }
 MOST_STRUCTURES = 100_000
 MOST_CANDIDATES = 10**100
@@ -257,7 +257,7 @@ class SearchSpace:
         config = config + [
             (name, value) for name, value in values.items() if value is not None and name not in _FIELD_SET
         ]
-        return Candidate(**own, config=tuple(sorted(config, key=_first)))
+        return Candidate(**own, config=tuple(sorted(config, key=operator.itemgetter(0))))
 
 
 _FIELD_SET = frozenset(FIELDS)
@@ -271,7 +271,7 @@ def _largest(space: SearchSpace, name: str) -> int:
 
 def global_batches(space: SearchSpace, default: Candidate, world_size: int) -> set[int]:
     """The global batches of a space's micro-batches and numbers of micro-steps, legal or not."""
-    sizes = tuple(p for p in space.parameters if p.name in BATCH_FIELDS and not p.when)
+    sizes = tuple(p for p in space.parameters if p.name in BATCH and not p.when)
     return {each.global_batch_size(world_size) for each in replace(space, parameters=sizes).candidates(default)}
 
 
@@ -280,10 +280,6 @@ def _accumulation(samples_per_rank: float, micro_batch_size: int, values: Mappin
     degrees = (values.get(name) for name in REPLICA_DEGREES)
     per_replica = samples_per_rank * math.prod(max(1, n) for n in degrees if isinstance(n, int))
     return max(1, int(per_replica) // micro_batch_size)
-
-
-def _first(pair: tuple[str, Scalar]) -> str:
-    return pair[0]
 
 
 def _structures(space: SearchSpace, default: Candidate) -> Iterator[tuple[dict[str, Scalar], list[Parameter]]]:

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from autotune.space.deepspeed import ZERO
 from autotune.worker.containers import n_elements
 from autotune.worker.measure.wire import wire
 
-ZERO = "zero_optimization."
 # A reduction is one collective at least. Of those that were to be seen, at least this share was; parameters without a
 # gradient are in no bucket.
 LEAST_SHARE_SEEN = 0.5

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.space.deepspeed import Scalar
+from autotune.space.deepspeed import ZERO, Scalar
 from autotune.space.ineffective import why_no_effect
 from autotune.worker.measure import sizes
-from autotune.worker.measure.witnesses import SECTIONS, SEEN_BY_OBSERVED, WITNESSES, ZERO, Idle, Witness
+from autotune.worker.measure.witnesses import SECTIONS, SEEN_BY_OBSERVED, WITNESSES, Idle, Witness
 
 # Where DeepSpeed keeps its parsed sections, and what it takes where other keys are left out.
 PARSED = {"zero_optimization": "zero_config", "bf16": "bfloat16_config", "fp16": "float16_config"}

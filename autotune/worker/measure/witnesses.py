@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autotune.space.deepspeed import SECTION_KEYS, Scalar
+from autotune.space.deepspeed import SECTION_KEYS, ZERO, Scalar
 from autotune.space.degree import EXPERT_DEGREE, PARTITION, PIPELINE_DEGREE
 from autotune.worker.data import witness as loading
 from autotune.worker.device import multiplies_in_tf32
@@ -336,7 +336,6 @@ def _names(types: Iterable[Any]) -> str:
 SEEN_BY_OBSERVED = frozenset(
     ("micro_batch_size", "gradient_accumulation_steps", "zero_stage", "precision", "checkpoint_every")
 )
-ZERO = "zero_optimization."
 WITNESSES: dict[str, Witness] = {
     f"{ZERO}reduce_bucket_size": _reduce_bucket,
     f"{ZERO}overlap_comm": _overlap,

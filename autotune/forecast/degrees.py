@@ -158,40 +158,36 @@ def _within_groups_s(knobs: Knobs, profile: Profile, machine: Machine, split: Sp
 
     A message is the hidden states of a micro-batch, b s h values. Recomputation runs the forward's half once more.
     """
-    none = np.zeros(len(knobs.micro))
     tensor, sequence, stages, _, experts = split
-    if split == Split():
-        return none
     layers = float(max(profile.n_blocks, 1))
-    again = 1.0 + 0.5 * knobs.recomputed_share(profile.n_blocks)
-    sixteen = np.array([name != "fp32" for name in knobs.precision])
-    message = knobs.micro * profile.sequence * profile.width * np.where(sixteen, 2.0, 4.0)
+    # Passes through each layer in a step.
+    passes = knobs.accumulation * (1.0 + 0.5 * knobs.recomputed_share(profile.n_blocks))
+    message = knobs.micro * profile.sequence * profile.width * np.where(knobs.precision != "fp32", 2.0, 4.0)
     slow = WITHIN_A_STEP.get(machine.accelerator, 1.3)
-    # The hops of a ring wait one after the other, the messages of an all-to-all together.
     wait_s = waiting_s(machine)
-    wire, latency = none, none
+
+    def exchanged_s(ranks: int, calls: Floats, n_bytes: Floats) -> Floats:
+        """All-to-alls in a group; their messages wait together, the hops of a ring one after the other."""
+        links = _between(machine, ranks)
+        wire_s = slow * within_node_s(links, calls * n_bytes, np.full(len(calls), float(ranks)))
+        return wire_s + ((ranks - 1) * links.link_alpha_s + wait_s) * calls
+
+    total = np.zeros(len(knobs.micro))
     if tensor > 1:
-        calls = ALL_REDUCES_A_LAYER * layers * knobs.accumulation * again
+        calls = ALL_REDUCES_A_LAYER * layers * passes
         # An all-reduce is two all-gathers' worth of bytes and hops.
-        wire = wire + 2.0 * slow * within_node_s(machine, calls * message, np.full(len(none), float(tensor)))
-        latency = latency + 2.0 * (tensor - 1) * (machine.link_alpha_s + wait_s) * calls
+        wire_s = 2.0 * slow * within_node_s(machine, calls * message, np.full(len(calls), float(tensor)))
+        total = total + wire_s + 2.0 * (tensor - 1) * (machine.link_alpha_s + wait_s) * calls
     if sequence > 1:
-        calls = EXCHANGES_A_LAYER * layers * knobs.accumulation * again
-        between = _between(machine, sequence)
-        wire = wire + slow * within_node_s(between, calls * message / sequence, np.full(len(none), float(sequence)))
-        latency = latency + ((sequence - 1) * between.link_alpha_s + wait_s) * calls
+        total = total + exchanged_s(sequence, EXCHANGES_A_LAYER * layers * passes, message / sequence)
     if stages > 1:
         sends = SENDS_A_MICRO_BATCH * (knobs.accumulation + stages - 1)
-        between = _between(machine, machine.world_size)  # stages stand one machine after the other
-        wire = wire + slow * sends * message / between.link_bytes_per_s
-        latency = latency + (between.link_alpha_s + wait_s) * sends
+        links = _between(machine, machine.world_size)  # stages stand one machine after the other
+        total = total + (slow * message / links.link_bytes_per_s + links.link_alpha_s + wait_s) * sends
     if experts > 1:
-        calls = EXPERT_EXCHANGES_A_LAYER * float(profile.expert_layers) * knobs.accumulation * again
-        between = _between(machine, experts)
-        sent = calls * message * profile.experts_per_token
-        wire = wire + slow * within_node_s(between, sent, np.full(len(none), float(experts)))
-        latency = latency + ((experts - 1) * between.link_alpha_s + wait_s) * calls
-    return wire + latency
+        calls = EXPERT_EXCHANGES_A_LAYER * float(profile.expert_layers) * passes
+        total = total + exchanged_s(experts, calls, message * profile.experts_per_token)
+    return total
 
 
 def _with_experts(

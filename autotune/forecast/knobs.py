@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DTYPES, ZERO
 from autotune.space.torch_settings import TF32
-from autotune.trial.profile import WIRE_BYTES, Floats
+from autotune.trial.profile import ARITHMETIC, WIRE_BYTES, Floats
 
 # DeepSpeed's defaults (deepspeed/runtime/zero/config.py), in elements.
 DEFAULT_BUCKET = 500_000_000
@@ -139,6 +139,11 @@ class Knobs:
             budgeted=budgeted,
             limits=column("data.max_length", np.inf),
         )
+
+    @property
+    def arithmetic(self) -> NDArray[np.str_]:
+        """What each candidate computes in, a value of `ARITHMETIC`."""
+        return np.array([ARITHMETIC.get(str(name), "fp32") for name in self.precision])
 
     def recomputed_share(self, n_blocks: int) -> Floats:
         """Share of the blocks that is recomputed: every k-th block from the first."""

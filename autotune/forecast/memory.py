@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.forecast.knobs import Knobs
-from autotune.trial.profile import ARITHMETIC, Floats, Machine, Profile
+from autotune.trial.profile import Floats, Machine, Profile
 
 Mask = NDArray[np.bool_]
 Terms = dict[str, Floats]
@@ -101,7 +101,6 @@ def _fixed(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
         np.where(stage == 3, knobs.gradient_bytes * Pt / N, np.where(_both(knobs), knobs.gradient_bytes * Pt, 0.0))
         * on_device
     )
-    sixteen = np.array([ARITHMETIC.get(str(name), "fp32") != "fp32" for name in knobs.precision])
     return {
         "weights": weights,
         "master": master,
@@ -109,7 +108,9 @@ def _fixed(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
         "gradients": gradients,
         "data": np.full(len(w), profile.data_bytes if machine.accelerator == "cpu" else 0.0),
         "workspace": np.full(len(w), machine.workspace_bytes or WORKSPACE_BYTES.get(machine.accelerator, 1e8)),
-        "kernels": np.where(sixteen, machine.kernel_bytes or KERNEL_BYTES.get(machine.accelerator, 0.0), 0.0),
+        "kernels": np.where(
+            knobs.arithmetic != "fp32", machine.kernel_bytes or KERNEL_BYTES.get(machine.accelerator, 0.0), 0.0
+        ),
     }
 
 
@@ -162,11 +163,9 @@ def _in_backward(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
         ((stage == 2) & ~waits, filled * w), otherwise=0.0,
     )  # fmt: skip
     activations, complete = _activations(knobs, profile, early)
-    activations = activations * profile.worst_share(
-        knobs.micro, knobs.budgeted, knobs.limits
-    )  # fits is what fits with the longest samples
     return {
-        "activations": activations,
+        # What fits is what fits with the longest samples.
+        "activations": activations * profile.worst_share(knobs.micro, knobs.budgeted, knobs.limits),
         "gradients": complete + settled,
         "buckets": in_bucket,
         "gathered": _gathered(knobs, profile, machine),
@@ -180,16 +179,13 @@ def _activations(knobs: Knobs, profile: Profile, gradient_bytes: Floats) -> tupl
     Recomputation of every k-th block where only all and none were followed lies between the two.
     """
     live, complete = np.zeros(len(knobs.micro)), np.zeros(len(knobs.micro))
-    arithmetic = np.array([ARITHMETIC.get(str(name), "fp32") for name in knobs.precision])
+    arithmetic = knobs.arithmetic
     share = knobs.recomputed_share(profile.n_blocks)
-    for name in dict.fromkeys(arithmetic.tolist()):
-        for every in dict.fromkeys(knobs.recomputed.tolist()):
-            rows = np.flatnonzero((arithmetic == name) & (knobs.recomputed == every))
-            if not len(rows):
-                continue
-            micro, width = knobs.micro[rows], gradient_bytes[rows]
-            found = profile.highest(name, int(every), float(share[rows[0]]), micro, width)
-            live[rows], complete[rows] = found
+    for name, every in dict.fromkeys(zip(arithmetic.tolist(), knobs.recomputed.tolist(), strict=True)):
+        rows = np.flatnonzero((arithmetic == name) & (knobs.recomputed == every))
+        live[rows], complete[rows] = profile.highest(
+            name, int(every), float(share[rows[0]]), knobs.micro[rows], gradient_bytes[rows]
+        )
     return live, complete
 
 
@@ -217,8 +213,7 @@ def _small_elements(knobs: Knobs, profile: Profile) -> Floats:
 
 def _stage_3_bytes(knobs: Knobs) -> Floats:
     """Bytes of a gradient in stage 3's bucket: the type that travels, which is 16 bits wide under autocast."""
-    autocast = np.array([ARITHMETIC.get(str(name), "fp32") == "autocast" for name in knobs.precision])
-    return np.where(autocast, 2.0, knobs.weight_bytes)
+    return np.where(knobs.arithmetic == "autocast", 2.0, knobs.weight_bytes)
 
 
 def _in_reduction(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:

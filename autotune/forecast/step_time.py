@@ -7,7 +7,7 @@ import numpy as np
 from autotune.forecast.communication import collective_s, within_node_s
 from autotune.forecast.knobs import Knobs
 from autotune.forecast.memory import QUANTIZED_BYTES
-from autotune.trial.profile import ARITHMETIC, Floats, Machine, Profile
+from autotune.trial.profile import Floats, Machine, Profile
 
 # Standard deviation of the logarithm of each term, before anything was measured.
 SPREADS = {
@@ -175,11 +175,11 @@ def _micro_step(knobs: Knobs, profile: Profile, machine: Machine) -> tuple[Float
     usual = profile.usual_share(knobs.micro, knobs.packed, knobs.limits)
     if not profile.passes:
         compute = profile.flops_per_sample * (knobs.micro + machine.half_samples) / rates
-        launches = np.full(len(rates), machine.launch_s * max(profile.n_blocks, 1))
         compute = compute * usual
+        launches = np.full(len(rates), machine.launch_s * max(profile.n_blocks, 1))
         return compute, np.zeros(len(rates)), compute * share * profile.block_share / 3.0, launches
     plain, more = np.zeros((3, len(rates))), np.zeros((3, len(rates)))
-    arithmetic = np.array([ARITHMETIC.get(str(name), "fp32") for name in knobs.precision])
+    arithmetic = knobs.arithmetic
     for name in dict.fromkeys(arithmetic.tolist()):
         rows = np.flatnonzero(arithmetic == name)
         first, second = (np.array(profile.work(name, every, knobs.micro[rows])) for every in (0, 1))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from autotune.worker.measure.recorder import Recorder
+from autotune.worker.script.patching import patch
 
 # Smaller fills are drawn anew: looking them up takes about as long.
 LEAST_BYTES = 1 << 20
@@ -73,7 +74,7 @@ def open_store() -> None:
         _store = _Store(os.dup(values.fileno()), os.dup(index.fileno()), most)
 
 
-def install(recorder: Recorder, patch: Callable[[Any, str, Callable[..., Any]], None]) -> None:
+def install(recorder: Recorder) -> None:
     """In a rank: keeps and repeats the random fills of tensors, up to the first step."""
     if _store is None:
         return

@@ -13,7 +13,6 @@ from autotune.worker.model.inspect import inspect_model
 from autotune.worker.model.loop import train_and_measure
 from autotune.worker.model.split import compare_split
 from autotune.worker.rank import abort, complete, watch_memory
-from autotune.worker.script.patching import patch
 
 
 def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
@@ -24,7 +23,7 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
         recorder.enter("import")
         project.settle(Path(request.target), request.script.working_dir if request.script is not None else None)
         watch_memory(recorder, request)
-        random_fills.install(recorder, patch)
+        random_fills.install(recorder)
         if request.mode == "inspect":
             write_record(recorder.folder.workload, inspect_model(request))
         elif request.mode == "build":

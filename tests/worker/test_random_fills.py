@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from autotune.worker import random_fills
-from autotune.worker.script.patching import patch
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def build(monkeypatch):
 
                 patched.setattr(torch.Tensor, name, counted)
             if hooked:
-                random_fills.install(SimpleNamespace(report=SimpleNamespace(phase=phase)), patch)
+                random_fills.install(SimpleNamespace(report=SimpleNamespace(phase=phase)))
             torch.manual_seed(seed)
             weights = [torch.nn.init.normal_(torch.empty(shape), 0.0, 0.02), torch.nn.init.normal_(torch.empty(10))]
             weights += [torch.nn.init.kaiming_uniform_(torch.empty(shape, dtype=torch.bfloat16)), torch.randn(5)]

@@ -1,6 +1,5 @@
 """Mixtures of experts: what of them a model has, over how many ranks they are shared out, and what is sent for that."""
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from autotune.space.candidate import Candidate
 from autotune.trial.workload import Experts
 from autotune.worker.containers import n_elements
 from autotune.worker.measure.wire import Calls
+from autotune.worker.script.patching import patch
 
 # The list of experts of a layer of deepspeed.moe, within the names of its parameters.
 LISTED = "deepspeed_experts."
@@ -43,25 +43,20 @@ class Layers:
         from deepspeed.moe.layer import MoE
 
         self.own, self._candidate, self._changed = 0, candidate, changed
-        if self._installed:
-            return
-        self._installed, original = True, MoE.__init__
+        if not self._installed:
+            self._installed = True
+            patch(MoE, "__init__", self._build)
 
-        @functools.wraps(original)
-        def build(layer: Any, *args: Any, **kwargs: Any) -> None:
-            bound = inspect.signature(original).bind(layer, *args, **kwargs)
-            self._choose(bound.arguments)
-            original(*bound.args, **bound.kwargs)
-
-        MoE.__init__ = build
-
-    def _choose(self, given: dict[str, Any]) -> None:
+    def _build(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        given = bound.arguments
         own = int(given.get("ep_size", 1))
         if self._candidate is not None:
             given["ep_size"] = self._candidate.expert_degree
             if given["ep_size"] != own and not self.own:
                 self._changed(f"Experts: `MoE(..., ep_size={given['ep_size']})`.")
         self.own = max(self.own, own)
+        original(*bound.args, **bound.kwargs)
 
 
 # Of this process, which trains one engine.

@@ -1,7 +1,6 @@
 """Memory of a rank: the peak of each phase, and a limit on it."""
 
 import contextlib
-import functools
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from autotune.worker.device import uuid_of
 from autotune.worker.measure import malloc, watched
 from autotune.worker.measure.device_load import DeviceWatch
+from autotune.worker.script.patching import patch
 
 # DeepSpeed reserves buckets of 5e8 elements that small models hardly touch: two in fp32 take 4 GB of address space.
 RLIMIT_SLACK_BYTES = 8 << 30
@@ -106,16 +106,11 @@ class Memory:
         """Notes the device's peaks before anybody resets them, as DeepSpeed does while it makes an engine, and many a script."""
         device = getattr(torch, self.accelerator, None)
         for place in (device, getattr(device, "memory", None)):
-            if (reset := getattr(place, RESET, None)) is not None:
-                setattr(place, RESET, self._noting(reset))
+            patch(place, RESET, self._on_reset)
 
-    def _noting(self, reset: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(reset)
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            self._note()
-            return reset(*args, **kwargs)
-
-        return noted
+    def _on_reset(self, reset: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._note()
+        return reset(*args, **kwargs)
 
     def _note(self) -> None:
         self._allocated = max(self._allocated, self._read("max_memory_allocated"))

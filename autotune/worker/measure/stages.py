@@ -1,6 +1,5 @@
 """The stages of a `PipelineModule`: chosen while it is built, and what of them the model allows."""
 
-import functools
 import inspect
 import itertools
 import random
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from autotune.space.candidate import Candidate
 from autotune.space.degree import PARTITION
 from autotune.trial.workload import Pipeline
+from autotune.worker.script.patching import patch
 
 DEFAULT_PARTITION = "parameters"  # DeepSpeed's
 OWN_TOPOLOGY = (
@@ -52,15 +52,9 @@ class Stages:
 
         self.own, self.fixed, self.partition = (0, ""), "", ""
         self._candidate, self._changed = candidate, changed
-        if self._installed:
-            return
-        self._installed, original = True, PipelineModule.__init__
-
-        @functools.wraps(original)
-        def build(module: Any, *args: Any, **kwargs: Any) -> None:
-            self._build(original, module, *args, **kwargs)
-
-        PipelineModule.__init__ = build
+        if not self._installed:
+            self._installed = True
+            patch(PipelineModule, "__init__", self._build)
 
     def _build(self, original: Callable[..., None], module: Any, *args: Any, **kwargs: Any) -> None:
         _join()

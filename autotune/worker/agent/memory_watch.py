@@ -1,13 +1,16 @@
-"""The watch over a rank's resident memory, from its supervisor: a rank that trains is not woken for it."""
+"""The watch over a rank's resident memory: its supervisor looks, so that a rank that trains is not woken for it."""
 
 import contextlib
+import os
 import resource
 import socket
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from autotune.worker.measure.watched import FD_VARIABLE, LOOK
-
+# Descriptor of the socket to the supervisor, and what the supervisor sends to have the rank look.
+FD_VARIABLE, LOOK = "AUTOTUNE_MEMORY_FD", b"?"
 # Looks come as late as the memory left permits: a rank gets new pages at a few GB/s, a whole machine at some tens.
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.01, 1.0
 FASTEST_GROWTH_BYTES_PER_S = 16e9
@@ -61,3 +64,23 @@ class MemoryWatch:
             self.due = now + (interval_s(left) if left >= 0 else ASK_INTERVAL_S)
             if left < 0:
                 self._own.send(LOOK)
+
+
+def answer(most_bytes: int, look: Callable[[], object]) -> None:
+    """In the rank: tells the supervisor the resident bytes that are allowed, and looks whenever it asks.
+
+    A thread waits for that, without ever waking; without a supervisor there is none.
+    """
+    descriptor = os.environ.pop(FD_VARIABLE, "")
+    if not descriptor:
+        return
+    channel = socket.socket(fileno=int(descriptor))
+    channel.set_inheritable(False)
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while channel.recv(64):
+                look()
+
+    channel.send(str(most_bytes).encode())
+    threading.Thread(target=wait, name="autotune-memory", daemon=True).start()

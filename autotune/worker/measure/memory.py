@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from autotune.worker.agent import memory_watch
 from autotune.worker.device import uuid_of
-from autotune.worker.measure import malloc, watched
+from autotune.worker.measure import malloc
 from autotune.worker.measure.device_load import DeviceWatch
 from autotune.worker.script.patching import patch
 
@@ -183,5 +184,5 @@ def limit_host_memory(start_bytes: int, limit_bytes: int, on_excess: Callable[[i
         if growth > limit_bytes:
             on_excess(growth)
 
-    watched.answer(start_bytes + limit_bytes, look)
+    memory_watch.answer(start_bytes + limit_bytes, look)
     return look

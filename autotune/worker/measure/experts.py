@@ -124,8 +124,8 @@ def _is_own(module: nn.Module) -> bool:
 
 def degree(model: nn.Module) -> int:
     """Returns the ranks over which a running engine's experts are shared out, by deepspeed.moe or AutoEP; 1 without any."""
-    layers: list[Any] = [m for m in model.modules() if _is_own(m) or getattr(m, "_is_autoep_layer", False)]
-    return max((int(layer.ep_size) for layer in layers), default=1)
+    found: list[Any] = [m for m in model.modules() if _is_own(m) or getattr(m, "_is_autoep_layer", False)]
+    return max((int(layer.ep_size) for layer in found), default=1)
 
 
 def of_this_rank(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

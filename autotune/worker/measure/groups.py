@@ -20,7 +20,7 @@ def observe(engine: Any) -> Groups:
     """Returns the sizes of an engine's groups and what this rank holds; not a collective."""
     return Groups(
         tensor=_tensor_size(engine),
-        sequence=int(getattr(engine, "sequence_parallel_size", 1) or 1),
+        sequence=sequence_size(engine),
         pipeline=int(getattr(engine, "num_stages", 1)),
         expert=experts.degree(engine.module),
         exchanges=experts.sent.calls,
@@ -36,7 +36,12 @@ def data_parallel(engine: Any) -> int:
     if own := getattr(engine, "dp_world_size", None):
         return int(own)
     # Groups that know sequences only, as those of UlyssesSPAttentionHF, have no size of their own for data.
-    return dist.get_world_size() // int(getattr(engine, "sequence_parallel_size", 1) or 1)
+    return dist.get_world_size() // sequence_size(engine)
+
+
+def sequence_size(engine: Any) -> int:
+    """Returns the ranks of the group over which sequences are split; 1 if none are."""
+    return int(getattr(engine, "sequence_parallel_size", 1) or 1)
 
 
 def _tensor_size(engine: Any) -> int:

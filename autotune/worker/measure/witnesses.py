@@ -10,8 +10,7 @@ from autotune.space.deepspeed import SECTION_KEYS, ZERO, Scalar
 from autotune.space.degree import EXPERT_DEGREE, PARTITION, PIPELINE_DEGREE
 from autotune.worker.data import witness as loading
 from autotune.worker.device import multiplies_in_tf32
-from autotune.worker.measure import experts, sizes
-from autotune.worker.measure.groups import exchanges
+from autotune.worker.measure import experts, groups, sizes
 from autotune.worker.measure.stages import stages
 from autotune.worker.measure.wire import Calls, wire
 
@@ -150,10 +149,8 @@ def _quantized(name: str, phases: tuple[str, ...], read: Callable[[Any], Any]) -
 
 
 def _persistence(engine: Any, value: Scalar) -> str | None:
-    offload = engine.optimizer.parameter_offload
-    sizes = [parameter.ds_numel for parameter in engine.module.parameters()]
-    expected = sum(size <= int(str(value)) for size in sizes)
-    kept = len(offload.persistent_parameters)
+    expected = sum(parameter.ds_numel <= int(str(value)) for parameter in engine.module.parameters())
+    kept = len(engine.optimizer.parameter_offload.persistent_parameters)
     # A second limit, on all kept parameters together, may leave some of them split.
     return None if 0 < kept <= expected or expected == kept else f"{kept} parameters are kept whole"
 
@@ -237,9 +234,7 @@ def _muon_buffer(engine: Any, value: Scalar) -> str | None:
 
 
 def _tensor_parallel(engine: Any, value: Scalar) -> str | None:
-    from deepspeed.module_inject import layers
-
-    split = sum(isinstance(module, layers.TensorParallel_Layer) for module in engine.module.modules())
+    split = len(groups.split_modules(engine.module))
     if value in (0, 1):
         return f"{split} modules were split over ranks" if split else None
     if not split:
@@ -251,10 +246,12 @@ def _tensor_parallel(engine: Any, value: Scalar) -> str | None:
 def _sequence_parallel(engine: Any, value: Scalar) -> str | None:
     from deepspeed.sequence.layer import DistributedAttention
 
-    splitting = exchanges.calls or any(isinstance(module, DistributedAttention) for module in engine.module.modules())
+    splitting = groups.exchanges.calls or any(
+        isinstance(module, DistributedAttention) for module in engine.module.modules()
+    )
     if value in (0, 1):
         return "attention is split over ranks" if splitting else None
-    degree = int(getattr(engine, "sequence_parallel_size", 1) or 1)
+    degree = groups.sequence_size(engine)
     if degree != value:
         return f"the sequence groups have {degree} rank{'s' if degree > 1 else ''}"
     if not splitting:
@@ -401,7 +398,7 @@ SECTIONS: dict[str, Callable[[str], Witness]] = {
     "use_data_before_expert_parallelism": _OF_EXPERTS,
     "tensor_parallel": _only_where(lambda engine: engine.autotp_size() > 1, "no module is split over ranks"),
     "seq_parallel_communication_data_type": _only_where(
-        lambda engine: int(getattr(engine, "sequence_parallel_size", 1) or 1) > 1, "no sequence is split over ranks"
+        lambda engine: groups.sequence_size(engine) > 1, "no sequence is split over ranks"
     ),
 }
 # Settings that nothing shows, with the reason: a trial with one is measured and is never a pick.

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autotune.worker.data.samples import IGNORED
 from autotune.worker.measure.groups import exchanges
 from autotune.worker.model.model_file import ModelFile, WorkloadError
 
-IGNORED = -100  # the label of a position that no loss is taken at, in torch and in transformers
 NEEDS = "sequences are split for causal language models of transformers only (DeepSpeed's UlyssesSPAttentionHF)"
 
 

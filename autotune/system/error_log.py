@@ -27,10 +27,13 @@ def keep(error: BaseException) -> str:
     Where no file can be written, the traceback goes to stderr.
     """
     text = redaction.redact(_text(error))
-    path = _folder() / f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{time.monotonic_ns() % 10**9:09}.log"
+    folder = machine.cache_dir() / "errors"
+    path = folder / f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{time.monotonic_ns() % 10**9:09}.log"
     try:
         files.write_text(path, text, private=True)
-        _remove_old(path.parent)
+        for old in sorted(folder.glob("*.log"))[:-MOST_LOGS]:
+            with contextlib.suppress(OSError):
+                old.unlink()
     except OSError:
         sys.stderr.write(f"{text}\n")
         return "the traceback is above"
@@ -62,16 +65,6 @@ class Handler(logging.Handler):
     def last(self) -> str:
         """Returns where the last error of this thread was kept; empty without one."""
         return str(getattr(self._said, "last", ""))
-
-
-def _folder() -> Path:
-    return machine.cache_dir() / "errors"
-
-
-def _remove_old(folder: Path) -> None:
-    for path in sorted(folder.glob("*.log"))[:-MOST_LOGS]:
-        with contextlib.suppress(OSError):
-            path.unlink()
 
 
 def _text(error: BaseException) -> str:

@@ -36,8 +36,6 @@ TRAINER_MODULES = {"transformers", "trl", "sentence_transformers", "setfit"}
 LIGHTNING_MODULES = {"lightning", "pytorch_lightning"}
 # Files of the user's that are read along with a script, at most.
 MOST_FILES = 200
-# Errors of the parser; the last two for a text that is nested too deeply.
-UNPARSED = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +238,7 @@ def _imported_files(node: ast.AST, importer: Path, roots: Sequence[Path]) -> Ite
 def _parsed(path: Path) -> ast.Module | None:
     try:
         return ast.parse(path.read_bytes())
-    except (OSError, *UNPARSED):
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # the last two if it is nested too deeply
         return None
 
 

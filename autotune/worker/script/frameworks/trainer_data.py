@@ -92,11 +92,9 @@ class TrainerData:
         from transformers import Trainer
 
         trainer, data = type(self._trainer), self._trainer.train_dataset
-        own = next(
-            (name for name in ("get_train_dataloader", "_get_train_sampler") if _overrides(trainer, Trainer, name)), ""
-        )
-        if own:
-            return f"{trainer.__name__} has its own `{own}`; group by length there"
+        for name in ("get_train_dataloader", "_get_train_sampler"):
+            if _source(trainer, name) is not _source(Trainer, name):
+                return f"{trainer.__name__} has its own `{name}`; group by length there"
         if not is_map_style(data) or not len(data):
             return "its data set is a stream, which no sampler orders"
         tokens = getattr(getattr(self._trainer, "processing_class", None), "model_input_names", None) or ["input_ids"]
@@ -147,11 +145,8 @@ def _arguments_of(arguments: Any, name: str, value: Scalar) -> dict[str, Scalar]
     return {argument: value} if hasattr(arguments, argument) else {}
 
 
-def _overrides(own: type, base: type, name: str) -> bool:
-    return _source(own, name) is not _source(base, name)
-
-
 def _source(owner: type, name: str) -> Any:
+    """Returns a class's function, without what patches it."""
     found = getattr(owner, name, None)
     return getattr(found, "original", found)
 

@@ -58,11 +58,7 @@ class Cluster:
         """Returns the cluster of command-line options.
 
         Args:
-            per_node: Devices of a node.
             links: `intra_bandwidth`, `inter_bandwidth`, `intra_latency` and `inter_latency` as texts, if given.
-
-        Raises:
-            UserError: An option cannot be used.
         """
         found = {}
         for end in ("intra", "inter"):
@@ -147,7 +143,6 @@ class Projector:
 
     Args:
         predictor: The predictor, corrected by the study's measurements.
-        foreseen: The predictor's inputs.
         limit_bytes: Memory of a device; None for the study's.
     """
 
@@ -181,7 +176,6 @@ class Projector:
         """Returns the forecasts of a configuration on the cluster's rank counts.
 
         Args:
-            candidate: The configuration of the study.
             mode: `weak` keeps the batch of a device; `strong` keeps the global batch, by less accumulation.
 
         Raises:

@@ -86,7 +86,6 @@ class FeatureTable:
     Args:
         knobs: The values of each tuned knob; the columns follow from them and stay the same when candidates are added.
         reference: The candidate whose batch is the origin.
-        prior: Predicts step time and memory.
     """
 
     def __init__(self, knobs: Mapping[str, Sequence[Scalar]], reference: Candidate, prior: Prior) -> None:

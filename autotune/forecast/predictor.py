@@ -55,7 +55,6 @@ class Forecast:
 
     Attributes:
         terms: Its parts, which add up to the total.
-        total: The total with its interval.
         n_measured: Measurements that corrected it.
     """
 
@@ -249,8 +248,6 @@ class ForecastInputs:
 
     Attributes:
         machine: What it runs on, with as many ranks as were asked for.
-        base_config: What candidates are laid over.
-        setting: What legality depends on.
         share_bytes: Memory of a rank's device; on a CPU its share of the machine's.
         device: What a rank computes on, in words.
     """

@@ -76,7 +76,6 @@ class Data:
     """What was observed.
 
     Attributes:
-        design: The rows observed.
         y: Logarithms of the values; for a censored row its lower bound.
         group: Rows of one group come from one trial and share its noise.
         extra_sd: Noise that a row has besides its trial's.

@@ -36,7 +36,6 @@ def memory_by_part(terms: Mapping[str, float], total: float, notes: Mapping[str,
     """Bytes by part as bars, largest first.
 
     Args:
-        terms: Bytes of each part.
         notes: Remark behind a part.
         width: Columns that the name of a part takes.
     """

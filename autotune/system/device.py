@@ -47,7 +47,6 @@ class Device:
         name: Its model, as the driver names it; a part of a card (MIG) says so.
         uuid: Its identifier; empty where the driver gives none.
         capability: CUDA compute capability as in `9.0`, AMD's architecture as in `gfx942`; else empty.
-        memory_bytes: Its whole memory.
     """
 
     name: str

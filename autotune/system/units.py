@@ -25,8 +25,6 @@ class Scale:
 
     Attributes:
         factor: Divisor of the values.
-        unit: Unit of the quotient.
-        decimals: Digits after the point.
     """
 
     factor: float

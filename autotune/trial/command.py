@@ -39,7 +39,6 @@ class Invocation:
 
     Attributes:
         script: Absolute path of the file.
-        working_dir: Folder that it runs in.
         arguments: Arguments; templates such as `{micro_batch_size}` are filled in for each trial.
         module: Name of the module, if it is started as `python -m NAME`.
         environment: Variables that the launch command sets for it; they may contain templates.

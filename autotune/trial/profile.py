@@ -75,7 +75,6 @@ class Profile:
         flops_per_sample: FLOPs of forward and backward, without recomputation.
         activation_bytes_per_sample: Bytes kept for backward in fp32, without recomputation.
         checkpointed_bytes_per_sample: The same with every block recomputed, the working set of one block included.
-        n_blocks: Repeated blocks.
         sequence: Tokens (or positions) of a sample.
         block_share: Share of the FLOPs and parameters in the blocks.
         optimizer_bytes: Optimizer state per trainable parameter in fp32: 8 for Adam, 4 for momentum, 0 for plain SGD.
@@ -88,8 +87,7 @@ class Profile:
         largest_module: Elements of the largest module's own parameters, which stage 3 gathers at once.
         quantized: Frozen parameters that are held at 4 bits.
         n_expert: Parameters of the experts of mixtures, of which a token passes a few.
-        expert_layers: Layers that have experts.
-        experts_per_token: Experts that a token passes in such a layer.
+        experts_per_token: Experts that a token passes in a layer that has some.
         data_bytes: Host memory of the target and its data set.
         input_s_per_sample: Time to draw a sample in a rank.
         cut_short: Passes are missing, since the time for profiling was over; what stands in for them is uncertain.

@@ -130,7 +130,6 @@ class Observed:
         """Returns the first setting that differs from the candidate's, in words; None if all were applied.
 
         Args:
-            candidate: What was asked for.
             data_parallel: Ranks, or groups of them, that trained on different samples.
         """
         if self.groups is not None and (why := self.groups.mismatch(candidate)):
@@ -268,7 +267,6 @@ class Measurements:
     """Fields that the report of a rank and the result of a trial have in common.
 
     Attributes:
-        outcome: How the rank or the trial ended.
         reason: Why, in one line, where the outcome is not `complete`.
         phase: Last phase that was entered, of `PHASES`.
         startup_s: Seconds before the first step, by phase; of a trial the slowest rank's.
@@ -285,7 +283,6 @@ class Measurements:
         alloc_retries: CUDA only: how often the allocator freed its cache and retried; of a trial summed over ranks.
         other_cores: Cores that other processes kept busy while steps were timed.
         device_load: The device, where NVIDIA's management library is there; of a trial all ranks' devices.
-        observed: Settings that really ran.
         caveats: Remarks for the user about this trial.
         side_changes: Changes to a training script besides the DeepSpeed JSON.
         unreproducible: Those side changes that no flag, constant or line of the user's can make.
@@ -376,7 +373,6 @@ class TrialResult(Measurements):
     Attributes:
         failed_rank: The rank that failed first.
         candidate: The configuration, as flat knob values.
-        steps: Summary of the timed steps.
         cpu_s_per_step: Median process time of a timed step, summed over ranks.
         samples_per_step: Observed samples per optimizer step.
         tokens_per_step: Observed tokens per optimizer step.

@@ -102,11 +102,7 @@ def filled(known: Table, tokens: int, micro: int) -> Filled:
 
 
 def tokens_for(known: Table, micro: int) -> int:
-    """Returns the budget whose batches hold `micro` samples on average.
-
-    Args:
-        micro: Samples of the mean batch.
-    """
+    """Returns the budget whose batches hold `micro` samples on average."""
     wanted = micro * expected(known)
     tried: list[tuple[float, int]] = []
     for _ in range(ROUNDS):

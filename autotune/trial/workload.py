@@ -124,7 +124,6 @@ class Script:
 
     Attributes:
         arguments: Its arguments, templates filled in except `{ds_config}` (this trial's file) and `{local_rank}`.
-        working_dir: Folder that it runs in.
         module: Name of the module, if it is started as `python -m NAME`.
         environment: Variables for it, with the same templates.
         assignments: Module constants to replace, and their new values.
@@ -283,7 +282,6 @@ class Experts:
 
     Attributes:
         counts: Experts of a layer, each number once.
-        layers: Layers that have experts.
         parameters: Parameters of all these experts.
         per_token: Experts that a token passes in a layer.
         degree: Ranks over which the target itself shares them out.
@@ -346,8 +344,6 @@ class Workload:
         client_optimizer: The target defines `optimizer`.
         optimizer: Class of that optimizer, if it could be made without data.
         learning_rates: Rates that its parameter groups begin with.
-        environment: Machine and libraries.
-        caveats: Remarks for the user about the target.
         script: Findings of the probe, for a training script.
         profile: Quantities that determine memory and time; None if it was not profiled.
         machine: Rates of the machine with all ranks at work; None if they were not measured.

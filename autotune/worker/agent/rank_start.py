@@ -63,8 +63,6 @@ def detach(
         supervisor: PID of the supervisor.
         answers: Descriptor on which the supervisor answers the driver.
         logs: The logs of all ranks started so far; the last one is this rank's.
-        watch: The watch over this rank's memory.
-        others: Those over other ranks.
     """
     with contextlib.suppress(OSError):
         os.setsid()

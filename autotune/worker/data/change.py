@@ -22,10 +22,6 @@ class Collate:
 
     What the target's own function takes as an argument of that name is passed to it. Else samples are cut before it,
     and packed after it.
-
-    Args:
-        own: The target's function.
-        changes: Settings of the data, by name.
     """
 
     def __init__(self, own: Collator, changes: Mapping[str, Scalar]) -> None:
@@ -103,8 +99,6 @@ def why_not(dataset: Any, own: Collator, model: Any, *, mapped: bool, loader: bo
 
     Args:
         dataset: The data set; None where there is none.
-        own: The target's collate function.
-        model: The model that gets the batches.
         mapped: The data set is read by position.
         loader: Batches come from a DataLoader, so that its arguments apply.
     """

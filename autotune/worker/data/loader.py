@@ -31,7 +31,6 @@ class Loader:
     Args:
         rank: This rank among those that are fed different samples.
         world_size: Number of those.
-        seed: Decides the order.
         first_sample: Position in the order to start at.
         accumulation: Micro-batches of an optimizer step, within which samples may be grouped.
         changes: Settings of the data, by name; of a token budget its tokens.

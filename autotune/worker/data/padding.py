@@ -24,9 +24,6 @@ N_LENGTHS = 4096
 class Texts:
     """The texts that went forward: the lengths of their rows, and the latest row that may hold several samples.
 
-    Args:
-        model: The model, which may know a padding token.
-
     Attributes:
         lengths: Of each micro-batch the lengths of its rows, and the length that they are padded to.
         row: The arguments of the latest forward call with a single row, and its tokens.
@@ -133,9 +130,6 @@ def expected(
     Args:
         known: Lengths of the data set's samples.
         seen: The lengths of each micro-batch's rows, and the length that they are padded to.
-        micro: Samples of a micro-batch.
-        accumulation: Micro-batches of a step.
-        changes: The candidate's settings of the data.
         grouped: Micro-batches among which the samples are sorted by length.
         flattened: The samples of a micro-batch are one row, without padding.
         per_row: Samples of a row on average, where rows are packed beforehand.

@@ -21,9 +21,7 @@ def why_mixed(engine: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tok
     The row goes forward twice, with other tokens in its first sample, and the outputs of the others are compared.
 
     Args:
-        args: Positional arguments of its latest forward.
-        kwargs: The named ones.
-        tokens: The tensor among them that holds the row.
+        tokens: The one of its latest arguments that holds the row.
     """
     second, n = _second(args, kwargs, tuple(tokens.shape)), tokens.shape[1]
     other = tokens.clone()

@@ -26,7 +26,6 @@ class Watch:
         row_tokens: Tokens that a framework packs into a row at most; 0 where it packs none.
         per_row: Samples of such a row, on average over the data set.
         micro_batch_size: Samples of a micro-batch, as it was asked for.
-        accumulation: Micro-batches of a step.
         grouped: Micro-batches among which the samples are sorted by length.
     """
 

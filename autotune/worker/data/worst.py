@@ -15,9 +15,7 @@ def batch_of(dataset: Any, collate: Callable[[list[Any]], Any], positions: Seque
     """Returns a batch of the longest samples of a data set; where fewer are known, they come more than once.
 
     Args:
-        collate: Makes a batch of samples.
         positions: Positions of the longest samples, longest first.
-        n: Samples of the batch.
         length: Extend shorter samples to this length; 0 leaves them.
     """
     longest = [dataset[positions[i % len(positions)]] for i in range(n)]
@@ -30,10 +28,6 @@ def heaviest(iterator: Any, largest: Any) -> Any:
     """Returns the largest batch of a loader whose batches vary in size: of those that its sampler makes, or was seen.
 
     The most samples and the longest ones need not come together: a token budget keeps them apart.
-
-    Args:
-        iterator: The loader's iterator.
-        largest: The largest batch that was seen.
     """
     dataset = iterator._dataset
     if not iterator._auto_collation or not samples.is_map_style(dataset):
@@ -89,8 +83,6 @@ def stretched(batch: Any, rows: int, length: int) -> Any:
     For streams, whose samples cannot be chosen.
 
     Args:
-        batch: The largest batch that was seen.
-        rows: Its samples.
         length: Extend rows to this length, by repeating what is no padding; 0 leaves them.
     """
     wide = _wide(batch, rows)

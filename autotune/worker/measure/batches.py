@@ -96,7 +96,6 @@ class BatchObserver:
     Attributes:
         last: The latest optimizer step.
         uneven: The argument; a probe sets it when it finds that they vary.
-        texts: The texts that went forward.
     """
 
     def __init__(self, engine: Any, *, forgiving: bool = False, uneven: bool = False, shards: int = 1) -> None:

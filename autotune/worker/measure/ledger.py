@@ -105,7 +105,6 @@ class StepLedger:
             laps_s: Seconds of each step on this rank.
             cpu_s: This rank's process time over all of them.
             skipped: Whether loss scaling skipped its update.
-            counts: What each step took in on this rank.
 
         Raises:
             Diverged: The loss is not finite, or loss scaling finds no scale.

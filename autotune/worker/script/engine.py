@@ -40,11 +40,9 @@ class PreparedModel:
     """The script's model before DeepSpeed took it, with the instruments that watch it.
 
     Attributes:
-        own_config: The script's configuration.
         config_source: Path of that configuration; empty for a dict.
         config_at: File and line of the dict; empty if it is not written out.
         initialized_at: File and line of the script's call; empty if a framework calls.
-        workload: Description of the model for legality and reports.
         watch: Notes which blocks are recomputed.
         noise: Measures gradient noise, where the request asks for it.
         gradients: Checks the first gradient, where the request asks for it.

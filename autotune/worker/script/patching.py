@@ -60,7 +60,6 @@ def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:
 
     Args:
         name: Full name of the module; it need not exist.
-        callback: Patches it.
     """
     module = sys.modules.get(name)
     if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):

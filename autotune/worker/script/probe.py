@@ -28,7 +28,6 @@ def workload_of(
     """Describes a script after the steps of its probe; all ranks take part.
 
     Args:
-        prepared: Its model before DeepSpeed took it.
         profile: Counts of its first forward, if there are any.
         plain_backward: The script calls `loss.backward()` rather than `engine.backward(loss)`.
     """

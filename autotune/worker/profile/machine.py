@@ -62,18 +62,10 @@ def measure_machine(recorder: "Recorder", request: TrialRequest, rank: int, list
     # First, since its memory is counted from the rank's start.
     workspace, kernels = _host_memory(request, memory.start_bytes) if memory.on_cpu else (0.0, 0.0)
     caveats: list[str] = []
-    kind = _sizes(device)
-    names, sizes = (
-        ([*TYPES, *(["tf32"] if device.type == "cuda" else [])], MATRICES[kind])
-        if at_length
-        else (QUICK_TYPES[kind], (MATRIX[kind],))
-    )
-    products = _products(device, names, sizes, caveats)
+    products = _products(device, caveats, at_length=at_length)
+    flops = {name: rate for name, (_, rate) in products.items()}
     links = _links(device, request.world_size, at_length=at_length)
-    flops = {name: rate for name, (_, rate) in products.items() if name in (*TYPES, "tf32")}
-    sixteen = flops.get("bf16", flops.get("fp16", flops["fp32"]))  # old devices multiply in no bf16
-    flops = {"fp16": sixteen, "torch_autocast": sixteen, "torch_autocast_fp16": flops.get("fp16", sixteen)} | flops
-    machine = _machine(device, request.world_size, flops, links, workspace, kernels)
+    machine = _machine(device, request.world_size, _by_precision(flops), links, workspace, kernels)
     if not at_length:
         if rank == 0:
             folder.write_record(recorder.folder.machine, machine)
@@ -84,16 +76,22 @@ def measure_machine(recorder: "Recorder", request: TrialRequest, rank: int, list
         found = Probe(
             machine=machine, device_name=device_name(),
             threads=torch.get_num_threads() if memory.on_cpu else 0,
-            flops={name: rate for name, (_, rate) in products.items()},
+            flops=flops,
             sizes={name: n for name, (n, _) in products.items()},
             links=tuple(links), loader=loader, data=data, caveats=tuple(caveats),
         )  # fmt: skip
         folder.write_record(recorder.folder.probe, found)
 
 
-def _sizes(device: torch.device) -> str:
+def _kind(device: torch.device) -> str:
     """The column of sizes for a device: all but CPUs take those of CUDA."""
     return "cpu" if device.type == "cpu" else "cuda"
+
+
+def _by_precision(flops: dict[str, float]) -> dict[str, float]:
+    """Returns the rates of a candidate's precisions, from those of the types that the device multiplies in."""
+    sixteen = flops.get("bf16", flops.get("fp16", flops["fp32"]))  # old devices multiply in no bf16
+    return {"fp16": sixteen, "torch_autocast": sixteen, "torch_autocast_fp16": flops.get("fp16", sixteen)} | flops
 
 
 def _machine(
@@ -104,7 +102,7 @@ def _machine(
     workspace: float,
     kernels: float,
 ) -> Machine:
-    usual, kind = Machine.guess(device.type, world_size), _sizes(device)
+    usual, kind = Machine.guess(device.type, world_size), _kind(device)
     source = torch.empty(COPIED_BYTES[kind] // 4, device=device)
     target = torch.empty_like(source)
     copied = 2.0 * COPIED_BYTES[kind] / _best(lambda: target.copy_(source), device)
@@ -139,10 +137,12 @@ def _product(device: torch.device, name: str, n: int) -> float:
     return _agreed(2.0 * n**3 / _best(lambda: a @ b, device), device)
 
 
-def _products(
-    device: torch.device, names: Sequence[str], sizes: Sequence[int], caveats: list[str]
-) -> dict[str, tuple[int, float]]:
+def _products(device: torch.device, caveats: list[str], *, at_length: bool) -> dict[str, tuple[int, float]]:
     """Returns size and rate of the fastest product of each type that the device multiplies in."""
+    kind = _kind(device)
+    names, sizes = list(QUICK_TYPES[kind]), [MATRIX[kind]]
+    if at_length:
+        names, sizes = [*TYPES, *(["tf32"] if device.type == "cuda" else [])], list(MATRICES[kind])
     found: dict[str, tuple[int, float]] = {}
     for name in names:
         torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
@@ -164,7 +164,7 @@ def _products(
 def _best(run: Callable[[], Any], device: torch.device) -> float:
     """Returns the shortest time of a run in seconds, after a warm-up run."""
     run()
-    best, until = float("inf"), time.perf_counter() + BUDGET_S[_sizes(device)]
+    best, until = float("inf"), time.perf_counter() + BUDGET_S[_kind(device)]
     while time.perf_counter() < until:
         synchronize(device)
         start = time.perf_counter()
@@ -185,14 +185,13 @@ def _links(device: torch.device, world_size: int, *, at_length: bool) -> list[Li
     """Returns latency and bandwidth of each collective, fitted to messages of several sizes; none for one rank."""
     if world_size == 1:
         return []
-    sizes = (
-        [1 << n for n in range(10, LARGEST_MESSAGE[_sizes(device)].bit_length(), 2)]
-        if at_length
-        else MESSAGES[_sizes(device)]
-    )
+    names, sizes, budget_s = ["all_reduce"], list(MESSAGES[_kind(device)]), 0.0
+    if at_length:
+        names, budget_s = list(RINGS), MESSAGE_S
+        sizes = [1 << n for n in range(10, LARGEST_MESSAGE[_kind(device)].bit_length(), 2)]
     found = []
-    for name in RINGS if at_length else ["all_reduce"]:
-        times = [(size, _message_s(device, world_size, name, size, MESSAGE_S if at_length else 0.0)) for size in sizes]
+    for name in names:
+        times = [(size, _message_s(device, world_size, name, size, budget_s)) for size in sizes]
         found.append(fit(name, world_size, times))
     return found
 

@@ -39,35 +39,14 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     recorder.enter("build")
     connect(request, rank, listener, cuda=memory.cuda)
     set_seed(request.seed)
-    model = model_file.build_model(target, candidate, request.seed)
-    if request.weights is not None:
-        weights.load(model, Path(request.weights))
-    if request.replicate:
-        perturb(model, request.replicate)
-    checkpointer: Any = None
+    model, checkpointer = _built(request, target, candidate)
     in_stages = staged.is_staged(model)
-    if in_stages:
-        checkpointer = staged.recompute(model, candidate)
-    elif candidate.checkpoint_every:
-        checkpointer = recompute.Checkpointer(model_file.find_blocks(model, target.blocks), candidate.checkpoint_every)
-        model_file.turn_off_cache(model)
-    # The samples of batch(n) depend on how the batch is split, so their loss curves are not paired; replicates show
-    # how much that matters.
-    seed = request.seed + (request.replicate if target.data is None else 0)
     # Ranks that share a copy of the model or a sequence are neighbours, and are fed alike.
     replica, n_replicas = rank // candidate.ranks_per_replica, request.world_size // candidate.ranks_per_replica
     if in_stages:  # those of a pipeline are not: a stage of all copies comes before the next
         replica = rank % n_replicas
     changes = _data_changes(candidate, request)
-    loader = Loader(
-        target, micro_batch_size=candidate.micro_batch_size, rank=replica, world_size=n_replicas, seed=seed,
-        first_sample=request.first_sample,
-        accumulation=candidate.gradient_accumulation_steps, changes=changes,
-    )  # fmt: skip
-    if candidate.ranks_per_replica > 1:
-        loader.isolate()
-    loader_watch.loader = loader
-    loader_watch.grouped = loader.grouped
+    loader = _loader(request, target, candidate, changes, replica, n_replicas)
     recorder.report.side_changes += [data.in_words(*each) for each in changes.items()]
     recorder.report.side_changes += torch_settings.in_words(dict(candidate.config))
     loader.check(candidate.global_batch_size(request.world_size))
@@ -84,6 +63,40 @@ def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, list
     meter = Meter(recorder, request, engine, observer, memory, checkpointer, noise, gradients)
     loss = model_file.make_loss(target, model) if sequence_groups is None else sequence.split_loss(sequence_groups)
     _Trainer(meter, loader, loss, in_stages=in_stages).train()
+
+
+def _built(request: TrialRequest, target: model_file.ModelFile, candidate: Candidate) -> tuple[torch.nn.Module, Any]:
+    """Returns the model with the weights to start from, and what recomputes its blocks; None where nothing does."""
+    model = model_file.build_model(target, candidate, request.seed)
+    if request.weights is not None:
+        weights.load(model, Path(request.weights))
+    if request.replicate:
+        perturb(model, request.replicate)
+    if staged.is_staged(model):
+        return model, staged.recompute(model, candidate)
+    if not candidate.checkpoint_every:
+        return model, None
+    blocks = model_file.find_blocks(model, target.blocks)
+    model_file.turn_off_cache(model)
+    return model, recompute.Checkpointer(blocks, candidate.checkpoint_every)
+
+
+def _loader(
+    request: TrialRequest, target: model_file.ModelFile, candidate: Candidate, changes: dict[str, Scalar], replica: int,
+    n_replicas: int,
+) -> Loader:  # fmt: skip
+    """Returns the loader of a copy of the model, known to the witnesses of the data."""
+    # The samples of batch(n) depend on how the batch is split, so their loss curves are not paired; replicates show
+    # how much that matters.
+    seed = request.seed + (request.replicate if target.data is None else 0)
+    loader = Loader(
+        target, micro_batch_size=candidate.micro_batch_size, rank=replica, world_size=n_replicas, seed=seed,
+        first_sample=request.first_sample, accumulation=candidate.gradient_accumulation_steps, changes=changes,
+    )  # fmt: skip
+    if candidate.ranks_per_replica > 1:
+        loader.isolate()
+    loader_watch.loader, loader_watch.grouped = loader, loader.grouped
+    return loader
 
 
 def _data_changes(candidate: Candidate, request: TrialRequest) -> dict[str, Scalar]:
@@ -151,9 +164,7 @@ class _Trainer:
         meter = self.meter
         self._train_window(1)
         self._train_window(1, apart=True)
-        while (
-            meter.ledger.skipped
-        ):  # while fp16 looks for its loss scale, no optimizer step is made: nothing to take apart
+        while meter.ledger.skipped:  # while fp16 looks for its loss scale, no optimizer step is made to take apart
             self._train_window(1, apart=True)
         meter.begin()
         self.micro_clock.forget()

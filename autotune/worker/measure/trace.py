@@ -2,7 +2,7 @@
 
 import bisect
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,47 +55,49 @@ class Tracer:
         return summary(self._profile.events(), n_steps, cuda=self._cuda, file=self.path.name)
 
 
-def summary(events: Iterable[Any], n_steps: int, *, cuda: bool, file: str) -> Traced:
+def summary(events: Sequence[Any], n_steps: int, *, cuda: bool, file: str) -> Traced:
     """Returns a summary of traced steps; on CUDA it counts the time of kernels, not of operations on the host."""
+
+    def per_step_s(microseconds: float) -> float:
+        return microseconds / 1e6 / n_steps
+
     hosted = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
     spans = sorted(
         (e.time_range.start, e.time_range.end, e.name.removeprefix(MARK)) for e in hosted if e.name.startswith(MARK)
     )
     starts = [start for start, _, _ in spans]
     kinds: dict[str, dict[str, float]] = {name: dict.fromkeys(KINDS, 0.0) for _, _, name in spans}
-    operations: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-    short_us = SHORT_US["cuda" if cuda else "cpu"]
+    calls: Counter[str] = Counter()
+    own_s: dict[str, float] = defaultdict(float)
     for event in hosted:
         at = bisect.bisect_right(starts, event.time_range.start) - 1
-        if (
-            event.name.startswith((MARK, "ProfilerStep", "Optimizer.", "enumerate("))
-            or at < 0
-            or event.time_range.start > spans[at][1]
-        ):
+        outside = at < 0 or event.time_range.start > spans[at][1]
+        if outside or event.name.startswith((MARK, "ProfilerStep", "Optimizer.", "enumerate(")):
             continue
         own_us = sum(kernel.duration for kernel in event.kernels) if cuda else event.self_cpu_time_total
-        phase, kind = spans[at][2], _kind(event.name)
+        kind = _kind(event.name)
         if kind != "messages":  # messages are counted below, by their intervals
-            kinds[phase]["short" if own_us < short_us else kind] += own_us / 1e6 / n_steps
-        operations[event.name][0] += 1 / n_steps
-        operations[event.name][1] += own_us / 1e6 / n_steps
-    largest = sorted(operations.items(), key=lambda item: -item[1][1])[:MAX_OPERATIONS]
+            kind = "short" if own_us < SHORT_US["cuda" if cuda else "cpu"] else kind
+            kinds[spans[at][2]][kind] += per_step_s(own_us)
+        calls[event.name] += 1
+        own_s[event.name] += per_step_s(own_us)
+    messages, work = _messages_and_work(events, cuda=cuda)
     spans_s: dict[str, float] = defaultdict(float)
     for start, end, name in spans:
-        spans_s[name] += (end - start) / 1e6 / n_steps
-    messages, work = _messages_and_work(list(events), cuda=cuda)
-    for start, end, name in spans:
+        spans_s[name] += per_step_s(end - start)
         within = [(max(a, start), min(b, end)) for a, b in messages if a < end and b > start]
-        kinds[name]["messages"] += (_length(within) - _common(within, work)) / 1e6 / n_steps
+        kinds[name]["messages"] += per_step_s(_length(within) - _common(within, work))
     return Traced(
         file=file,
         n_steps=n_steps,
         spans_s=dict(spans_s),
         kinds_s=kinds,
-        messages_s=_length(messages) / 1e6 / n_steps,
-        hidden_s=_common(messages, work) / 1e6 / n_steps,
+        messages_s=per_step_s(_length(messages)),
+        hidden_s=per_step_s(_common(messages, work)),
         operations=[
-            Operation(name=name, calls=calls, seconds=seconds) for name, (calls, seconds) in largest if seconds > 0
+            Operation(name=name, calls=calls[name] / n_steps, seconds=own_s[name])
+            for name in sorted(own_s, key=lambda name: -own_s[name])[:MAX_OPERATIONS]
+            if own_s[name] > 0
         ],
     )
 

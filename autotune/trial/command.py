@@ -195,20 +195,31 @@ def pasted(
     if invocation.command and (start is None or not launcher):
         why = "starts another number of ranks" if start is not None else "can only be read by a shell"
         comments.append(f"In place of your command, which {why}: {' '.join(invocation.command.split())}")
+    environment = _environment(invocation, start, values, replaced=bool(launcher))
+    launcher = launcher or ["torchrun", "--standalone", f"--nproc_per_node={world_size}"]
     script = os.path.relpath(invocation.script, invocation.working_dir)
     what = ["-m", invocation.module] if invocation.module else [script]
-    if start is not None:  # other variables come from the launcher
-        environment = [fill(word, values) for word in itertools.takewhile(re.compile(r"\w+=").match, start)]
-        # Another launcher leaves it to torch, which then takes all cores for each rank.
-        if launcher and THREADS in invocation.environment and not any(word.startswith(THREADS) for word in environment):
-            environment.append(f"{THREADS}={invocation.environment[THREADS]}")
-    else:
-        left_out = ("ACCELERATE_", "PYTHONPATH") if launcher else ("PYTHONPATH",)
-        given = {
-            name: value
-            for name, value in invocation.environment.items()
-            if name.isidentifier() and not name.startswith(left_out)
-        }
-        environment = [f"{name}={fill(value, values)}" for name, value in given.items()]
-    launcher = launcher or ["torchrun", "--standalone", f"--nproc_per_node={world_size}"]
     return comments, shlex.join([*environment, *launcher, *what, *(fill(argument, values) for argument in arguments)])
+
+
+def _environment(
+    invocation: Invocation, start: Sequence[str] | None, values: Mapping[str, Scalar], *, replaced: bool
+) -> list[str]:
+    """Returns the assignments of variables before a pasted command.
+
+    Args:
+        start: The words of the user's command before the script's arguments; None if only a shell can split it.
+        replaced: A launcher that was asked for takes the place of the user's.
+    """
+    if start is None:
+        left_out = ("ACCELERATE_", "PYTHONPATH") if replaced else ("PYTHONPATH",)
+        given = {
+            n: value for n, value in invocation.environment.items() if n.isidentifier() and not n.startswith(left_out)
+        }
+        return [f"{name}={fill(value, values)}" for name, value in given.items()]
+    # Other variables come from the launcher.
+    found = [fill(word, values) for word in itertools.takewhile(re.compile(r"\w+=").match, start)]
+    # Another launcher leaves it to torch, which then takes all cores for each rank.
+    if replaced and THREADS in invocation.environment and not any(word.startswith(THREADS) for word in found):
+        found.append(f"{THREADS}={invocation.environment[THREADS]}")
+    return found

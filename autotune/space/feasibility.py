@@ -123,13 +123,16 @@ class _Search:
         self.template = space.template(default)
         self.rules = [(rule, *_scope(space, rule)) for rule in RULES]
         self.alike = _alike(space)
-        self.parents = {p.name: [space.knob(name) for name in p.when] for p in space.parameters}
-        self.parents = {name: [each for each in parents if each in space] for name, parents in self.parents.items()}
-        groups = [named | some for _, named, some in self.rules]
-        groups += [{name, *parents} for name, parents in self.parents.items()]
-        names = list(self.parents)
-        self.near = {name: [n for n in names if any({name, n} <= group for group in groups)] for name in names}
-        self.n = {(name, each[0]): len(each) for name, parts in self.alike.items() for each in parts}
+        self.parents = {
+            p.name: [knob for name in p.when if (knob := space.knob(name)) in space] for p in space.parameters
+        }
+        # Knobs that a rule reads together, or that a condition connects.
+        tied = [named | some for _, named, some in self.rules]
+        tied += [{name, *parents} for name, parents in self.parents.items()]
+        self.near = {
+            name: [n for n in self.parents if any({name, n} <= each for each in tied)] for name in self.parents
+        }
+        self.n_alike = {(name, each[0]): len(each) for name, parts in self.alike.items() for each in parts}
         self.steps = 0
         self.alive: set[tuple[str, Scalar]] = set()
 
@@ -234,9 +237,8 @@ class _Search:
                 if broken is not None:
                     refused.note(i, broken, candidate)
                 else:
-                    yield from walk(
-                        i + 1, {**known, name: value}, values, n * (self.n.get((name, value), 1) if active else 1)
-                    )
+                    n_alike = self.n_alike.get((name, value), 1) if active else 1
+                    yield from walk(i + 1, {**known, name: value}, values, n * n_alike)
 
         yield from walk(0, {}, {}, 1)
 
@@ -305,11 +307,13 @@ def _alike(space: SearchSpace) -> dict[str, list[Sequence[Scalar]]]:
     found: dict[str, list[Sequence[Scalar]]] = {}
     for parameter in space.parameters:
         name, values = parameter.name, parameter.all_values()
-        if name not in named:
-            unset = [value for value in values if value is None] if name in some else []
-            found[name] = [part for part in (unset, [v for v in values if v is not None] if unset else values) if part]
-        elif len(values) <= LONG_RANGE:
-            found[name] = [[value] for value in values]
+        if name in named:
+            if len(values) <= LONG_RANGE:
+                found[name] = [[value] for value in values]
+        elif name in some and None in values:  # rules ask whether it is set
+            found[name] = [part for part in ([None], [value for value in values if value is not None]) if part]
+        else:
+            found[name] = [values]
     return found
 
 

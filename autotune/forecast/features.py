@@ -93,10 +93,8 @@ class FeatureTable:
         own = {name: list(values) for name, values in knobs.items() if name not in BATCH}
         self.numeric = {name: _middle(values) for name, values in own.items() if _is_numeric(values)}
         self.levels = {
-            name: {
-                repr(value): n
-                for n, value in enumerate(v for v in dict.fromkeys(map(_Level, values)) if v.value is not None)
-            }
+            # By its text a value is told apart from an equal one of another type (True and 1).
+            name: {text: n for n, text in enumerate(dict.fromkeys(repr(v) for v in values if v is not None))}
             for name, values in own.items()
             if name not in self.numeric
         }
@@ -167,9 +165,8 @@ class FeatureTable:
         table = np.zeros((len(candidates), len(self._level_columns)))
         start = 0
         for name, levels in self.levels.items():
-            for row, level in enumerate(_column(candidates, name)):
-                column = levels.get(repr(level))
-                if column is not None:
+            for row, value in enumerate(_column(candidates, name)):
+                if (column := levels.get(repr(value))) is not None:
                     table[row, start + column] = 1.0
             start += len(levels)
         return table
@@ -196,22 +193,6 @@ def knobs_of(candidates: Sequence[Candidate]) -> dict[str, list[Any]]:
             found.setdefault(name, {}).setdefault(repr(value), value)
     absent = {name for name in found if name not in FIELDS}
     return {name: list(values.values()) for name, values in found.items() if len(values) > 1 or name in absent}
-
-
-@dataclass(frozen=True)
-class _Level:
-    """A knob's value, told apart from an equal one of another type (True and 1)."""
-
-    value: Any
-
-    def __hash__(self) -> int:
-        return hash(repr(self.value))
-
-    def __eq__(self, other: object) -> bool:
-        return repr(self) == repr(other)
-
-    def __repr__(self) -> str:
-        return repr(self.value)
 
 
 def _column(candidates: Sequence[Candidate], name: str) -> list[Any]:

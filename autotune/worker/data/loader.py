@@ -37,6 +37,7 @@ class Loader:
 
     Attributes:
         token_budget: Tokens that a micro-batch holds at most, padding included; 0 where it holds a number of samples.
+        workers: The iterator over what workers load; None where this process loads.
     """
 
     def __init__(
@@ -60,13 +61,13 @@ class Loader:
         self._stream: Iterator[Any] | None = None
         self._largest: Any = None
         self._waiting: list[tuple[Any, int]] = []
-        self._workers: Any = None
+        self.workers: Any = None
         self.dataset: Any = None
         if target.data is not None:
             self.dataset = _dataset(target)
             if is_map_style(self.dataset):
                 self.n_samples = len(self.dataset)
-                self._workers = self._started()
+                self.workers = self._started()
             else:
                 self._stream = itertools.islice(self._endless(target), first_sample, None)
         else:
@@ -110,45 +111,36 @@ class Loader:
             return self._kept(self.collate(samples[own : own + self.micro_batch_size])), self.micro_batch_size
         if not self._waiting:
             chunk = self.grouped * self.micro_batch_size * self._world_size
-            self._waiting = next(self._workers) if self._workers is not None else self._drawn(self._next_sample)
+            self._waiting = next(self.workers) if self.workers is not None else self._drawn(self._next_sample)
             self._next_sample += chunk
         return self._waiting.pop(0)
 
     def worst(self, positions: tuple[int, ...], length: int) -> Any:
         """Returns the worst micro-batch: of the longest samples, or the largest that a stream has yielded, stretched.
 
+        With a token budget it holds as many of them as the budget does.
+
         Args:
             positions: Positions of the longest samples; empty for a stream.
             length: The length that samples are stated to reach; 0 if none is.
         """
-        if self.token_budget:
-            return self._worst_of_budget(positions, length)
         if self.n_samples is not None and positions:
-            return worst.batch_of(self.dataset, self.collate, positions, self.micro_batch_size, length)
+            n = self.micro_batch_size
+            if self.token_budget:
+                n = max(1, self.token_budget // max(self._width(self.dataset[positions[0]]), length))
+            return worst.batch_of(self.dataset, self.collate, positions, n, length)
         if self._largest is None:
             self._largest = self.next()[0]
-        return worst.stretched(self._largest, self.micro_batch_size, length)
-
-    def _worst_of_budget(self, positions: tuple[int, ...], length: int) -> Any:
-        """Returns as many of the longest samples as the budget holds; of a stream the largest batch, stretched."""
-        if self.n_samples is not None and positions:
-            n = self.token_budget // max(self._width(self.dataset[positions[0]]), length)
-            return worst.batch_of(self.dataset, self.collate, positions, max(1, n), length)
-        if self._largest is None:
-            self._largest = self.next()[0]
+        if not self.token_budget:
+            return worst.stretched(self._largest, self.micro_batch_size, length)
         longest, rows = max(self._longest, length), worst.rows_of(self._largest)
         n = min(rows, max(1, self.token_budget // longest))
         return worst.stretched(worst.first_rows(self._largest, rows, n), n, longest)
 
     def close(self) -> None:
         """Ends the workers."""
-        if self._workers is not None:
-            self._workers._shutdown_workers()
-
-    @property
-    def workers(self) -> Any:
-        """Returns the iterator over what the workers load; None where this process loads."""
-        return self._workers
+        if self.workers is not None:
+            self.workers._shutdown_workers()
 
     def samples(self) -> Any:
         """Returns the samples: a data set, an iterator, or for `batch(n)` those of one small batch."""

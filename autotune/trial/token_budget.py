@@ -26,12 +26,10 @@ class Filled(NamedTuple):
 
     Attributes:
         tokens: Tokens, padding included.
-        real_tokens: Tokens without padding.
     """
 
     samples: float
     tokens: float
-    real_tokens: float
 
 
 def fill(source: Iterable[tuple[int, Sample]], tokens: int, pool: int) -> Iterator[list[Sample]]:
@@ -98,7 +96,7 @@ def filled(known: Table, tokens: int, micro: int) -> Filled:
     found = list(itertools.islice(fill(((each, each) for each in drawn), tokens, POOL_BATCHES * micro), n))
     real = sum(map(sum, found)) / len(found)
     # In the long run samples have the mean length, which those of a simulation miss by chance.
-    return Filled(real / expected(known), sum(len(each) * max(each) for each in found) / len(found), real)
+    return Filled(real / expected(known), sum(len(each) * max(each) for each in found) / len(found))
 
 
 def tokens_for(known: Table, micro: int) -> int:

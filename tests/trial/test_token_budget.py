@@ -22,7 +22,7 @@ def test_the_budget_for_a_mean_batch_holds_so_many_samples_with_little_padding(c
     tokens = token_budget.tokens_for(known, micro)
     mean = token_budget.filled(known, tokens, micro)
     assert mean.samples == pytest.approx(micro, rel=0.15)
-    assert mean.real_tokens > 0.9 * mean.tokens and mean.tokens <= max(tokens, 512)
+    assert mean.samples * lengths.expected(known) > 0.9 * mean.tokens and mean.tokens <= max(tokens, 512)
 
 
 def test_every_sample_comes_once_and_the_first_batches_are_like_later_ones():

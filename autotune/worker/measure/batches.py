@@ -96,6 +96,7 @@ class BatchObserver:
     Attributes:
         last: The latest optimizer step.
         uneven: The argument; a probe sets it when it finds that they vary.
+        draw_size: Samples of the largest draw that was used; 0 without a loader.
     """
 
     def __init__(self, engine: Any, *, forgiving: bool = False, uneven: bool = False, shards: int = 1) -> None:
@@ -108,7 +109,7 @@ class BatchObserver:
         self._steps = engine.global_steps
         # Draws that no micro-batch has used yet: their samples, and the shape of the tensor that counts them.
         self._ahead: collections.deque[tuple[int | None, tuple[int, ...]]] = collections.deque(maxlen=MOST_AHEAD)
-        self._n_drawn = self._latest_draw = self._last_used = self._largest_used = 0
+        self._n_drawn = self._latest_draw = self._last_used = self.draw_size = 0
         self._missing = self._loader_ended = self._epoch_ended = self._pending = self._drew = False
         self._sample_dim = 0
         # Of the step under way, then of all steps; steps that are alike are kept once.
@@ -218,13 +219,8 @@ class BatchObserver:
     def parts(self) -> int:
         """Returns the micro-batches that the script makes of one draw; 0 unless it cuts the loader's batches up."""
         rows = max(self._column("first"), default=0)
-        cut = self._missing and not self.uneven and 0 < rows < self._largest_used
-        return -(-self._largest_used // rows) if cut else 0
-
-    @property
-    def draw_size(self) -> int:
-        """Returns the samples of the largest draw; 0 without a loader."""
-        return self._largest_used
+        cut = self._missing and not self.uneven and 0 < rows < self.draw_size
+        return -(-self.draw_size // rows) if cut else 0
 
     def rows(self) -> set[tuple[int, int | None]]:
         """Returns the rows and the drawn samples of the micro-batches so far."""
@@ -285,8 +281,8 @@ class BatchObserver:
         """Returns how a step's samples, and the sizes of its micro-batches, compare with those of others."""
         if self._forgiving and self._draws_vary and max(len(sizes), len({samples} | self.samples_per_step)) > 1:
             return Ragged.VARIES
-        has_loader, was_pending = self._largest_used > 0, self._pending
-        at_end = self._epoch_ended or 0 < self._last_used < self._largest_used
+        has_loader, was_pending = self.draw_size > 0, self._pending
+        at_end = self._epoch_ended or 0 < self._last_used < self.draw_size
         # Of a draw that is cut up something may be left over each time, which ends no epoch.
         smaller = self._forgiving and (at_end or not self.parts) and samples < max(self.samples_per_step, default=0)
         self._pending = smaller and not at_end
@@ -306,10 +302,10 @@ class BatchObserver:
         if not self._ahead:
             # After its end, a script that has kept the loader's batches goes through them again.
             self._missing = self._missing or not self._loader_ended
-            return self._largest_used if self._loader_ended and self._largest_used else None, False
+            return self.draw_size if self._loader_ended and self.draw_size else None, False
         n, drawn_shape = self._ahead.popleft()
         self._drew, self._last_used = True, n or 0
-        self._largest_used = max(self._largest_used, self._last_used)
+        self.draw_size = max(self.draw_size, self._last_used)
         if n not in drawn_shape:
             return n, False
         self._sample_dim = dim = drawn_shape.index(n)

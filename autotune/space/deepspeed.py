@@ -43,56 +43,45 @@ TOP_LEVEL_KEYS = RETIRED_KEYS | frozenset(
 # Keys inside the sections that DeepSpeed validates strictly, or that it reads without a word about others; sections that
 # are not here are passed through unchecked.
 SECTION_KEYS: dict[str, frozenset[str]] = {
-    "zero_optimization": frozenset(
-        """
-        stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce
-        allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights
-        elastic_checkpoint offload_param offload_optimizer zenflow sub_group_size cpu_offload_param
-        cpu_offload_use_pin_memory cpu_offload stage3_prefetch_bucket_size stage3_param_persistence_threshold
-        stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance
-        stage3_gather_16bit_weights_on_model_save stage3_module_granularity_threshold
-        stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential stage3_gather_fp16_weights_on_model_save
-        ignore_unused_parameters legacy_stage1 round_robin_gradients parameter_alignment zero_hpz_partition_size
-        zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param
-        mics_shard_size mics_hierarchical_params_gather memory_efficient_linear pipeline_loading_checkpoint
-        override_module_apply log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory
-        leaf_module
-        """.split()
-    ),
-    "bf16": frozenset(
-        "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states".split()
-    ),
-    "fp16": frozenset(
-        """
-        enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis
-        min_loss_scale fp16_master_weights_and_grads
-        """.split()
-    ),
-    "torch_autocast": frozenset("enabled dtype lower_precision_safe_modules".split()),
-    "data_types": frozenset("grad_accum_dtype param_dtype buffer_dtype".split()),
-    "optimizer": frozenset("type params legacy_fusion".split()),
-    "scheduler": frozenset("type params".split()),
-    "activation_checkpointing": frozenset(
-        """
-        partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints profile
-        synchronize_checkpoint_boundary
-        """.split()
-    ),
-    "aio": frozenset(
-        """
-        block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events use_gds
-        """.split()
-    ),
-    "zero_optimization.offload_optimizer": frozenset(
-        """
-        device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload
-        cpuadam_cores_perc pipeline
-        """.split()
-    ),
-    "zero_optimization.leaf_module": frozenset("classes names name_suffixes".split()),
-    "zero_optimization.offload_param": frozenset(
-        "device nvme_path buffer_count buffer_size max_in_cpu pin_memory".split()
-    ),
+    section: frozenset(keys.split())
+    for section, keys in {
+        "zero_optimization": """
+            stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce
+            allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights
+            elastic_checkpoint offload_param offload_optimizer zenflow sub_group_size cpu_offload_param
+            cpu_offload_use_pin_memory cpu_offload stage3_prefetch_bucket_size stage3_param_persistence_threshold
+            stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance
+            stage3_gather_16bit_weights_on_model_save stage3_module_granularity_threshold
+            stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential stage3_gather_fp16_weights_on_model_save
+            ignore_unused_parameters legacy_stage1 round_robin_gradients parameter_alignment zero_hpz_partition_size
+            zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param
+            mics_shard_size mics_hierarchical_params_gather memory_efficient_linear pipeline_loading_checkpoint
+            override_module_apply log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory
+            leaf_module
+        """,
+        "bf16": """
+            enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states
+        """,
+        "fp16": """
+            enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis
+            min_loss_scale fp16_master_weights_and_grads
+        """,
+        "torch_autocast": "enabled dtype lower_precision_safe_modules",
+        "data_types": "grad_accum_dtype param_dtype buffer_dtype",
+        "optimizer": "type params legacy_fusion",
+        "scheduler": "type params",
+        "activation_checkpointing": """
+            partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints profile
+            synchronize_checkpoint_boundary
+        """,
+        "aio": "block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events use_gds",
+        "zero_optimization.offload_optimizer": """
+            device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload
+            cpuadam_cores_perc pipeline
+        """,
+        "zero_optimization.leaf_module": "classes names name_suffixes",
+        "zero_optimization.offload_param": "device nvme_path buffer_count buffer_size max_in_cpu pin_memory",
+    }.items()
 }
 # Paths that a Candidate field owns: a dotted knob for one of them would fight with the field.
 OWNED_PATHS = {

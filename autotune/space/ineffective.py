@@ -2,44 +2,35 @@
 
 from autotune.space.deepspeed import ZERO
 
-_REPORTS = "it only prints or writes, and trials leave it out"
-_SAVING = "it is about saving and loading, and a trial does neither"
-_UNREAD = "DeepSpeed takes the key and nothing reads it"
-_PERMITS = "it permits an optimizer and changes none"
-
 # By path; one that ends with a dot stands for a whole section. Read in deepspeed 0.15 to 0.19.
 NO_EFFECT: dict[str, str] = {
-    **dict.fromkeys(
-        """
-        tensorboard. wandb. comet. csv_monitor. monitor_config. flops_profiler. comms_logger. timers. autotuning.
-        wall_clock_breakdown memory_breakdown dump_state steps_per_print log_level
-        """.split(),
-        _REPORTS,
-    ),
-    **dict.fromkeys(
-        f"""
-        checkpoint. nebula. datastates_ckpt. {ZERO}load_from_fp32_weights {ZERO}elastic_checkpoint
-        {ZERO}stage3_gather_16bit_weights_on_model_save {ZERO}stage3_gather_fp16_weights_on_model_save
-        {ZERO}pipeline_loading_checkpoint
-        """.split(),
-        _SAVING,
-    ),
-    **dict.fromkeys(
-        f"disable_allgather vocabulary_size train_seq_parallel {ZERO}allgather_partitions".split(), _UNREAD
-    ),
-    **dict.fromkeys(("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"), _PERMITS),
-    **dict.fromkeys(
-        f"{ZERO}cpu_offload {ZERO}cpu_offload_param {ZERO}cpu_offload_use_pin_memory".split(),
-        "it is a retired name of offload_optimizer and offload_param",
-    ),
-    "inference.": "it is for inference, and a trial trains",
-    "dataloader_drop_last": "it matters only where an epoch ends, and such steps are not timed",
-    "data_types.param_dtype": "the precision decides it",
-    f"{ZERO}legacy_stage1": "DeepSpeed refuses it since 0.5.9",
-    f"{ZERO}log_trace_cache_warnings": _REPORTS,
-    f"{ZERO}ignore_unused_parameters": "it decides what DeepSpeed complains of, not what it does",
-    # torch has had all_gather_into_tensor since 1.13, and with it DeepSpeed gathers each group of parameters whole.
-    f"{ZERO}allgather_bucket_size": "this DeepSpeed gathers each group of parameters at once, and never reads it",
+    path: why
+    for why, paths in {
+        "it only prints or writes, and trials leave it out": f"""
+            tensorboard. wandb. comet. csv_monitor. monitor_config. flops_profiler. comms_logger. timers. autotuning.
+            wall_clock_breakdown memory_breakdown dump_state steps_per_print log_level {ZERO}log_trace_cache_warnings
+        """,
+        "it is about saving and loading, and a trial does neither": f"""
+            checkpoint. nebula. datastates_ckpt. {ZERO}load_from_fp32_weights {ZERO}elastic_checkpoint
+            {ZERO}stage3_gather_16bit_weights_on_model_save {ZERO}stage3_gather_fp16_weights_on_model_save
+            {ZERO}pipeline_loading_checkpoint
+        """,
+        "DeepSpeed takes the key and nothing reads it": f"""
+            disable_allgather vocabulary_size train_seq_parallel {ZERO}allgather_partitions
+        """,
+        "it permits an optimizer and changes none": "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
+        "it is a retired name of offload_optimizer and offload_param": f"""
+            {ZERO}cpu_offload {ZERO}cpu_offload_param {ZERO}cpu_offload_use_pin_memory
+        """,
+        "it is for inference, and a trial trains": "inference.",
+        "it matters only where an epoch ends, and such steps are not timed": "dataloader_drop_last",
+        "the precision decides it": "data_types.param_dtype",
+        "DeepSpeed refuses it since 0.5.9": f"{ZERO}legacy_stage1",
+        "it decides what DeepSpeed complains of, not what it does": f"{ZERO}ignore_unused_parameters",
+        # torch has had all_gather_into_tensor since 1.13, and with it DeepSpeed gathers each group of parameters whole.
+        "this DeepSpeed gathers each group of parameters at once, and never reads it": f"{ZERO}allgather_bucket_size",
+    }.items()
+    for path in paths.split()
 }
 # Settings of ZeRO that one kind of its optimizers reads: stages 1 and 2 share one, stage 3 has its own.
 STAGES_1_AND_2 = frozenset(

@@ -1,4 +1,4 @@
-"""What degrees do to a rank: its share of the model and of the work, and what its group sends besides."""
+"""Effects of degrees on a rank: its share of the model and of the work, and the messages within its groups."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

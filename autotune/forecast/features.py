@@ -30,7 +30,7 @@ NO_OPINION = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class PriorPrediction:
-    """What a prior says about candidates, one row each.
+    """Prediction of a prior for candidates, one row each.
 
     Attributes:
         time_terms: Seconds of an optimizer step, in parts that add up; one column is enough. Only ratios matter.

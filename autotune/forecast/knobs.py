@@ -23,7 +23,7 @@ SUB_GROUP = 1_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """What the formulas look at, of many candidates at once: one entry per candidate in each column.
+    """Inputs of the formulas for many candidates at once: one entry per candidate in each column.
 
     Attributes:
         micro: Micro-batch per rank.

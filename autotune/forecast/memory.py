@@ -262,5 +262,5 @@ def _in_step(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
 
 
 def spreads(profile: Profile) -> Mapping[str, float]:
-    """How sure each term is, as the standard deviation of its logarithm."""
+    """Standard deviation of the logarithm of each term, before anything was measured."""
     return {**SPREADS, "activations": GUESSED_ACTIVATIONS} if profile.guessed or profile.cut_short else SPREADS

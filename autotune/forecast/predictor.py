@@ -244,7 +244,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastInputs:
-    """What forecasts for a target rest on.
+    """Inputs of the forecasts for a target.
 
     Attributes:
         machine: What it runs on, with as many ranks as were asked for.

@@ -73,7 +73,7 @@ def joined(designs: Sequence[Design]) -> Design:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What was observed.
+    """Observations, one row each.
 
     Attributes:
         y: Logarithms of the values; for a censored row its lower bound.
@@ -108,7 +108,7 @@ class Data:
 
 
 class CalibratedGP:
-    """What is believed after the observations; made by `fit`.
+    """The posterior after the observations; made by `fit`.
 
     The model is y = log(sum of terms x exp(correction of the term)) + linear features x coefficients + a smooth
     remainder (squared-exponential kernel) + noise. The corrections enter linearised at their best estimate
@@ -264,7 +264,7 @@ class CalibratedGP:
         return np.asarray(found, dtype=float)
 
     def remainder(self, design: Design) -> Floats:
-        """What is expected in each row beyond the corrected terms, as a logarithm: what knobs and machine add to the formulas."""
+        """Expected logarithm of what knobs and machine add to the corrected terms in each row."""
         base, _ = self._prior(design)
         return np.asarray(self.predict(design)[0] - base, dtype=float)
 
@@ -310,7 +310,7 @@ class CalibratedGP:
         return np.asarray(prior - (explained**2).sum(axis=0), dtype=float)
 
     def joint(self) -> tuple[NDArray[np.intp], Floats, Floats]:
-        """What is foretold of each group's first row but for what was read of it: groups, means and covariance.
+        """Joint prediction of each group's first row from the differences within groups: groups, means and covariance.
 
         Features and scales are as the observations made them. Of the observations themselves only the differences within
         a group count, which are free of the noise that its rows share.
@@ -333,7 +333,7 @@ class CalibratedGP:
         return groups, mean[first] + gain @ seen, covariance[np.ix_(first, first)] - gain @ apart[:, first]
 
     def correction_sd(self) -> Floats:
-        """How unsure the correction of each term is."""
+        """Posterior standard deviation of the correction of each term."""
         if self._data is None:
             return self.term_sd
         cross = self._features[:, -len(self.term_sd) :] * self.term_sd

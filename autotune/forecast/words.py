@@ -1,4 +1,4 @@
-"""What `predict`, `advise` and `project` say of a forecast: whether it fits, its memory by part, and what binds its time."""
+"""Words for a forecast in `predict`, `advise` and `project`: whether it fits, its memory by part, what binds its time."""
 
 from collections.abc import Iterator, Mapping
 

@@ -1,4 +1,4 @@
-"""What legality rests on: the setting of a study, and a rule that refuses candidates in it."""
+"""The setting of a study that legality depends on, and the rules that refuse candidates in it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What is known of accelerator cards by name: memory, peak rates, bandwidth, link; read from `cards.csv`."""
+"""Data sheets of accelerator cards by name: memory, peak rates, bandwidth, link; read from `cards.csv`."""
 
 import csv
 import re

@@ -57,7 +57,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """What trials compute on.
+    """The accelerator and the devices that trials compute on.
 
     Attributes:
         accelerator: DeepSpeed's name: `cpu`, `cuda` (ROCm too), `xpu`, `npu`, `hpu` and others.
@@ -178,7 +178,7 @@ def _may_use_accelerator() -> bool:
 
 
 def _torch_build() -> dict[str, str]:
-    """What torch's `version.py` says; all platforms where it cannot be read."""
+    """Version and platforms of torch by its `version.py`; all platforms where it cannot be read."""
     unknown = {"version": "", "cuda": "?", "hip": "?", "xpu": "?"}
     try:
         spec = util.find_spec("torch")

@@ -1,4 +1,4 @@
-"""What the error messages of a failed rank mean: out of memory, a peer that died, another type, a fault of the machine."""
+"""Causes of a rank's failure by its error message: out of memory, a peer that died, another type, a fault of the machine."""
 
 import re
 

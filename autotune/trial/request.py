@@ -29,7 +29,7 @@ class TrialToBeat:
 
 @dataclass(frozen=True, kw_only=True)
 class TailCheck:
-    """What a trial does once after its measurement, to see whether it fits: a pass over the worst micro-batch, and more.
+    """Check after a trial's measurement whether the training fits: a pass over the worst micro-batch, and more.
 
     Attributes:
         longest_at: Positions of the data set's longest samples, longest first; empty for a stream.

@@ -382,7 +382,7 @@ class Workload:
         return world_size // (self.script.model_parallel_size if self.script else 1)
 
     def adds_up_otherwise(self, candidate: Candidate, baseline: Candidate) -> bool:
-        """Returns whether a script that adds up its micro-batches' losses adds up another number of them than in the baseline."""
+        """Returns whether a script's loss is a sum over another number of micro-batches than in the baseline."""
         adds_up = self.script is not None and self.script.adds_up
         return adds_up and candidate.gradient_accumulation_steps != baseline.gradient_accumulation_steps
 

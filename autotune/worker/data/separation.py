@@ -1,4 +1,4 @@
-"""Whether the samples of a packed row are kept apart: what comes of one must not depend on the others."""
+"""Check that the samples of a packed row are kept apart: the output for one must not depend on the others."""
 
 import contextlib
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Whether each setting of the data acted, by what the running loader holds and what its batches show."""
+"""Check that each setting of the data acted, by what the running loader holds and what its batches show."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

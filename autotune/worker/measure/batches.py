@@ -66,7 +66,7 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepCount:
-    """What an optimizer step took in on this rank.
+    """Counts of what an optimizer step took in on this rank.
 
     Attributes:
         tokens: Tokens, padding included; 0 where samples are not token sequences.

@@ -1,4 +1,4 @@
-"""What NVIDIA's management library says of a rank's device: others on it, clocks, throttling, power, energy, heat."""
+"""Readings of a rank's device by NVIDIA's management library: others on it, clocks, throttling, power, energy, heat."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Mixtures of experts: what of them a model has, over how many ranks they are shared out, and what is sent for that."""
+"""Mixtures of experts: those of a model, the ranks that they are shared out over, and the exchanges of tokens."""
 
 import inspect
 from collections.abc import Callable, Mapping

@@ -104,7 +104,7 @@ class Memory:
         return int(getattr(self._accelerator, counter)() or 0)
 
     def _outlive_resets(self) -> None:
-        """Notes the device's peaks before anybody resets them, as DeepSpeed does while it makes an engine, and many a script."""
+        """Keeps the device's peaks where they are reset, as DeepSpeed does while it makes an engine, and many scripts do."""
         device = getattr(torch, self.accelerator, None)
         for place in (device, getattr(device, "memory", None)):
             patch(place, RESET, self._on_reset)

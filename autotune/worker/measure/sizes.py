@@ -1,4 +1,4 @@
-"""What settings of sizes do to this model: bucket sizes and thresholds that lead to the same behaviour are told."""
+"""Effects of size settings on this model: which bucket sizes and thresholds behave alike."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,7 @@ def _buckets(engine: Any, bucket: float) -> Any:
 
 
 def _up_to(times: int) -> Callable[[Any, float], Any]:
-    """A size that does nothing more once it is some times the whole model."""
+    """Returns the effect of a size that matters only up to a multiple of the model's size."""
     return lambda engine, value: min(value, times * sum(trained_sizes(engine)))
 
 

@@ -1,4 +1,4 @@
-"""What ranks sent to each other in the step that is taken apart, and how often functions of DeepSpeed were called."""
+"""Collectives of the step that is taken apart, and counts of the calls of DeepSpeed's functions."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""Whether each DeepSpeed setting of a trial acted, by a witness for every knob in the running engine."""
+"""Check that each DeepSpeed setting of a trial acted, by a witness for every knob in the running engine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ DEFAULTS: dict[str, Scalar] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the witnesses say of a candidate's settings.
+    """Findings of the witnesses about a candidate's settings.
 
     Attributes:
         inert: Why a setting did not act, by setting. What did what happens anyway is among them where nothing else

@@ -21,7 +21,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Idle(str):
-    """Says why a setting did what happens anyway: with it the trial is the one without it, and no worse for it."""
+    """Reason why a setting made no difference: the trial is the one without it, and no worse."""
 
     __slots__ = ()
 

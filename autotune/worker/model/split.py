@@ -1,4 +1,4 @@
-"""Whether a model can be split over ranks: facts of its shape, and a comparison of the split model with the whole one."""
+"""Check whether a model can be split over ranks: facts of its shape, and a comparison of the split model with the whole."""
 
 from pathlib import Path
 from typing import Any

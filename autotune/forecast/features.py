@@ -8,7 +8,7 @@ import numpy as np
 
 from autotune.forecast.regression import Design, joined
 from autotune.space.candidate import BATCH, FIELDS, Candidate
-from autotune.space.deepspeed import Scalar
+from autotune.space.deepspeed import Scalar, is_int
 from autotune.trial.profile import Floats
 
 # A knob with more whole-number values than this has a slope and a bend instead of an offset for each value.
@@ -202,18 +202,18 @@ def _column(candidates: Sequence[Candidate], name: str) -> list[Any]:
 
 
 def _is_numeric(values: Sequence[Scalar]) -> bool:
-    numbers = [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0]
+    numbers = [v for v in values if is_int(v) and v > 0]
     return len(numbers) > MOST_LEVELS and len(numbers) == len([v for v in values if v is not None])
 
 
 def _sizes(values: Sequence[Scalar]) -> list[int]:
     """The sizes that are told apart each."""
-    found = sorted({v for v in values if isinstance(v, int) and not isinstance(v, bool)})
+    found = sorted(set(filter(is_int, values)))
     return found if 1 < len(found) <= MOST_SIZES else []
 
 
 def _middle(values: Sequence[Scalar]) -> tuple[float, float]:
-    logs = [np.log2(v) for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0]
+    logs = [np.log2(v) for v in values if is_int(v) and v > 0]
     return float((min(logs) + max(logs)) / 2), float(max(1e-9, (max(logs) - min(logs)) / 2))
 
 

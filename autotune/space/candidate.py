@@ -23,6 +23,7 @@ from autotune.space.deepspeed import (
     at_path,
     check_path,
     check_plain,
+    is_int,
     precision_of,
     set_path,
     without_auto,
@@ -340,10 +341,11 @@ def check_value(name: str, value: Scalar) -> None:
     elif name in CHOICES:
         if value not in CHOICES[name] or isinstance(value, bool | float):
             raise ConfigError(f"{name}: {value!r} is not one of {', '.join(map(str, CHOICES[name]))}")
-    elif name in AT_LEAST and (not isinstance(value, int) or isinstance(value, bool) or value < AT_LEAST[name]):
-        raise ConfigError(f"{name}: {value!r} is not a whole number of at least {AT_LEAST[name]}")
-    elif name in AT_LEAST and isinstance(value, int) and value > LARGEST_BATCH:
-        raise ConfigError(f"{name}: {value!r} is more than {LARGEST_BATCH:,}")
+    elif name in AT_LEAST:
+        if not is_int(value) or value < AT_LEAST[name]:
+            raise ConfigError(f"{name}: {value!r} is not a whole number of at least {AT_LEAST[name]}")
+        if value > LARGEST_BATCH:
+            raise ConfigError(f"{name}: {value!r} is more than {LARGEST_BATCH:,}")
 
 
 def from_deepspeed(config: Mapping[str, Any], world_size: int, where: str = "base config") -> Candidate:
@@ -397,7 +399,7 @@ def _batch(config: Mapping[str, Any], world_size: int, where: str) -> tuple[int,
 
 def _count(config: Mapping[str, Any], key: str, where: str) -> int | None:
     value = config.get(key)
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST_BATCH):
+    if value is None or (is_int(value) and 1 <= value <= LARGEST_BATCH):
         return value
     raise ConfigError(f"{where}: {key}: {value!r} is not a whole number of at least 1 (and at most {LARGEST_BATCH:,})")
 

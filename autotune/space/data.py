@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from autotune.errors import nearest
-from autotune.space.deepspeed import ConfigError, Scalar
+from autotune.space.deepspeed import ConfigError, Scalar, is_int
 
 PREFIX = "data."
 
@@ -78,7 +78,7 @@ def check_value(name: str, value: Scalar) -> None:
     least = KNOBS[name.removeprefix(PREFIX)].least
     if least is None and not isinstance(value, bool):
         raise ConfigError(f"{name}: {value!r} is not true or false")
-    if least is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+    if least is not None and not (is_int(value) and value >= least):
         raise ConfigError(f"{name}: {value!r} is not a whole number of at least {least}")
 
 

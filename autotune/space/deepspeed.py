@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from autotune.errors import UserError, nearest
 from autotune.space import installed
@@ -116,6 +116,11 @@ STAGE_3_PREFIXES = tuple(
 
 class ConfigError(UserError):
     """A DeepSpeed configuration or a candidate that cannot be read."""
+
+
+def is_int(value: Any) -> TypeGuard[int]:
+    """Whether a value is a whole number; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_path(path: str) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.errors import UserError, nearest
 from autotune.space.candidate import check_knob, check_value
-from autotune.space.deepspeed import Scalar, check_setting
+from autotune.space.deepspeed import Scalar, check_setting, is_int
 from autotune.space.degree import DEGREES
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Parameter:
         """Whether the value is one of the parameter's."""
         if self.choices:
             return value in self.choices
-        return isinstance(value, int) and not isinstance(value, bool) and value in self.all_values()
+        return is_int(value) and value in self.all_values()
 
     def all_values(self) -> Sequence[Scalar]:
         """Every value, in order; a plain range is not spelled out in memory."""
@@ -178,14 +178,9 @@ def _distinct(name: str, values: Sequence[Scalar]) -> tuple[Scalar, ...]:
 
 def _parse_range(name: str, data: Mapping[str, Any], when: dict[str, tuple[Scalar, ...]], where: str) -> Parameter:
     bounds, step, power = data["range"], data.get("step", 1), data.get("power_of_two", False)
-    if (
-        not isinstance(bounds, list)
-        or len(bounds) != 2
-        or not all(_is_int(bound) for bound in bounds)
-        or bounds[0] > bounds[1]
-    ):
+    if not isinstance(bounds, list) or len(bounds) != 2 or not all(map(is_int, bounds)) or bounds[0] > bounds[1]:
         raise SpaceError(f"{where}: range: two whole numbers are needed, [low, high], not {bounds!r}")
-    if not _is_int(step) or not 1 <= step <= LARGEST_BOUND:
+    if not is_int(step) or not 1 <= step <= LARGEST_BOUND:
         raise SpaceError(f"{where}: step: {step!r} is not a whole number of at least 1")
     if max(map(abs, bounds)) > LARGEST_BOUND:
         raise SpaceError(f"{where}: range: no setting goes as far as {bounds!r}")
@@ -236,7 +231,3 @@ def _check(name: str, value: Any, where: str) -> None:
     except UserError as error:
         said = str(error).removeprefix(f"{name}: ") if name in where.split(": ") else str(error)
         raise SpaceError(f"{where}: {said}") from None
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from autotune.errors import UserError, nearest
 from autotune.space.candidate import FIELDS
-from autotune.space.deepspeed import OWNED_PATHS, Scalar
+from autotune.space.deepspeed import OWNED_PATHS, Scalar, is_int
 from autotune.system import redaction
 
 # DeepSpeed's name of a field -> ours.
@@ -95,7 +95,7 @@ def fill(text: str, values: Mapping[str, Scalar]) -> str:
 
 def _product(value: Scalar, template: re.Match[str]) -> str:
     factor = template[1]
-    if factor is None or not isinstance(value, int) or isinstance(value, bool):
+    if factor is None or not is_int(value):
         return f"{value}*{factor}" if factor else str(value)
     return str(value * int(factor))
 

@@ -73,7 +73,7 @@ def _built(request: TrialRequest, target: model_file.ModelFile, candidate: Candi
     if request.replicate:
         perturb(model, request.replicate)
     if staged.is_staged(model):
-        return model, staged.recompute(model, candidate)
+        return model, staged.recompute(model, candidate.checkpoint_every)
     if not candidate.checkpoint_every:
         return model, None
     blocks = model_file.find_blocks(model, target.blocks)

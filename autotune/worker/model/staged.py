@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autotune.space.candidate import Candidate
 from autotune.trial.workload import Workload
 from autotune.worker.measure import instructions
 from autotune.worker.measure.meter import Meter
@@ -37,11 +36,11 @@ def described(workload: Workload, module: Any) -> Workload:
     )
 
 
-def recompute(module: Any, candidate: Candidate) -> Recomputations:
-    """Notes which layers are recomputed, in runs of as many as the candidate says; the configuration does it."""
-    module.activation_checkpoint_interval = candidate.checkpoint_every
+def recompute(module: Any, every: int) -> Recomputations:
+    """Recomputes runs of as many layers, as `pipeline` in the configuration does, and notes which are."""
+    module.activation_checkpoint_interval = every
     layers = dict.fromkeys(layer for layer in module.forward_funcs if isinstance(layer, nn.Module))
-    return Recomputations(list(layers), candidate.checkpoint_every)
+    return Recomputations(list(layers), every)
 
 
 def pair(batch: Any) -> tuple[Any, Any]:

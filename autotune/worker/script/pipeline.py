@@ -13,7 +13,7 @@ from autotune.trial.workload import Workload
 from autotune.worker.measure import instructions
 from autotune.worker.measure.meter import Meter
 from autotune.worker.measure.recompute import Recomputations
-from autotune.worker.measure.stages import stages
+from autotune.worker.model import staged
 from autotune.worker.script.context import ScriptContext
 
 STAGES_CAVEAT = "{} pipeline stages: throughput and global batch count the data-parallel ranks only"
@@ -38,16 +38,12 @@ def whole(workload: Workload, module: Any) -> Workload:
     counts = counts.to(get_accelerator().current_device_name())
     dist.all_reduce(counts)
     copies = module.mpu().get_data_parallel_world_size() * module.mpu().get_slice_parallel_world_size()
-    n_layers = len(module._layer_specs)
+    n_stages = module.num_pipeline_stages()
     return replace(
-        workload,
+        staged.described(workload, module),
         n_parameters=int(counts[0]) // copies,
         n_trainable=int(counts[1]) // copies,
-        n_blocks=n_layers,
-        block_class="pipeline layer",
-        block_share=1.0,
-        pipeline=stages.facts(module),
-        caveats=[STAGES_CAVEAT.format(module.num_pipeline_stages())] if module.num_pipeline_stages() > 1 else [],
+        caveats=[STAGES_CAVEAT.format(n_stages)] if n_stages > 1 else [],
     )
 
 
@@ -60,9 +56,7 @@ def recompute(context: ScriptContext, module: Any, config: DsConfig) -> Recomput
         every = context.candidate.checkpoint_every
         if module.activation_checkpoint_interval and not every:
             context.changed("Activation checkpointing: off, `PipelineModule(..., activation_checkpoint_interval=0)`.")
-        module.activation_checkpoint_interval = every
-    layers = dict.fromkeys(layer for layer in module.forward_funcs if isinstance(layer, torch.nn.Module))
-    return Recomputations(list(layers), every)
+    return staged.recompute(module, every)
 
 
 def attach(context: ScriptContext, meter: Meter, engine: Any, stepped: Callable[[Any], None]) -> None:

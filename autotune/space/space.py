@@ -82,11 +82,11 @@ class SearchSpace:
 
     def pinned(self, values: Mapping[str, Scalar]) -> "SearchSpace":
         """The part of the space in which the named knobs have the given values."""
-        kept = [
+        kept = (
             Parameter(name=p.name, choices=(values[p.name],), when=p.when) if p.name in values else p
             for p in self.parameters
-        ]
-        return SearchSpace(parameters=tuple(kept), samples_per_rank=self.samples_per_rank)
+        )
+        return replace(self, parameters=tuple(kept))
 
     def keeping(
         self, global_batch: int, world_size: int, micro_batch_size: int | None = None, shared: int = 1
@@ -158,11 +158,7 @@ class SearchSpace:
         DeepSpeed path is left out, a field takes its neutral value (`NEUTRAL`), whatever the baseline says; so is a
         value given for it ignored.
         """
-        on = {
-            parameter.name: values[parameter.name]
-            for parameter in self.active(values, default)
-            if parameter.name in values
-        }
+        on = {p.name: values[p.name] for p in self.active(values, default) if p.name in values}
         return self.build(on, *self.template(default))
 
     def values_of(self, candidate: Candidate) -> dict[str, Scalar]:

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -64,7 +64,7 @@ def fit(collective: str, world_size: int, times_s: Sequence[tuple[int, float]]) 
         times_s=tuple(times_s),
     )
     error = statistics.median(abs(link.seconds(size) / seconds - 1) for size, seconds in times_s)
-    return Link(**{**vars(link), "error": error})
+    return replace(link, error=error)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,7 +164,7 @@ def _fields(value: Any, name: str) -> Iterator[tuple[str, tuple[int, ...], str]]
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _fields(inner, f"{name}.{key}".lstrip("."))
-    elif isinstance(value, (list, tuple)) and value and isinstance(value[0], (int, float)) and isinstance(value, list):
+    elif isinstance(value, list) and value and isinstance(value[0], (int, float)):
         yield f"{name} ".lstrip(), (len(value),), type(value[0]).__name__
     elif isinstance(value, (list, tuple)):
         for index, inner in enumerate(value):

@@ -316,22 +316,29 @@ def why_illegal(candidate: Candidate, setting: Setting, rules: Iterable[Rule] = 
 
 def in_words(rule: Rule, candidate: Candidate, setting: Setting) -> str:
     """The reason of a rule that a candidate breaks, with the candidate's values in it."""
-    bounds = "..".join(map(str, dict.fromkeys(setting.global_batch))) if setting.global_batch else ""
-    missing = {f"missing_{op}": why for op, why in setting.missing_ops}
-    missing |= {"of_stages": ", ".join(path for path, _ in candidate.config if path in STAGE_3 | STAGES_1_AND_2)}
-    missing |= {"ineffective": "; ".join(_ineffective(candidate)), "retired": ", ".join(_retired(candidate, setting))}
-    missing |= {f"cannot_{name}": why for name, why in setting.data_cannot}
-    facts = missing | {field.name: getattr(setting, field.name) for field in fields(setting)} | candidate.values()
-    facts |= {"tensor": candidate.tensor_degree, "sequence": candidate.sequence_degree}
-    facts |= {"expert": candidate.expert_degree, "experts_named": " and ".join(map(str, setting.experts))}
-    facts |= {"pipeline": candidate.pipeline_degree, "why_unfit": why_unfit(candidate, dict(candidate.config), setting)}
-    others = [name for name in setting.partitions if name != setting.partition and not setting.no_stages]
-    facts |= {"module_classes_named": ", ".join(setting.module_classes)}
-    facts |= {"other_partitions": ", ".join(others) or "none"}
-    facts |= {f"unlike_{path.partition('.')[0]}": why_unlike(candidate, setting, path) for path in DEGREES}
-    return rule.why.format(
-        **(facts | {"global_batch": bounds, "batch": candidate.global_batch_size(setting.world_size)})
-    )
+    config = dict(candidate.config)
+    partitions = [] if setting.no_stages else [name for name in setting.partitions if name != setting.partition]
+    facts = {
+        **{field.name: getattr(setting, field.name) for field in fields(setting)},
+        **{f"missing_{op}": why for op, why in setting.missing_ops},
+        **{f"cannot_{name}": why for name, why in setting.data_cannot},
+        **{f"unlike_{path.partition('.')[0]}": why_unlike(candidate, setting, path) for path in DEGREES},
+        **candidate.values(),
+        "tensor": candidate.tensor_degree,
+        "sequence": candidate.sequence_degree,
+        "pipeline": candidate.pipeline_degree,
+        "expert": candidate.expert_degree,
+        "experts_named": " and ".join(map(str, setting.experts)),
+        "module_classes_named": ", ".join(setting.module_classes),
+        "other_partitions": ", ".join(partitions) or "none",
+        "why_unfit": why_unfit(candidate, config, setting),
+        "of_stages": ", ".join(path for path in config if path in STAGE_3 | STAGES_1_AND_2),
+        "ineffective": "; ".join(_ineffective(candidate)),
+        "retired": ", ".join(_retired(candidate, setting)),
+        "batch": candidate.global_batch_size(setting.world_size),
+        "global_batch": "..".join(map(str, dict.fromkeys(setting.global_batch))) if setting.global_batch else "",
+    }
+    return rule.why.format(**facts)
 
 
 def first_broken(candidate: Candidate, setting: Setting, rules: Iterable[Rule]) -> Rule | None:

@@ -51,9 +51,7 @@ def become_rank(
         os._exit(1)
 
 
-def detach(
-    supervisor: int, answers: int, logs: Sequence[Log], watch: MemoryWatch, others: Sequence[MemoryWatch]
-) -> None:
+def detach(supervisor: int, answers: int, logs: Sequence[Log], watches: Sequence[MemoryWatch]) -> None:
     """Gives the process a session, signal handlers and output of a rank, and closes the supervisor's descriptors.
 
     Linux shares a busy machine's cores between sessions (autogroups). torchrun gives each rank one, so that two ranks in
@@ -63,6 +61,7 @@ def detach(
         supervisor: PID of the supervisor.
         answers: Descriptor on which the supervisor answers the driver.
         logs: The logs of all ranks started so far; the last one is this rank's.
+        watches: The same of the watches over their memory.
     """
     with contextlib.suppress(OSError):
         os.setsid()
@@ -77,8 +76,8 @@ def detach(
     logs[-1].become_output()
     for log in logs:
         log.drop()
-    watch.become_rank()
-    for other in others:
+    watches[-1].become_rank()
+    for other in watches[:-1]:
         other.drop()
 
 

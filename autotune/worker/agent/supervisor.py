@@ -181,9 +181,9 @@ class RankSupervisor:
 
     def _fork(self, running: _Running, rank: int, variables: dict[str, str], listener: socket.socket | None) -> None:
         running.logs.append(Log(running.folder.log(rank)))
-        others = list(running.watches.values())
         running.watches[rank] = watch = MemoryWatch()
-        detach = functools.partial(rank_start.detach, os.getpid(), self.answers, running.logs, watch, others)
+        watches = list(running.watches.values())
+        detach = functools.partial(rank_start.detach, os.getpid(), self.answers, running.logs, watches)
         own = rank_start.rank_environment(rank, running.request)
         variables = {**self._variables, **own, **variables, **watch.variables()}
         descriptor = listener.fileno() if listener is not None else -1

@@ -60,7 +60,7 @@ def measure_machine(recorder: "Recorder", request: TrialRequest, rank: int, list
     device = torch.device(memory.accelerator)
     at_length = request.mode == "machine"
     # First, since its memory is counted from the rank's start.
-    workspace, kernels = _host_memory(request, memory.start_bytes) if memory.on_cpu else (0.0, 0.0)
+    workspace, kernels = _host_memory(memory.start_bytes) if memory.on_cpu else (0.0, 0.0)
     caveats: list[str] = []
     products = _products(device, caveats, at_length=at_length)
     flops = {name: rate for name, (_, rate) in products.items()}
@@ -70,7 +70,7 @@ def measure_machine(recorder: "Recorder", request: TrialRequest, rank: int, list
         if rank == 0:
             folder.write_record(recorder.folder.machine, machine)
         return
-    loader = tuple(_loader_rates(device, rank, caveats))
+    loader = tuple(_loader_rates(device, caveats))
     data = _own_data(request, rank, device) if request.target else None
     if rank == 0:
         found = Probe(
@@ -222,7 +222,7 @@ def _message_s(device: torch.device, world_size: int, collective: str, size: int
     return min([*first[1:], *(timed() for _ in range(max(5, more)))])
 
 
-def _loader_rates(device: torch.device, rank: int, caveats: list[str]) -> Iterator[LoaderRate]:
+def _loader_rates(device: torch.device, caveats: list[str]) -> Iterator[LoaderRate]:
     """Yields the speed of torch's loader by number of workers, while every rank loads."""
     n_bytes = 4 * torch.Size(SAMPLE_SHAPE).numel()
     pictures: Any = [*torch.zeros(64, *SAMPLE_SHAPE)] * (1 << 14)  # in memory, so that only the loader is timed
@@ -277,7 +277,7 @@ def _host_link(device: torch.device) -> float:
     return size / _best(lambda: there.copy_(pinned, non_blocking=True), device)
 
 
-def _host_memory(request: TrialRequest, start_bytes: int) -> tuple[float, float]:
+def _host_memory(start_bytes: int) -> tuple[float, float]:
     """Returns the resident bytes that training takes besides tensors, and those that 16-bit arithmetic adds.
 
     Measured with a tiny model under DeepSpeed, whose tensors take some hundred kilobytes.

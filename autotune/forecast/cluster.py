@@ -73,12 +73,8 @@ class Cluster:
         Raises:
             UserError: The bandwidth within a node is unknown.
         """
-        if (
-            n > 1
-            and self.intra_bytes_per_s is None
-            and self.per_node > 1
-            and not (here.world_size > 1 and here.measured)
-        ):
+        measured = here.world_size > 1 and here.measured
+        if n > 1 and self.per_node > 1 and self.intra_bytes_per_s is None and not measured:
             raise UserError(
                 "project: the study ran on one rank, so no link between devices was measured; give its bandwidth:"
                 " --intra-bandwidth, as in 300GB/s"

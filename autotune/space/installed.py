@@ -35,10 +35,8 @@ def optimizers() -> frozenset[str]:
 @functools.cache
 def schedulers() -> frozenset[str]:
     """Types of learning-rate schedules, DeepSpeed's and torch's; empty if they cannot be read."""
-    own, torch = (
-        _texts("deepspeed.runtime.lr_schedules", "VALID_LR_SCHEDULES"),
-        _texts("torch.optim.lr_scheduler", "__all__"),
-    )
+    own = _texts("deepspeed.runtime.lr_schedules", "VALID_LR_SCHEDULES")
+    torch = _texts("torch.optim.lr_scheduler", "__all__")
     return own | torch if own and torch else frozenset()
 
 

@@ -307,7 +307,12 @@ def tried_in_a_fork(run: Callable[[], object]) -> str | None:
     Torch does not tell whether CUDA was used in a way that does not survive a fork: counting devices without NVML is
     enough, and leaves `torch.cuda.is_initialized()` false.
     """
-    code, said = _in_a_fork(lambda: (run(), ())[1])
+
+    def in_silence() -> Sequence[str]:
+        run()
+        return ()
+
+    code, said = _in_a_fork(in_silence)
     return None if code == 0 else next(iter(said), "") or f"exit status {code}"
 
 

@@ -104,11 +104,10 @@ def histogram(seen: Sequence[tuple[Tensor | list[int], int]]) -> dict[str, int]:
 
 
 def _rows(seen: Sequence[tuple[Tensor | list[int], int]]) -> np.ndarray:
-    return (
-        torch.cat([torch.as_tensor(rows) for rows, _ in seen]).cpu().numpy().astype(int)
-        if seen
-        else np.array([], dtype=int)
-    )
+    """Returns the lengths of all rows of some micro-batches."""
+    if not seen:
+        return np.array([], dtype=int)
+    return torch.cat([torch.as_tensor(rows) for rows, _ in seen]).cpu().numpy().astype(int)
 
 
 def expected(

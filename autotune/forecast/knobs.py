@@ -27,15 +27,12 @@ class Knobs:
 
     Attributes:
         micro: Micro-batch per rank.
-        accumulation: Micro-batches per optimizer step.
         precision: Names, as in `Candidate.precision`.
         products: What matrices are multiplied in: the precision, or `tf32`.
         weight_bytes: Bytes of a weight in the model.
         gradient_bytes: Bytes of a gradient where it is summed up.
         wire_bytes: Bytes of a gradient between ranks.
         recomputed: `checkpoint_every`.
-        offload_optimizer: Optimizer states live off the device.
-        offload_param: Parameters live off the device.
         reduce_bucket: Elements.
         prefetch: Elements.
         persistence: Elements up to which stage 3 does not split a parameter.
@@ -45,7 +42,6 @@ class Knobs:
         overlap: Communication overlaps with backward.
         contiguous: Gradients are copied to a contiguous buffer.
         master_16: Master weights and gradients are bfloat16.
-        states_16: Optimizer states are bfloat16.
         quantized_weights: ZeRO++ int8 gathers.
         hpz: Ranks that share a secondary copy of the weights; 1 without.
         packed: Batches are not padded, or hardly.

@@ -56,7 +56,6 @@ class TrialRequest:
             measures the machine and writes a `Machine`; `machine` does so at length, with the target's data, and writes
             a `Probe`. `build` compiles `ops`.
         candidate: The configuration (none for `inspect`).
-        ds_config: Configuration for `deepspeed.initialize`.
         nodes: Machines, with the same number of ranks on each.
         seed: Seed of weights and data order, the same for all trials of a study.
         budget_s: Training time after which the measurement ends, warm-up included.

@@ -100,10 +100,8 @@ class Observed:
         samples_per_step: Samples per optimizer step, summed over ranks; where they vary the mean, of a trial the candidate's.
         tokens_per_step: Mean tokens of an optimizer step, summed over ranks, padding included; None where samples are
             not token sequences.
-        zero_stage: Stage that the engine runs.
         dtype: Type of the model's weights.
         autocast: Type that `torch.autocast` computes in, if it is on.
-        checkpointed_blocks: Blocks whose activations were recomputed.
         tf32: CUDA only: whether fp32 products used TensorFloat-32.
         unwitnessed: Settings that differ from the baseline's and that nothing in the engine shows.
         groups: Groups of ranks that share a copy of the model or a sequence; None where they were not looked at.
@@ -283,7 +281,6 @@ class Measurements:
         alloc_retries: CUDA only: how often the allocator freed its cache and retried; of a trial summed over ranks.
         other_cores: Cores that other processes kept busy while steps were timed.
         device_load: The device, where NVIDIA's management library is there; of a trial all ranks' devices.
-        caveats: Remarks for the user about this trial.
         side_changes: Changes to a training script besides the DeepSpeed JSON.
         unreproducible: Those side changes that no flag, constant or line of the user's can make.
         flags: Flags that carried a candidate field (or `ds_config`), by all their names.
@@ -379,10 +376,8 @@ class TrialResult(Measurements):
         peak_memory_bytes: Peak over phases and ranks; on CUDA the reserved bytes.
         memory_by_phase_bytes: Peak by phase, highest over ranks.
         reserved_memory_bytes: CUDA only: peak of the caching allocator, highest over ranks.
-        wall_s: Wall time of the whole trial.
         waited_s: Time from submission to the start of its ranks: the engine's queue.
         lost_attempts: Why earlier attempts were lost: the engine took the machines away, or an agent died.
-        hosts: Names of its machines.
         machine: Device, driver and libraries of its ranks.
     """
 

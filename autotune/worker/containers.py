@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Floating-point types, by the names of precisions.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yields the tensors in nested mappings, sequences, sets and modules."""

@@ -8,6 +8,7 @@ import torch
 
 from autotune.space.deepspeed import SECTION_KEYS, ZERO, Scalar
 from autotune.space.degree import EXPERT_DEGREE, PARTITION, PIPELINE_DEGREE
+from autotune.worker.containers import DTYPES
 from autotune.worker.data import witness as loading
 from autotune.worker.device import multiplies_in_tf32
 from autotune.worker.measure import experts, groups, sizes
@@ -17,7 +18,6 @@ from autotune.worker.measure.wire import Calls, wire
 # Says why a setting did not act, or nothing where it did. It raises AttributeError, KeyError or IndexError where this
 # release of DeepSpeed, or this stage, does not show what it asks for.
 Witness = Callable[[Any, Scalar], str | None]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Idle(str):

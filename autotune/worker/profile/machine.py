@@ -19,6 +19,7 @@ from autotune.trial import folder
 from autotune.trial.links import RINGS, Link, LoaderRate, Probe, fit
 from autotune.trial.profile import Machine
 from autotune.trial.request import TrialRequest
+from autotune.worker.containers import DTYPES
 from autotune.worker.data.loader import Loader
 from autotune.worker.measure import malloc
 from autotune.worker.measure.laps import synchronize
@@ -41,7 +42,6 @@ TINY = 64
 HOST = torch.device("cpu")
 # In mode `machine`: products of several sizes, messages up to the size of a bucket of gradients.
 MATRICES = {"cpu": (256, 512, 1024, 2048), "cuda": (2048, 4096, 8192)}
-TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # A CPU without fp16 arithmetic takes seconds for such a product.
 QUICK_TYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "bf16", "fp16", "tf32")}
 LARGEST_MESSAGE = {"cpu": 1 << 24, "cuda": 1 << 28}
@@ -133,7 +133,7 @@ def _machine(
 
 def _product(device: torch.device, name: str, n: int) -> float:
     """Returns the FLOP/s of a square product, the mean over the ranks."""
-    a, b = (torch.randn(n, n, device=device).to(TYPES[name.removeprefix("tf32") or "fp32"]) for _ in range(2))
+    a, b = (torch.randn(n, n, device=device).to(DTYPES[name.removeprefix("tf32") or "fp32"]) for _ in range(2))
     return _agreed(2.0 * n**3 / _best(lambda: a @ b, device), device)
 
 
@@ -142,7 +142,7 @@ def _products(device: torch.device, caveats: list[str], *, at_length: bool) -> d
     kind = _kind(device)
     names, sizes = list(QUICK_TYPES[kind]), [MATRIX[kind]]
     if at_length:
-        names, sizes = [*TYPES, *(["tf32"] if device.type == "cuda" else [])], list(MATRICES[kind])
+        names, sizes = [*DTYPES, *(["tf32"] if device.type == "cuda" else [])], list(MATRICES[kind])
     found: dict[str, tuple[int, float]] = {}
     for name in names:
         torch.backends.cuda.matmul.allow_tf32 = name == "tf32"

@@ -14,7 +14,7 @@ from autotune.space.deepspeed import OWNED_PATHS, DsConfig
 from autotune.trial.request import TailCheck, TrialRequest
 from autotune.trial.workload import DataShape
 from autotune.worker import rank
-from autotune.worker.containers import tensors_in, to_device
+from autotune.worker.containers import DTYPES, tensors_in, to_device
 from autotune.worker.measure.memory import Memory
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.script import ds_config, execute
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from autotune.worker.measure.meter import Meter
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-INPUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class ScriptError(UserError):
@@ -146,8 +145,8 @@ class ScriptContext:
         """Returns the inputs in the type of the candidate's weights; None if the script's types will do."""
         if self.candidate is None or not self.casts_inputs or self.candidate.precision == self.script.precision:
             return None
-        dtype = INPUT_DTYPES.get(self.candidate.precision)
-        others = {*INPUT_DTYPES.values()} - {dtype}
+        dtype = DTYPES.get(self.candidate.precision)
+        others = {*DTYPES.values()} - {dtype}
         if dtype is None or not any(tensor.dtype in others for tensor in tensors_in((args, kwargs))):
             return None
         name = str(dtype).removeprefix("torch.")

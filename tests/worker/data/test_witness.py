@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autotune.worker.data import witness
-from autotune.worker.data.separation import why_mixed
+from autotune.worker.data.witness import why_mixed
 
 TOKENS, POSITIONS = torch.tensor([[5, 6, 7, 8, 9, 4]]), torch.tensor([[0, 1, 2, 0, 1, 2]])
 

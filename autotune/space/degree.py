@@ -33,11 +33,7 @@ def degrees_of(value_at: Callable[[str], Any]) -> dict[str, int]:
 
 
 def configured_degrees(value_at: Callable[[str], Any]) -> dict[str, int]:
-    """Returns the degrees of a DeepSpeed configuration that are above 1, by path; experts need their switch besides.
-
-    Args:
-        value_at: Returns the configuration's value at a dotted path, None where there is none.
-    """
+    """Returns the same of a DeepSpeed configuration, where experts need their switch besides."""
     found = degrees_of(value_at)
     return found if value_at(EXPERTS_SPLIT) else {path: n for path, n in found.items() if path != EXPERT_DEGREE}
 

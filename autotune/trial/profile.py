@@ -324,16 +324,14 @@ class Machine:
     @classmethod
     def guess(cls, accelerator: str, world_size: int, n_cores: int = 4) -> "Machine":
         """Returns typical rates, which may be wrong by a factor of a few; measurements correct them."""
-        if accelerator != "cpu":
+        if accelerator == "cpu":
+            # Whether a CPU is faster or slower at 16 bits depends on its instructions: no rate is given.
+            rates = {"fp32": 3e10 * max(1.0, n_cores / world_size)}
+            memory_bytes_per_s, link_alpha_s, link_bytes_per_s = 1e10, 2e-4, 2e9
+        else:
             rates = {"fp32": 6e13, "bf16": 3e14, "fp16": 3e14, "torch_autocast": 2e14, "torch_autocast_fp16": 2e14}
-            return cls(
-                accelerator=accelerator, world_size=world_size, flops=rates, memory_bytes_per_s=2e12, link_alpha_s=2e-5,
-                link_bytes_per_s=1e11,
-            )  # fmt: skip
-        cores = max(1.0, n_cores / world_size)
-        # Whether a CPU is faster or slower at 16 bits depends on its instructions: no rate is given.
-        rates = {"fp32": 3e10 * cores}
+            memory_bytes_per_s, link_alpha_s, link_bytes_per_s = 2e12, 2e-5, 1e11
         return cls(
-            accelerator=accelerator, world_size=world_size, flops=rates, memory_bytes_per_s=1e10, link_alpha_s=2e-4,
-            link_bytes_per_s=2e9,
+            accelerator=accelerator, world_size=world_size, flops=rates, memory_bytes_per_s=memory_bytes_per_s,
+            link_alpha_s=link_alpha_s, link_bytes_per_s=link_bytes_per_s,
         )  # fmt: skip

@@ -1,17 +1,22 @@
 """What all tests share: the zoo of models, and one warm server that runs trials of them for the whole session."""
 
+import contextlib
 import os
+import shutil
 import signal
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import sqlalchemy
 from hypothesis import HealthCheck, settings
 from support.paths import MODELS, ROOT
 from support.zoo import Zoo, assert_nothing_left, shared_memory
 
 from autotune.executors.local import LocalExecutor
+from autotune.study.storage import database
 
 pytest_plugins = ["support.lanes"]
 
@@ -46,6 +51,29 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalExecutor
     executor = LocalExecutor(modules, tmp_path_factory.mktemp("server") / "server.log", few)
     yield executor
     executor.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _copied_databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Has new SQLite databases copied from an empty one: Optuna takes 0.25 s to create its tables, a copy 0.01 s.
+
+    Commands in processes of their own create theirs.
+    """
+    empty, made = tmp_path_factory.mktemp("database") / "empty.db", database._made
+    database.open_storage(f"sqlite:///{empty}").engine.dispose()
+
+    def copied(url: str, connect: dict[str, object]) -> database.Storage:
+        if database.urls.is_sqlite(url):
+            name = sqlalchemy.make_url(url).database or ""
+            with contextlib.suppress(OSError):  # creating it then gives the error that users see
+                if not os.path.exists(name):
+                    draft = shutil.copyfile(empty, f"{name}.{os.getpid()}-{threading.get_ident()}")
+                    os.rename(draft, name)
+        return made(url, connect)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(database, "_made", copied)
+        yield
 
 
 @pytest.fixture

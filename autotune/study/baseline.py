@@ -22,6 +22,7 @@ from autotune.study.spec.readers import objective_of
 from autotune.study.state import StudyState
 from autotune.study.storage import records
 from autotune.system.units import format_bytes
+from autotune.trial.failures import means_host_memory
 from autotune.trial.folder import result_in
 from autotune.trial.result import Outcome, TrialResult
 
@@ -61,6 +62,8 @@ class BaselineTrial:
         if state.spec.goal != DEFAULT_GOAL or not limit:
             return []
         if result.outcome is Outcome.OOM:
+            if state.plan.setting.accelerator != "cpu" and means_host_memory(result.reason):
+                return []  # the host's memory, where that of the device is tuned
             how = "the baseline runs out of it"
         elif result.peak_memory_bytes and result.peak_memory_bytes >= SCARCE_SHARE * limit:
             how = f"the baseline takes {result.peak_memory_bytes / limit:.0%} of the {format_bytes(limit)} of a rank"

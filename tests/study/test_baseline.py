@@ -4,7 +4,7 @@ import functools
 from dataclasses import replace
 
 import pytest
-from support.instant import WORKLOAD, Instant, Watcher, failed, report, runner_of
+from support.instant import WORKLOAD, Instant, Watcher, failed, plan_of, report, runner_of, spec_of
 from support.studies import run
 
 from autotune.errors import UserError
@@ -69,6 +69,16 @@ def test_memory_is_an_objective_of_a_balanced_goal_where_it_is_scarce(tmp_path, 
     runner, _, watcher = run(tmp_path, trials=2, finalists=0, device_memory_bytes=limit)
     assert ("memory" in [o.name for o in runner.state.objectives]) == scarce
     assert any("memory is scarce here (the baseline takes 72%" in text for text in watcher.said) == scarce
+
+
+@pytest.mark.parametrize(("accelerator", "scarce"), [("cpu", True), ("cuda", False)])
+def test_the_memory_of_a_gpu_is_not_scarce_where_that_of_its_host_ran_out(tmp_path, accelerator, scarce):
+    why = "RuntimeError: CUDA error: out of memory (host memory that was to be pinned)"
+    full = Instant(lambda candidate: failed(Outcome.OOM, why) if candidate.micro_batch_size == 8 else report(candidate))
+    setting = replace(plan_of(spec_of()).setting, accelerator=accelerator)
+    runner = runner_of(tmp_path, full, trials=2, device_memory_bytes=10**9, planned={"setting": setting})
+    runner.run()
+    assert ("memory" in [o.name for o in runner.state.objectives]) == scarce
 
 
 def test_the_learning_rate_follows_the_batch_in_the_trial_and_in_what_is_recommended(tmp_path):

@@ -43,6 +43,9 @@ class Measured:
         unfit: Why its worst batch, evaluation or a checkpoint did not fit when it was measured again; empty otherwise.
         unwitnessed: Settings of which nothing shows that they acted.
         numerics_kept: Whether it computes the same numbers as the baseline, but for the batch, or with fewer roundings.
+        loss_of: Samples of a micro-batch, where the study's loss depends on them; else 0.
+        loss_off: Share by which its first losses lie off the baseline's on the same samples, or those of the study's trial
+            with the largest one where its own are of other samples; 0 where that may be chance.
         verdict: What the quality gate said of it, where it was asked.
         branch: What a branch from the baseline's state showed, where there was one.
         branch_wanted: Its global batch is another one, which only a branch can justify.
@@ -64,6 +67,8 @@ class Measured:
     unfit: str = ""
     unwitnessed: Sequence[str] = ()
     numerics_kept: bool = True
+    loss_of: int = 0
+    loss_off: float = 0.0
     verdict: GateVerdict | None = None
     branch: Branch | None = None
     branch_wanted: bool = False
@@ -77,9 +82,12 @@ class Measured:
         if self.unwitnessed:
             return f"nothing shows whether {' and '.join(self.unwitnessed)} acted"
         if not self.numerics_kept and not (self.verdict is not None and self.verdict.passed):
-            return (
-                self.verdict and self.verdict.reason
-            ) or "how it trains with other numerics than the baseline's was not checked"
+            other = (
+                "another micro-batch, on which the loss depends,"
+                if self.loss_of
+                else "other numerics than the baseline's"
+            )
+            return (self.verdict and self.verdict.reason) or f"how it trains with {other} was not checked"
         if self.branch_wanted and not (self.branch is not None and self.branch.confirmed):
             return (self.branch and self.branch.reason) or "its global batch was not checked by a branch"
         return ""
@@ -95,7 +103,7 @@ class Measured:
     @property
     def numerics(self) -> str:
         """What decides how it trains, but for the batch: its numerics, and what DeepSpeed does not get of them."""
-        return json.dumps([numerics(self.ds_config), self.candidate.other_numerics], sort_keys=True)
+        return json.dumps([numerics(self.ds_config), self.candidate.other_numerics, self.loss_of], sort_keys=True)
 
     @property
     def training(self) -> tuple[Hashable, ...]:

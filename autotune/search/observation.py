@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.forecast.regression import interval_sd
+from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE
 from autotune.scoring.quantiles import Z95
 from autotune.space.candidate import Candidate
 from autotune.space.rule import Setting
@@ -25,7 +26,8 @@ class Observation:
         censored: Metrics that are extrapolated.
         inner_s: Time of a micro-step that ends no optimizer step; with `boundary_s` it prices every accumulation.
         boundary_s: Time of the micro-step that ends one, the optimizer included.
-        eligible: Whether it may become the answer: every setting was seen to act, and its user can make it.
+        eligible: Whether it may become the answer: every setting was seen to act, its user can make it, and its loss is
+            that of the baseline.
     """
 
     candidate: Candidate
@@ -73,7 +75,8 @@ def observed(candidate: Candidate, data: Mapping[str, Any], setting: Setting) ->
     return Observation(
         candidate=candidate, outcome=_outcome(data, setting), metrics=data["metrics"], ci95=ci95,
         censored=data.get("censored", ()), inner_s=inner, boundary_s=boundary,
-        eligible=not (data.get("unwitnessed") or data.get("unreproducible")),
+        eligible=not (data.get("unwitnessed") or data.get("unreproducible"))
+        and abs(data.get("loss_off", 0.0)) < ANOTHER_OBJECTIVE,
     )  # fmt: skip
 
 

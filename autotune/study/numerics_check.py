@@ -7,6 +7,7 @@ from pathlib import Path
 
 from autotune.errors import UserError
 from autotune.scoring.convergence import quality_gate
+from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE
 from autotune.scoring.convergence.quality_gate import GateVerdict
 from autotune.scoring.measured import Measured
 from autotune.space import data
@@ -55,12 +56,12 @@ class NumericsCheck:
         unchecked = [
             m for m in found if not m.numerics_kept and m.verdict is None and not self._sums_right(m, baseline)
         ]
-        if not unchecked:
-            return False
+        others = [m for m in unchecked if self._has_another_loss(m)]
         by_batch: dict[int, list[Measured]] = {}
         for m in unchecked:
-            by_batch.setdefault(m.candidate.global_batch_size(self._world), []).append(m)
-        failed, left = False, dict[str, list[str]]()
+            if m not in others:
+                by_batch.setdefault(m.candidate.global_batch_size(self._world), []).append(m)
+        failed, left = bool(others), dict[str, list[str]]()
         for n, (batch, group) in enumerate(by_batch.items()):
             names = [str(m.trial) for m in group]
             decides = n == 0 and group[0].trial == found[0].trial
@@ -112,7 +113,7 @@ class NumericsCheck:
         """Whether a candidate differs in sums of 16 bits alone, and its trial showed that they are right; kept if so."""
         alike = m.candidate.other_numerics == baseline.candidate.other_numerics
         other_sum = self._state.plan.workload.adds_up_otherwise(m.candidate, baseline.candidate)
-        if not alike or other_sum or not quality_gate.differs_in_sums_alone(m.ds_config, baseline.ds_config):
+        if not alike or other_sum or m.loss_of != baseline.loss_of or not quality_gate.differs_in_sums_alone(m.ds_config, baseline.ds_config):
             return False
         own = result_in(self._state.trial_path(m.trial))
         batch = m.candidate.global_batch_size(self._world)
@@ -120,6 +121,16 @@ class NumericsCheck:
         if verdict is not None:
             write_record(records.gate_path(self._state.folder, m.trial), verdict)
         return verdict is not None
+
+    def _has_another_loss(self, m: Measured) -> bool:
+        """Whether a candidate's loss is another one than the baseline's, so that no curves compare; refused if so."""
+        if abs(m.loss_off) < ANOTHER_OBJECTIVE:
+            return False
+        reason = "trains with another loss than the baseline, since it depends on the micro-batch"
+        verdict = GateVerdict(passed=False, reason=reason, batch=m.candidate.global_batch_size(self._world))
+        write_record(records.gate_path(self._state.folder, m.trial), verdict)
+        self._events.say(f"trial {m.trial} {reason}")
+        return True
 
     def _verdict(
         self, m: Measured, baseline: Measured, batch: int, reference: TrialResult, replicates: Sequence[TrialResult]

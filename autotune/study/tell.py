@@ -13,6 +13,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from autotune.forecast.predictor import Predictor, generic_prior, settings_of
 from autotune.forecast.regression import STOPPED_SD, interval_sd
 from autotune.scoring import objective, recommend
+from autotune.scoring.convergence.first_losses import first_losses_off
 from autotune.scoring.estimates import Estimates, estimate
 from autotune.scoring.measured import Measured, log_gain
 from autotune.scoring.objective import Objective, Score
@@ -64,7 +65,8 @@ class Teller:
         done = result.outcome is Outcome.COMPLETE and score.values is not None
         attrs: dict[str, Any] = {"outcome": str(result.outcome)} | ({"reason": result.reason} if result.reason else {})
         with records.snapshot(state.study, news=False):
-            measured = _measured_data(result, score) | {"forecast": self._forecast(candidate)}
+            off = self._first_losses_off(candidate, result)
+            measured = _measured_data(result, score) | {"forecast": self._forecast(candidate), "loss_off": off}
             attrs[records.MEASURED_ATTR] = json.dumps(measured)
             attrs |= _readable_attrs(candidate, measured)
         constraints = {COMPLETED: 0.0 if done else 1.0}
@@ -170,6 +172,24 @@ class Teller:
         took_s = time.thread_time() - began_s
         self._stands_until_s = time.monotonic() + took_s / STANDING_SHARE if took_s > CHEAP_S else 0.0
         return self._stood
+
+    def _first_losses_off(self, candidate: Candidate, result: TrialResult) -> float:
+        """By what share the first losses lie off the baseline's although only the micro-batch differs; said once."""
+        state, baseline = self._state, self._state.plan.baseline
+        world = state.plan.data_parallel
+        first = result_in(state.trial_path(0)) if result.outcome is Outcome.COMPLETE else None
+        alike = candidate.global_batch_size(world) == baseline.global_batch_size(world)
+        otherwise = state.plan.workload.adds_up_otherwise(candidate, baseline)
+        if first is None or not alike or otherwise or candidate.micro_batch_size == baseline.micro_batch_size:
+            return 0.0
+        off = first_losses_off(result.losses, first.losses)
+        if off and not any(records.told_data(told).get("loss_off") for told in state.told()):
+            self._events.say(
+                f"the loss depends on the micro-batch, as contrastive losses and batch norm do: on the same samples it begins"
+                f" {abs(off):.0%} {'higher' if off > 0 else 'lower'} with {candidate.micro_batch_size} than with the"
+                f" baseline's {baseline.micro_batch_size}. Other micro-batches have to pass the quality gate"
+            )
+        return off
 
     def _forecast(self, candidate: Candidate) -> dict[str, list[float]]:
         """What the trials before this one led to expect of it: value, low and high end of a 90 % interval by metric."""

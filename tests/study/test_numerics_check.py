@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from support.instant import SPACE, Instant, failed, report
 from support.studies import run
@@ -70,6 +71,29 @@ def test_more_gradients_summed_in_16_bits_are_judged_by_the_trials_own_gradient(
     found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1).picks["recommended"]
     assert found.measured is not None and found.measured.candidate.gradient_accumulation_steps == 4
     assert any("sums up more gradients in 16 bits" in reason and "0.20%" in reason for reason in found.reasons)
+
+
+def test_where_the_loss_depends_on_the_micro_batch_no_other_one_drops_in(tmp_path, unhurried):
+    """As a contrastive loss, which begins log 2 higher over twice the samples."""
+
+    def contrastive(candidate):
+        curve = [np.log(candidate.micro_batch_size) + 2 / (1 + i) for i in range(24)]
+        return report(
+            candidate,
+            losses=curve,
+            gradient=GradientCheck(error=0.0, norm=1.0, n_micro=candidate.gradient_accumulation_steps),
+        )
+
+    space = [{"micro_batch_size": [4, 8, 16], "gradient_accumulation_steps": [1, 2, 4], "checkpoint_every": [0, 1]}]
+    base = Candidate(micro_batch_size=8, gradient_accumulation_steps=2, checkpoint_every=1)
+    runner, executor, watcher = run(
+        tmp_path, Instant(contrastive), trials=12, space=space, baseline=base, global_batch="keep", finalists=3
+    )
+    found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
+    assert {pick.measured.candidate.micro_batch_size for pick in found.picks.values()} == {8}
+    others = [m for m in runner.state.measured() if m.candidate.micro_batch_size != 8]
+    assert others and all(m.doubt for m in others) and executor.gated == []
+    assert len([text for text in watcher.said if "the loss depends on the micro-batch" in text]) == 1
 
 
 def test_a_resumed_study_checks_nothing_twice(tmp_path):

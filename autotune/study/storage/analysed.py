@@ -54,7 +54,16 @@ def measured(study: Study, folder: Path, kept: StudyRecord, before: Reading | No
     seen = {} if before.trials is None else before.trials
     seen |= {each.number: _as_measured(each, folder, kept, own) for each in told if each.number not in seen}
     known = zip(told, _foretold(kept, told, before), _sittings(told, kept), strict=True)
-    return [replace(seen[each.number], forecast=forecast, sitting=sitting) for each, forecast, sitting in known]
+    found = [replace(seen[each.number], forecast=forecast, sitting=sitting) for each, forecast, sitting in known]
+    if most := max((m.loss_off for m in found), key=abs, default=0.0):
+        own_micro = Candidate.from_key(kept.baseline).micro_batch_size
+        found = [
+            replace(m, loss_of=own_micro)
+            if (micro := m.candidate.micro_batch_size) == own_micro
+            else replace(m, loss_of=micro, loss_off=m.loss_off or most, numerics_kept=False)
+            for m in found
+        ]
+    return found
 
 
 def search_of(name: str, kept: StudyRecord) -> tuple[SearchSpace, PhysicsSampler]:
@@ -128,6 +137,7 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConf
         script_side_changes=data.get("side_changes", ()),
         unreproducible=data.get("unreproducible", ()),
         unwitnessed=data.get("unwitnessed", ()),
+        loss_off=data.get("loss_off", 0.0),
     )
 
 

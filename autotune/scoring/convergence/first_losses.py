@@ -1,0 +1,35 @@
+"""Whether a training's loss depends on how its samples are split into micro-batches, by the first losses of two trials."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autotune.scoring.quantiles import t95
+
+# As many first steps are compared: the weights are still nearly the same.
+LEAST_STEPS, MOST_STEPS = 3, 8
+# Share of the loss below which a difference is of no account, as that of means over other paddings.
+LEAST_OFF = 0.05
+# A difference beyond this many 95 % half-widths is no chance: each trial of a study is compared.
+SURE = 2.0
+# Share of the loss beyond which it is another objective, with which no training compares: a contrastive loss over
+# twice the samples begins log 2 higher.
+ANOTHER_OBJECTIVE = 0.15
+
+
+def first_losses_off(losses: Sequence[float | None], baseline: Sequence[float | None]) -> float:
+    """By what share of it the first losses of a trial lie off the baseline's; 0 where that may be chance.
+
+    Args:
+        losses: A loss for each step, from the same weights and on the same samples as the baseline's, split otherwise.
+        baseline: The baseline's.
+    """
+    n = min(len(losses), len(baseline), MOST_STEPS)
+    own, other = (np.array(each[:n], dtype=float) for each in (losses, baseline))  # None becomes nan
+    if n < LEAST_STEPS or not np.isfinite([own, other]).all():
+        return 0.0
+    difference, scale = own - other, float(np.abs(other).mean())
+    reach = SURE * t95(n - 1) * float(difference.std(ddof=1)) / math.sqrt(n)
+    off = float(difference.mean())
+    return off / scale if abs(off) > max(reach, LEAST_OFF * scale) else 0.0

@@ -21,14 +21,16 @@ from autotune.scoring.posterior import Posterior, Readings
 from autotune.scoring.quantiles import Z95, t95, t_quantile
 from autotune.trial.result import Outcome
 
-STEP, TO_TARGET = "step_time_s", "time_to_loss_s"
+STEP, RATE, TO_TARGET = "step_time_s", "samples_per_s", "time_to_loss_s"
 # Metrics that are a constant, the trial's own, times or over its step time.
-TIMED = (STEP, "samples_per_s", "tokens_per_s", "padded_tokens_per_s", GOODPUT, TO_TARGET)
+TIMED = (STEP, RATE, "tokens_per_s", "padded_tokens_per_s", GOODPUT, TO_TARGET)
 # Degrees of freedom that the prior of the noise is worth to a 95 % interval, and the fewest that are counted far out.
 PRIOR_DEGREES = LEAST_FAR_OUT = 8
 # What the noise scale and a trial's own loss curve foretell of another batch is off by this (standard deviation of the
 # logarithm) for each doubling: predicted over measured times to a target loss in benchmarks/time_to_target.py.
 FORETOLD_SD = 0.15
+# Least error of one reading of a rate over what the step time says, as the standard deviation of its logarithm.
+LEAST_RATE_SD = 0.002
 # An interval of a gain wider than this, high over low, says nothing.
 WIDEST = 4.0
 
@@ -178,14 +180,14 @@ def estimate(measured: Sequence[Measured]) -> Estimates:
     degrees = PRIOR_DEGREES + max(0, n_again - len(set(readings.round.tolist()) - {0}))
     quantile = t95(degrees)
     beyond: dict[tuple[int, str], float] = {}
-    estimated = []
+    estimated, rates = [], _rates(timed)
     for m in measured:
         if found is None or m.trial not in rows:
             estimated.append(m)
             continue
         row = rows[m.trial]
         step = math.exp(found.mean[row]), quantile * math.sqrt(max(0.0, found.cov[row, row]))
-        estimated.append(_estimated(m, *step, quantile * found.noise_sd, beyond))
+        estimated.append(_estimated(m, *step, quantile * found.noise_sd, rates.get(m.trial, (0.0, math.inf)), beyond))
     baseline = next((m for m in estimated if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
     if baseline is not None:
         decided = (m for m in estimated if m.branch is not None and m.branch.samples_ratio)
@@ -271,8 +273,36 @@ def _readings(timed: Sequence[Measured]) -> Readings:
     )
 
 
+def _rates(timed: Sequence[Measured]) -> dict[int, tuple[float, float]]:
+    """By trial what its throughput exceeds the first reading by, at the same step time, and its standard deviation; as logarithms.
+
+    Throughput counts every step, and so what disturbed a few of them; the step time is their median. What lies between the
+    two, over all readings of a trial, is the configuration's own as far as trials differ in it beyond their errors.
+    """
+    found = []
+    for m in timed:
+        readings = [each for each in (m.metrics, *m.repeats.values()) if min(each.get(STEP, 0), each.get(RATE, 0)) > 0]
+        if m.metrics.get(RATE, 0) <= 0:
+            continue
+        logs = [math.log(each[RATE] * each[STEP] / m.candidate.samples_per_rank) for each in readings]
+        error = max(LEAST_RATE_SD, _log_half_width(m, RATE) / Z95)
+        found.append((m.trial, logs[0], sum(logs) / len(logs), error**2 / len(logs)))
+    if not found:
+        return {}
+    numbers, firsts, means, variances = (np.array(each) for each in zip(*found, strict=True))
+    pooled, left = posterior.shrunk(means, variances)
+    return dict(
+        zip(numbers.tolist(), zip((pooled - firsts).tolist(), np.sqrt(left).tolist(), strict=True), strict=True)
+    )
+
+
 def _estimated(
-    m: Measured, step_s: float, reach: float, noise: float, beyond: dict[tuple[int, str], float]
+    m: Measured,
+    step_s: float,
+    reach: float,
+    noise: float,
+    rate: tuple[float, float],
+    beyond: dict[tuple[int, str], float],
 ) -> Measured:
     """A trial with the estimates in place of what it measured.
 
@@ -280,15 +310,19 @@ def _estimated(
         step_s: The estimate of its step time.
         reach: Half-width of the interval of its logarithm.
         noise: Half-width of the interval of one measurement of a time.
+        rate: What its throughput exceeds the first reading by at the same step time, and its standard deviation; as logarithms.
         beyond: Gets the half-widths that no timing narrows.
     """
     moved = math.log(step_s / m.metrics[STEP])
-    own_reach = _log_half_width(m, STEP)
+    own_reach, (exceeds, rate_sd) = _log_half_width(m, STEP), rate
+    # What is no longer open of the width of its rate, and so of all that follows from it.
+    settled = max(0.0, _log_half_width(m, RATE) - own_reach - Z95 * rate_sd)
     metrics, ci95 = dict(m.metrics), dict(m.ci95)
     for name, value in m.metrics.items():
         if name in TIMED and value > 0:
-            metrics[name] = value * math.exp(-improvement(moved, name))
-            more = beyond[m.trial, name] = max(0.0, _log_half_width(m, name) - own_reach) if name != STEP else 0.0
+            metrics[name] = value * math.exp(improvement((exceeds if name != STEP else 0.0) - moved, name))
+            more = max(0.0, _log_half_width(m, name) - own_reach - settled) if name != STEP else 0.0
+            beyond[m.trial, name] = more
             wide = math.hypot(reach, more)
             ci95[name] = metrics[name] * math.exp(-wide), metrics[name] * math.exp(wide)
         elif name in METRICS and value > 0:

@@ -222,3 +222,23 @@ def _telling(readings: Readings) -> NDArray[np.intp]:
     again = np.flatnonzero(n_of[readings.trial] > 1)[-MOST_FOR_GRID:]
     spread = np.linspace(0, n - 1, MOST_FOR_GRID - len(again)).astype(int) if len(again) < MOST_FOR_GRID else again[:0]
     return np.unique(np.concatenate([again, spread]))
+
+
+def shrunk(values: Floats, variances: Floats) -> tuple[Floats, Floats]:
+    """Values of several trials, each drawn towards their mean as far as its own error explains the distance; with variances.
+
+    A random-effects model, its variance between trials by moments (DerSimonian and Laird 1986).
+
+    Args:
+        values: One a trial.
+        variances: Of their errors.
+    """
+    weights = 1 / variances
+    mean = float(weights @ values / weights.sum())
+    degrees = len(values) - 1
+    excess = float(weights @ (values - mean) ** 2) - degrees
+    between = max(0.0, excess / float(weights.sum() - (weights @ weights) / weights.sum())) if degrees else 0.0
+    weights = 1 / (variances + between)
+    mean = float(weights @ values / weights.sum())
+    share = between * weights
+    return mean + share * (values - mean), share * variances

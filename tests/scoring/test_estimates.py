@@ -1,0 +1,37 @@
+"""One estimate for each figure, from all measurements of a study."""
+
+from dataclasses import replace
+
+import pytest
+from support.made_up import measured
+
+from autotune.scoring.estimates import estimate
+
+
+def with_rate(m, factor, low=0.7, high=1.3):
+    """A trial of which a few long steps made the first rate another one than its median step says."""
+    rate = factor * m.metrics["samples_per_s"]
+    return replace(
+        m, metrics={**m.metrics, "samples_per_s": rate}, ci95={**m.ci95, "samples_per_s": (low * rate, high * rate)}
+    )
+
+
+def throughputs(*trials):
+    found = estimate(trials)
+    return found, {m.trial: m.metrics["samples_per_s"] for m in found.measured}
+
+
+def test_long_steps_in_the_first_reading_of_the_baseline_alone_are_no_gain_for_others():
+    baseline = with_rate(measured(0, 0.1, rounds=[0.1, 0.1]), 0.8)
+    found, rates = throughputs(baseline, measured(1, 0.1, rounds=[0.1, 0.1]), measured(2, 0.102), measured(3, 0.098))
+    assert rates[0] == pytest.approx(80, rel=0.02) and rates[1] == pytest.approx(80, rel=0.02)
+    gain = found.gain(found.measured[1], found.measured[0], "samples_per_s")
+    assert gain.factor == pytest.approx(1.0, abs=0.02) and not gain.told and gain.high / gain.low < 1.2
+
+
+def test_what_a_trial_loses_to_long_steps_in_every_reading_stays_its_own():
+    """As where batches of a script differ in length."""
+    uneven = with_rate(measured(1, 0.1), 0.8, low=0.99, high=1.01)
+    again = {n: {**uneven.metrics} for n in (1, 2)}
+    _, rates = throughputs(measured(0, 0.1, rounds=[0.1, 0.1]), replace(uneven, repeats=again), measured(2, 0.1))
+    assert rates[1] == pytest.approx(64, rel=0.02) and rates[2] == pytest.approx(80, rel=0.02)

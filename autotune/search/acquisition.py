@@ -1,4 +1,4 @@
-"""Acquisition functions: expected improvement of one cost, or of the hypervolume of several."""
+"""Acquisition functions: expected improvement of one cost or of the hypervolume of several, and what stopping loses."""
 
 import numpy as np
 import scipy
@@ -7,6 +7,8 @@ from numpy.typing import NDArray
 from autotune.trial.profile import Floats
 
 DRAWN, KEPT = 6000, 256
+# As many of the best measured candidates are taken to be measured again.
+FINALISTS = 3
 
 
 def expected_improvement(mean: Floats, sd: Floats, best: float) -> Floats:
@@ -46,3 +48,17 @@ def dominated(points: Floats, by: Floats) -> NDArray[np.bool_]:
     """Which points have a row of `by` that is no worse in every cost."""
     worse = np.all(by[None, :, :] <= points[:, None, :], axis=2)
     return np.asarray(np.any(worse, axis=1), dtype=bool)
+
+
+def loss_of_stopping(seen: Floats, unseen: Floats, allowed: Floats, rng: np.random.Generator) -> tuple[float, float]:
+    """What stopping loses, and what the most promising single trial gains, over joint draws of the goal.
+
+    Args:
+        seen: The goal of the measured candidates, the best first, one row a draw; the first few are measured again.
+        unseen: The goal of those not measured.
+        allowed: Probability of each of these that it runs and keeps the bounds.
+    """
+    kept = seen[:, :FINALISTS].min(axis=1)
+    better = np.maximum(kept[:, None] - unseen, 0.0) * (rng.random(unseen.shape) < allowed)
+    loss = np.maximum(better.max(axis=1), kept - seen.min(axis=1)).mean()
+    return float(loss), float(better.mean(axis=0).max())

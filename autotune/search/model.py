@@ -45,6 +45,9 @@ DERIVED_SD = 0.03
 # Rows beside its own that the accumulations of one trial are worth, and the trials, newest first, that get them: cost
 # is cubic.
 MOST_DERIVED, DERIVED_TRIALS = 2, 50
+# What the first trial alone reads beyond its forecast is laid to the machine as a whole, by this deviation of its scale: with the
+# prior's own a twentieth of it each went to the levels of the baseline's knobs, and every other level seemed faster.
+OPEN_SCALE = 2.0
 # Above this deviation the prior has guessed the scale of the memory, and does not know it.
 GUESSED_SCALE = 0.5
 RATES = {"samples_per_s", "tokens_per_s", "padded_tokens_per_s"}
@@ -283,6 +286,8 @@ def learn(
     memory, limit = _learn_memory(catalogue, limit, told)
     time_sd = np.concatenate([catalogue.time_sd, [HINGE_SD, HINGE_SQUARE_SD]])
     ran = timed(told, world_size)
+    if len(ran) == 1:
+        time_sd[0] = max(time_sd[0], OPEN_SCALE)
     done = [t for t in ran if t.outcome is Outcome.COMPLETE]
     wanted = dict.fromkeys([*metrics, *(metric for metric, _, _ in bounds)])
     own = [m for m in wanted if m not in RATES | COUNTED | {"step_time_s", "peak_memory_bytes"}]

@@ -6,7 +6,7 @@ from it.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from autotune.scoring.measured import Foretold
 from autotune.search import acquisition, pool
 from autotune.search.model import Beliefs, Bound, CostModel, Rows, TransferredCorrections, learn, timed
 from autotune.search.observation import Observation
-from autotune.space.candidate import Candidate
+from autotune.space.candidate import Candidate, differing
 from autotune.space.deepspeed import Scalar
 from autotune.trial.profile import Floats
 from autotune.trial.result import Outcome
@@ -39,8 +39,12 @@ ENOUGH_TRIALS, ENOUGH_COVERED = 8, 0.75
 QUICK_TRIALS = 2
 # How much better a candidate with other numerics has to be for a quick study to try it.
 GATE_PRICE = 0.03
-# The loss of stopping: drawn so often, over this many candidates, if the best few measured ones are measured again.
-DRAWS, MOST_DRAWN, FINALISTS = 256, 250, 3
+# What each setting that it changes besides has to be worth: a change that does nothing would stay in the answer.
+CHANGE_PRICE = 0.005
+# How much better a candidate is expected to be that trains as the reference does, for it to be tried first of such ones.
+WORTH_DROPPING_IN = 0.01
+# The loss of stopping: drawn so often, over this many candidates.
+DRAWS, MOST_DRAWN = 256, 250
 # A turn of the goal that promises less than 5 %, or one of an objective that promises less than 1 %, goes to what the model does not
 # know, while there is such a candidate.
 EXPLORE_BELOW_GOAL, EXPLORE_BELOW = 0.05, 0.01
@@ -79,6 +83,7 @@ class Outlook:
         n_ran: Trials that told a step time: that completed, or were stopped early.
         covered: Share of the step times that lie in their 90 % interval, each foretold from the other trials.
         quick: Few trials are wanted: each has to be worth its time by itself, and none explores.
+        drop_in_open: What trains as the reference does, and may be better, was not tried.
     """
 
     loss: float
@@ -88,9 +93,12 @@ class Outlook:
     n_ran: int
     covered: float
     quick: bool = False
+    drop_in_open: bool = False
 
     def settled(self, below: float) -> bool:
         """Whether stopping loses less than `below`, or no trial is worth its time, by a model that has foretold well so far."""
+        if self.drop_in_open:
+            return False
         if self.quick:
             return self.n_ran >= QUICK_TRIALS and self.next_gain < below
         trusted = self.n_ran >= ENOUGH_TRIALS and self.covered >= ENOUGH_COVERED
@@ -115,6 +123,7 @@ class CandidateOptimizer:
         cautious: Whether what surely does not fit the memory is passed by; else it is only less likely to be proposed.
         goal_only: Whether candidates are proposed for the goal alone, not for the front: few trials then find its best.
         quick: Whether each next candidate is the best expected by the goal, until no single trial is worth its time.
+        drops_in: Whether a candidate trains as the reference does, so that it needs no check; None if that is not known.
     """
 
     def __init__(
@@ -131,6 +140,7 @@ class CandidateOptimizer:
     ) -> None:
         self.metrics, self.world_size, self.bounds = list(metrics), world_size, list(bounds)
         self.cautious, self.goal_only, self.quick = True, False, False
+        self.drops_in: Callable[[Candidate], bool] | None = None
         shares = np.array(
             list(metrics.values()) if isinstance(metrics, Mapping) else np.ones(len(metrics)), dtype=float
         )
@@ -162,6 +172,8 @@ class CandidateOptimizer:
         open_rows = self._open(state, busy)
         if not open_rows.any():
             return None
+        if (untried := self._untried_drop_ins(state, open_rows, told)) is not None:
+            open_rows = untried
         rng = np.random.default_rng(len(told))
         rows = _hopeful(state, self.metrics, pool.pool(state, self.shares, open_rows, rng))
         fits, least = state.fits(rows), chance_needed(told) if state.sized and self.cautious else 0.0
@@ -276,9 +288,12 @@ class CandidateOptimizer:
         rows, allowed = rows[hopeful], allowed[hopeful]
         drawn = typical.draw_goal(np.concatenate([measured, rows]), self.shares, rng, DRAWS)
         drawn = drawn + self._price(np.concatenate([measured, rows]))
-        loss, next_gain = _loss_of_stopping(drawn[:, : len(measured)], drawn[:, len(measured) :], allowed, rng)
+        loss, next_gain = acquisition.loss_of_stopping(
+            drawn[:, : len(measured)], drawn[:, len(measured) :], allowed, rng
+        )
         return Outlook(
-            loss=loss, next_gain=next_gain, n_left=n_left, n_ran=n_ran, covered=covered, explored=explored, quick=self.quick
+            loss=loss, next_gain=next_gain, n_left=n_left, n_ran=n_ran, covered=covered, explored=explored, quick=self.quick,
+            drop_in_open=self._untried_drop_ins(state, open_rows, told) is not None,
         )  # fmt: skip
 
     # Learning
@@ -306,14 +321,38 @@ class CandidateOptimizer:
 
     # Choosing
 
+    def _untried_drop_ins(
+        self, state: CostModel, open_rows: NDArray[np.bool_], told: Sequence[Observation]
+    ) -> NDArray[np.bool_] | None:
+        """The open candidates that train as the reference does, once a trial did not; None if one was tried, or none is hoped to be better.
+
+        What needs checks may fail them, or the time for them may lack: then such a one is the answer.
+        """
+        if self.drops_in is None or len(told) < 2 or any(self.drops_in(t.candidate) for t in told[1:]):
+            return None
+        candidates, batch = self.catalogue.candidates, self.catalogue.batch
+        rows = np.array(
+            [row for row in np.flatnonzero(open_rows & (batch == batch[0])) if self.drops_in(candidates[row])],
+            dtype=np.intp,
+        )
+        if (
+            not len(rows)
+            or state.goal(rows, self.shares)[0].min() > state.goal(np.array([0]), self.shares)[0][0] - WORTH_DROPPING_IN
+        ):
+            return None
+        found = np.zeros(len(open_rows), dtype=bool)
+        found[rows] = True
+        return found
+
     def _price(self, rows: Rows) -> Floats:
         """What a quick study asks of rows that need the quality gate, which trains longer than all trials together."""
         if not self.quick:
             return np.zeros(len(rows))
-        candidates = self.catalogue.candidates
-        own = candidates[0].to_deepspeed()
-        gated = [not quality_gate.differs_in_sums_alone(candidates[row].to_deepspeed(), own) for row in rows]
-        return GATE_PRICE * np.array(gated, dtype=float)
+        own, *_ = candidates = self.catalogue.candidates
+        config = own.to_deepspeed()
+        gated = [not quality_gate.differs_in_sums_alone(candidates[row].to_deepspeed(), config) for row in rows]
+        changes = [len(differing(candidates[row].values(), own.values())) for row in rows]
+        return GATE_PRICE * np.array(gated, dtype=float) + CHANGE_PRICE * np.array(changes, dtype=float)
 
     def _worth(self, state: CostModel, rows: Rows, allowed: Floats, n_told: int) -> Floats:
         """The acquisition whose turn it is: the hypervolume every second time, else in turns the goal and an objective.
@@ -405,17 +444,3 @@ def _hopeful(state: CostModel, metrics: Sequence[str], rows: Rows) -> Rows:
     mean, sd = state.costs(rows)
     near = ((mean - pool.OPTIMISM * sd)[:, timed] - best).min(axis=1) <= math.log(HOPELESS)
     return np.asarray(rows[near], dtype=np.intp)
-
-
-def _loss_of_stopping(seen: Floats, unseen: Floats, allowed: Floats, rng: np.random.Generator) -> tuple[float, float]:
-    """What stopping loses, and what the most promising single trial gains, over joint draws of the goal.
-
-    Args:
-        seen: The goal of the measured candidates, the best first, one row a draw; the first few are measured again.
-        unseen: The goal of those not measured.
-        allowed: Probability of each of these that it runs and keeps the bounds.
-    """
-    kept = seen[:, :FINALISTS].min(axis=1)
-    better = np.maximum(kept[:, None] - unseen, 0.0) * (rng.random(unseen.shape) < allowed)
-    loss = np.maximum(better.max(axis=1), kept - seen.min(axis=1)).mean()
-    return float(loss), float(better.mean(axis=0).max())

@@ -9,7 +9,7 @@ import functools
 import json
 import math
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,6 +77,7 @@ class PhysicsSampler(LegalSampler):
         self._metrics, self._prior, self._limit, self._bounds = metrics, prior, memory_limit_bytes, list(bounds)
         self._guide: CandidateOptimizer | None = None
         self.goal_only = self.quick = False
+        self.drops_in: Callable[[Candidate], bool] | None = None  # see `CandidateOptimizer`
         self.refused: Collection[int] = ()  # trials that a check has refused, by number
         self._whole = self.proposes = self.cautious = True
 
@@ -94,7 +95,7 @@ class PhysicsSampler(LegalSampler):
                 bounds=self._bounds, reference=default, knobs=values,
             )  # fmt: skip
             self._guide.cautious, self._guide.goal_only = self.cautious, self.goal_only
-            self._guide.quick = self.quick
+            self._guide.quick, self._guide.drops_in = self.quick, self.drops_in
         return self._guide
 
     def _chosen(self, study: Study, trial: FrozenTrial) -> Candidate | None:

@@ -113,7 +113,12 @@ class NumericsCheck:
         """Whether a candidate differs in sums of 16 bits alone, and its trial showed that they are right; kept if so."""
         alike = m.candidate.other_numerics == baseline.candidate.other_numerics
         other_sum = self._state.plan.workload.adds_up_otherwise(m.candidate, baseline.candidate)
-        if not alike or other_sum or m.loss_of != baseline.loss_of or not quality_gate.differs_in_sums_alone(m.ds_config, baseline.ds_config):
+        if (
+            not alike
+            or other_sum
+            or m.loss_of != baseline.loss_of
+            or not quality_gate.differs_in_sums_alone(m.ds_config, baseline.ds_config)
+        ):
             return False
         own = result_in(self._state.trial_path(m.trial))
         batch = m.candidate.global_batch_size(self._world)

@@ -133,10 +133,10 @@ def test_a_resumed_search_of_a_small_space_finds_the_rest(name):
 
 @pytest.mark.parametrize("name", QUICK)
 def test_what_was_lost_comes_again_and_what_runs_now_does_not(name):
-    search = Search(name, SMALL)
+    search = Search(name, SMALL, n_objectives=1)
     (_, lost), (_, running) = search.ask(), search.ask()
     search.study.tell(0, state=TrialState.FAIL)
-    again = Search(name, SMALL, study=search.study, seed=2).run(20)
+    again = Search(name, SMALL, study=search.study, seed=2, n_objectives=1).run(20)
     assert lost in again
     assert running not in again
 

@@ -11,6 +11,7 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.executors.base import Executor
 from autotune.scoring.convergence.learning_rate import LearningRate, default_rule
+from autotune.scoring.convergence.quality_gate import keeps_numerics
 from autotune.space import data as data_knobs
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate, from_deepspeed
@@ -77,6 +78,16 @@ class Plan:
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """Returns the complete DeepSpeed configuration of a candidate."""
         return self.workload.ds_config(candidate, self.base_config)
+
+    def drops_in(self, candidate: Candidate) -> bool:
+        """Returns whether a candidate trains as the baseline does: with its global batch and its numerics."""
+        own, world = self.baseline, self.data_parallel
+        return (
+            candidate.global_batch_size(world) == own.global_batch_size(world)
+            and candidate.other_numerics == own.other_numerics
+            and not self.workload.adds_up_otherwise(candidate, own)
+            and keeps_numerics(self.ds_config(candidate), self.ds_config(own))
+        )
 
     def learning_rate(self) -> LearningRate:
         """How the learning rate follows the batch in this study's trials."""

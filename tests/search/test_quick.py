@@ -1,0 +1,54 @@
+"""What a quick study tries: first what is worth most with the fewest changes, and soon something that needs no check."""
+
+from dataclasses import replace
+
+from autotune.forecast.predictor import AnalyticPrior
+from autotune.search.observation import Observation
+from autotune.search.optimizer import CandidateOptimizer
+from autotune.space.candidate import Candidate
+from autotune.trial.profile import Machine, Profile
+
+PRIOR = AnalyticPrior(Profile.guess(10**8, 10**8, 4), Machine.guess("cuda", 2))
+OWN = Candidate(micro_batch_size=4, gradient_accumulation_steps=2)
+
+
+def told_of(candidate, slower=1.0):
+    """What it reads on a machine that is as foretold, but for a factor."""
+    seconds = slower * float(PRIOR([candidate]).time_terms.sum())
+    return Observation(
+        candidate=candidate, metrics={"step_time_s": seconds, "samples_per_s": candidate.global_batch_size(2) / seconds}
+    )
+
+
+def guide_of(candidates, *, quick=True):
+    guide = CandidateOptimizer(candidates, PRIOR, ["samples_per_s"], world_size=2, reference=OWN)
+    guide.quick, guide.drops_in = quick, lambda candidate: candidate.precision == "fp32"
+    return guide
+
+
+def test_what_the_baseline_reads_beyond_its_forecast_recommends_no_change_of_a_setting_that_does_not_help():
+    """The machine is slower as a whole; that is no reason to recompute blocks."""
+    faster = replace(OWN, micro_batch_size=8, gradient_accumulation_steps=1)
+    guide = guide_of([OWN, faster, *(replace(faster, checkpoint_every=n) for n in (1, 2, 4))])
+    assert guide.suggest([told_of(OWN, slower=20.0)]) == faster
+
+
+def test_after_a_trial_that_needs_a_check_one_follows_that_needs_none():
+    checked, unchecked = (
+        replace(OWN, micro_batch_size=8, gradient_accumulation_steps=1, precision=name) for name in ("bf16", "fp32")
+    )
+    others = [replace(OWN, micro_batch_size=n, precision="bf16", gradient_accumulation_steps=8 // n) for n in (1, 2)]
+    for quick in (True, False):
+        guide = guide_of([OWN, checked, unchecked, *others], quick=quick)
+        told = [told_of(OWN), told_of(checked)]
+        assert guide.outlook(told).drop_in_open and not guide.outlook(told).settled(1.0)
+        assert guide.suggest(told) == unchecked
+        told.append(told_of(unchecked))
+        assert not guide.outlook(told).drop_in_open
+
+
+def test_nothing_is_tried_for_needing_no_check_alone():
+    """A smaller micro-batch is slower than the baseline."""
+    checked = replace(OWN, micro_batch_size=8, gradient_accumulation_steps=1, precision="bf16")
+    guide = guide_of([OWN, checked, replace(OWN, micro_batch_size=1, gradient_accumulation_steps=8)])
+    assert not guide.outlook([told_of(OWN), told_of(checked)]).drop_in_open

@@ -41,8 +41,6 @@ QUICK_TRIALS = 2
 GATE_PRICE = 0.03
 # What each setting that it changes besides has to be worth: a change that does nothing would stay in the answer.
 CHANGE_PRICE = 0.005
-# How much better a candidate is expected to be that trains as the reference does, for it to be tried first of such ones.
-WORTH_DROPPING_IN = 0.01
 # The loss of stopping: drawn so often, over this many candidates.
 DRAWS, MOST_DRAWN = 256, 250
 # A turn of the goal that promises less than 5 %, or one of an objective that promises less than 1 %, goes to what the model does not
@@ -172,7 +170,7 @@ class CandidateOptimizer:
         open_rows = self._open(state, busy)
         if not open_rows.any():
             return None
-        if (untried := self._untried_drop_ins(state, open_rows, told)) is not None:
+        if (untried := pool.untried_drop_ins(state, self.shares, open_rows, told, self.drops_in)) is not None:
             open_rows = untried
         rng = np.random.default_rng(len(told))
         rows = _hopeful(state, self.metrics, pool.pool(state, self.shares, open_rows, rng))
@@ -293,7 +291,7 @@ class CandidateOptimizer:
         )
         return Outlook(
             loss=loss, next_gain=next_gain, n_left=n_left, n_ran=n_ran, covered=covered, explored=explored, quick=self.quick,
-            drop_in_open=self._untried_drop_ins(state, open_rows, told) is not None,
+            drop_in_open=pool.untried_drop_ins(state, self.shares, open_rows, told, self.drops_in) is not None,
         )  # fmt: skip
 
     # Learning
@@ -320,29 +318,6 @@ class CandidateOptimizer:
         return open_rows
 
     # Choosing
-
-    def _untried_drop_ins(
-        self, state: CostModel, open_rows: NDArray[np.bool_], told: Sequence[Observation]
-    ) -> NDArray[np.bool_] | None:
-        """The open candidates that train as the reference does, once a trial did not; None if one was tried, or none is hoped to be better.
-
-        What needs checks may fail them, or the time for them may lack: then such a one is the answer.
-        """
-        if self.drops_in is None or len(told) < 2 or any(self.drops_in(t.candidate) for t in told[1:]):
-            return None
-        candidates, batch = self.catalogue.candidates, self.catalogue.batch
-        rows = np.array(
-            [row for row in np.flatnonzero(open_rows & (batch == batch[0])) if self.drops_in(candidates[row])],
-            dtype=np.intp,
-        )
-        if (
-            not len(rows)
-            or state.goal(rows, self.shares)[0].min() > state.goal(np.array([0]), self.shares)[0][0] - WORTH_DROPPING_IN
-        ):
-            return None
-        found = np.zeros(len(open_rows), dtype=bool)
-        found[rows] = True
-        return found
 
     def _price(self, rows: Rows) -> Floats:
         """What a quick study asks of rows that need the quality gate, which trains longer than all trials together."""

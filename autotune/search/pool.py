@@ -4,11 +4,14 @@ A confident prior that is wrong about a level is never corrected otherwise.
 """
 
 import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autotune.search.model import CostModel, Rows
+from autotune.search.observation import Observation
+from autotune.space.candidate import Candidate
 from autotune.trial.profile import Floats
 
 # The best by each objective, by the goal and by random weightings of both; random rows; the best of each level.
@@ -24,6 +27,8 @@ OPTIMISM = 2.0
 # What the model does not know to this (standard deviation of the goal's logarithm) and may be the best is tried too: a
 # level that was tried once says little of what it does among others.
 UNKNOWN_SD = 0.2
+# How much better than the baseline a candidate is expected to be, for it to be tried since it needs no check.
+WORTH_DROPPING_IN = 0.01
 
 
 def pool(state: CostModel, shares: Floats, open_rows: NDArray[np.bool_], rng: np.random.Generator) -> Rows:
@@ -91,3 +96,25 @@ def _untried_levels(state: CostModel, rows: Rows) -> Floats:
     present = state.catalogue.present
     tried = present[sorted(state.known)].any(axis=0)
     return np.asarray(present[rows][:, ~tried].sum(axis=1), dtype=float)
+
+
+def untried_drop_ins(
+    state: CostModel,
+    shares: Floats,
+    open_rows: NDArray[np.bool_],
+    told: Sequence[Observation],
+    drops_in: Callable[[Candidate], bool] | None,
+) -> NDArray[np.bool_] | None:
+    """The open rows that train as the baseline does, once a trial did not; None if one was tried, or none may be better.
+
+    What needs checks may fail them, or the time for them may lack: then such a one is the answer.
+    """
+    if drops_in is None or len(told) < 2 or any(drops_in(t.candidate) for t in told[1:]):
+        return None
+    candidates, batch = state.catalogue.candidates, state.catalogue.batch
+    found = np.zeros(len(open_rows), dtype=bool)
+    found[[row for row in np.flatnonzero(open_rows & (batch == batch[0])) if drops_in(candidates[row])]] = True
+    if not found.any():
+        return None
+    best, own = (state.goal(rows, shares)[0].min() for rows in (np.flatnonzero(found), np.array([0])))
+    return found if best < own - WORTH_DROPPING_IN else None

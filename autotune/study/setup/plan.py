@@ -84,6 +84,7 @@ class Plan:
         own, world = self.baseline, self.data_parallel
         return (
             candidate.global_batch_size(world) == own.global_batch_size(world)
+            and candidate.precision == own.precision  # what follows takes longer, and thousands are asked
             and candidate.other_numerics == own.other_numerics
             and not self.workload.adds_up_otherwise(candidate, own)
             and keeps_numerics(self.ds_config(candidate), self.ds_config(own))

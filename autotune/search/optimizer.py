@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 
 from autotune.forecast.features import FeatureTable, Prior, knobs_of
 from autotune.scoring import pareto
-from autotune.scoring.convergence import quality_gate
 from autotune.scoring.measured import Foretold
 from autotune.search import acquisition, pool
 from autotune.search.model import Beliefs, Bound, CostModel, Rows, TransferredCorrections, learn, timed
 from autotune.search.observation import Observation
-from autotune.space.candidate import Candidate, differing
+from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
 from autotune.trial.profile import Floats
 from autotune.trial.result import Outcome
@@ -37,10 +36,6 @@ RISK, LESS_RISK = 0.6, 0.35
 ENOUGH_TRIALS, ENOUGH_COVERED = 8, 0.75
 # Before a quick study may end: the baseline and a candidate.
 QUICK_TRIALS = 2
-# How much better a candidate with other numerics has to be for a quick study to try it.
-GATE_PRICE = 0.03
-# What each setting that it changes besides has to be worth: a change that does nothing would stay in the answer.
-CHANGE_PRICE = 0.005
 # The loss of stopping: drawn so often, over this many candidates.
 DRAWS, MOST_DRAWN = 256, 250
 # A turn of the goal that promises less than 5 %, or one of an objective that promises less than 1 %, goes to what the model does not
@@ -285,7 +280,8 @@ class CandidateOptimizer:
         measured = measured[np.argsort(typical.goal(measured, self.shares)[0])][:MOST_DRAWN]
         rows, allowed = rows[hopeful], allowed[hopeful]
         drawn = typical.draw_goal(np.concatenate([measured, rows]), self.shares, rng, DRAWS)
-        drawn = drawn + self._price(np.concatenate([measured, rows]))
+        if self.quick:
+            drawn = drawn + pool.price(self.catalogue.candidates, np.concatenate([measured, rows]))
         loss, next_gain = acquisition.loss_of_stopping(
             drawn[:, : len(measured)], drawn[:, len(measured) :], allowed, rng
         )
@@ -319,16 +315,6 @@ class CandidateOptimizer:
 
     # Choosing
 
-    def _price(self, rows: Rows) -> Floats:
-        """What a quick study asks of rows that need the quality gate, which trains longer than all trials together."""
-        if not self.quick:
-            return np.zeros(len(rows))
-        own, *_ = candidates = self.catalogue.candidates
-        config = own.to_deepspeed()
-        gated = [not quality_gate.differs_in_sums_alone(candidates[row].to_deepspeed(), config) for row in rows]
-        changes = [len(differing(candidates[row].values(), own.values())) for row in rows]
-        return GATE_PRICE * np.array(gated, dtype=float) + CHANGE_PRICE * np.array(changes, dtype=float)
-
     def _worth(self, state: CostModel, rows: Rows, allowed: Floats, n_told: int) -> Floats:
         """The acquisition whose turn it is: the hypervolume every second time, else in turns the goal and an objective.
 
@@ -342,7 +328,7 @@ class CandidateOptimizer:
         mean, seen = state.costs(rows)[0], state.costs(held)[0]
         if self.quick or (self.goal_only and n_told % 2):
             # What is expected to be best is next: always where a trial or two decide, else every second time.
-            expected = mean @ self.shares + self._price(rows)
+            expected = mean @ self.shares + (pool.price(self.catalogue.candidates, rows) if self.quick else 0.0)
             return np.asarray(np.exp(expected.min() - expected), dtype=float)
         if self.goal_only:
             return np.asarray(_gains(state, self.shares, rows, mean, held, seen)[-1], dtype=float)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.scoring.convergence import quality_gate
 from autotune.search.model import CostModel, Rows
 from autotune.search.observation import Observation
-from autotune.space.candidate import Candidate
+from autotune.space.candidate import Candidate, differing
 from autotune.trial.profile import Floats
 
 # The best by each objective, by the goal and by random weightings of both; random rows; the best of each level.
@@ -27,6 +28,10 @@ OPTIMISM = 2.0
 # What the model does not know to this (standard deviation of the goal's logarithm) and may be the best is tried too: a
 # level that was tried once says little of what it does among others.
 UNKNOWN_SD = 0.2
+# How much better a candidate with other numerics has to be for a quick study to try it.
+GATE_PRICE = 0.03
+# What each setting that it changes besides has to be worth: a change that does nothing would stay in the answer.
+CHANGE_PRICE = 0.005
 # How much better than the baseline a candidate is expected to be, for it to be tried since it needs no check.
 WORTH_DROPPING_IN = 0.01
 
@@ -118,3 +123,17 @@ def untried_drop_ins(
         return None
     best, own = (state.goal(rows, shares)[0].min() for rows in (np.flatnonzero(found), np.array([0])))
     return found if best < own - WORTH_DROPPING_IN else None
+
+
+def price(candidates: Sequence[Candidate], rows: Rows) -> Floats:
+    """What rows have to be better by for a quick study: for each setting that they change, and where they need the quality gate.
+
+    The gate trains longer than all trials together.
+
+    Args:
+        candidates: All of them, the baseline first.
+    """
+    own, config = candidates[0], candidates[0].to_deepspeed()
+    gated = [not quality_gate.differs_in_sums_alone(candidates[row].to_deepspeed(), config) for row in rows]
+    changes = [len(differing(candidates[row].values(), own.values())) for row in rows]
+    return np.asarray(GATE_PRICE * np.array(gated, dtype=float) + CHANGE_PRICE * np.array(changes, dtype=float))

@@ -3,13 +3,18 @@
 import math
 from collections.abc import Sequence
 
-from autotune.scoring.estimates import Estimates
+from autotune.scoring.estimates import TO_TARGET, Estimates
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
 
 # Why the user's own configuration is recommended.
 KEPT = "no trial that passed its checks is measurably better"
+# The noise scale grows over a training (McCandlish et al., 1812.06162).
+SMALLER = (
+    "a smaller global batch pays most at the start of a training, where this was measured, and less later"
+    " (`--from-checkpoint` measures from weights of yours)"
+)
 # From this change of the machine's speed between first trial and re-measurements on, the reasons mention it: 10 %.
 DRIFT = 0.1
 
@@ -29,7 +34,11 @@ def words(measured: Measured, estimates: Estimates, objectives: Sequence[Objecti
         return [f"this is the baseline: {KEPT}"]
     found = measured.candidate.changes_from(baseline.candidate)
     gains = [f"{METRICS[o.metric].label} {_gain(measured, estimates, o.metric)}" for o in objectives]
-    return [*([f"what changes: {', '.join(found)}"] if found else []), f"against the baseline: {', '.join(gains)}"]
+    smaller = measured.candidate.samples_per_rank < baseline.candidate.samples_per_rank
+    early = [SMALLER] if smaller and any(o.metric in {GOODPUT, TO_TARGET} for o in objectives) else []
+    return [
+        *([f"what changes: {', '.join(found)}"] if found else []), f"against the baseline: {', '.join(gains)}", *early
+    ]  # fmt: skip
 
 
 def _gain(measured: Measured, estimates: Estimates, metric: str) -> str:

@@ -277,6 +277,14 @@ def test_a_branch_replaces_what_the_noise_scale_foretold():
     assert chosen(recommend(trials, objectives)) == 0
 
 
+@pytest.mark.parametrize(("micro", "smaller"), [(4, True), (8, False), (16, False)])
+def test_a_smaller_batch_is_said_to_pay_most_at_the_start_of_a_training(micro, smaller):
+    trials = [measured(0), measured(1, 0.02, micro=micro)]
+    trials = [replace(m, metrics=m.metrics | {GOODPUT: 10 * m.metrics["samples_per_s"]}) for m in trials]
+    found = recommend(trials, [Objective(name="convergence", metric=GOODPUT)])
+    assert chosen(found) == 1 and ("pays most at the start of a training" in reasons(found)) == smaller
+
+
 def test_trials_share_a_branch_only_with_their_numerics():
     """Two kinds of bf16 are one precision: the branch of the one confirmed the other."""
     plain = measured(1, micro=16, precision="bf16")

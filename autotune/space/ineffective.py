@@ -44,6 +44,18 @@ STAGE_3 = frozenset(
     save_muon_momentum_buffer_in_memory
     """.split()
 )
+# The optimizer of ZeRO 1 in bf16 with fp32 sums, BF16_Optimizer, is told none of these; each with the value that asks for nothing.
+# Nor does it read reduce_bucket_size, any value of which is as good there: the engine reduces in buckets of its own.
+UNREAD_BY_BF16_OPTIMIZER: dict[str, bool] = {
+    f"{ZERO}contiguous_gradients": True,
+    f"{ZERO}overlap_comm": False,
+    f"{ZERO}reduce_scatter": True,
+    f"{ZERO}round_robin_gradients": False,
+    f"{ZERO}use_multi_rank_bucket_allreduce": True,
+    f"{ZERO}parameter_alignment": False,
+    f"{ZERO}compute_grad_norm": True,  # DeepSpeed refuses `false` there
+    "bf16.check_grad_overflow": True,
+}
 
 
 def why_no_effect(path: str) -> str | None:

@@ -19,7 +19,7 @@ from autotune.space.deepspeed import (
 )
 from autotune.space.degree import DEGREES, EXPERTS_SPLIT, PIPELINE_DEGREE, REPLICA_DEGREES, TENSOR_DEGREE
 from autotune.space.degree_rules import DEGREE_RULES, HPZ, QUANTISED, hpz, why_unfit, why_unlike
-from autotune.space.ineffective import NO_EFFECT, STAGE_3, STAGES_1_AND_2, why_no_effect
+from autotune.space.ineffective import NO_EFFECT, STAGE_3, STAGES_1_AND_2, UNREAD_BY_BF16_OPTIMIZER, why_no_effect
 from autotune.space.rule import Rule, Setting, older
 from autotune.space.torch_settings import TF32
 
@@ -100,6 +100,12 @@ def _reads(name: str) -> str:
 def _ineffective(candidate: Candidate) -> list[str]:
     """Why settings of a candidate cannot have an effect, each with its path."""
     return [f"{path} has no effect: {why}" for path, _ in candidate.config if (why := why_no_effect(path))]
+
+
+def _unread_in_bf16(candidate: Candidate) -> list[str]:
+    """Settings of a candidate that BF16_Optimizer does not read, and that ask for something."""
+    unread = UNREAD_BY_BF16_OPTIMIZER
+    return [path for path, value in candidate.config if path in unread and value != unread[path]]
 
 
 def _retired(candidate: Candidate, setting: Setting) -> list[str]:
@@ -265,6 +271,10 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: k.get(GRAD_ACCUM_DTYPE) is not None and bool(k.get(MASTER_WEIGHTS)),
          "grad_accum_dtype contradicts bf16 master weights and gradients",
          ("precision", GRAD_ACCUM_DTYPE, MASTER_WEIGHTS)),
+    Rule(lambda c, k, s: c.zero_stage == 1 and c.precision == "bf16" and c.offload_optimizer == "none"
+         and k.get(GRAD_ACCUM_DTYPE) == "fp32" and bool(_unread_in_bf16(c)),
+         "{unread_in_bf16}: DeepSpeed's optimizer of ZeRO stage 1 in bf16 does not read it where grad_accum_dtype is fp32",
+         ("zero_stage", "precision", "offload_optimizer", GRAD_ACCUM_DTYPE, *UNREAD_BY_BF16_OPTIMIZER)),
     Rule(lambda c, k, s: k.get("communication_data_type") is not None and s.world_size == 1,
          "communication_data_type: one rank communicates nothing", ("communication_data_type",)),
     Rule(lambda c, k, s: k.get("communication_data_type") == "fp16" and not s.fp16 and s.accelerator != "cpu",
@@ -333,6 +343,7 @@ def in_words(rule: Rule, candidate: Candidate, setting: Setting) -> str:
         "other_partitions": ", ".join(partitions) or "none",
         "why_unfit": why_unfit(candidate, config, setting),
         "of_stages": ", ".join(path for path in config if path in STAGE_3 | STAGES_1_AND_2),
+        "unread_in_bf16": ", ".join(_unread_in_bf16(candidate)),
         "ineffective": "; ".join(_ineffective(candidate)),
         "retired": ", ".join(_retired(candidate, setting)),
         "batch": candidate.global_batch_size(setting.world_size),

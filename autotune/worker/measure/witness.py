@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.space.deepspeed import ZERO, Scalar
-from autotune.space.ineffective import why_no_effect
+from autotune.space.ineffective import UNREAD_BY_BF16_OPTIMIZER, why_no_effect
 from autotune.worker.measure import sizes
 from autotune.worker.measure.witnesses import SECTIONS, SEEN_BY_OBSERVED, WITNESSES, Idle, Witness
 
@@ -16,6 +16,7 @@ DEFAULTS: dict[str, Scalar] = {
     "sequence_parallel_size": 1, "tensor_parallel.autotp_size": 0, "gradient_allreduce_op": "mean",
     "use_data_before_expert_parallelism": False, "managed_gradient_accumulation": True,
 }  # fmt: skip
+BUCKET = f"{ZERO}reduce_bucket_size"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,10 @@ def _why_not(engine: Any, name: str, value: Scalar, base: Scalar) -> str | None:
     """Says why a setting did not act, or did what the baseline's value does; None where it acted."""
     if why := why_no_effect(name):
         return why
+    if name in (BUCKET, *UNREAD_BY_BF16_OPTIMIZER) and type(engine.optimizer).__name__ == "BF16_Optimizer":
+        why = "DeepSpeed's BF16_Optimizer, which ran, does not read it"
+        asks = value is not None and name != BUCKET and value != UNREAD_BY_BF16_OPTIMIZER[name]
+        return why if asks else Idle(why)
     now, before = (_in_effect(engine, name, each) for each in (value, base))
     if now is not None and now == before:
         return Idle(f"DeepSpeed does the same {'without the key' if base is None else f'with {base}'}")

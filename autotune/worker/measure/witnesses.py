@@ -122,10 +122,16 @@ def _optimizer_class(engine: Any, value: Scalar) -> str | None:
     return None if value in ("keep", found) else f"{found} ran"
 
 
+def _reducer(engine: Any, name: str) -> Any:
+    """What holds a setting of the reduction: the ZeRO optimizer, or the engine, which reduces for BF16_Optimizer, too."""
+    of_zero = engine.zero_optimization_stage() and hasattr(engine.optimizer, name)
+    return engine.optimizer if of_zero else engine
+
+
 def _wire_dtype(engine: Any, value: Scalar) -> str | None:
     if engine.dp_world_size == 1:
         return "one rank sends nothing"
-    holder = engine.optimizer if engine.zero_optimization_stage() else engine
+    holder = _reducer(engine, "communication_data_type")
     found, own = holder.communication_data_type, next(engine.module.parameters()).dtype
     if found != _dtype(value):
         return f"gradients travel as {_names({found})}"
@@ -215,10 +221,13 @@ def _buffer_dtype(engine: Any, value: Scalar) -> str | None:
 
 
 def _scaled(name: str) -> Callable[[Any], Any]:
-    """Reads how gradients are scaled, which the ZeRO optimizer keeps, or the engine where there is none."""
-    return lambda engine: (
-        getattr(engine.optimizer, name) if engine.zero_optimization_stage() else getattr(engine, name)()
-    )
+    """Reads how gradients are scaled."""
+
+    def read(engine: Any) -> Any:
+        found = getattr(_reducer(engine, name), name)
+        return found() if callable(found) else found
+
+    return read
 
 
 def _predivide(engine: Any, value: Scalar) -> str | None:

@@ -22,7 +22,8 @@ from autotune.worker.measure.wire import Wire
 ZERO = "zero_optimization."
 ACTING: list[tuple[int, str, dict[str, Any]]] = [
     (1, "bf16", {f"{ZERO}reduce_bucket_size": 4096, f"{ZERO}contiguous_gradients": False, "gradient_clipping": 0.5}),
-    (1, "bf16", {"data_types.grad_accum_dtype": "fp32"}),
+    (1, "bf16", {"data_types.grad_accum_dtype": "fp32", f"{ZERO}reduce_bucket_size": 4096, "prescale_gradients": True}),
+    (1, "bf16", {"data_types.grad_accum_dtype": "fp32", "communication_data_type": "fp32"}),
     (2, "fp32", {f"{ZERO}reduce_scatter": False, "communication_data_type": "bf16"}),
     (2, "bf16", {"bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True}),
     (0, "fp32", {"communication_data_type": "bf16"}),
@@ -35,6 +36,7 @@ INERT: list[tuple[int, str, dict[str, Any], str]] = [
     (0, "fp32", {"activation_checkpointing.partition_activations": True}, "the model never calls deepspeed.checkpointing"),
     (1, "bf16", {"communication_data_type": "bf16"}, "gradients have that type anyway"),
     (2, "bf16", {"data_types.grad_accum_dtype": "bf16"}, "gradients have that type anyway"),
+    (1, "bf16", {f"{ZERO}contiguous_gradients": False, "data_types.grad_accum_dtype": "fp32"}, "BF16_Optimizer, which ran, does not"),
     (2, "fp32", {f"{ZERO}allgather_bucket_size": 4096}, "never reads it"),
     (1, "fp32", {f"{ZERO}reduce_bucket_size": 10**9, f"{ZERO}overlap_comm": False}, "with a model of this size it does the same"),
     (3, "fp32", {f"{ZERO}zero_hpz_partition_size": 1, "prescale_gradients": False}, "the same without the key"),

@@ -15,6 +15,7 @@ from autotune.errors import UserError, printable
 from autotune.report.timeline import Run
 from autotune.scoring.effects import Effects, effects
 from autotune.scoring.estimates import WIDEST
+from autotune.scoring.measured import set_apart
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.recommend import PICKS
 from autotune.space.candidate import Candidate, differing
@@ -64,8 +65,8 @@ class StudyReport:
         trials: Every trial: `trial`, `role`, `outcome`, `reason`, `phase`, `candidate`, `wall_s`, `caveats`, what
             `scoring.recommend.figures` makes of it (`metrics`, `ci95`, `gains`, `speedup`, `measurements`), `readings_s` (the step
             times that were read), and where known `losses`, `step_times_s`, `n_warmup` (steps that were not timed), `censored`
-            (metrics that are extrapolated), `feasible`, `unreproducible` (changes that only a trial can make), `tied` (it cannot be
-            told from the recommended one), `phase_times_s`, `gate` (what the quality gate said),
+            (metrics that are extrapolated), `feasible`, `unreproducible` (changes that only a trial can make), `unwitnessed` (settings of
+            which nothing shows that they acted), `tied` (it cannot be told from the recommended one), `phase_times_s`, `gate` (what the quality gate said),
             `forecast` (by metric what the trials before led to expect: value and both ends of the 90 % interval), `hosts`,
             `machine` (device, driver, libraries), `waited_s` (for machines), `lost_attempts` (why each was lost).
         environment: The fields of `trial.Environment`.
@@ -251,7 +252,7 @@ class StudyReport:
         unreadable = self.study.get("unreadable") or ()
         damaged = "its row in the database cannot be read; restore a copy"
         found += [f"trial {number} is left out: {damaged}" for number in unreadable]
-        found += [*(self.study.get("left_out") or ()), *self._failures()]
+        found += [*(self.study.get("left_out") or ()), *self._failures(), *self._set_apart()]
         said = {trial["trial"]: list(trial.get("caveats") or ()) for trial in self.trials}
         shown = {point["trial"] for point in (*self.picks.values(), self.baseline) if point is not None}
         by_text: dict[str, list[int]] = {}
@@ -279,6 +280,16 @@ class StudyReport:
             whose = f", as trial {trials[0]['trial']}" if len({trial.get("reason") for trial in trials}) > 1 else ""
             found.append(f"trial{'s' * (len(trials) > 1)} {numbers} ended with {outcome}{whose}: {reason}")
         return found
+
+    def _set_apart(self) -> list[str]:
+        """The complete trials that cannot be recommended whatever they measured, those of one reason together."""
+        own = {text for trial in self.trials if trial["trial"] == 0 for text in trial.get("unreproducible") or ()}
+        by_reason: dict[str, list[str]] = {}
+        for trial in self.trials:
+            alone = [text for text in trial.get("unreproducible") or () if text not in own]
+            why = set_apart(trial.get("unwitnessed") or (), alone) if trial["outcome"] == "complete" else ""
+            by_reason.setdefault(why, []).append(str(trial["trial"]))
+        return [f"trial{'s' * (len(of) > 1)} {', '.join(of)}: {why}" for why, of in by_reason.items() if why]
 
 
 def measured(point: Data) -> dict[str, float]:

@@ -111,7 +111,8 @@ class NotebookView(EventSink):
         figures = (
             format_quantity(ended.metrics[name], unit) for name, unit in MEASURED.items() if name in ended.metrics
         )
-        measured = ", ".join(figures) if ended.outcome is Outcome.COMPLETE else redaction.redact(why[:160])
+        complete = ended.outcome is Outcome.COMPLETE
+        measured = ", ".join([*(figures if complete else ()), *([redaction.redact(why[:160])] if why else [])])
         self._ends.append({
             "trial": f"{ended.number}{' again' if ended.role == 'repeat' else ''}",
             "configuration": ended.candidate.describe(), "outcome": outcome, "measured": measured,

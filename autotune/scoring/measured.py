@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,6 +13,22 @@ from autotune.scoring.objective import Objective
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig
 from autotune.trial.result import Outcome
+
+
+def unseen(settings: Sequence[str]) -> str:
+    """Says that nothing shows whether settings acted; empty without any."""
+    return f"nothing shows whether {' and '.join(settings)} acted" if settings else ""
+
+
+def set_apart(unwitnessed: Sequence[str], alone: Iterable[str]) -> str:
+    """Says of a complete trial that it cannot be recommended whatever it measured; empty if it can.
+
+    Args:
+        alone: Changes that only a trial can make, and the baseline did without.
+    """
+    if unwitnessed:
+        return f"no pick, since {unseen(unwitnessed)}"
+    return f"ranked apart, since only a trial can run it: {', '.join(found)}" if (found := list(alone)) else ""
 
 
 class Foretold(NamedTuple):
@@ -80,7 +96,7 @@ class Measured:
         if self.unfit:
             return self.unfit
         if self.unwitnessed:
-            return f"nothing shows whether {' and '.join(self.unwitnessed)} acted"
+            return unseen(self.unwitnessed)
         if not self.numerics_kept and not (self.verdict is not None and self.verdict.passed):
             other = (
                 "another micro-batch, on which the loss depends,"

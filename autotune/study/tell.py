@@ -15,7 +15,7 @@ from autotune.forecast.regression import STOPPED_SD, interval_sd
 from autotune.scoring import objective, recommend
 from autotune.scoring.convergence.first_losses import first_losses_off
 from autotune.scoring.estimates import Estimates, estimate
-from autotune.scoring.measured import Measured, log_gain
+from autotune.scoring.measured import Measured, log_gain, set_apart
 from autotune.scoring.objective import Objective, Score
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.study import autocast, placement
@@ -143,7 +143,7 @@ class Teller:
             role=role,
             candidate=candidate,
             outcome=result.outcome,
-            reason=result.reason,
+            reason=result.reason or ("" if role == "repeat" else self._set_apart(result)),
             metrics=dict(metrics),
             wall_s=result.wall_s,
             n_told=self._budget.n_spent(),
@@ -154,6 +154,13 @@ class Teller:
             left_s=left_s,
         )
         self._events.ended(event)
+
+    def _set_apart(self, result: TrialResult) -> str:
+        """Says of a complete trial that it cannot be recommended, whatever it measured; empty if it can."""
+        if result.outcome is not Outcome.COMPLETE:
+            return ""
+        own = result_in(self._state.trial_path(0)) if result.unreproducible else None
+        return set_apart(_unwitnessed(result), set(result.unreproducible) - set(own.unreproducible if own else ()))
 
     def _standing(self) -> tuple[Measured | None, float | None, str, float]:
         """The best trial so far, its gain over the baseline, what it lacks to be the answer, and the noise.
@@ -223,6 +230,10 @@ def _left_open(best: Measured, estimates: Estimates, objectives: Sequence[Object
     return ", ".join([*(["unchecked"] if best.doubt else []), *([] if shown else ["not yet shown to be better"])])
 
 
+def _unwitnessed(result: TrialResult) -> list[str]:
+    return list(result.observed.unwitnessed) if result.observed else []
+
+
 def _readable_attrs(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, Any]:
     """Short user attributes of a trial, so that plain optuna-dashboard shows what it measured.
 
@@ -265,5 +276,5 @@ def _measured_data(result: TrialResult, score: Score) -> dict[str, Any]:
         "tail": _tail(result),
         "lengths": result.lengths,
         "padding": result.padding,
-        "unwitnessed": list(result.observed.unwitnessed) if result.observed else [],
+        "unwitnessed": _unwitnessed(result),
     }

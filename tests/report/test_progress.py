@@ -56,6 +56,26 @@ def test_a_trial_is_a_line_in_words():
     assert baseline.index("micro") == failed.index("micro") == head.index("configuration")
 
 
+def test_a_trial_that_can_be_no_pick_says_so_where_it_ends(tmp_path):
+    """The fastest trial of a study was passed by, and neither its line nor the study's notes had a word of it."""
+
+    def machine(candidate):
+        whole = report(candidate, step_times_s=[0.01 if candidate.zero_stage == 1 else 0.02] * STEPS)
+        unseen = ("zero_optimization.contiguous_gradients",) if candidate.zero_stage == 1 else ()
+        alone = ["a check is off"] if candidate.zero_stage == 2 else []
+        return replace(whole, observed=replace(whole.observed, unwitnessed=unseen), unreproducible=alone)
+
+    runner = runner_of(tmp_path, Instant(machine), watcher=(watcher := Watcher()), space=[{"zero_stage": [0, 1, 2]}], sampler="grid", trials=3)
+    runner.run()
+    notes = load.read(runner.study, tmp_path / "s", series=False).caveats()
+    for stage, why in ((1, "no pick, since nothing shows whether zero_optimization.contiguous_gradients acted"),
+                       (2, "ranked apart, since only a trial can run it: a check is off")):  # fmt: skip
+        end = next(e for e in watcher.ended_with if e.candidate.zero_stage == stage and e.role == "search")
+        assert end.reason == why and f"trial {end.number}: {why}" in notes
+        assert shown(end).splitlines()[-1].endswith(why)
+    assert not any(end.reason for end in watcher.ended_with if end.number == 0 or end.role == "repeat")
+
+
 def test_trials_that_are_measured_again_share_a_line():
     again = [ended(number, "repeat") for number in (3, 0, 3, 0, 3)]
     lines = shown(ended(3), *again, ended(6)).splitlines()

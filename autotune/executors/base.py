@@ -29,6 +29,8 @@ TICK_S = 0.2
 AGENT_GRACE_S = 30.0
 # While machines are away, the engine is asked for others at these intervals, from the first to the last.
 RETRY_S = (2.0, 60.0)
+# How the reason of a candidate begins that was lost as often as is believed to be chance, and once more.
+TWICE = "twice: "
 
 
 class Status(StrEnum):
@@ -200,7 +202,7 @@ def run(
                     at_fault = "no rank was started, so the machines are at fault, not what they run"
                     raise UserError(f"{result.reason}: {at_fault}")
                 # No coincidence: this configuration kills its supervisor.
-                result = replace(result, outcome=Outcome.CRASHED, reason=f"twice: {result.reason}")
+                result = replace(result, outcome=Outcome.CRASHED, reason=f"{TWICE}{result.reason}")
             if result.outcome is not Outcome.LOST:
                 if failed:
                     result.lost_attempts = failed

@@ -66,7 +66,8 @@ class StudyReport:
             `scoring.recommend.figures` makes of it (`metrics`, `ci95`, `gains`, `speedup`, `measurements`), `readings_s` (the step
             times that were read), and where known `losses`, `step_times_s`, `n_warmup` (steps that were not timed), `censored`
             (metrics that are extrapolated), `feasible`, `unreproducible` (changes that only a trial can make), `unwitnessed` (settings of
-            which nothing shows that they acted), `tied` (it cannot be told from the recommended one), `phase_times_s`, `gate` (what the quality gate said),
+            which nothing shows that they acted), `failed_again` (how a re-measurement ended badly), `tied` (it cannot be told
+            from the recommended one), `phase_times_s`, `gate` (what the quality gate said),
             `forecast` (by metric what the trials before led to expect: value and both ends of the 90 % interval), `hosts`,
             `machine` (device, driver, libraries), `waited_s` (for machines), `lost_attempts` (why each was lost).
         environment: The fields of `trial.Environment`.
@@ -244,7 +245,9 @@ class StudyReport:
         found = [str(text) for text in (self.study.get("ended"), *(self.workload.get("caveats") or ())) if text]
         if first is not None and self.baseline is None:
             end = f"{first['outcome']}: {first['reason']}" if first.get("reason") else first["outcome"]
-            found.insert(0, f"the baseline did not complete ({end}), so no speed-up can be stated")
+            again = first["outcome"] == "crashed" and "complete" in self.outcomes
+            remedy = "; the same command measures it once more, and --fresh begins anew" * again
+            found.insert(0, f"the baseline did not complete ({end}), so no speed-up can be stated{remedy}")
         if first is not None and self.study.get("deepspeed_added"):
             found.append(
                 "the script runs without DeepSpeed; the baseline is the same script with DeepSpeed at ZeRO stage 0"
@@ -252,7 +255,7 @@ class StudyReport:
         unreadable = self.study.get("unreadable") or ()
         damaged = "its row in the database cannot be read; restore a copy"
         found += [f"trial {number} is left out: {damaged}" for number in unreadable]
-        found += [*(self.study.get("left_out") or ()), *self._failures(), *self._set_apart()]
+        found += [*(self.study.get("left_out") or ()), *self._failures(), *self._failures_again(), *self._set_apart()]
         said = {trial["trial"]: list(trial.get("caveats") or ()) for trial in self.trials}
         shown = {point["trial"] for point in (*self.picks.values(), self.baseline) if point is not None}
         by_text: dict[str, list[int]] = {}
@@ -280,6 +283,14 @@ class StudyReport:
             whose = f", as trial {trials[0]['trial']}" if len({trial.get("reason") for trial in trials}) > 1 else ""
             found.append(f"trial{'s' * (len(trials) > 1)} {numbers} ended with {outcome}{whose}: {reason}")
         return found
+
+    def _failures_again(self) -> list[str]:
+        """The trials that ended badly when they were measured again, each with the reason."""
+        return [
+            f"trial {trial['trial']} ended badly when it was measured again: "
+            + textwrap.shorten(printable(trial["failed_again"]), MOST_REASON, placeholder=" ...")
+            for trial in self.trials if trial.get("failed_again")
+        ]  # fmt: skip
 
     def _set_apart(self) -> list[str]:
         """The complete trials that cannot be recommended whatever they measured, those of one reason together."""

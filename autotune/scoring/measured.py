@@ -57,6 +57,7 @@ class Measured:
         script_side_changes: What it takes besides the DeepSpeed JSON.
         unreproducible: Those of them that the user has no way to make.
         unfit: Why its worst batch, evaluation or a checkpoint did not fit when it was measured again; empty otherwise.
+        failed_again: How it ended when it was measured again, where that failed; empty otherwise.
         unwitnessed: Settings of which nothing shows that they acted.
         numerics_kept: Whether it computes the same numbers as the baseline, but for the batch, or with fewer roundings.
         loss_of: Samples of a micro-batch, where the study's loss depends on them; else 0.
@@ -81,6 +82,7 @@ class Measured:
     script_side_changes: Sequence[str] = ()
     unreproducible: Sequence[str] = ()
     unfit: str = ""
+    failed_again: str = ""
     unwitnessed: Sequence[str] = ()
     numerics_kept: bool = True
     loss_of: int = 0

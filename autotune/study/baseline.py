@@ -4,14 +4,14 @@ import math
 from dataclasses import replace
 
 from autotune.errors import UserError
-from autotune.executors.base import TimeOver
+from autotune.executors.base import TWICE, TimeOver
 from autotune.scoring import objective
 from autotune.scoring.convergence.noise_scale import noise_scale_of
 from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.scoring.metrics import GOODPUT, measure
 from autotune.scoring.objective import Objective
 from autotune.space import feasibility
-from autotune.space.legality import why_illegal
+from autotune.space.legality import OP_RULES, why_illegal
 from autotune.space.space import global_batches
 from autotune.study.branch_check import largest_batch
 from autotune.study.budget import PROBE_SHARE, Budget
@@ -21,8 +21,9 @@ from autotune.study.spec.presets import DEFAULT_GOAL, SCARCE
 from autotune.study.spec.readers import objective_of
 from autotune.study.state import StudyState
 from autotune.study.storage import records
+from autotune.study.tell import Teller
 from autotune.system.units import format_bytes
-from autotune.trial.failures import means_host_memory
+from autotune.trial import failures
 from autotune.trial.folder import result_in
 from autotune.trial.result import Outcome, TrialResult
 
@@ -42,6 +43,7 @@ class BaselineTrial:
 
     def __init__(self, state: StudyState, measurer: TrialMeasurer, events: EventSink, budget: Budget) -> None:
         self._state, self._measurer, self._events, self._budget = state, measurer, events, budget
+        self._tried_again = False
 
     def run(self) -> TrialResult:
         """Runs the baseline's trial and settles objectives, reference and learning rate.
@@ -62,7 +64,7 @@ class BaselineTrial:
         if state.spec.goal != DEFAULT_GOAL or not limit:
             return []
         if result.outcome is Outcome.OOM:
-            if state.plan.setting.accelerator != "cpu" and means_host_memory(result.reason):
+            if state.plan.setting.accelerator != "cpu" and failures.means_host_memory(result.reason):
                 return []  # the host's memory, where that of the device is tuned
             how = "the baseline runs out of it"
         elif result.peak_memory_bytes and result.peak_memory_bytes >= SCARCE_SHARE * limit:
@@ -91,8 +93,34 @@ class BaselineTrial:
         dropped = [o for o in objectives if o.metric in (GOODPUT, "time_to_loss_s")]
         if len(dropped) == len(objectives):
             raise UserError(f"convergence is measured against the baseline, which did not complete ({how})")
-        self._events.say(f"the baseline did not complete ({how}), so no speed-up can be stated")
+        later = "; it is measured once more after another trial has completed" * (result.outcome is Outcome.CRASHED)
+        self._events.say(f"the baseline did not complete ({how}), so no speed-up can be stated{later}")
         return dropped
+
+    def run_again(self, teller: Teller) -> None:
+        """Measures a baseline that crashed once more in each run, where another trial completes: else no speed-up can be stated."""
+        state, baseline, outcomes = self._state, self._state.plan.baseline, self._state.outcomes()
+        if self._tried_again or outcomes[:1] != [Outcome.CRASHED] or Outcome.COMPLETE not in outcomes:
+            return
+        reason = records.told_data(state.told()[0])["reason"]
+        again = reason.startswith(TWICE) or failures.means_other_dtype(reason)
+        if again or why_illegal(baseline, state.plan.setting, OP_RULES):
+            return  # it would crash once more
+        if not self._budget.affords(self._budget.usual_s()):
+            return
+        self._tried_again = True
+        self._events.say("the baseline crashed and other trials complete, so it is measured once more")
+        try:
+            result = teller.explained(baseline, self._measurer.execute(baseline, state.trial_path(0), role="baseline"))
+        except TimeOver:
+            return
+        if result.outcome is Outcome.COMPLETE:
+            state.keep_reference(Reference.of(result))
+            teller.tell_baseline(baseline, result)
+        else:
+            self._events.say(
+                f"the baseline did not complete again ({result.outcome}: {result.reason}); --fresh begins anew"
+            )
 
     def restore(self) -> None:
         """Narrows the space of a resumed study, if its noise scale could not be measured."""

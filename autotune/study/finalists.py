@@ -17,6 +17,7 @@ from autotune.study.state import StudyState
 from autotune.study.storage import records
 from autotune.study.tell import Teller
 from autotune.trial.folder import result_in
+from autotune.trial.result import Outcome
 
 # As many rounds at most where the user states none.
 UNSTATED_ROUNDS = 2
@@ -120,7 +121,17 @@ class Finalists:
         folder = self._state.folder
         number = 1 + max((n for m in self._state.measured() for n in records.repeat_paths(folder, m.trial)), default=0)
         for m in turn:
-            result = self._measurer.execute(m.candidate, records.repeat_path(folder, m.trial, number), role="repeat")
+            path = records.repeat_path(folder, m.trial, number)
+            result = self._measurer.execute(m.candidate, path, role="repeat")
+            if (
+                result.outcome is Outcome.CRASHED
+                and not m.failed_again
+                and self._budget.affords(self._budget.again_s([m.trial]))
+            ):
+                self._events.say(
+                    f"trial {m.trial} is measured again: it crashed, which it did not before ({result.reason})"
+                )
+                result = self._measurer.execute(m.candidate, path, role="repeat")
             metrics = {name: each.value for name, each in measure(result, None).items()}
             self._teller.progress(m.trial, "repeat", m.candidate, result, metrics)
 

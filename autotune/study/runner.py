@@ -115,7 +115,9 @@ class Runner:
             records.note_settings(self.state.study, self.state.plan.spec)
             self.state.keep_branches()
             try:
+                self._baseline.run_again(self._teller)  # which an earlier run left crashed
                 why = self._search()
+                self._baseline.run_again(self._teller)
                 self._budget.search_ended()
                 self._end_search()
                 records.note_end(self.state.study, why)

@@ -123,6 +123,12 @@ class StudyState:
         if kept is not None and kept.branches != wanted:
             records.keep(self.study, replace(kept, branches=wanted), self.folder)
 
+    def keep_reference(self, reference: Reference) -> None:
+        """Takes over and stores the loss curve of a baseline that completed after the study had begun."""
+        self.settle(reference, self.objectives)
+        if (kept := records.record(self.study)) is not None:
+            records.keep(self.study, replace(kept, reference=reference), self.folder)
+
     @property
     def _wants_branches(self) -> bool:
         return self.spec.branch and self.plan.replicated

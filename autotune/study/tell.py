@@ -83,6 +83,13 @@ class Teller:
             with records.snapshot(state.study):
                 self.progress(asked.number, role, candidate, result, score.metrics)
 
+    def tell_baseline(self, candidate: Candidate, result: TrialResult) -> None:
+        """Stores the measurements of a baseline that crashed at first."""
+        state, result = self._state, placement.like_with_like(self._state.folder, result)
+        score = objective.score(result, state.objectives, state.spec.constraints, state.reference)
+        records.note_baseline(state.study, _measured_data(result, score) | {"forecast": self._forecast(candidate)})
+        self.progress(0, "baseline", candidate, result, score.metrics)
+
     def recover(self, abandoned: Sequence[tuple[FrozenTrial, Lease | None]], room: int) -> list[ClaimedTrial]:
         """Takes over trials of dead coordinators: tells those with a result, marks the others lost.
 

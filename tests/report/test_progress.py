@@ -65,7 +65,14 @@ def test_a_trial_that_can_be_no_pick_says_so_where_it_ends(tmp_path):
         alone = ["a check is off"] if candidate.zero_stage == 2 else []
         return replace(whole, observed=replace(whole.observed, unwitnessed=unseen), unreproducible=alone)
 
-    runner = runner_of(tmp_path, Instant(machine), watcher=(watcher := Watcher()), space=[{"zero_stage": [0, 1, 2]}], sampler="grid", trials=3)
+    runner = runner_of(
+        tmp_path,
+        Instant(machine),
+        watcher=(watcher := Watcher()),
+        space=[{"zero_stage": [0, 1, 2]}],
+        sampler="grid",
+        trials=3,
+    )
     runner.run()
     notes = load.read(runner.study, tmp_path / "s", series=False).caveats()
     for stage, why in ((1, "no pick, since nothing shows whether zero_optimization.contiguous_gradients acted"),

@@ -7,6 +7,7 @@ from support.instant import Instant, failed, plan_of, report, runner_of, spec_of
 from support.studies import run, states
 
 from autotune.errors import UserError
+from autotune.report import load
 from autotune.space.candidate import Candidate
 from autotune.study.events import EventSink
 from autotune.study.setup.script import remedy
@@ -37,6 +38,64 @@ def test_without_a_baseline_the_others_are_tuned_all_the_same(tmp_path):
     assert any("the baseline did not complete (oom: over the limit)" in text for text in watcher.said)
     assert [m.usable for m in runner.state.measured()] == [False, True, True, True, True]
     assert "convergence" not in [o.name for o in runner.state.objectives]
+
+
+class Flaky:
+    """A machine on which one configuration's n-th runs crash, as where a file system fails now and then."""
+
+    def __init__(self, fails, *crashes):
+        self.fails, self.crashes, self.n = fails, crashes, 0
+
+    def __call__(self, candidate):
+        if not self.fails(candidate):
+            return report(candidate)
+        self.n += 1
+        return failed(Outcome.CRASHED, "RuntimeError: no such share") if self.n in self.crashes else report(candidate)
+
+
+def is_baseline(candidate):
+    return candidate == Candidate(micro_batch_size=8)
+
+
+def test_a_baseline_that_crashed_is_measured_once_more_so_that_speed_ups_are_stated(tmp_path):
+    """One transient crash of the baseline spoilt a study for good: no speed-up, and no way to get one was named."""
+    runner, _, watcher = run(tmp_path, Instant(Flaky(is_baseline, 1)), trials=4)
+    assert any("measured once more after another trial has completed" in text for text in watcher.said)
+    found = load.read(runner.study, tmp_path / "s", series=False)
+    assert found.baseline is not None and found.picks["recommended"]["speedup"] is not None
+    assert found.trials[0]["outcome"] == "complete" and found.outcomes.count("complete") == 4
+    assert runner.state.reference is not None and runner.state.measured()[0].repeats
+    assert not any("did not complete" in text for text in found.caveats())
+    again, executor, _ = run(tmp_path, trials=4)  # what was measured later is there in a later run, too
+    assert not executor.ran and again.state.measured()[0].outcome is Outcome.COMPLETE
+
+
+def test_a_later_run_measures_a_baseline_that_crashed_twice(tmp_path):
+    runner, executor, watcher = run(tmp_path, Instant(Flaky(is_baseline, 1, 2)), trials=4)
+    assert sum(map(is_baseline, executor.ran)) == 2  # and no third time
+    assert any("did not complete again (crashed: " in text and "--fresh" in text for text in watcher.said)
+    (said,) = [t for t in load.read(runner.study, tmp_path / "s").caveats() if "the baseline did not" in t]
+    assert said.endswith("the same command measures it once more, and --fresh begins anew")
+    again, *_ = run(tmp_path, trials=4)
+    assert load.read(again.study, tmp_path / "s").baseline is not None
+
+
+def test_a_baseline_that_ran_out_of_memory_is_not_measured_again(tmp_path):
+    executor = Instant(lambda c: failed(Outcome.OOM, "over the limit") if is_baseline(c) else report(c))
+    run(tmp_path, executor, trials=4, memory_filter=False)
+    assert sum(map(is_baseline, executor.ran)) == 1
+
+
+@pytest.mark.parametrize(("crashes", "n_again"), [((2,), 1), (range(2, 20), 0)])
+def test_a_crash_of_a_re_measurement_is_followed_by_one_more_try_and_said(tmp_path, crashes, n_again):
+    """A trial crashed when it was measured again, and was gone from the answer without a word in the notes."""
+    fast = Flaky(lambda c: c.precision == "bf16", *crashes)
+    runner, *_ = run(tmp_path, Instant(fast), space=[{"precision": ["fp32", "bf16"]}], trials=2, finalists=1, repeats=1)
+    (m,) = [m for m in runner.state.measured() if m.candidate.precision == "bf16"]
+    assert len(m.repeats) == n_again
+    notes = load.read(runner.study, tmp_path / "s").caveats()
+    said = f"trial {m.trial} ended badly when it was measured again: crashed: RuntimeError: no such share"
+    assert (said in notes) == (not n_again)
 
 
 def test_a_baseline_that_passes_its_deadline_says_what_gives_it_more_time(tmp_path):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from autotune.space.space import SearchSpace
 from autotune.study.storage import records
 from autotune.study.storage.records import StudyRecord, told_candidate, told_data
 from autotune.trial.folder import result_in
-from autotune.trial.result import Outcome
+from autotune.trial.result import RAN, Outcome
 
 PEAK = "peak_memory_bytes"
 # Between two trials a machine whose load comes and goes may be another one after this time.
@@ -80,13 +81,14 @@ def _sittings(told: Sequence[FrozenTrial], kept: StudyRecord) -> list[int]:
     """How many pauses came before each trial; on a CPU, whose load by others comes and goes, and not on devices of the study's own."""
     if kept.workload.environment.accelerator != "cpu":
         return [0] * len(told)
-    found, ended_s = list[int](), math.inf
-    for each in told:
+    found, n, ended_s = dict[int, int](), 0, math.inf
+    # A baseline may have been measured after others.
+    for each in sorted(told, key=lambda each: each.datetime_complete or datetime.max):
         at_s = each.datetime_complete.timestamp() if each.datetime_complete is not None else ended_s
-        paused = at_s - told_data(each)["wall_s"] - ended_s > PAUSE_S
-        found.append((found[-1] if found else 0) + paused)
+        n += at_s - told_data(each)["wall_s"] - ended_s > PAUSE_S
+        found[each.number] = n
         ended_s = at_s if math.isinf(ended_s) else max(ended_s, at_s)
-    return found
+    return [found[each.number] for each in told]
 
 
 def _foretold(kept: StudyRecord, told: Sequence[FrozenTrial], before: Reading) -> list[Foretold | None]:
@@ -134,6 +136,7 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConf
         bounds=kept.search.bounds,
         repeats=repeats,
         unfit=_unfit(paths.values(), candidate),
+        failed_again=_failed_again(paths.values(), candidate),
         script_side_changes=data.get("side_changes", ()),
         unreproducible=data.get("unreproducible", ()),
         unwitnessed=data.get("unwitnessed", ()),
@@ -166,6 +169,13 @@ def _repeated(
 
 def _without_peak(values: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in values.items() if name != PEAK}
+
+
+def _failed_again(paths: Iterable[Path], candidate: Candidate) -> str:
+    """Returns how a re-measurement failed, but for a tail check; empty if none did."""
+    results = (result_in(path) for path in paths)
+    failed = (r for r in results if r is not None and r.outcome not in RAN and not r.failed_check)
+    return next((f"{r.outcome}: {r.reason}" for r in failed if r.candidate == candidate.values()), "")
 
 
 def _unfit(paths: Iterable[Path], candidate: Candidate) -> str:

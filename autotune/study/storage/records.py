@@ -1,12 +1,15 @@
 """What a study stores in the database: its record, the results of its trials, and how both are read back."""
 
 import contextlib
+import copy
 import functools
 import json
 import re
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -57,7 +60,7 @@ SQLITE = "sqlite:///"
 # Fields of a told trial's result without which it cannot be read.
 TOLD_FIELDS = set("outcome reason phase wall_s metrics ci95 censored feasible caveats".split())
 T = TypeVar("T")
-RESTORING_ATTR = "autotune:restoring"
+RESTORING_ATTR, BASELINE_ATTR = "autotune:restoring", "autotune:baseline"
 
 
 def default_url(studies: Path) -> str:
@@ -285,7 +288,27 @@ def unreadable(study: Study) -> list[int]:
 
 def _with_result(study: Study) -> list[FrozenTrial]:
     states = (TrialState.COMPLETE, TrialState.PRUNED)
-    return [told for told in study.get_trials(deepcopy=False, states=states) if _measured_text(told) is not None]
+    found = [told for told in study.get_trials(deepcopy=False, states=states) if _measured_text(told) is not None]
+    if found and found[0].number == 0 and found[0].user_attrs.get("outcome") == Outcome.CRASHED:
+        found[0] = _as_measured_later(study, found[0])
+    return found
+
+
+def note_baseline(study: Study, measured: dict[str, Any]) -> None:
+    """Store what a baseline that crashed at first measured later, in place of its trial's: a told trial cannot be changed."""
+    stated: dict[str, Any] = {"measured": json.dumps(measured), "at_s": time.time()}
+    storage_of(study).set_study_system_attr(study_id(study), BASELINE_ATTR, stated)
+
+
+def _as_measured_later(study: Study, crashed: FrozenTrial) -> FrozenTrial:
+    later = storage_of(study).get_study_system_attrs(study_id(study)).get(BASELINE_ATTR)
+    if later is None:
+        return crashed
+    told = copy.copy(crashed)
+    told.system_attrs = {**crashed.system_attrs, MEASURED_ATTR: later["measured"]}
+    told.datetime_complete = datetime.fromtimestamp(later["at_s"])
+    told.datetime_start = told.datetime_complete - timedelta(seconds=told_data(told)["wall_s"])
+    return told
 
 
 def _is_readable(told: FrozenTrial) -> bool:

@@ -42,7 +42,7 @@ TRAINING_FIELDS = {
     "--per_device_train_batch_size": "micro_batch_size",
     "--gradient_accumulation_steps": "gradient_accumulation_steps",
 }
-RATE_FLAG = "--learning_rate"
+RATE_FLAG, ACCELERATE_CONFIG = "--learning_rate", "accelerate.yaml"
 # Where frameworks take a DeepSpeed configuration in code.
 CONFIG_PARAMETERS = {
     TRAINER: 'pass `deepspeed="{}"` to `TrainingArguments`',
@@ -144,9 +144,10 @@ def _accelerate(pick: Data, base: Data, world_size: int, started: Started | None
     _check_family(started, "accelerate", "no Accelerate config")
     config = deepspeed_config(pick, base)
     inner = json.dumps(config, indent=2, allow_nan=False).replace("\n", "\n    ")
+    file, script = (started.free_name(ACCELERATE_CONFIG), started.called) if started else (ACCELERATE_CONFIG, "train.py")
     comments = "".join(f"# {text}\n" for text in notes(pick, base, "accelerate", started))
     return f"""\
-# Use: accelerate launch --config_file accelerate.yaml train.py
+# Use: accelerate launch --config_file {file} {script}
 # Needs Accelerate 1.6 or newer; for older ones save the JSON as a file and put its path after deepspeed_config_file.
 {comments}\
 compute_environment: LOCAL_MACHINE
@@ -184,14 +185,16 @@ def _command(pick: Data, base: Data, world_size: int, started: Started | None) -
     to_launch = any(text.startswith("DeepSpeed:") and "accelerate launch" in text for text in changes)
     if to_launch or how.environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
         carried += ("DeepSpeed:",)
-        file = started.free_name("accelerate.yaml")
+        file = started.free_name(ACCELERATE_CONFIG)
         comments = [_written(started, file, "--format accelerate ")]
         launcher = ["accelerate", "launch", "--config_file", file]
     elif "deepspeed" in flags or DS_CONFIG in flags:
         arguments = with_flag(arguments, flags.get("deepspeed") or flags[DS_CONFIG], started.exported)
-    elif DS_CONFIG not in templates_in([*arguments, *how.environment.values()]) and not (
-        candidate == Candidate.of(started.baseline) and not changes
-    ):
+    elif DS_CONFIG in templates_in([*arguments, *how.environment.values()]):
+        pass
+    elif candidate == Candidate.of(started.baseline) and not changes:
+        comments = []  # the command as it was, which reads no exported file
+    else:
         file = started.config_source
         comments.append(
             f"No flag carries it: {started.exported} takes the place of {file}, which the script reads."

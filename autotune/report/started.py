@@ -1,5 +1,6 @@
 """How a tuned script is started by its user, and which files its command reads."""
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,12 @@ class Started:
     uneven: bool = False
     study: str = ""
     which: str = ""
+
+    @property
+    def called(self) -> str:
+        """The script as a launcher is given it, in the folder that it runs in."""
+        how = self.invocation
+        return f"-m {how.module}" if how.module else shlex.quote(os.path.relpath(how.script, how.working_dir))
 
     def reads(self, form: str) -> bool:
         """Whether the script reads a format of `autotune export`."""

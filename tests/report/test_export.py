@@ -300,9 +300,18 @@ HF = {
 }
 
 
+def test_the_accelerate_config_names_the_script_that_was_tuned():
+    how = replace(STARTED.invocation, script="/home/me/src/train_clip.py")
+    text = export(pick(CANDIDATES[1]), BASE, "accelerate", 2, replace(STARTED, invocation=how))
+    assert text.startswith("# Use: accelerate launch --config_file accelerate.yaml src/train_clip.py\n")
+    module = replace(STARTED, invocation=replace(how, module="pkg.train"))
+    assert "accelerate.yaml -m pkg.train\n" in export(pick(CANDIDATES[1]), BASE, "accelerate", 2, module)
+
+
 def test_the_baselines_own_command_needs_no_change_of_the_script():
     started = replace(STARTED, flags={})
-    assert "change the script" not in export(pick(STARTED.baseline), BASE, "command", 2, started)
+    own = export(pick(STARTED.baseline), BASE, "command", 2, started)
+    assert "change the script" not in own and "First:" not in own  # it reads no exported file
     moved = pick({**STARTED.baseline, "zero_stage": 3 - int(STARTED.baseline.get("zero_stage", 0))})
     assert "change the script" in export(moved, BASE, "command", 2, started)
 

@@ -144,7 +144,9 @@ def _accelerate(pick: Data, base: Data, world_size: int, started: Started | None
     _check_family(started, "accelerate", "no Accelerate config")
     config = deepspeed_config(pick, base)
     inner = json.dumps(config, indent=2, allow_nan=False).replace("\n", "\n    ")
-    file, script = (started.free_name(ACCELERATE_CONFIG), started.called) if started else (ACCELERATE_CONFIG, "train.py")
+    file, script = (
+        (started.free_name(ACCELERATE_CONFIG), started.called) if started else (ACCELERATE_CONFIG, "train.py")
+    )
     comments = "".join(f"# {text}\n" for text in notes(pick, base, "accelerate", started))
     return f"""\
 # Use: accelerate launch --config_file {file} {script}

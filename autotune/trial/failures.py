@@ -92,6 +92,10 @@ _REMEDIES = (
     (r"busy or unavailable", "Another process holds the device for itself: end it, or set the compute mode to default"),
     (r"invalid literal for int\(\) with base 10: '(GPU|MIG)-",
      "DeepSpeed's ZeRO 1 and 2 read CUDA_VISIBLE_DEVICES as numbers where pynvml is installed: name devices so, or uninstall nvidia-ml-py"),
+    # Both engine.py, at every stage, and zero.Init broadcast each parameter as bytes.
+    (r"self\.dim\(\) cannot be 0 to view \w+ as Byte",
+     "DeepSpeed, with which every trial trains, fails on parameters without dimensions, at each ZeRO stage: give them the shape [1],"
+     " as `nn.Parameter(torch.ones(1))` in place of `nn.Parameter(torch.tensor(1.0))`"),
     (r"invalid device ordinal", "There are more ranks than visible devices: lower `ranks`, or widen CUDA_VISIBLE_DEVICES"),
     (r"no socket interface found", "NCCL found no network interface: name one by NCCL_SOCKET_IFNAME"),
 )  # fmt: skip

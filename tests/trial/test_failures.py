@@ -1,6 +1,7 @@
 """Error messages as torch, CUDA, NCCL, DeepSpeed and Linux word them, and what each means."""
 
 import pytest
+import torch
 
 from autotune.trial.failures import (
     HOST_MEMORY,
@@ -359,6 +360,14 @@ def test_deepspeed_that_cannot_read_a_devices_name_is_told_of_numbers(monkeypatc
     with pytest.raises(ValueError) as caught:
         CUDA_Accelerator._get_nvml_gpu_id(None, 0)
     assert "nvidia-ml-py" in advice(Outcome.CRASHED, f"ValueError: {caught.value}", on_device=True)
+
+
+def test_a_parameter_without_dimensions_is_said_to_be_what_deepspeed_fails_on():
+    """A script with CLIP's logit_scale ran under Accelerate alone, and DeepSpeed's words named neither it nor a remedy."""
+    with pytest.raises(RuntimeError) as caught:
+        torch.nn.Parameter(torch.tensor(1.0)).data.view(torch.uint8)  # as its engine does
+    said = advice(Outcome.CRASHED, f"RuntimeError: {caught.value}", on_device=False)
+    assert said.startswith("DeepSpeed") and "shape [1]" in said
 
 
 def test_nccls_cause_stands_beside_its_headline():

@@ -114,6 +114,8 @@ def inspect_workload(
             hint = f"; {failures.MORE_TIME}"
         if executor.cold_reason and "exited with status" in result.reason:  # it may not even import DeepSpeed
             hint = hint or f"; {executor.cold_reason}"
+        if not hint and (advice := failures.advice(result.outcome, result.reason, on_device=False)):
+            hint = f". {advice}"
         raise UserError(f"{spec.target} cannot be {how}: {result.reason}{hint} (see {shown(log)})")
     workload = read_record(TrialDir(path).workload, Workload)
     if workload.script is not None:

@@ -2,14 +2,19 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from support.instant import spec_of
 from support.paths import MODELS
 
 from autotune.errors import UserError
+from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.study.lock import study_lock
 from autotune.study.setup.request import requested
+from autotune.study.setup.script import inspect_workload
+from autotune.trial.result import Outcome, TrialResult
 
 
 @pytest.fixture
@@ -47,3 +52,10 @@ def test_no_engine_begins_for_a_study_that_another_process_runs(said):
             pass
         assert said == ["launch"]
         assert asked.folder.is_dir()
+
+
+def test_a_target_that_cannot_be_run_comes_with_what_to_do(tmp_path, monkeypatch):
+    reason = "RuntimeError: self.dim() cannot be 0 to view Float as Byte (different element sizes)"
+    monkeypatch.setattr(base, "run", lambda *_: TrialResult(outcome=Outcome.CRASHED, reason=reason))
+    with pytest.raises(UserError, match=r"cannot be loaded: RuntimeError.*sizes\)\. DeepSpeed.*shape \[1\]"):
+        inspect_workload(spec_of(), SimpleNamespace(cold_reason=""), tmp_path, 1)

@@ -94,6 +94,10 @@ def diagnose(evidence: Evidence, others: Sequence[StepObservation], effects: Eff
         )
     if bound in OUTSIDE:
         notes.insert(0, OUTSIDE[bound])
+    shares = {part.name: part.share or 0.0 for part in parts}
+    if bound in BOUND_FROM and shares[bound] < max(shares.values()):
+        why = f"{bound} ({shares[bound]:.0%}) is not the largest part: named is what is farthest above the share"
+        notes.insert(0, f"{why} from which it is worth the trouble (here {BOUND_FROM[bound]:.0%})")
     parts.sort(key=lambda part: -math.inf if part.seconds is None else part.seconds, reverse=True)
     advice = _advice(bound, evidence, others, effects)
     return Diagnosis(trial=evidence.seen.trial, bound_by=bound, parts=[*parts, memory], advice=advice, notes=notes)

@@ -207,9 +207,10 @@ def _extremes(
         if best is not None:
             best = _confirmed(best, sound, estimates, metric)
             ran = [m for m in estimates.measured if m.outcome is Outcome.COMPLETE and m.metrics.get(metric)]
-            better = any(m.trial not in passed and improvement(log_ratio(m, best, metric), metric) > 0 for m in ran)
-            of = "keep the constraints and passed their checks" if better else "ran"
-            why = f"the best {METRICS[metric].label} of all that {of}"
+            ahead = {m.trial in passed for m in ran if improvement(log_ratio(m, best, metric), metric) > 0}
+            of = ["keep the constraints and passed their checks"] if False in ahead else []
+            of += ["were measured again"] if True in ahead else []  # `_confirmed` passed by one that was not
+            why = f"the best {METRICS[metric].label} of all that {' and '.join(of) or 'ran'}"
             said = [*words(best, estimates, objectives), *checked(best), *passed_by(told[0], best)]
             picks[name] = replace(_pick(best, estimates, [why, *said]), first=told[0])
     return picks, unchecked

@@ -413,6 +413,24 @@ def test_a_time_that_no_step_time_decides_is_as_noisy_as_the_step_time():
     assert gains == [False, False, True] and not found.gains(found.measured[1])["peak_memory_bytes"].told
 
 
+def test_a_pick_is_the_best_of_those_only_that_it_was_taken_from():
+    """A trial that was measured again was "the best peak memory of all that ran" above one that needed less."""
+    base, again = measured(0, 0.1, rounds=[0.1, 0.1]), measured(1, 0.09, rounds=[0.09, 0.09], zero_stage=1)
+    once = measured(2, 0.08, zero_stage=2)
+
+    def takes(m, peak):
+        repeats = {n: {**values, "peak_memory_bytes": peak} for n, values in m.repeats.items()}
+        ci95 = {**m.ci95, "peak_memory_bytes": (0.8 * peak, 1.2 * peak)}
+        return replace(m, metrics={**m.metrics, "peak_memory_bytes": peak}, ci95=ci95, repeats=repeats)
+
+    base, again, once = takes(base, 2.0e9), takes(again, 1.01e9), takes(once, 1.0e9)
+    found = recommend([base, again, once], [LATENCY])
+    assert chosen(found, "lowest_memory") == 1
+    assert "the best peak memory of all that were measured again" in reasons(found, "lowest_memory")
+    alone = recommend([base, again], [LATENCY])
+    assert "the best peak memory of all that ran" in reasons(alone, "lowest_memory")
+
+
 # Trials that the user cannot reproduce, and trials that did not pass their checks.
 
 

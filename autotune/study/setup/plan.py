@@ -40,6 +40,8 @@ from autotune.trial.target import Target
 from autotune.trial.workload import Environment, Script, Workload
 
 DEFAULT_LEARNING_RATE = 1e-3
+# Settings of a configuration that change no trial, and so no study.
+IN_NO_TRIAL = SIDE_EFFECT_KEYS | {"steps_per_print"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +168,7 @@ class Plan:
             # Without its variables: a launcher may draw a port or name a folder by date.
             **({"command": self.spec.command} if self.spec.command else {}),
             **({"arg_mappings": self.spec.arg_mappings} if self.spec.arg_mappings else {}),
-            "base_config": {key: value for key, value in self.base_config.items() if key not in SIDE_EFFECT_KEYS},
+            "base_config": {key: self.base_config[key] for key in self.base_config if key not in IN_NO_TRIAL},
         }
 
 

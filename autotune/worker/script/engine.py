@@ -123,7 +123,7 @@ class EngineHooks:
         if partly := model_file.check_optimizer(model, given.get("optimizer"), whose):
             context.once(partly)
         # Frameworks write infinity into steps_per_print, which is not valid JSON.
-        own_config = copy.deepcopy({key: value for key, value in own.items() if key != "steps_per_print"})
+        own_config = copy.deepcopy({key: value for key, value in own.items() if value != math.inf})
         config_source = "" if isinstance(source, dict) else str(source)
         blocks = model_file.find_blocks(model, None)
         workload = workload_of(model, blocks, n_samples=None, client_optimizer=given.get("optimizer") is not None)

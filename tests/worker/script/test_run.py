@@ -1,5 +1,6 @@
 """Training scripts in real ranks: what is found, what moves, what is refused."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -76,6 +77,13 @@ def test_a_script_that_is_given_the_trials_json_and_other_fields_runs_what_was_a
     assert {text.partition(" in it")[0] for text in result.side_changes} == {
         "Command line: `{micro_batch_size}`", "Command line: `{zero_stage}`",
     }  # fmt: skip
+
+
+def test_how_often_the_users_configuration_prints_stays_in_it(bench, tmp_path):
+    """The exported JSON, called complete, had lost it."""
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG | {"steps_per_print": 7}))
+    found = bench.plan("own_flags.py", "--conf", str(tmp_path / "ds.json"), "--rows", "4")
+    assert found.base_config["steps_per_print"] == 7
 
 
 def test_a_module_gets_its_package_and_the_variables_of_its_launcher(bench, tmp_path):

@@ -27,7 +27,10 @@ def explain(
         str | None, typer.Option(metavar="KEY=VALUE", help="Why is nothing with that value recommended?")
     ] = None,
     what_if: Annotated[
-        str | None, typer.Option(metavar="KEY=VALUE", help="The recommendation with that changed.")
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="The recommendation with that changed; several times for several changes."
+        ),
     ] = None,
     storage: Storage = None,
     *,
@@ -37,14 +40,14 @@ def explain(
     from autotune.report import explain as explanations
     from autotune.session import open_study
 
-    if why_not is not None and what_if is not None:
+    if why_not is not None and what_if:
         raise UserError("explain: give --why-not or --what-if, not both")
     opened = open_study(study, storage)
     evidence = explanations.Evidence(opened.answer, opened.report)
     if why_not is not None:
         said = evidence.why_not(*explanations.read_setting(why_not))
-    elif what_if is not None:
-        said = evidence.what_if(*explanations.read_setting(what_if))
+    elif what_if:
+        said = evidence.what_if(dict(map(explanations.read_setting, what_if)))
     else:
         said = evidence.choice()
     print(json.dumps(said.to_data(), indent=1) if as_json else "\n".join(said.lines()))

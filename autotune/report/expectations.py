@@ -58,14 +58,12 @@ class Expectations:
         """Why a configuration cannot run here; None if it can."""
         return why_illegal(candidate, self._setting)
 
-    def changed(self, start: Candidate, name: str, value: Scalar) -> Candidate:
-        """A configuration with one knob set, or removed by None; knobs whose condition no longer holds are dropped."""
-        values = {knob: now for knob, now in start.values().items() if knob != name}
-        if value is not None:
-            values[name] = value
-        if self._space.samples_per_rank is not None and name == "micro_batch_size" and isinstance(value, int):
-            values["gradient_accumulation_steps"] = max(1, int(self._space.samples_per_rank) // value)
-        changed = Candidate.of(values)
+    def changed(self, start: Candidate, changes: Mapping[str, Scalar]) -> Candidate:
+        """A configuration with knobs set, or removed by None; knobs whose condition no longer holds are dropped."""
+        values, micro = start.values(), changes.get("micro_batch_size")
+        if self._space.samples_per_rank is not None and isinstance(micro, int):
+            values["gradient_accumulation_steps"] = max(1, int(self._space.samples_per_rank) // micro)
+        changed = Candidate.of({name: value for name, value in {**values, **changes}.items() if value is not None})
         return self._space.candidate(self._space.values_of(changed), changed)
 
     def fits(self, candidate: Candidate) -> float:

@@ -143,12 +143,13 @@ class Evidence:
             ],
         )
 
-    def what_if(self, name: str, value: Scalar) -> Explanation:
-        """The recommended configuration (the baseline where there is none) with one knob changed."""
+    def what_if(self, changes: Mapping[str, Scalar]) -> Explanation:
+        """The recommended configuration (the baseline where there is none) with knobs changed, all of them at once."""
         start = self.recommended or self.expected.baseline
-        changed = self.expected.changed(start, name, value)
+        changed = self.expected.changed(start, changes)
         what = "the recommended configuration" if self.recommended else "the baseline"
-        question = f"What if {name} were {_said(value)} in {what}?"
+        said = " and ".join(f"{name} were {_said(value)}" for name, value in changes.items())
+        question = f"What if {said} in {what}?"
         if changed == start:
             answer, near = f"It is: {start.describe()}.", _nearest(self.trials, start)
             return Explanation(question=question, answer=answer, candidate=start.values(), measured=near)
@@ -164,7 +165,7 @@ class Evidence:
         having = [candidate for candidate in self.expected.candidates if candidate.values().get(name) == value]
         pool = [candidate for candidate in having if self.expected.why_illegal(candidate) is None]
         if not pool:
-            alone = self.expected.changed(best or self.expected.baseline, name, value)
+            alone = self.expected.changed(best or self.expected.baseline, {name: value})
             if (refused := self._illegal(question, alone)) is not None:
                 return refused
             said = self._judged(question, alone)
@@ -270,7 +271,7 @@ class Evidence:
 
     def _without(self, best: Candidate, name: str, before: Scalar, now: Scalar) -> str:
         """The effect of one of the recommended configuration's changes, as the loss without it."""
-        other = self.expected.changed(best, name, before)
+        other = self.expected.changed(best, {name: before})
         change = f"{name} {_said(now)} instead of {_said(before)}"
         reason = self.expected.why_illegal(other)
         if other == best or reason is not None:

@@ -82,13 +82,13 @@ def test_the_choice_is_explained_knob_by_knob(evidence):
 
 
 def test_what_cannot_run_is_refused_with_the_rule(evidence):
-    said = evidence.what_if("precision", "fp16")
+    said = evidence.what_if({"precision": "fp16"})
     assert said.answer.startswith("It cannot run here: ") and "fp16" in said.answer
     assert evidence.why_not("precision", "fp16").answer.startswith("It cannot run here: ")
 
 
 def test_what_does_not_fit_is_said_with_bytes(evidence):
-    said = evidence.what_if("micro_batch_size", 512)
+    said = evidence.what_if({"micro_batch_size": 512})
     assert "would not fit: predicted to need" in said.answer and "a rank has 9.31 GiB" in said.answer
     why = evidence.why_not("micro_batch_size", 512).answer
     assert why.startswith("No candidate with it fits: the smallest is predicted to need")
@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_said_with_bytes(evidence):
 
 def test_a_worse_value_is_said_to_be_worse_with_its_interval_and_its_trials(evidence):
     other = "fp32" if evidence.recommended.precision == "bf16" else "bf16"
-    said = evidence.what_if("precision", other)
+    said = evidence.what_if({"precision": other})
     step = said.predicted["step_time_s"]
     assert step["low"] < step["value"] < step["high"] and step["ratio"] > 1
     factor = float(said.answer.split("x the recommended one")[0].rsplit(" ", 1)[1])
@@ -121,14 +121,14 @@ def test_the_prediction_of_what_was_not_run_is_near_the_truth(evidence):
 def test_a_value_whose_every_trial_failed_is_said_to_have_failed(evidence):
     crashed = [t for t in evidence.trials if t["outcome"] == Outcome.CRASHED]
     assert crashed
-    said = evidence.what_if("zero_stage", 2)
+    said = evidence.what_if({"zero_stage": 2})
     assert "crashed" in said.answer or any(m["outcome"] == Outcome.CRASHED for m in said.measured)
 
 
 def test_the_recommended_value_is_recommended(evidence):
     stage = evidence.recommended.zero_stage
     assert evidence.why_not("zero_stage", stage).answer.startswith("It is recommended: ")
-    assert evidence.what_if("zero_stage", stage).answer.startswith("It is: ")
+    assert evidence.what_if({"zero_stage": stage}).answer.startswith("It is: ")
 
 
 def test_what_the_space_does_not_hold_is_judged_all_the_same(evidence):
@@ -187,7 +187,7 @@ def test_what_the_answer_cannot_tell_apart_is_said_to_be_within_noise(tmp_path):
     evidence = of_study(tmp_path, machine, finalists=3, objectives=["throughput"], space=RECOMPUTED)
     assert "not to be told from trial" in evidence.choice().answer
     every = [1, 2, 4] if evidence.recommended.checkpoint_every == 0 else [0]
-    assert all("within noise: not to be told apart" in evidence.what_if("checkpoint_every", n).answer for n in every)
+    assert all("within noise: not to be told apart" in evidence.what_if({"checkpoint_every": n}).answer for n in every)
 
 
 @pytest.mark.parametrize(
@@ -217,8 +217,8 @@ def test_every_objective_is_predicted(tmp_path, metric, label):
     assert evidence.recommended.checkpoint_every != 1
     without = next(reason for reason in evidence.choice().reasons if reason.startswith("checkpoint_every"))
     assert "predicted to be 0." in without and f"{label} " in without
-    slower = evidence.expected.changed(evidence.expected.baseline, "zero_stage", 2)
-    faster = evidence.expected.changed(slower, "checkpoint_every", evidence.recommended.checkpoint_every)
+    slower = evidence.expected.changed(evidence.expected.baseline, {"zero_stage": 2})
+    faster = evidence.expected.changed(slower, {"checkpoint_every": evidence.recommended.checkpoint_every})
     assert evidence.expected.most_promising([slower, faster]) == faster
 
 
@@ -284,5 +284,9 @@ def test_the_command_prints_words_or_json(folder, monkeypatch):
     data = json.loads(CliRunner().invoke(app, ["explain", "s", "--what-if", "precision=fp32", "--json"]).stdout)
     assert {"question", "answer", "candidate", "predicted", "fits", "measured", "reasons", "reference"} == set(data)
     assert "compromise" in CliRunner().invoke(app, ["explain", "s"]).stdout
+    several = ["explain", "s", "--what-if", "micro_batch_size=4", "--what-if", "precision=fp32", "--json"]
+    data = json.loads(CliRunner().invoke(app, several).stdout)
+    assert data["question"].startswith("What if micro_batch_size were 4 and precision were fp32 in the ")
+    assert (data["candidate"]["micro_batch_size"], data["candidate"]["precision"]) == (4, "fp32")
     both = CliRunner().invoke(app, ["explain", "s", "--why-not", "zero_stage=1", "--what-if", "zero_stage=1"])
     assert isinstance(both.exception, UserError) and "not both" in str(both.exception)

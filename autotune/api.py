@@ -279,7 +279,9 @@ def _outside_of_trials() -> None:
 
 
 def _stopped(tuned: Tuned) -> str:
+    from autotune.session import NOTHING_KEPT
+
     if tuned.report is None:
-        return "stopped before the first trial ended; nothing to keep"
+        return NOTHING_KEPT.format("call")
     folder = Path(tuned.report.study["folder"])
     return f"stopped; the best so far: autotune.load_study({str(folder)!r}); the same call goes on"

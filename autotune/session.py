@@ -45,6 +45,8 @@ from autotune.trial.folder import TrialDir, result_in
 from autotune.trial.target import is_yaml
 
 STUDIES = Path("studies")
+# What is said of a run that was stopped before its study began; a busy baseline is measured again in place of its first measurement.
+NOTHING_KEPT = "stopped before the baseline was measured to its end; nothing to keep: the same {} begins anew"
 # The first proposal needs these parts of scipy, which imports them when they are first used; the engine starts meanwhile.
 NEEDED_FIRST = ("scipy.linalg", "scipy.special")
 # Ranks that do nothing for a longer share of a time budget seem to hang.
@@ -234,9 +236,7 @@ def _too_little_time(budget_s: float, folder: Path, began_at: float) -> str:
     """
     unit = f" (a number is seconds: {budget_s:.0f}m are minutes)" if budget_s < LEAST_SENSIBLE_S else ""
     if result_in(records.trial_path(folder, 0)) is not None:
-        return (
-            f"the time budget of {budget_s:.0f} s{unit}, in which earlier runs count, is spent; give more time to go on"
-        )
+        return f"the time budget of {budget_s:.0f} s{unit}, in which earlier runs count, is spent; a larger --time-budget goes on"
     said = f"the time budget of {budget_s:.0f} s{unit} ended before the baseline was measured"
     signs = [path for pattern in ("events.jsonl", "rank-*.log") for path in folder.glob(f"trials/*/{pattern}")]
     signs = [path for path in signs if path.stat().st_mtime > began_at]

@@ -54,11 +54,11 @@ def run(
         from autotune.study.setup.request import requested
 
         with requested(target, settings, view) as request:
-            from autotune.session import tune  # takes a second, in which the engine starts
+            from autotune.session import NOTHING_KEPT, tune  # takes a second, in which the engine starts
 
             tuned = tune(request, fresh=fresh, learn=not no_history, view=view, began_s=began_s)
     if tuned.report is None:
-        print("autotune: stopped before the first trial ended; nothing to keep", file=sys.stderr)
+        print(f"autotune: {NOTHING_KEPT.format('command')}", file=sys.stderr)
         assert tuned.stopped is not None
         return status_of(tuned.stopped)
     print_answer(tuned.report, [shown(path) for path in tuned.written], as_json=as_json)

@@ -144,7 +144,8 @@ class Budget:
     def words(self) -> str:
         """What is said when the time budget ends the search."""
         n, budget_s = self.n_spent(), self._state.spec.time_budget_s or 0.0
-        return f"{OUT_OF_TIME} {budget_s:.0f} s has no room for a further trial after {n} trial{'s' * (n != 1)}"
+        spent = f"{OUT_OF_TIME} {budget_s:.0f} s has no room for a further trial after {n} trial{'s' * (n != 1)}"
+        return f"{spent}; a larger --time-budget goes on"
 
     def startup_s(self) -> float:
         """Seconds that a trial takes beside its training, as the baseline took them."""

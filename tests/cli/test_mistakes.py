@@ -344,4 +344,6 @@ def test_a_time_budget_that_ranks_hung_through_is_not_said_to_be_too_short(quiet
     assert "hang" not in session._too_little_time(30.0, tmp_path, time.time())
     assert "(a number is seconds: 3m are minutes)" in session._too_little_time(3.0, tmp_path, time.time())
     write_record(tmp_path / "trials" / "0000" / "result.json", TrialResult(outcome=Outcome.COMPLETE))
-    assert "in which earlier runs count, is spent" in session._too_little_time(30.0, tmp_path, time.time())
+    assert "in which earlier runs count, is spent; a larger --time-budget goes on" in session._too_little_time(
+        30.0, tmp_path, time.time()
+    )

@@ -70,7 +70,10 @@ def test_a_trial_that_the_time_budget_cuts_is_ended_and_not_measured(tmp_path):
     executor = Late(3)
     runner, _, watcher = run(tmp_path, executor, trials=10, finalists=0, time_budget_s=1e4, objectives=["latency"])
     assert executor.cancelled == 1 and [m.trial for m in runner.state.measured() if m.usable] == [0, 1, 2]
-    assert watcher.said[-1] == "the time budget of 10000 s has no room for a further trial after 3 trials"
+    assert (
+        watcher.said[-1]
+        == "the time budget of 10000 s has no room for a further trial after 3 trials; a larger --time-budget goes on"
+    )
     again, executor, _ = run(tmp_path, trials=4, finalists=0, time_budget_s=1e4, objectives=["latency"])
     assert len(executor.ran) == 1 and sum(m.usable for m in again.state.measured()) == 4
 

@@ -1,8 +1,6 @@
 """The findings of a study as plain data, and how its trials, picks and metrics are written."""
 
 import math
-import re
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +9,11 @@ from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter
 
-from autotune.errors import UserError, printable
+from autotune.errors import UserError
+from autotune.report import trial_notes
 from autotune.report.timeline import Run
 from autotune.scoring.effects import Effects, effects
 from autotune.scoring.estimates import WIDEST
-from autotune.scoring.measured import set_apart
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.recommend import PICKS
 from autotune.space.candidate import Candidate, differing
@@ -23,7 +21,7 @@ from autotune.study.events import n_spent
 from autotune.system.units import Scale, scale_for
 from autotune.trial import lengths
 from autotune.trial.command import Invocation
-from autotune.trial.result import BESIDE, FAILURES
+from autotune.trial.result import BESIDE
 from autotune.trial.workload import Environment
 
 Data: TypeAlias = Mapping[str, Any]
@@ -31,8 +29,6 @@ Data: TypeAlias = Mapping[str, Any]
 TITLES = {"drop_in": "drop-in", "out_of_reach": "out of reach"}
 THROUGHPUT = "samples_per_s"
 UNPASSED, NO_SPEEDUP = "checks not passed", "no speed-up to state"
-# Characters of a failed trial's reason that are shown beside the answer.
-MOST_REASON = 200
 # A pick's price is stated from this change on: 1 %.
 PRICE = 0.01
 # Lengths of the longest samples, in average ones, from which on they may be what does not fit.
@@ -255,7 +251,7 @@ class StudyReport:
         unreadable = self.study.get("unreadable") or ()
         damaged = "its row in the database cannot be read; restore a copy"
         found += [f"trial {number} is left out: {damaged}" for number in unreadable]
-        found += [*(self.study.get("left_out") or ()), *self._failures(), *self._failures_again(), *self._set_apart()]
+        found += [*(self.study.get("left_out") or ()), *trial_notes.of(self.trials)]
         said = {trial["trial"]: list(trial.get("caveats") or ()) for trial in self.trials}
         shown = {point["trial"] for point in (*self.picks.values(), self.baseline) if point is not None}
         by_text: dict[str, list[int]] = {}
@@ -267,40 +263,6 @@ class StudyReport:
             alone = "(--overlap): their times are not those of a trial alone"
             found.append(f"{n} of {len(self.trials)} trials {BESIDE} as others {alone}")
         return list(dict.fromkeys(found))
-
-    def _failures(self) -> list[str]:
-        """The trials that ended badly, those that ended alike together, each with a reason."""
-        alike: dict[tuple[str, str], list[Data]] = {}
-        for trial in self.trials:
-            if trial.get("outcome") in FAILURES and trial["trial"] != 0:
-                words = re.sub(r"[0-9.]+", "", trial.get("reason") or "")
-                alike.setdefault((trial["outcome"], words), []).append(trial)
-        found = []
-        for (outcome, _), trials in alike.items():
-            numbers = ", ".join(str(trial["trial"]) for trial in trials)
-            reason = textwrap.shorten(printable(trials[0].get("reason") or ""), MOST_REASON, placeholder=" ...")
-            # Alike but for their numbers: these are the first one's.
-            whose = f", as trial {trials[0]['trial']}" if len({trial.get("reason") for trial in trials}) > 1 else ""
-            found.append(f"trial{'s' * (len(trials) > 1)} {numbers} ended with {outcome}{whose}: {reason}")
-        return found
-
-    def _failures_again(self) -> list[str]:
-        """The trials that ended badly when they were measured again, each with the reason."""
-        return [
-            f"trial {trial['trial']} ended badly when it was measured again: "
-            + textwrap.shorten(printable(trial["failed_again"]), MOST_REASON, placeholder=" ...")
-            for trial in self.trials if trial.get("failed_again")
-        ]  # fmt: skip
-
-    def _set_apart(self) -> list[str]:
-        """The complete trials that cannot be recommended whatever they measured, those of one reason together."""
-        own = {text for trial in self.trials if trial["trial"] == 0 for text in trial.get("unreproducible") or ()}
-        by_reason: dict[str, list[str]] = {}
-        for trial in self.trials:
-            alone = [text for text in trial.get("unreproducible") or () if text not in own]
-            why = set_apart(trial.get("unwitnessed") or (), alone) if trial["outcome"] == "complete" else ""
-            by_reason.setdefault(why, []).append(str(trial["trial"]))
-        return [f"trial{'s' * (len(of) > 1)} {', '.join(of)}: {why}" for why, of in by_reason.items() if why]
 
 
 def measured(point: Data) -> dict[str, float]:

@@ -1,0 +1,56 @@
+"""Notes on single trials, for the caveats of an answer: which failed, at first or later, and which cannot be recommended."""
+
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from autotune.errors import printable
+from autotune.scoring.measured import set_apart
+from autotune.trial.result import FAILURES
+
+Data: TypeAlias = Mapping[str, Any]
+# Characters of a failed trial's reason that are shown beside the answer.
+MOST_REASON = 200
+
+
+def of(trials: Sequence[Data]) -> list[str]:
+    """The notes on a study's trials, which are rows of its report."""
+    return [*_failures(trials), *_failures_again(trials), *_set_apart(trials)]
+
+
+def _failures(trials: Sequence[Data]) -> list[str]:
+    """The trials that ended badly, those that ended alike together, each with a reason."""
+    alike: dict[tuple[str, str], list[Data]] = {}
+    for trial in trials:
+        if trial.get("outcome") in FAILURES and trial["trial"] != 0:
+            words = re.sub(r"[0-9.]+", "", trial.get("reason") or "")
+            alike.setdefault((trial["outcome"], words), []).append(trial)
+    found = []
+    for (outcome, _), group in alike.items():
+        numbers = ", ".join(str(trial["trial"]) for trial in group)
+        reason = textwrap.shorten(printable(group[0].get("reason") or ""), MOST_REASON, placeholder=" ...")
+        # Alike but for their numbers: these are the first one's.
+        whose = f", as trial {group[0]['trial']}" if len({trial.get("reason") for trial in group}) > 1 else ""
+        found.append(f"trial{'s' * (len(group) > 1)} {numbers} ended with {outcome}{whose}: {reason}")
+    return found
+
+
+def _failures_again(trials: Sequence[Data]) -> list[str]:
+    """The trials that ended badly when they were measured again, each with the reason."""
+    return [
+        f"trial {trial['trial']} ended badly when it was measured again: "
+        + textwrap.shorten(printable(trial["failed_again"]), MOST_REASON, placeholder=" ...")
+        for trial in trials if trial.get("failed_again")
+    ]  # fmt: skip
+
+
+def _set_apart(trials: Sequence[Data]) -> list[str]:
+    """The complete trials that cannot be recommended whatever they measured, those of one reason together."""
+    own = {text for trial in trials if trial["trial"] == 0 for text in trial.get("unreproducible") or ()}
+    by_reason: dict[str, list[str]] = {}
+    for trial in trials:
+        alone = [text for text in trial.get("unreproducible") or () if text not in own]
+        why = set_apart(trial.get("unwitnessed") or (), alone) if trial["outcome"] == "complete" else ""
+        by_reason.setdefault(why, []).append(str(trial["trial"]))
+    return [f"trial{'s' * (len(of) > 1)} {', '.join(of)}: {why}" for why, of in by_reason.items() if why]

@@ -15,8 +15,9 @@ from autotune.system.units import format_bytes
 from autotune.trial.profile import Floats
 from autotune.trial.request import TrialToBeat
 
-# Two runs of one configuration differ by a few per cent: a rival must be better by more.
-RIVAL_MARGIN = 1.05
+# Two runs of one configuration differ by a few per cent, and by as much as the interval of the rival's own reading says:
+# a rival must be better by more, within these factors.
+RIVAL_MARGIN, WIDEST_MARGIN = 1.05, 1.5
 MOST_RIVALS = 32
 
 
@@ -125,7 +126,9 @@ def _rival(measured: Measured, metrics: Sequence[str], hoped: _ExpectedSamples) 
             step_time_s = max(step_time_s, _STEP_TIME_FOR[metric](measured.metrics, hoped))
     if not math.isfinite(step_time_s):
         return None
-    return TrialToBeat(trial=measured.trial, step_time_s=step_time_s * RIVAL_MARGIN, peak_memory_bytes=peak)
+    low, high = measured.ci95.get("samples_per_s", (1.0, 1.0))
+    margin = min(max(RIVAL_MARGIN, math.sqrt(high / low) if 0 < low <= high else 1.0), WIDEST_MARGIN)
+    return TrialToBeat(trial=measured.trial, step_time_s=step_time_s * margin, peak_memory_bytes=peak)
 
 
 def _tokens_step_time(metrics: Mapping[str, float], hoped: _ExpectedSamples) -> float:

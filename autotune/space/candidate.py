@@ -293,6 +293,8 @@ def _change_words(name: str, candidate: Candidate) -> str:
         return "no block" if not value else "every block" if value == 1 else f"every {ordinal(int(value))} block"
     if name in ("offload_optimizer", "offload_param"):
         return "the device" if value == "none" else DEVICE_WORDS[str(value)]
+    if name.startswith("data."):
+        return "your own" if value is None else plain(value)
     default = "torch's default" if torch_settings.is_torch(name) else "DeepSpeed's default"
     return default if value is None else plain(value)
 

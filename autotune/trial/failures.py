@@ -73,6 +73,9 @@ _REMEDIES = (
      r"|shared memory object .*No space|/dev/shm.*No space|posix_fallocate.*No space",
      "Shared memory (/dev/shm) is full or small: give a container more (`--shm-size=8g` or `--ipc=host`), remove what ended"
      " processes left in it (`autotune doctor`), or use fewer loader workers"),
+    (r"stack expects each tensor to be equal size",
+     "Samples differ in size: pad them to one where they are put together, by a function collate(samples) in model.py or the"
+     " loader's collate_fn"),
     (r"No space left on device|\[Errno 28\]|file write failed", "A disk is full: free space, or move the study or the cache"),
     (r"quota exceeded", "The disk quota is used up: free space, or move the study or the cache"),
     (r"Too many open files|0 items of ancdata",

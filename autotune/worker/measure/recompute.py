@@ -1,7 +1,7 @@
 """Activation checkpointing: apply it to blocks, and note which blocks are recomputed."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -42,6 +42,15 @@ class Checkpointer:
         return recomputing
 
 
+def _called(block: nn.Module) -> Iterator[nn.Module]:
+    """Yields the children of a block whose forward it calls; of containers, which have none (as in T5), what they hold."""
+    for child in block.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called(child)
+        else:
+            yield child
+
+
 class Recomputations:
     """Notes which blocks are recomputed in a backward pass.
 
@@ -58,7 +67,7 @@ class Recomputations:
         self._handles = [
             module.register_forward_pre_hook(functools.partial(self._on_forward, id(block)))
             for block in blocks
-            for module in (block.children() if every is None else [block])
+            for module in (_called(block) if every is None else [block])
         ]
 
     def _on_forward(self, block: int, _module: nn.Module, _args: Any) -> None:

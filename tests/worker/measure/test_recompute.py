@@ -41,6 +41,28 @@ def test_recomputation_by_others_is_noted_until_the_watch_stops(blocks, inside):
     assert not watch.recomputed and watch.every == 0
 
 
+class Listed(nn.Module):
+    """A block whose parts are in a list, as those of T5."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.ModuleList([nn.Linear(8, 8), nn.Tanh()])
+
+    def forward(self, x):
+        for part in self.layer:
+            x = part(x)
+        return x
+
+
+def test_blocks_whose_parts_are_in_a_list_are_seen_to_be_recomputed():
+    blocks = [Listed() for _ in range(4)]
+    watch, x = Recomputations(blocks), torch.ones(2, 8)
+    for n, block in enumerate(blocks):
+        x = checkpoint(block.forward, x, use_reentrant=False) if n % 2 == 0 else block(x)
+    x.sum().backward()
+    assert watch.every == 2
+
+
 def test_recomputing_changes_no_gradient_and_no_name(blocks):
     x, names = torch.randn(2, 8), list(blocks.state_dict())
 

@@ -1,0 +1,29 @@
+"""What a running trial must be able to beat."""
+
+from dataclasses import replace
+
+import pytest
+from support.made_up import measured
+
+from autotune.forecast.predictor import AnalyticPrior
+from autotune.search.optimizer import CandidateOptimizer
+from autotune.search.stopping import bounds_to_beat
+from autotune.space.candidate import Candidate
+from autotune.trial.profile import Machine, Profile
+
+
+@pytest.mark.parametrize(("within", "factor"), [(1.01, 1.05), (1.2, 1.2), (4.0, 1.5)])
+def test_a_rival_counts_no_better_than_its_own_reading_is_known(within, factor):
+    """A lucky reading of three steps had stopped trials that were as good, and would have stopped its own re-measurement."""
+    guide = CandidateOptimizer(
+        [Candidate(micro_batch_size=8)],
+        AnalyticPrior(Profile.guess(10**8, 10**8, 4), Machine.guess("cpu", 1)),
+        ["samples_per_s"],
+    )
+    rival = measured(1, 0.1)
+    rate = rival.metrics["samples_per_s"]
+    rival = replace(rival, ci95=rival.ci95 | {"samples_per_s": (rate / within, rate * within)})
+    found = bounds_to_beat(
+        guide, [], Candidate(micro_batch_size=8, zero_stage=1), [rival], Candidate(micro_batch_size=8)
+    )
+    assert [each.step_time_s for each in found] == [pytest.approx(0.1 * factor)]

@@ -360,10 +360,19 @@ def export_pick(report: StudyReport, pick: str | None, number: int | None, form:
     changes = [] if form == "command" else chosen.get("script_side_changes", [])  # its comments say so
     return Exported(
         text=text,
-        notes=[*notes(chosen, base, form, begun), *changes],
+        notes=[*_warnings(chosen), *notes(chosen, base, form, begun), *changes],
         tuned=base,
         own_files=begun.own_files if begun else frozenset(),
     )
+
+
+def _warnings(chosen: Data) -> list[str]:
+    """Why a trial that is no pick may not run as exported, or should not be trained with."""
+    number, outcome = chosen["trial"], chosen.get("outcome", "complete")
+    if outcome != "complete":
+        return [f"trial {number} ended with {outcome}: {chosen.get('reason')}"]
+    missing = [f"no flag, constant or line of yours makes this: {text}" for text in chosen.get("unreproducible") or ()]
+    return [*missing, *([f"trial {number} is not recommended: {chosen['doubt']}"] if chosen.get("doubt") else [])]
 
 
 def pick_or_trial(report: StudyReport, pick: str | None, number: int | None) -> dict[str, Any]:

@@ -205,6 +205,7 @@ def _trials(study: Study, estimates: Estimates, folder: Path | None) -> list[dic
         row |= {name: data[name] for name in TOLD}
         row |= {"feasible": seen.feasible, "unreproducible": list(seen.unreproducible)}
         row |= {"unwitnessed": list(seen.unwitnessed), "failed_again": seen.failed_again}
+        row |= {"script_side_changes": list(seen.script_side_changes)}
         row |= recommend.figures(seen, estimates) | {"readings_s": _readings(estimates.raw[told.number])}
         if verdict is not None and verdict.passed is False:
             row["reason"] = verdict.reason

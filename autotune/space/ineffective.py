@@ -45,7 +45,7 @@ STAGE_3 = frozenset(
     """.split()
 )
 # The optimizer of ZeRO 1 in bf16 with fp32 sums, BF16_Optimizer, is told none of these; each with the value that asks for nothing.
-# Nor does it read reduce_bucket_size, any value of which is as good there: the engine reduces in buckets of its own.
+# Nor does it read reduce_bucket_size, any value of which is as good there: the engine has other buckets.
 UNREAD_BY_BF16_OPTIMIZER: dict[str, bool] = {
     f"{ZERO}contiguous_gradients": True,
     f"{ZERO}overlap_comm": False,

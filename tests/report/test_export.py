@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 import yaml
 from support.commands import read_by_deepspeed
+from support.instant import Instant, failed, report, runner_of
 
-from autotune.report.export import FORMATS, Exported, ExportError, deepspeed_config, export, notes
+from autotune.report.export import FORMATS, Exported, ExportError, deepspeed_config, export, export_pick, notes
+from autotune.report.load import load
 from autotune.report.started import Started
 from autotune.space.candidate import Candidate, from_deepspeed
 from autotune.space.deepspeed import check_config
+from autotune.study.storage import records
 from autotune.trial.command import Invocation
+from autotune.trial.result import Outcome
 from autotune.trial.workload import ACCELERATE, TRAINER
 
 BASE = {
@@ -417,6 +421,25 @@ def test_the_configuration_that_was_tuned_is_not_written_over(tmp_path):
     assert os.read(reader, 9) == b"{}"
     os.close(reader)
     assert (tmp_path / "ds_config.json").read_text() == "mine"
+
+
+def test_a_trial_that_is_no_pick_is_exported_with_what_is_wrong_with_it(tmp_path):
+    def behaviour(candidate):
+        if candidate.checkpoint_every:
+            return failed(Outcome.NOT_APPLIED, "no block was checkpointed")
+        return report(candidate)
+
+    space = [{"precision": ["fp32", "bf16"], "checkpoint_every": [0, 1]}]
+    runner_of(tmp_path, Instant(behaviour), trials=4, sampler="grid", space=space, finalists=0).run()
+    found = load("s", records.default_url(tmp_path), tmp_path / "s")
+    said = {row["trial"]: export_pick(found, None, row["trial"], "deepspeed").notes for row in found.trials}
+    by_kind = {
+        (row["candidate"]["precision"], row["candidate"]["checkpoint_every"]): said[row["trial"]]
+        for row in found.trials
+    }
+    assert not any("trial" in note for note in by_kind["fp32", 0])
+    assert any("is not recommended: how it trains with other numerics" in note for note in by_kind["bf16", 0])
+    assert any("ended with not_applied: no block was checkpointed" in note for note in by_kind["fp32", 1])
 
 
 def test_a_model_has_no_command():

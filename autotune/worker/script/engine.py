@@ -33,6 +33,10 @@ CHECKPOINT_OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "dete
 NEVER_STEPS = 10**9
 
 Rates = tuple[float | None, ...]
+FURTHER = (
+    "the script trains more than one model with DeepSpeed: the first is measured and shown; batch, ZeRO stage and precision of the"
+    " others are set to what a trial tries, too"
+)
 
 
 @dataclass
@@ -93,6 +97,8 @@ class EngineHooks:
             prepared = self._prepare(given, own, source) if context.meter is None else None
         except UserError as error:  # the script must not catch it
             context.abort(error)
+        if prepared is None and context.candidate is None:
+            context.once(FURTHER)
         config = context.config(own, first=prepared is not None)
         config = {key: value for key, value in config.items() if key not in SIDE_EFFECT_KEYS}
         config["steps_per_print"] = NEVER_STEPS

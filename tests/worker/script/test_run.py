@@ -135,6 +135,7 @@ def test_the_flags_that_carry_something_are_known_by_all_their_names(bench):
 def test_every_style_of_loop_moves_as_far_as_it_can(bench, style, overrides, expected):
     found = bench.plan("styles.py", style, **overrides)
     assert facts(found) == expected
+    assert any("more than one model" in text for text in found.workload.caveats) == (style == "critic")
     result = bench.applied(found, steps=4, zero_stage=1, **dict.fromkeys(found.workload.script.movable, 3))
     assert {"data", "forward", "backward", "step"} <= result.phase_times_s.keys()
     assert min(result.phase_times_s.values()) > 0

@@ -66,7 +66,7 @@ def _copied_databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         if database.urls.is_sqlite(url):
             name = sqlalchemy.make_url(url).database or ""
             with contextlib.suppress(OSError):  # creating it then gives the error that users see
-                if not os.path.exists(name):
+                if not os.path.exists(name) and not os.path.exists(f"{name}-wal"):  # which belongs to another one
                     draft = shutil.copyfile(empty, f"{name}.{os.getpid()}-{threading.get_ident()}")
                     os.rename(draft, name)
         return made(url, connect)

@@ -51,6 +51,6 @@ def _set_apart(trials: Sequence[Data]) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for trial in trials:
         alone = [text for text in trial.get("unreproducible") or () if text not in own]
-        why = set_apart(trial.get("unwitnessed") or (), alone) if trial["outcome"] == "complete" else ""
+        why = set_apart(trial.get("unwitnessed") or (), alone) if trial.get("outcome") == "complete" else ""
         by_reason.setdefault(why, []).append(str(trial["trial"]))
     return [f"trial{'s' * (len(of) > 1)} {', '.join(of)}: {why}" for why, of in by_reason.items() if why]

@@ -190,11 +190,10 @@ class Teller:
     def _first_losses_off(self, candidate: Candidate, result: TrialResult) -> float:
         """By what share the first losses lie off the baseline's although only the micro-batch differs; said once."""
         state, baseline = self._state, self._state.plan.baseline
-        world = state.plan.data_parallel
+        if candidate.micro_batch_size == baseline.micro_batch_size or not state.plan.drops_in(candidate):
+            return 0.0
         first = result_in(state.trial_path(0)) if result.outcome is Outcome.COMPLETE else None
-        alike = candidate.global_batch_size(world) == baseline.global_batch_size(world)
-        otherwise = state.plan.workload.adds_up_otherwise(candidate, baseline)
-        if first is None or not alike or otherwise or candidate.micro_batch_size == baseline.micro_batch_size:
+        if first is None:
             return 0.0
         off = first_losses_off(result.losses, first.losses)
         if off and not any(records.told_data(told).get("loss_off") for told in state.told()):

@@ -163,7 +163,9 @@ def recommend(estimates: Estimates, objectives: Sequence[Objective], world_size:
     if baseline is not None and same:
         keeps, _ = _best(same, estimates, objectives)
         batch = baseline.candidate.global_batch_size(world_size)
-        why = f"the best {named(objectives)} that keeps the baseline's global batch of {batch} and its numerics"
+        kept = f"keeps the baseline's global batch of {batch} and its numerics"
+        tried = any(drops_in(m, baseline, world_size) for m in estimates.measured if m.trial != baseline.trial)
+        why = f"the best {named(objectives)} that {kept}" if tried else f"no other one that {kept} was tried"
         picks["drop_in"] = _pick(keeps, estimates, [why, *words(keeps, estimates, objectives)])
     extremes, unchecked = _extremes(ranked, sound, estimates, objectives)
     picks |= extremes

@@ -88,7 +88,10 @@ class Proposer:
                 bounds=objective.bounds(state.objectives, spec.constraints).values(),
             )
             self._physics.goal_only = warm is not None and warm.compromise
-            self._physics.quick, self._physics.drops_in = spec.quick, plan.drops_in
+            self._physics.quick = spec.quick
+            # A quick study with time for its checks tries the fewest trials that decide.
+            if not spec.quick or spec.time_budget_s is not None:
+                self._physics.drops_in = plan.drops_in
             # What failed a check of an earlier run can be no answer, and what has its settings will hardly be one.
             self._physics.refused = {
                 m.trial for m in state.measured() if m.barred and not (m.branch and m.branch.confirmed is None)

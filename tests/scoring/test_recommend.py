@@ -285,6 +285,15 @@ def test_a_smaller_batch_is_said_to_pay_most_at_the_start_of_a_training(micro, s
     assert chosen(found) == 1 and ("pays most at the start of a training" in reasons(found)) == smaller
 
 
+@pytest.mark.parametrize("tried", [False, True])
+def test_where_no_other_drop_in_was_tried_the_baseline_is_said_to_be_the_only_one(tried):
+    trials = [measured(0), measured(1, 0.05, micro=16), *([measured(2, 0.2, zero_stage=1)] if tried else [])]
+    said = recommend(trials, [LATENCY]).picks["drop_in"].reasons[0]
+    assert said.startswith(
+        "the best step time that" if tried else "no other one that keeps the baseline's global batch"
+    )
+
+
 def test_trials_share_a_branch_only_with_their_numerics():
     """Two kinds of bf16 are one precision: the branch of the one confirmed the other."""
     plain = measured(1, micro=16, precision="bf16")

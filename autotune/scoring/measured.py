@@ -60,7 +60,7 @@ class Measured:
         failed_again: How it ended when it was measured again, where that failed; empty otherwise.
         unwitnessed: Settings of which nothing shows that they acted.
         numerics_kept: Whether it computes the same numbers as the baseline, but for the batch, or with fewer roundings.
-        loss_of: Samples of a micro-batch, where the study's loss depends on them; else 0.
+        loss_micro_batch: Its micro-batch, where the study's loss depends on it; else 0.
         loss_off: Share by which its first losses lie off the baseline's on the same samples, or those of the study's trial
             with the largest one where its own are of other samples; 0 where that may be chance.
         verdict: What the quality gate said of it, where it was asked.
@@ -85,7 +85,7 @@ class Measured:
     failed_again: str = ""
     unwitnessed: Sequence[str] = ()
     numerics_kept: bool = True
-    loss_of: int = 0
+    loss_micro_batch: int = 0
     loss_off: float = 0.0
     verdict: GateVerdict | None = None
     branch: Branch | None = None
@@ -102,7 +102,7 @@ class Measured:
         if not self.numerics_kept and not (self.verdict is not None and self.verdict.passed):
             other = (
                 "another micro-batch, on which the loss depends,"
-                if self.loss_of
+                if self.loss_micro_batch
                 else "other numerics than the baseline's"
             )
             return (self.verdict and self.verdict.reason) or f"how it trains with {other} was not checked"
@@ -121,7 +121,9 @@ class Measured:
     @property
     def numerics(self) -> str:
         """What decides how it trains, but for the batch: its numerics, and what DeepSpeed does not get of them."""
-        return json.dumps([numerics(self.ds_config), self.candidate.other_numerics, self.loss_of], sort_keys=True)
+        return json.dumps(
+            [numerics(self.ds_config), self.candidate.other_numerics, self.loss_micro_batch], sort_keys=True
+        )
 
     @property
     def training(self) -> tuple[Hashable, ...]:

@@ -116,7 +116,7 @@ class NumericsCheck:
         if (
             not alike
             or other_sum
-            or m.loss_of != baseline.loss_of
+            or m.loss_micro_batch != baseline.loss_micro_batch
             or not quality_gate.differs_in_sums_alone(m.ds_config, baseline.ds_config)
         ):
             return False

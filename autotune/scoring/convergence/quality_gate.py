@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from autotune.space.candidate import Candidate
 from autotune.trial.profile import Floats
 from autotune.trial.result import NOT_FINITE, GradientCheck
+from autotune.trial.workload import Workload
 
 # A mean loss may lag by one step (DeepSpeed's bf16 stage 0 loses a quarter of Adam's first one), or by this share of
 # all steps.
@@ -84,6 +86,22 @@ def keeps_numerics(config: Mapping[str, Any], baseline: Mapping[str, Any]) -> bo
     """Whether a configuration computes the numbers that a baseline computes, or sums up fewer of them in 16 bits."""
     n_own, n_other = (numerics(each).get(SUMMED_IN_16_BITS, 1) for each in (config, baseline))
     return differs_in_sums_alone(config, baseline) and n_own <= n_other
+
+
+def trains_alike(
+    candidate: Candidate, baseline: Candidate, config: Mapping[str, Any], own: Mapping[str, Any], workload: Workload
+) -> bool:
+    """Whether a candidate trains with the baseline's numerics, but for the global batch.
+
+    Args:
+        config: Its complete DeepSpeed configuration.
+        own: The baseline's.
+    """
+    return (
+        keeps_numerics(config, own)
+        and candidate.other_numerics == baseline.other_numerics
+        and not workload.adds_up_otherwise(candidate, baseline)
+    )
 
 
 def differs_in_sums_alone(config: Mapping[str, Any], baseline: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.executors.base import Executor
 from autotune.scoring.convergence.learning_rate import LearningRate, default_rule
-from autotune.scoring.convergence.quality_gate import keeps_numerics
+from autotune.scoring.convergence.quality_gate import trains_alike
 from autotune.space import data as data_knobs
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate, from_deepspeed
@@ -87,9 +87,7 @@ class Plan:
         return (
             candidate.global_batch_size(world) == own.global_batch_size(world)
             and candidate.precision == own.precision  # what follows takes longer, and thousands are asked
-            and candidate.other_numerics == own.other_numerics
-            and not self.workload.adds_up_otherwise(candidate, own)
-            and keeps_numerics(self.ds_config(candidate), self.ds_config(own))
+            and trains_alike(candidate, own, self.ds_config(candidate), self.ds_config(own), self.workload)
         )
 
     def learning_rate(self) -> LearningRate:

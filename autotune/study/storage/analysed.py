@@ -12,7 +12,7 @@ from optuna.trial import FrozenTrial
 
 from autotune.forecast.predictor import generic_prior
 from autotune.scoring import metrics
-from autotune.scoring.convergence.quality_gate import keeps_numerics
+from autotune.scoring.convergence.quality_gate import trains_alike
 from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.scoring.measured import Foretold, Measured
 from autotune.search.observation import observed
@@ -56,15 +56,23 @@ def measured(study: Study, folder: Path, kept: StudyRecord, before: Reading | No
     seen |= {each.number: _as_measured(each, folder, kept, own) for each in told if each.number not in seen}
     known = zip(told, _foretold(kept, told, before), _sittings(told, kept), strict=True)
     found = [replace(seen[each.number], forecast=forecast, sitting=sitting) for each, forecast, sitting in known]
-    if most := max((m.loss_off for m in found), key=abs, default=0.0):
-        own_micro = Candidate.from_key(kept.baseline).micro_batch_size
-        found = [
-            replace(m, loss_of=own_micro)
-            if (micro := m.candidate.micro_batch_size) == own_micro
-            else replace(m, loss_of=micro, loss_off=m.loss_off or most, numerics_kept=False)
-            for m in found
-        ]
-    return found
+    most = max((m.loss_off for m in found), key=abs, default=0.0)
+    return _apart_by_micro_batch(found, Candidate.from_key(kept.baseline), most) if most else found
+
+
+def _apart_by_micro_batch(found: Sequence[Measured], baseline: Candidate, most: float) -> list[Measured]:
+    """The trials of a study whose loss depends on the micro-batch: another one than the baseline's is other numerics.
+
+    Args:
+        most: How far off the first losses of one of them are at most.
+    """
+    apart = [replace(m, loss_micro_batch=m.candidate.micro_batch_size) for m in found]
+    return [
+        replace(m, loss_off=m.loss_off or most, numerics_kept=False)
+        if m.loss_micro_batch != baseline.micro_batch_size
+        else m
+        for m in apart
+    ]
 
 
 def search_of(name: str, kept: StudyRecord) -> tuple[SearchSpace, PhysicsSampler]:
@@ -127,9 +135,7 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConf
         branch=records.branch_in(folder, told.number),
         branch_wanted=kept.branches
         and candidate.global_batch_size(kept.data_parallel) != baseline.global_batch_size(kept.data_parallel),
-        numerics_kept=keeps_numerics(ds_config, own)
-        and candidate.other_numerics == baseline.other_numerics
-        and not kept.workload.adds_up_otherwise(candidate, baseline),
+        numerics_kept=trains_alike(candidate, baseline, ds_config, own, kept.workload),
         metrics=data["metrics"] | more,
         ci95={name: (low, high) for name, (low, high) in data["ci95"].items() if name not in more},
         feasible=data["feasible"],

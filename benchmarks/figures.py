@@ -145,6 +145,14 @@ def stopping(found: Results) -> Rows:
     return rows
 
 
+def quick(found: Results) -> Rows:
+    every = found["overall"]
+    what = f"{every['studies']} simulated studies with `--quick`, goals balanced and throughput: answer behind the best"
+    own, base = (every[f"{name}_median_and_worst_tenth"] for name in ("regret", "regret_of_baseline"))
+    said = "{} in the median, {} in the worst tenth, after {:.1f} trials on average (the baseline: {} and {})"
+    return [(what, said.format(*map(percent, own), every["trials_mean"], *map(percent, base)))]
+
+
 def search_simulated(found: Results) -> Rows:
     rows = []
     for noise, kinds in found["noises"].items():
@@ -438,6 +446,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "coordinators": ("python benchmarks/coordinators.py --seconds 5", coordinators),
     "estimates": ("python benchmarks/estimates.py --seeds 2", estimates),
     "stopping": ("python benchmarks/stopping.py --seeds 5", stopping),
+    "quick": ("python benchmarks/stopping.py --quick --seeds 5", quick),
     "search_simulated": (
         'python benchmarks/search_simulated.py --only physics "formulas known" --seeds 4',
         search_simulated,

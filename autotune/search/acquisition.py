@@ -50,6 +50,11 @@ def dominated(points: Floats, by: Floats) -> NDArray[np.bool_]:
     return np.asarray(np.any(worse, axis=1), dtype=bool)
 
 
+def gains(seen: Floats, unseen: Floats) -> Floats:
+    """How much better each candidate is than the best of those that are measured again; one row a draw."""
+    return np.asarray(np.maximum(seen[:, :FINALISTS].min(axis=1)[:, None] - unseen, 0.0), dtype=float)
+
+
 def loss_of_stopping(seen: Floats, unseen: Floats, allowed: Floats, rng: np.random.Generator) -> tuple[float, float]:
     """What stopping loses, and what the most promising single trial gains, over joint draws of the goal.
 
@@ -58,7 +63,6 @@ def loss_of_stopping(seen: Floats, unseen: Floats, allowed: Floats, rng: np.rand
         unseen: The goal of those not measured.
         allowed: Probability of each of these that it runs and keeps the bounds.
     """
-    kept = seen[:, :FINALISTS].min(axis=1)
-    better = np.maximum(kept[:, None] - unseen, 0.0) * (rng.random(unseen.shape) < allowed)
-    loss = np.maximum(better.max(axis=1), kept - seen.min(axis=1)).mean()
+    better = gains(seen, unseen) * (rng.random(unseen.shape) < allowed)
+    loss = np.maximum(better.max(axis=1), seen[:, :FINALISTS].min(axis=1) - seen.min(axis=1)).mean()
     return float(loss), float(better.mean(axis=0).max())

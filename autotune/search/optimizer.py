@@ -115,7 +115,8 @@ class CandidateOptimizer:
     Attributes:
         cautious: Whether what surely does not fit the memory is passed by; else it is only less likely to be proposed.
         goal_only: Whether candidates are proposed for the goal alone, not for the front: few trials then find its best.
-        quick: Whether each next candidate is the best expected by the goal, until no single trial is worth its time.
+        quick: Whether after the reference the best expected by the goal is next, then what may gain most, until no
+            single trial is worth its time.
         drops_in: Whether a candidate trains as the reference does, so that it needs no check; None if that is not known.
     """
 
@@ -257,7 +258,6 @@ class CandidateOptimizer:
         is no reason to go on.
         """
         state = self._learn(told)
-        typical = replace(state, time=state.time.typical())
         open_rows, held = self._open(state, busy), _held_rows(state)
         covered, n_ran = state.time.covered, state.n_ran
         rng, rows = np.random.default_rng(len(told)), np.zeros(0, dtype=np.intp)
@@ -274,21 +274,35 @@ class CandidateOptimizer:
         n_left = int((fits >= min(chance_needed(told), LAST_RESORT)).sum())
         allowed = fits * state.held(rows) * state.completes(rows)
         explored = not pool.needed(state, self.shares, rows, allowed, held).any()
-        mean, sd = typical.goal(rows, self.shares)
-        hopeful = np.argsort(mean - 2 * sd)[:MOST_DRAWN]
-        measured = np.array(sorted(set(held)), dtype=np.intp)
-        measured = measured[np.argsort(typical.goal(measured, self.shares)[0])][:MOST_DRAWN]
-        rows, allowed = rows[hopeful], allowed[hopeful]
-        drawn = typical.draw_goal(np.concatenate([measured, rows]), self.shares, rng, DRAWS)
-        if self.quick:
-            drawn = drawn + pool.price(self.catalogue.candidates, np.concatenate([measured, rows]))
-        loss, next_gain = acquisition.loss_of_stopping(
-            drawn[:, : len(measured)], drawn[:, len(measured) :], allowed, rng
-        )
+        seen, unseen, hopeful = self._draw(state, rows, held, rng)
+        loss, next_gain = acquisition.loss_of_stopping(seen, unseen, allowed[hopeful], rng)
         return Outlook(
             loss=loss, next_gain=next_gain, n_left=n_left, n_ran=n_ran, covered=covered, explored=explored, quick=self.quick,
             drop_in_open=pool.untried_drop_ins(state, self.shares, open_rows, told, self.drops_in) is not None,
         )  # fmt: skip
+
+    def _draw(
+        self, state: CostModel, rows: Rows, held: Rows, rng: np.random.Generator
+    ) -> tuple[Floats, Floats, NDArray[np.intp]]:
+        """Joint draws of the goal, in a quick study with the price of each candidate.
+
+        Args:
+            rows: Candidates that may be run.
+            held: The measured ones that keep the bounds.
+
+        Returns:
+            Draws of the measured ones, the best first; of the most hopeful of `rows`; and which of `rows` these are.
+        """
+        typical = replace(state, time=state.time.typical())
+        mean, sd = typical.goal(rows, self.shares)
+        hopeful = np.argsort(mean - 2 * sd)[:MOST_DRAWN]
+        measured = np.array(sorted(set(held)), dtype=np.intp)
+        measured = measured[np.argsort(typical.goal(measured, self.shares)[0])][:MOST_DRAWN]
+        both = np.concatenate([measured, rows[hopeful]])
+        drawn = typical.draw_goal(both, self.shares, rng, DRAWS)
+        if self.quick:
+            drawn = drawn + pool.price(self.catalogue.candidates, both)
+        return drawn[:, : len(measured)], drawn[:, len(measured) :], hopeful
 
     # Learning
 
@@ -326,8 +340,14 @@ class CandidateOptimizer:
         if not len(held):
             return state.held(rows)
         mean, seen = state.costs(rows)[0], state.costs(held)[0]
+        if self.quick and n_told >= QUICK_TRIALS:
+            # A study that goes on because of one candidate tries that one.
+            drawn, unseen, hopeful = self._draw(state, rows, held, np.random.default_rng(n_told))
+            promised = np.zeros(len(rows))
+            promised[hopeful] = acquisition.gains(drawn, unseen).mean(axis=0)
+            return promised
         if self.quick or (self.goal_only and n_told % 2):
-            # What is expected to be best is next: always where a trial or two decide, else every second time.
+            # What is expected to be best is next: first in a quick study, every second time where only the goal counts.
             expected = mean @ self.shares + (pool.price(self.catalogue.candidates, rows) if self.quick else 0.0)
             return np.asarray(np.exp(expected.min() - expected), dtype=float)
         if self.goal_only:

@@ -52,3 +52,14 @@ def test_nothing_is_tried_for_needing_no_check_alone():
     checked = replace(OWN, micro_batch_size=8, gradient_accumulation_steps=1, precision="bf16")
     guide = guide_of([OWN, checked, replace(OWN, micro_batch_size=1, gradient_accumulation_steps=8)])
     assert not guide.outlook([told_of(OWN), told_of(checked)]).drop_in_open
+
+
+def test_a_study_that_goes_on_because_of_one_candidate_tries_that_one():
+    """The expected best is near one that was tried, and known too well to be much better than that."""
+    large, small = (replace(OWN, micro_batch_size=n, gradient_accumulation_steps=8 // n) for n in (8, 4))
+    near, apart = replace(small, zero_stage=1), replace(large, zero_stage=3)
+    guide = guide_of([OWN, large, replace(large, zero_stage=1), near, apart])
+    told = [told_of(OWN), told_of(large), told_of(replace(large, zero_stage=1), slower=0.55)]
+    known, unknown = guide.beliefs(told, [near, apart]).log_step_time[0]
+    assert known < unknown - 0.02
+    assert guide.suggest(told) == apart

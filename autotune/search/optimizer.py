@@ -274,35 +274,12 @@ class CandidateOptimizer:
         n_left = int((fits >= min(chance_needed(told), LAST_RESORT)).sum())
         allowed = fits * state.held(rows) * state.completes(rows)
         explored = not pool.needed(state, self.shares, rows, allowed, held).any()
-        seen, unseen, hopeful = self._draw(state, rows, held, rng)
+        seen, unseen, hopeful = _draw(state, self.shares, rows, held, rng, priced=self.quick)
         loss, next_gain = acquisition.loss_of_stopping(seen, unseen, allowed[hopeful], rng)
         return Outlook(
             loss=loss, next_gain=next_gain, n_left=n_left, n_ran=n_ran, covered=covered, explored=explored, quick=self.quick,
             drop_in_open=pool.untried_drop_ins(state, self.shares, open_rows, told, self.drops_in) is not None,
         )  # fmt: skip
-
-    def _draw(
-        self, state: CostModel, rows: Rows, held: Rows, rng: np.random.Generator
-    ) -> tuple[Floats, Floats, NDArray[np.intp]]:
-        """Joint draws of the goal, in a quick study with the price of each candidate.
-
-        Args:
-            rows: Candidates that may be run.
-            held: The measured ones that keep the bounds.
-
-        Returns:
-            Draws of the measured ones, the best first; of the most hopeful of `rows`; and which of `rows` these are.
-        """
-        typical = replace(state, time=state.time.typical())
-        mean, sd = typical.goal(rows, self.shares)
-        hopeful = np.argsort(mean - 2 * sd)[:MOST_DRAWN]
-        measured = np.array(sorted(set(held)), dtype=np.intp)
-        measured = measured[np.argsort(typical.goal(measured, self.shares)[0])][:MOST_DRAWN]
-        both = np.concatenate([measured, rows[hopeful]])
-        drawn = typical.draw_goal(both, self.shares, rng, DRAWS)
-        if self.quick:
-            drawn = drawn + pool.price(self.catalogue.candidates, both)
-        return drawn[:, : len(measured)], drawn[:, len(measured) :], hopeful
 
     # Learning
 
@@ -342,7 +319,7 @@ class CandidateOptimizer:
         mean, seen = state.costs(rows)[0], state.costs(held)[0]
         if self.quick and n_told >= QUICK_TRIALS:
             # A study that goes on because of one candidate tries that one.
-            drawn, unseen, hopeful = self._draw(state, rows, held, np.random.default_rng(n_told))
+            drawn, unseen, hopeful = _draw(state, self.shares, rows, held, np.random.default_rng(n_told), priced=True)
             promised = np.zeros(len(rows))
             promised[hopeful] = acquisition.gains(drawn, unseen).mean(axis=0)
             return promised
@@ -388,6 +365,32 @@ def _regret(state: CostModel, rows: Rows) -> Floats:
     """How far each row is expected to be from the best, on the objective that it serves best."""
     mean, _ = state.costs(rows)
     return np.asarray((mean - mean.min(axis=0)).min(axis=1), dtype=float)
+
+
+def _draw(
+    state: CostModel, shares: Floats, rows: Rows, held: Rows, rng: np.random.Generator, *, priced: bool
+) -> tuple[Floats, Floats, NDArray[np.intp]]:
+    """Joint draws of the goal, a row each.
+
+    Args:
+        shares: Weights of the objectives in the goal.
+        rows: Candidates that may be run.
+        held: The measured ones that keep the bounds.
+        priced: Whether a candidate's price counts, as in a quick study.
+
+    Returns:
+        Draws of the measured ones, the best first; of the most hopeful of `rows`; and which of `rows` these are.
+    """
+    typical = replace(state, time=state.time.typical())
+    mean, sd = typical.goal(rows, shares)
+    hopeful = np.argsort(mean - 2 * sd)[:MOST_DRAWN]
+    measured = np.array(sorted(set(held)), dtype=np.intp)
+    measured = measured[np.argsort(typical.goal(measured, shares)[0])][:MOST_DRAWN]
+    both = np.concatenate([measured, rows[hopeful]])
+    drawn = typical.draw_goal(both, shares, rng, DRAWS)
+    if priced:
+        drawn = drawn + pool.price(state.catalogue.candidates, both)
+    return drawn[:, : len(measured)], drawn[:, len(measured) :], hopeful
 
 
 def _gains(state: CostModel, shares: Floats, rows: Rows, mean: Floats, held: Rows, seen: Floats) -> Floats:

@@ -111,6 +111,18 @@ def test_an_optimizer_steps_on_a_flat_copy_of_its_shard_and_needs_scratch_for_it
     assert phase("step", Candidate(micro_batch_size=1, precision="bf16"))["gradients"] == 2 * P
 
 
+def test_an_optimizer_that_takes_all_tensors_at_once_needs_scratch_for_every_parameter_at_stage_0():
+    # torch's AdamW on CUDA: sqrt(v) of all tensors.
+    at_once = replace(PROFILE, optimizer_scratch=4.0, scratch_for_all=True, sizes=((P // 10, 10),))
+    one = replace(at_once, optimizer_scratch=8.0, scratch_for_all=False)
+    steps = [
+        phase("step", Candidate(micro_batch_size=1, zero_stage=stage, precision="bf16"), profile=each)["step"]
+        for stage in (0, 1)
+        for each in (at_once, one)
+    ]
+    assert steps == [(4 + 4) * P, (4 + 8 / 10) * P, (4 + 4) * P / N, (4 + 8) * P / N]
+
+
 def test_stage_3_keeps_small_parameters_whole_and_what_is_used_again_soon():
     sized = replace(PROFILE, sizes=((100, 8000), (200_000, 1)))
     settings = {"zero_stage": 3, ZERO + "stage3_prefetch_bucket_size": 0, ZERO + "stage3_max_reuse_distance": 0}

@@ -192,7 +192,7 @@ def optimizer_needs(
     scratch = []
     state = 0.0
     for n in (1, 2):
-        parameters = [nn.Parameter(torch.zeros(64, 64, device=device)) for _ in range(n)]
+        parameters = [nn.Parameter(torch.zeros(64, 64, device=device, dtype=torch.float32)) for _ in range(n)]
         optimizer = make(parameters)
         for step in range(2):  # states appear in the first
             for parameter in parameters:

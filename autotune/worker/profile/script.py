@@ -1,5 +1,7 @@
 """Profile of a script, from one real forward; its backward is estimated, since no part can be run alone."""
 
+import contextlib
+import inspect
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +15,7 @@ from autotune.worker.containers import n_elements
 from autotune.worker.data.worst import length_in
 from autotune.worker.measure import batches
 from autotune.worker.profile.model import FUSED_STATES
-from autotune.worker.profile.op_counter import OpCounter
+from autotune.worker.profile.op_counter import OpCounter, optimizer_needs
 
 # Forward and backward together; a backward computes and moves about twice what its forward does.
 PASS = 3.0
@@ -83,7 +85,7 @@ class ForwardProfile:
         passes = {"fp32/0": plain}
         if blocks and kept:
             passes["fp32/1"] = self._pass(samples, again, PASS + inside / kept)
-        kind = str((ds_config.get("optimizer") or {}).get("type", "adam")).lower()
+        state, scratch, for_all = self._optimizer(str((ds_config.get("optimizer") or {}).get("type", "adam")).lower())
         sizes = Counter(map(n_elements, dict.fromkeys(self._engine.parameters())))
         mixed = workload.experts or Experts()
         return Profile(
@@ -91,9 +93,28 @@ class ForwardProfile:
             flops_per_sample=max(1.0, plain.flops[1]), activation_bytes_per_sample=plain.kept_bytes[1],
             checkpointed_bytes_per_sample=passes.get("fp32/1", plain).kept_bytes[1],
             n_blocks=workload.n_blocks, sequence=length_in(self._shape, micro_batch_size) or 1, block_share=workload.block_share,
-            optimizer_bytes=FUSED_STATES.get(kind, 8.0), passes=passes, sizes=tuple(sorted(sizes.items())),
+            optimizer_bytes=state, optimizer_scratch=scratch, scratch_for_all=for_all,
+            passes=passes, sizes=tuple(sorted(sizes.items())),
             n_expert=mixed.parameters, expert_layers=mixed.layers, experts_per_token=mixed.per_token, caveats=(CAVEAT,),
         )  # fmt: skip
+
+    def _optimizer(self, kind: str) -> tuple[float, float, bool]:
+        """Returns state and scratch of the optimizer; see `op_counter.optimizer_needs`.
+
+        torch's are tried on the device with the script's own arguments: on CUDA they take all tensors at once unless they
+        are fused (torch/optim/optimizer.py, `_default_to_fused_or_foreach`), and need scratch for all of them
+        (torch/optim/adam.py, `_multi_tensor_adam`).
+        """
+        optimizer: Any = getattr(self._engine, "basic_optimizer", None)
+        made, origin = type(optimizer), type(optimizer).__module__
+        if origin.startswith("torch.optim."):
+            known = inspect.signature(made).parameters.keys() - {"params"}
+            given = {name: value for name, value in optimizer.param_groups[0].items() if name in known}
+            device = next(self._engine.parameters()).device
+            with contextlib.suppress(Exception):
+                return optimizer_needs(lambda parameters: made(parameters, **given), device)
+        fused = origin.startswith("deepspeed.ops.")
+        return FUSED_STATES.get(kind, 8.0), 0.0 if fused else 8.0, False
 
     def _pass(self, samples: float, kept: float, times: float) -> Pass:
         """Returns the pass as it would be in fp32, proportional to the samples."""

@@ -1,5 +1,6 @@
 """The profile from one forward of a script's engine, compared with that of a whole pass."""
 
+import pytest
 import torch
 from support.instant import WORKLOAD
 from torch import nn
@@ -30,9 +31,10 @@ class Engine(nn.Module):
         return self.module(*args)
 
 
-def sketched(model, x, config=None, samples=SAMPLES):
+def sketched(model, x, config=None, samples=SAMPLES, optimizer=None):
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     sketch, engine = None, Engine(model)
+    engine.basic_optimizer = optimizer
     sketch = ForwardProfile(engine, blocks)
     with torch.no_grad():
         engine(x)  # an evaluation before training is not what is looked for
@@ -68,6 +70,23 @@ def test_16_bit_weights_are_reported_as_the_fp32_that_formulas_scale_down():
     narrow = sketched(model.to(torch.bfloat16), x.to(torch.bfloat16), {"optimizer": {"type": "SGD"}})
     assert 0.8 < narrow.passes["fp32/0"].kept_bytes[1] / wide.kept_bytes[1] < 1.2
     assert narrow.optimizer_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "needs"),
+    [({}, (8, 8, False)), ({"foreach": True}, (8, 4, True)), ({"fused": True, "weight_decay": 0.1}, (8, 0, False))],
+)  # on CUDA `foreach` is the default
+def test_scratch_is_that_of_the_scripts_own_optimizer(settings, needs):
+    model, x = Block(), torch.randn(SAMPLES, WIDTH)
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(8))], lr=1e-3, **settings)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # adds keys to the groups that no optimizer takes
+    found = sketched(model, x, optimizer=optimizer)
+    assert (found.optimizer_bytes, found.optimizer_scratch, found.scratch_for_all) == needs
+
+
+def test_an_optimizer_of_deepspeeds_needs_no_scratch_and_one_of_unknown_origin_as_much_as_torchs():
+    x, fused = torch.randn(SAMPLES, WIDTH), type("FusedAdam", (), {"__module__": "deepspeed.ops.adam.fused_adam"})
+    assert [sketched(Block(), x, optimizer=made).optimizer_scratch for made in (fused(), None)] == [0, 8]
 
 
 def test_without_a_training_forward_or_a_counted_batch_there_is_no_profile():

@@ -102,6 +102,7 @@ class Devices:
             host_bytes_per_s=card.host_link_bytes_per_s * REACHED,
             host_memory_bytes_per_s=HOST_MEMORY_BYTES_PER_S / self.local,
             workspace_bytes=c.context_bytes + (c.nccl_bytes if several else 0.0),
+            device_bytes=self.memory_bytes,
             ranks_per_node=self.per_node if self.nodes > 1 else 0,
             node_bytes_per_s=self.stated.get("network_bytes_per_s", card.network_bytes_per_s),
             node_alpha_s=NODE_LATENCY_S, algorithm="ring",

@@ -8,7 +8,7 @@ import numpy as np
 
 from autotune.forecast.communication import waiting_s, within_node_s
 from autotune.forecast.knobs import Knobs
-from autotune.forecast.memory import memory_terms
+from autotune.forecast.memory import at_peak, memory_phases
 from autotune.forecast.step_time import WITHIN_A_STEP, step_time_terms
 from autotune.space.candidate import Candidate
 from autotune.trial.profile import Floats, Machine, Pass, Profile
@@ -70,9 +70,10 @@ def cost_terms(
     for split, own_rows in by_degree.items():
         knobs = Knobs.of([candidates[row] for row in own_rows], base)
         own, there = _of_a_rank(profile, machine, split)
-        held, times = memory_terms(knobs, own, there), step_time_terms(knobs, own, there)
+        phases, times = memory_phases(knobs, own, there), step_time_terms(knobs, own, there)
         if split.experts > 1 and profile.n_expert:
-            held, times = _with_experts(knobs, own, there, split.experts, (held, times))
+            phases, times = _with_experts(knobs, own, there, split.experts, (phases, times))
+        held = at_peak(phases, guessed=own.guessed)
         turns = 1.0 + (split.stages - 1) / knobs.accumulation
         times |= {name: times[name] * turns for name in OF_MICRO_BATCHES}
         # A separate term: what trials show of ZeRO's messages says little of those within groups.
@@ -191,9 +192,9 @@ def _within_groups_s(knobs: Knobs, profile: Profile, machine: Machine, split: Sp
 
 
 def _with_experts(
-    knobs: Knobs, profile: Profile, machine: Machine, degree: int, whole: tuple[Terms, Terms]
-) -> tuple[Terms, Terms]:
-    """Memory and time of a rank that holds 1 / e of the experts, from those of one that holds all.
+    knobs: Knobs, profile: Profile, machine: Machine, degree: int, whole: tuple[Mapping[str, Terms], Terms]
+) -> tuple[dict[str, Terms], Terms]:
+    """Memory by instant and time of a rank that holds 1 / e of the experts, from those of one that holds all.
 
     What ZeRO shards is P / N either way, as each expert is sharded over N / e ranks; what it does not shard has
     (1 - 1 / e) Pe elements less. The experts' gradients are reduced over N / e ranks.
@@ -202,8 +203,13 @@ def _with_experts(
     gone = round(profile.n_expert * (1 - 1 / e))
     own = replace(profile, n_parameters=profile.n_parameters - gone, n_trainable=max(0, profile.n_trainable - gone))
     apart = replace(machine, world_size=MANY_RANKS, ranks_per_node=0)
-    unsharded, left = (memory_terms(knobs, each, apart) for each in (profile, own))
-    memory = {name: np.maximum(0.0, terms - unsharded[name] + left[name]) for name, terms in whole[0].items()}
+    unsharded, left = (memory_phases(knobs, each, apart) for each in (profile, own))
+    memory = {
+        phase: {
+            name: np.maximum(0.0, term - unsharded[phase][name] + left[phase][name]) for name, term in terms.items()
+        }
+        for phase, terms in whole[0].items()
+    }
     reduced = (N - 1) / N * (P - profile.n_expert) + (N - e) / N * profile.n_expert / e
     share: Terms = {
         "optimizer": np.where(knobs.stage == 0, own.n_parameters / P, 1.0),

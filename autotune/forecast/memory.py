@@ -1,7 +1,8 @@
 """Memory of a rank, as DeepSpeed allocates it: model states, buckets, gathered parameters, activations, temporaries.
 
-A step is three instants that can each be the highest: inside backward, when gradients are reduced, and in the
-optimizer's step. Each is a sum of terms; the peak is the instant with the largest sum.
+Four instants can each be the highest: while `deepspeed.initialize` makes the engine, and in a step inside backward,
+when gradients are reduced, and in the optimizer's step. Each is a sum of terms; the peak is the instant with the
+largest sum.
 """
 
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ Terms = dict[str, Floats]
 # do not.
 SPREADS = {
     "weights": 0.02,
+    "loading": 0.02,
     "gradients": 0.1,
     "master": 0.02,
     "states": 0.02,
@@ -42,6 +44,11 @@ FRAGMENTATION = {"cuda": 0.06, "cpu": 0.0}
 QUANTIZED_BYTES = 0.5625
 # The flat copy of a stage-0 all-reduce (deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE), in elements.
 ALLREDUCE_ELEMENTS = 5e8
+# What a process has before its optimizer is made.
+LASTING = ("weights", "data", "workspace", "kernels")
+# Up to this share of the device a flat copy of the weights counts. Nearer the limit it would cast doubt on a fit that
+# DeepSpeed itself makes sure of, by flattening on the host.
+ROOMY = 0.85
 
 
 def memory_terms(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
@@ -54,9 +61,13 @@ def memory_terms(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     * master 4 Pt with 16-bit weights, from stage 1 on over N; in fp32 stages 1 and 2 clone their shard all the same;
     * states (8 bytes for Adam) Pt, from stage 1 on over N.
     """
-    phases = memory_phases(knobs, profile, machine)
+    return at_peak(memory_phases(knobs, profile, machine), guessed=profile.guessed)
+
+
+def at_peak(phases: Mapping[str, Terms], *, guessed: bool = False) -> Terms:
+    """The terms of the instant with the largest sum, for each row."""
     totals = np.stack([np.sum(list(terms.values()), axis=0) for terms in phases.values()])
-    if profile.guessed:
+    if guessed:
         # Activations may be several times what was guessed, so they stay in sight where another instant is thought to
         # be higher.
         return phases["backward"] | {"step": totals.max(axis=0) - totals[0]}
@@ -66,10 +77,10 @@ def memory_terms(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
 
 
 def memory_phases(knobs: Knobs, profile: Profile, machine: Machine) -> dict[str, Terms]:
-    """The terms inside backward, while gradients are reduced, and in the optimizer's step."""
+    """The terms inside backward, while gradients are reduced, in the optimizer's step, and while the engine is made."""
     n = len(knobs.micro)
     fixed = _fixed(knobs, profile, machine)
-    phases = {}
+    phases: dict[str, Terms] = {}
     for name, moving in (
         ("backward", _in_backward(knobs, profile, machine)),
         ("reduce", _in_reduction(knobs, profile, machine)),
@@ -81,6 +92,9 @@ def memory_phases(knobs: Knobs, profile: Profile, machine: Machine) -> dict[str,
         in_use = np.sum(list(terms.values()), axis=0)
         terms["allocator"] = in_use * FRAGMENTATION.get(machine.accelerator, 0.0)
         phases[name] = terms
+    loading = _in_loading(knobs, profile, machine, fixed)
+    # Nothing was freed by then, so nothing lies in pieces.
+    phases["loading"] = {key: np.zeros(n) for key in SPREADS} | {key: fixed[key] for key in LASTING} | loading
     return phases
 
 
@@ -90,8 +104,7 @@ def _fixed(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     w, stage = knobs.weight_bytes, knobs.stage
     over_1 = np.where(stage >= 1, N, 1.0)
     on_device, param_on_device = 1.0 - knobs.offload_optimizer, 1.0 - knobs.offload_param
-    held = w * P - (w - QUANTIZED_BYTES) * profile.quantized
-    weights = held * np.where(stage == 3, param_on_device / N, 1.0)
+    weights = _whole(knobs, profile) * np.where(stage == 3, param_on_device / N, 1.0)
     weights = weights + np.where((knobs.hpz > 1) & (stage == 3), w * P / np.maximum(knobs.hpz, 1.0), 0.0)
     clones = np.where((stage == 1) | (stage == 2), 4.0, 0.0)  # stage 3 shares fp32 weights with its optimizer
     master = np.where(w == 2.0, np.where(knobs.master_16 > 0, 2.0, 4.0), clones) * Pt / over_1 * on_device
@@ -112,6 +125,30 @@ def _fixed(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
             knobs.arithmetic != "fp32", machine.kernel_bytes or KERNEL_BYTES.get(machine.accelerator, 0.0), 0.0
         ),
     }
+
+
+def _whole(knobs: Knobs, profile: Profile) -> Floats:
+    """Bytes of all weights."""
+    w = knobs.weight_bytes
+    return w * float(profile.n_parameters) - (w - QUANTIZED_BYTES) * profile.quantized
+
+
+def _in_loading(knobs: Knobs, profile: Profile, machine: Machine, fixed: Terms) -> Terms:
+    """While `deepspeed.initialize` makes the engine: what is there beside the weights that stay.
+
+    Without `zero.Init` each rank has the whole model on its device before stage 3 shards it, with offload too
+    (deepspeed/runtime/engine.py, `_configure_distributed_model`, casts and moves it; zero/parameter_offload.py,
+    `_convert_to_zero_parameters`, then shards one parameter after the other). Stages 1 and 2 copy the trainable weights
+    into a flat buffer beside the originals (zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__`), on the device
+    where that has room, else on the host; before DeepSpeed's pull request 7828 of 2026 always there. What stage 0
+    (fp16/fused_optimizer.py, fp16/unfused_optimizer.py), bf16_optimizer.py and master weights copy is less than a step
+    needs.
+    """
+    whole, flat = _whole(knobs, profile), knobs.weight_bytes * float(profile.n_trainable)
+    has_room = whole + flat + fixed["workspace"] <= ROOMY * machine.device_bytes
+    built = 0.0 if profile.built_bytes is None else np.maximum(whole, profile.built_bytes * float(profile.n_parameters))
+    at_3 = np.maximum(0.0, built - fixed["weights"])
+    return {"loading": _where((knobs.stage == 3, at_3), ((knobs.stage >= 1) & has_room, flat), otherwise=0.0)}
 
 
 def _both(knobs: Knobs) -> Mask:

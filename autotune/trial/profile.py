@@ -90,6 +90,8 @@ class Profile:
         experts_per_token: Experts that a token passes in a layer that has some.
         data_bytes: Host memory of the target and its data set.
         input_s_per_sample: Time to draw a sample in a rank.
+        built_bytes: Bytes of a parameter that each device holds before `deepspeed.initialize`, 0 where the model waits on
+            the host; None where stage 3 has it in shards from the start (`zero.Init`), or may have.
         cut_short: Passes are missing, since the time for profiling was over; what stands in for them is uncertain.
         lengths: Lengths of the data set's samples, where batches are padded to their longest; the passes are of batches
             of `sequence` tokens.
@@ -119,6 +121,7 @@ class Profile:
     experts_per_token: float = 1.0
     data_bytes: float = 0.0
     input_s_per_sample: float = 0.0
+    built_bytes: float | None = None
     cut_short: bool = False
     lengths: Table = ()
     stated: int = 0
@@ -292,6 +295,7 @@ class Machine:
         optimizer_bytes_per_s: Rate at which an optimizer's step moves its bytes; None for the memory bandwidth.
         workspace_bytes: Memory of a process that has trained, besides tensors; 0 for a typical amount.
         kernel_bytes: Further memory for 16-bit arithmetic; 0 for a typical amount.
+        device_bytes: Memory of a rank's device; 0 on a CPU, or if unknown.
         measured: The rates were measured on this machine.
         ranks_per_node: Ranks of a node; 0 if all are on one. `link_*` then describe the link within a node.
         node_alpha_s: Latency of one message between nodes.
@@ -314,6 +318,7 @@ class Machine:
     optimizer_bytes_per_s: float | None = None
     workspace_bytes: float = 0.0
     kernel_bytes: float = 0.0
+    device_bytes: float = 0.0
     measured: bool = False
     ranks_per_node: int = 0
     node_alpha_s: float = 0.0

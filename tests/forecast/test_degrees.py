@@ -54,6 +54,12 @@ def test_an_expert_group_shares_experts_and_pays_in_tokens_sent():
     assert states[1] == pytest.approx(states[0], rel=1e-3)  # ZeRO shards an expert over the ranks that hold it
     assert memory["activations"][1] == pytest.approx(memory["activations"][0])
     assert time["compute"][1] == time["compute"][0] and time["groups"][1] > time["groups"][0] == 0
+    # Instants are compared without the experts that are gone: the flat copy of weights is the highest either way.
+    roomy = replace(NODE, world_size=64, device_bytes=1e12)
+    flattened = replace(mixture, guessed=False, activation_bytes_per_sample=0, checkpointed_bytes_per_sample=0)
+    candidates = [Candidate.of({**values, "zero_stage": 2, "precision": "bf16"}) for values in (whole, grouped)]
+    loading = cost_terms(candidates, flattened, roomy)[0]["loading"]
+    assert loading == pytest.approx([2 * 7e9, 2 * (7e9 - 0.75 * 5e9)])
     at_stage_0 = cost_terms([Candidate.of({**grouped, "zero_stage": 0})], mixture, NODE)[0]
     assert at_stage_0["states"][0] == pytest.approx(8 * (7e9 - 0.75 * 5e9), rel=1e-3)
 

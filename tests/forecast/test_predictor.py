@@ -111,6 +111,46 @@ def test_an_optimizer_steps_on_a_flat_copy_of_its_shard_and_needs_scratch_for_it
     assert phase("step", Candidate(micro_batch_size=1, precision="bf16"))["gradients"] == 2 * P
 
 
+@pytest.mark.parametrize(
+    ("built", "setting", "expected"),
+    [
+        (0.0, {"precision": "bf16"}, 2),  # it waits on the host, where it is cast
+        (0.0, {"precision": "bf16", "offload_param": "cpu", "offload_optimizer": "cpu"}, 2),
+        (0.0, {}, 4),
+        (4.0, {"precision": "bf16"}, 4),  # the script had moved it in fp32
+    ],
+)
+def test_without_zero_init_the_whole_model_is_on_each_device_before_stage_3_shards_it(built, setting, expected):
+    adapters = replace(PROFILE, n_trainable=P // 100, built_bytes=built)
+    whole = phase("loading", Candidate.of({"micro_batch_size": 1, "zero_stage": 3, **setting}), profile=adapters)
+    assert whole["weights"] + whole["loading"] == expected * P
+    assert whole["gradients"] == whole["master"] == whole["states"] == whole["allocator"] == 0
+
+
+def test_the_whole_model_is_the_peak_of_stage_3_where_many_ranks_train_little():
+    """Traced with 12 ranks: 2.02 bytes a parameter while the engine is made, then 1.31 (decision 14)."""
+    adapters = replace(PROFILE, n_trainable=P // 8, activation_bytes_per_sample=0, sizes=((P // 8, 8),))
+    settings = {f"stage3_{name}": 0 for name in ("max_reuse_distance", "prefetch_bucket_size")}
+    settings = {ZERO + name: value for name, value in {**settings, "reduce_bucket_size": 1000}.items()}
+    candidate = Candidate.of({"micro_batch_size": 1, "zero_stage": 3, "precision": "bf16", **settings})
+    many = replace(GPU, world_size=12, workspace_bytes=1.0)
+    whole, in_shards = (
+        of(candidate, profile=replace(adapters, built_bytes=built), machine=many) for built in (0.0, None)
+    )
+    assert sum(whole.values())[0] == pytest.approx(2 * P, rel=1e-3) and in_shards["loading"][0] == 0
+    assert sum(in_shards.values())[0] < 1.5 * P
+
+
+@pytest.mark.parametrize(("stage", "elements"), [(0, 0), (1, 0.5), (2, 0.5), (3, 0)])
+def test_stages_1_and_2_flatten_what_is_trained_beside_the_originals_where_the_device_has_room(stage, elements):
+    half, candidate = replace(PROFILE, n_trainable=P // 2), Candidate(micro_batch_size=1, zero_stage=stage)
+    room = (memory.WORKSPACE_BYTES["cuda"] + 4 * P + 4 * P / 2) / memory.ROOMY + 1
+    found = [
+        phase("loading", candidate, replace(GPU, device_bytes=size), half)["loading"] for size in (room, room - 2, 0)
+    ]
+    assert found == [4 * elements * P, 0, 0]  # else on the host
+
+
 def test_an_optimizer_that_takes_all_tensors_at_once_needs_scratch_for_every_parameter_at_stage_0():
     # torch's AdamW on CUDA: sqrt(v) of all tensors.
     at_once = replace(PROFILE, optimizer_scratch=4.0, scratch_for_all=True, sizes=((P // 10, 10),))

@@ -21,6 +21,7 @@ from autotune.trial.profile import Machine
 from autotune.trial.request import TrialRequest
 from autotune.worker.containers import DTYPES
 from autotune.worker.data.loader import Loader
+from autotune.worker.device import device_of
 from autotune.worker.measure import malloc
 from autotune.worker.measure.laps import synchronize
 from autotune.worker.measure.memory import resident_bytes
@@ -126,6 +127,7 @@ def _machine(
         optimizer_bytes_per_s=_agreed(_optimizer(device, OPTIMISED[kind], fused=device.type == "cuda"), device),
         workspace_bytes=_agreed(workspace, device),
         kernel_bytes=_agreed(kernels, device),
+        device_bytes=0.0 if kind == "cpu" else float(device_of(device.type, 0).memory_bytes),
         n_cores=len(os.sched_getaffinity(0)) if kind == "cpu" else 0,
         measured=True,
     )

@@ -78,6 +78,7 @@ class _Subject:
         self.lengths = lengths
         self.target, self.model, self.sizes, self.device, self.fake = target, model, sizes, device, fake
         self.blocks = model_file.find_blocks(model, target.blocks)
+        self.built_bytes = built_bytes(model)
         self.caveats: list[str] = []
         self.cut_short = False
         self._dtype: torch.dtype | None = None
@@ -209,6 +210,15 @@ def _subject(target: model_file.ModelFile, loader: Loader, accelerator: str, cav
     raise AssertionError
 
 
+def built_bytes(model: nn.Module) -> float | None:
+    """Returns what devices hold of a model before `deepspeed.initialize`; see `Profile.built_bytes`."""
+    parameters = list(dict.fromkeys(model.parameters()))
+    if any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return None
+    there = sum(p.numel() * p.element_size() for p in parameters if p.device.type not in ("cpu", "meta"))
+    return there / max(1, sum(p.numel() for p in parameters))
+
+
 def convert(model: nn.Module, device: torch.device, dtype: torch.dtype | None, *, anew: bool = False) -> None:
     """Moves a model to a device and a floating type, keeping tied parameters tied; `Module.to` fails on fake tensors.
 
@@ -290,6 +300,7 @@ def _assemble(subject: _Subject, passes: dict[str, Pass], **found: Any) -> Profi
         sizes=tuple(sorted(Counter(p.numel() for p in parameters).items())),
         lengths=subject.lengths,
         largest_module=max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()),
+        built_bytes=subject.built_bytes,
         cut_short=subject.cut_short,
         n_expert=mixed.parameters,
         expert_layers=mixed.layers,

@@ -16,13 +16,14 @@ from torch import nn
 from torch.utils import checkpoint as checkpointing
 
 from autotune.errors import UserError
-from autotune.space.deepspeed import DTYPES, SIDE_EFFECT_KEYS, DsConfig
+from autotune.space.deepspeed import DTYPES, SIDE_EFFECT_KEYS, ZERO, DsConfig, at_path
 from autotune.trial.workload import Workload
 from autotune.worker.measure import experts, recompute
 from autotune.worker.measure.gradient_check import GradientWatch, perturb
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.model import model_file, weights
 from autotune.worker.model.inspect import with_experts, workload_of
+from autotune.worker.profile.model import built_bytes
 from autotune.worker.script import ds_config, pipeline
 from autotune.worker.script.context import ScriptContext, ScriptError
 from autotune.worker.script.patching import patch, patch_everywhere, users_caller, users_frame
@@ -51,6 +52,7 @@ class PreparedModel:
         noise: Measures gradient noise, where the request asks for it.
         gradients: Checks the first gradient, where the request asks for it.
         own_rates: Learning rate of each parameter group as the script sets it.
+        built_bytes: As in `Profile`; None below stage 3, which does not tell whether the script has `zero.Init` there.
     """
 
     own_config: DsConfig
@@ -61,6 +63,7 @@ class PreparedModel:
     noise: NoiseMeter | None = None
     gradients: GradientWatch | None = None
     own_rates: Rates = ()
+    built_bytes: float | None = None
     config_at: str = ""
     initialized_at: str = ""
 
@@ -141,6 +144,7 @@ class EngineHooks:
             return PreparedModel(own_config, config_source, workload, blocks, watch)
         self._change_model(model, blocks)
         prepared = PreparedModel(own_config, config_source, workload, blocks, recompute.Recomputations(blocks))
+        prepared.built_bytes = built_bytes(model) if at_path(own, f"{ZERO}stage") == 3 else None
         request, candidate = context.request, context.candidate
         if request.noise and candidate is not None:
             prepared.noise = NoiseMeter(model, request.world_size, candidate.gradient_accumulation_steps)

@@ -73,7 +73,7 @@ def workload_of(
     widths = {width for _, width in meter.batches.texts.lengths}
     if found is not None and workload.data is not None and workload.data.varies and len(widths) > 1:
         found = replace(found, lengths=workload.data.table)
-    return replace(workload, profile=found)
+    return replace(workload, profile=found and replace(found, built_bytes=prepared.built_bytes))
 
 
 def _how_counted(seen: Observed, *, flattened: bool) -> str:

@@ -257,7 +257,7 @@ def _trial_attrs(report: StudyReport, row: Data, point: Data) -> dict[str, Any]:
     if (n_measured := point.get("measurements") or 0) > 1:
         found["measurements"] = n_measured
     if gate := row.get("gate"):
-        found["quality gate"] = {True: "trains alike", False: "refused", None: "not decided"}[gate["passed"]]
+        found["quality gate"] = {True: "no difference seen", False: "refused", None: "not decided"}[gate["passed"]]
     if measured(point) and (factor := point.get("speedup")):
         found["speed-up"] = round(factor, 3)
     return found

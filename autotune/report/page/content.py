@@ -29,6 +29,7 @@ from autotune.report.figures import LEAST_EXPLAINED
 from autotune.report.next_steps import next_steps, reproduce
 from autotune.report.readme import machine, measured_on, subject
 from autotune.report.series import level_text
+from autotune.scoring.convergence.quality_gate import GateVerdict
 from autotune.scoring.effects import Effect, Effects
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.reasons import KEPT
@@ -312,18 +313,12 @@ def _gate(report: StudyReport) -> Context:
 
 
 def _gate_said(trial: Data) -> Context:
-    found = trial["gate"]
-    verdict = {True: "trains alike", False: "refused: diverged", None: "not decided"}[found["passed"]]
-    whose = "" if found.get("same_as") is None else f"trial {found['same_as']}, whose numerics are the same, "
-    excess = (
-        f"{whose}over {found['n_steps']} steps {found['excess']:+.2g} to the reference's loss; up to {found['limit']:.2g}"
-        " is chance"
-    )
-    configuration = words(trial["candidate"])
+    found = GateVerdict(**trial["gate"])
+    verdict = {True: "no difference seen", False: "refused: diverged", None: "not decided"}[found.passed]
     return {
         "title": f"trial {trial['trial']}: {verdict}",
-        "configuration": configuration,
-        "reason": found["reason"] or excess,
+        "configuration": words(trial["candidate"]),
+        "reason": found.reason or found.compared,
     }
 
 

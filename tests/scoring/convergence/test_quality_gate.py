@@ -106,6 +106,18 @@ def test_without_replicates_the_difference_itself_says_how_noisy_it_is() -> None
     assert not judge(curve(lag=6.0), curve(seed=1), []).passed
 
 
+def test_a_pass_says_which_difference_it_could_have_seen_and_where_that_is_little() -> None:
+    """A loss that swings by more than it falls passes with almost any numerics."""
+    quiet = judge(curve(seed=1), curve(seed=2), replicates())
+    assert (
+        "% of the loss) either way could not have been told from chance" in quiet.compared
+        and "show little" not in quiet.compared
+    )
+    flat, *others = (list(2.0 + np.random.default_rng(n).standard_normal(STEPS)) for n in range(4))
+    wild = judge(flat, others[0], others[1:])
+    assert wild.passed and "more than the loss fell, so these steps show little" in wild.compared
+
+
 def smooth(steps: int, lag: float = 0.0) -> np.ndarray:
     """A curve without any noise."""
     return np.asarray(4.0 - 0.5 * np.log(np.arange(steps) + 21.0 - lag))

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from autotune.forecast.degrees import cost_terms
+from autotune.forecast.step_time import STEP_BYTES
 from autotune.report.data import Data, StudyReport, measured, metric_scale, times, words
 from autotune.report.series import level_text
 from autotune.report.tables import aligned
@@ -99,6 +100,7 @@ def of_workload(workload: Workload, candidate: Data, world_size: int) -> dict[st
         found |= {"lengths": data.table, "loader": data.loader, "data_cannot": data.cannot}
         found |= {"steps_grouped": data.steps_grouped}
     if profile is not None and not profile.guessed:
+        found["optimizer_bytes"] = (STEP_BYTES + 2.0 * profile.optimizer_bytes) * profile.n_trainable
         found["flops_per_step"] = profile.flops_per_sample * own.global_batch_size(workload.data_parallel(world_size))
     probed, reached = profile_cache.load(Probe, profile_cache.machine_key(world_size)), machine.flops if machine else {}
     if probed is not None and probed.device_name == environment.device_name:

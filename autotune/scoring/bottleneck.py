@@ -30,8 +30,6 @@ FRAGMENTED, LEAST_WASTED_BYTES = 1.25, 1 << 30
 NO_ROOM = ("oom", "predicted_oom")
 # Bottlenecks that more memory would relieve, by less recomputation or a larger micro-batch.
 AT_A_PRICE = ("recomputation", "launch overhead")
-# Bytes that Adam moves for each parameter: gradient, master weight and two moments read, the last three written.
-ADAM_BYTES = 28.0
 # Which knobs to look at for each bottleneck.
 KNOBS: dict[str, tuple[str, ...]] = {
     "input pipeline": ("data.num_workers", "data.prefetch_factor", "data.persistent_workers", "data.pin_memory"),
@@ -372,11 +370,11 @@ def _rates(evidence: Evidence, ranks: Mapping[int, Mapping[str, float]]) -> list
         notes.append(f"a rank computes {rate / 1e9:,.1f} GFLOP/s over the whole step ({counted}){of}")
     update = max(phases["step"] for phases in ranks.values())
     stage = int(evidence.seen.candidate.get("zero_stage") or 0)
-    if update > 0 and evidence.n_parameters:
-        moved = ADAM_BYTES * evidence.n_parameters / (evidence.world_size if stage >= 1 else 1)
+    if update > 0 and evidence.optimizer_bytes:
+        moved = evidence.optimizer_bytes / (evidence.world_size if stage >= 1 else 1)
         of = f", {moved / update / card.memory_bytes_per_s:.0%} of its bandwidth" if card else ""
-        rate_gb = f"{moved / update / 1e9:,.1f} GB/s (counted as for Adam, {ADAM_BYTES:.0f} bytes a parameter)"
-        notes.append(f"the optimizer step moves about {rate_gb}{of}")
+        what = f"{moved / update / 1e9:,.1f} GB/s of gradients, weights and its states"
+        notes.append(f"the optimizer step moves about {what}{of}")
     return notes
 
 

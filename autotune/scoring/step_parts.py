@@ -40,6 +40,7 @@ class Evidence:
         device_load: The devices, where NVIDIA's management library was there.
         samples_per_step: Samples of a step over all ranks.
         tf32: Whether fp32 products used TensorFloat-32; None if unknown.
+        optimizer_bytes: What an unsharded optimizer's step reads and writes; None where its states are not known.
         n_blocks: Repeated blocks, of which every k-th may be recomputed.
         tokens_per_step: Tokens of a step over all ranks; None where samples are no token sequences.
         flops_per_step: FLOPs of a step over all ranks, nothing recomputed; None to count six for each parameter and
@@ -70,6 +71,7 @@ class Evidence:
     samples_per_step: int | None = None
     tf32: bool | None = None
     n_parameters: int = 0
+    optimizer_bytes: float | None = None
     n_blocks: int = 0
     tokens_per_step: int | None = None
     device_name: str = ""

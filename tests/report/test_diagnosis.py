@@ -14,8 +14,10 @@ from autotune.cli import answer
 from autotune.errors import UserError
 from autotune.report import diagnosis, load
 from autotune.scoring.step_parts import StepObservation
+from autotune.space.candidate import Candidate
 from autotune.study.storage import records
 from autotune.trial.folder import TrialDir, read_record, write_record
+from autotune.trial.profile import Profile
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
 
@@ -97,6 +99,18 @@ def test_a_trial_is_run_again_and_its_trace_kept_and_read(zoo, study, capsys):
     with gzip.open(folder.path / "profile" / "trace-rank-0.json.gz") as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"autotune: data", "autotune: forward", "autotune: backward", "autotune: step", "aten::addmm"} <= names
+
+
+@pytest.mark.parametrize(("state_bytes", "moved"), [(8.0, 28.0), (4.0, 20.0), (0.0, 12.0)])
+def test_an_optimizers_bytes_are_those_of_its_own_states(state_bytes, moved):
+    """They were counted as Adam's 28 bytes a parameter for every optimizer."""
+    profile = Profile(
+        n_parameters=1000, n_trainable=10, flops_per_sample=1.0, activation_bytes_per_sample=1.0, checkpointed_bytes_per_sample=1.0,
+        n_blocks=4, sequence=1, optimizer_bytes=state_bytes,
+    )  # fmt: skip
+    known = replace(WORKLOAD, profile=profile)
+    assert diagnosis.of_workload(known, Candidate(micro_batch_size=8).values(), 1)["optimizer_bytes"] == 10 * moved
+    assert "optimizer_bytes" not in diagnosis.of_workload(WORKLOAD, Candidate(micro_batch_size=8).values(), 1)
 
 
 REAL = [

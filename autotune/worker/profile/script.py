@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autotune.trial.profile import ACTIVATION_SCALE, Pass, Profile
 from autotune.trial.workload import Experts, Workload
-from autotune.worker.containers import n_elements
+from autotune.worker.containers import n_elements, tensors_in
 from autotune.worker.data.worst import length_in
 from autotune.worker.measure import batches
 from autotune.worker.profile.model import FUSED_STATES
@@ -114,7 +114,7 @@ class ForwardProfile:
             with contextlib.suppress(Exception):
                 return optimizer_needs(lambda parameters: made(parameters, **given), device)
         fused = origin.startswith("deepspeed.ops.")
-        return FUSED_STATES.get(kind, 8.0), 0.0 if fused else 8.0, False
+        return _state_bytes(optimizer) or FUSED_STATES.get(kind, 8.0), 0.0 if fused else 8.0, False
 
     def _pass(self, samples: float, kept: float, times: float) -> Pass:
         """Returns the pass as it would be in fp32, proportional to the samples."""
@@ -137,3 +137,10 @@ class ForwardProfile:
             return "autocast"
         dtypes = [p.dtype for p in self._engine.parameters() if p.is_floating_point()]
         return "bf16" if dtypes and dtypes[0] in (torch.bfloat16, torch.float16) else "fp32"
+
+
+def _state_bytes(optimizer: Any) -> float:
+    """Returns the bytes of an optimizer's states per fp32 parameter, as its steps left them; 0 without any."""
+    states = [(p, values) for p, values in getattr(optimizer, "state", {}).items() if isinstance(p, Tensor)]
+    held = sum(4.0 / p.element_size() * t.nbytes for p, values in states for t in tensors_in(values) if t.dim())
+    return held / max(1, sum(p.numel() for p, _ in states))

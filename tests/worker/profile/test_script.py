@@ -89,6 +89,22 @@ def test_an_optimizer_of_deepspeeds_needs_no_scratch_and_one_of_unknown_origin_a
     assert [sketched(Block(), x, optimizer=made).optimizer_scratch for made in (fused(), None)] == [0, 8]
 
 
+class Lion(torch.optim.SGD):
+    """Stands for an optimizer from elsewhere: one state, as large as the parameter."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n_steps", "state_bytes"), [(1, 4.0), (0, 8.0)])
+def test_an_optimizer_from_elsewhere_has_the_states_that_its_steps_left(n_steps, state_bytes, dtype):
+    """It counted as Adam, unless the JSON named another one."""
+    parameter = nn.Parameter(torch.zeros(8, 8, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = Lion([parameter], lr=0.1, momentum=0.9)
+    for _ in range(n_steps):
+        optimizer.step()
+    assert sketched(Block(), torch.randn(SAMPLES, WIDTH), optimizer=optimizer).optimizer_bytes == state_bytes
+
+
 def test_without_a_training_forward_or_a_counted_batch_there_is_no_profile():
     engine = Engine(Block())
     sketch = ForwardProfile(engine, [])

@@ -121,25 +121,25 @@ def without_placeholders(text: str, numbers: Mapping[str, str]) -> str:
 
 
 def with_flag(arguments: Sequence[str], names: Sequence[str], value: str | None) -> tuple[str, ...]:
-    """Returns a command line with a flag set: the last occurrence gets the value, or the flag is appended.
+    """Returns a command line with a flag set: the last occurrence gets the value, or the flag is appended; a switch always is.
 
     Args:
         names: Names of the flag; the first one is appended.
         value: Its value; None for a flag without one.
     """
+    if value is None:  # it may be there as `--bf16=False`
+        return (*without_flag(arguments, names), names[0])
     found = list(arguments)
     for n in reversed(range(len(found))):
         name, assigned, _ = found[n].partition("=")
         if name not in names:
             continue
-        if value is not None and assigned:
+        if assigned:
             found[n] = f"{name}={value}"
-        elif value is not None and n + 1 < len(found):
-            found[n + 1] = value
-        elif value is not None:
-            found.append(value)
+        else:
+            found[n + 1 :] = [value, *found[n + 2 :]]
         return tuple(found)
-    return (*found, names[0], *([value] if value is not None else []))
+    return (*found, names[0], value)
 
 
 def without_flag(arguments: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:

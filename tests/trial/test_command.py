@@ -50,6 +50,12 @@ def test_a_flag_is_changed_where_it_stands_or_added(before, after):
     assert found == tuple(after.split()) and has_flag(found, ("--bs", "--batch_size"))
 
 
+@pytest.mark.parametrize("before", ["--bf16=False --lr 1", "--bf16 false --lr 1", "--bf16 --lr 1", "--lr 1"])
+def test_a_switch_is_set_whatever_value_it_had(before):
+    """`--bf16=False` stayed in the exported command of a bf16 configuration."""
+    assert with_flag(before.split(), ("--bf16",), None) == ("--lr", "1", "--bf16")
+
+
 def test_a_switch_is_taken_away_with_its_value():
     assert without_flag("--bf16 true --lr 1 --bf16=True --fp16".split(), ("--bf16",)) == ("--lr", "1", "--fp16")
 

@@ -51,7 +51,11 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as the base class does."""
         seen = set()
-        for parameter in self.make_parser(ctx).parse_args(list(args))[2]:
+        try:
+            given = self.make_parser(ctx).parse_args(list(args))[2]
+        except Exception as error:  # its class is typer's own or click's, by typer's version
+            raise _of_study_file(getattr(error, "option_name", ""), self.params) or error from None
+        for parameter in given:
             once = isinstance(parameter, TyperOption) and not parameter.multiple and not parameter.is_flag
             if once and parameter.name in seen:
                 raise UserError(f"{parameter.opts[0]} is there twice; give it once")
@@ -76,6 +80,17 @@ class Command(TyperCommand):
             if found:
                 with formatter.section(name):
                     formatter.write_dl(found)
+
+
+def _of_study_file(option: str, parameters: Sequence[Any]) -> UserError | None:
+    """What to do where an option is none, but names a key of study.yaml; None for others."""
+    start = option.lstrip("-").replace("-", "_")
+    keys = [key for key, setting in SETTINGS.items() if not setting.option and key.startswith(start)]
+    if len(start) < 4 or len(keys) != 1 or not any(each.name == "target" for each in parameters):
+        return None
+    return UserError(
+        f"{option} is no option: state `{keys[0]}` in study.yaml, which `autotune init` writes. {SETTINGS[keys[0]].help}"
+    )
 
 
 def _is_argument(parameter: Any) -> bool:

@@ -132,6 +132,7 @@ MISTAKES = {
     "a rule that is none": (["schedule", "add", "s", "--every", "7 moons"], ["--every: '7 moons'", "1h30m"]),
     "a crontab of four fields": (["schedule", "add", "s", "--cron", "0 3 * *"], ["it takes minute, hour, day, month and weekday"]),
     "a token that is quickly guessed": (["dashboard", "--port", "0"], ["AUTOTUNE_DASHBOARD_TOKEN: at least 16"]),
+    "a key without an option": (["run", "model.py", "--constraint", "memory<1"], ["state `constraints` in study.yaml", "{max: 4GiB}"]),
     "a number that is none, of ranks": (["scale", "model.py", "--ranks", "1-4"], ["as in --ranks 1,2,4"]),
     "a cluster without its network": (["project", "--devices", "16"], ["--inter-bandwidth, as in 50GB/s"]),
     "a gain that is none": (["retune", "s", "--min-gain", "much"], ["--min-gain: 'much' is not a share such as 0.01 or 1%"]),

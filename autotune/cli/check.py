@@ -88,7 +88,11 @@ def print_check(data: Mapping[str, Any], console: Console) -> None:
     if workload["script"]:
         _print_start(data["invocation"], console)
         _print_script(workload["script"], console)
-    samples = f"{workload['n_samples']:,} samples" if workload["n_samples"] is not None else "no fixed size"
+    samples = (
+        f"{workload['n_samples']:,} samples"
+        if workload["n_samples"] is not None
+        else "an unknown number of samples"
+    )
     console.print(f"data       {samples}")
     if workload["n_blocks"]:
         blocks = f"{workload['n_blocks']} x {workload['block_class']}, {workload['block_share']:.0%} of the parameters"

@@ -362,7 +362,7 @@ def _workload(report: StudyReport) -> dict[str, Any]:
         "target": PurePath(str(report.study.get("target", ""))).name,
         "parameters": f"{workload['n_parameters']:,}",
         "trainable": f"{workload['n_trainable']:,}",
-        "samples": f"{workload['n_samples']:,}" if workload.get("n_samples") else "no end",
+        "samples": f"{workload['n_samples']:,}" if workload.get("n_samples") else "not known",
         "repeated blocks": blocks,
         "optimizer": "the target's own" if workload.get("client_optimizer") else "from the JSON",
     }

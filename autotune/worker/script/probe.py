@@ -57,13 +57,15 @@ def workload_of(
         uneven=seen.uneven,
         configured_micro_batch_size=engine.train_micro_batch_size_per_gpu(),
     )
+    data = _data(context, meter)
     workload = replace(
         prepared.workload,
+        n_samples=data.n_samples if data is not None else None,
         environment=replace(prepared.workload.environment, free_bytes=meter.memory.free_bytes),
         script=probed,
         optimizer=type(getattr(engine, "basic_optimizer", None)).__name__,
         caveats=[*prepared.workload.caveats, *report.caveats],
-        data=_data(context, meter),
+        data=data,
     )
     if profile is None:
         return workload

@@ -89,9 +89,7 @@ def print_check(data: Mapping[str, Any], console: Console) -> None:
         _print_start(data["invocation"], console)
         _print_script(workload["script"], console)
     samples = (
-        f"{workload['n_samples']:,} samples"
-        if workload["n_samples"] is not None
-        else "an unknown number of samples"
+        f"{workload['n_samples']:,} samples" if workload["n_samples"] is not None else "an unknown number of samples"
     )
     console.print(f"data       {samples}")
     if workload["n_blocks"]:

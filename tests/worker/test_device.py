@@ -279,6 +279,29 @@ def test_a_script_that_asks_for_the_cpu_gets_deepspeed_on_one_and_keeps_its_wish
     assert seen.get("accelerator") == ("cpu" if on_cpu else None) and seen["devices"] == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "world_size", "said"),
+    [({}, 2, True), ({}, 1, False), ({"use_cpu": True}, 2, False), ({"deepspeed": "ds.json"}, 2, False)],
+)
+def test_processes_that_transformers_would_train_apart_are_said_to_be(monkeypatch, tmp_path, given, world_size, said):
+    """Under torchrun on a CPU without `--use_cpu` each of two ranks trains by itself; the trials train together."""
+    caveats = []
+    context = types.SimpleNamespace(
+        memory=types.SimpleNamespace(on_cpu=True), scratch=tmp_path, candidate=None, value=lambda _: None, once=caveats.append,
+        request=TrialRequest(target="t", world_size=world_size), changed=lambda _: None,
+    )  # fmt: skip
+    plain = {
+        "use_cpu": False,
+        "deepspeed": None,
+        "max_steps": -1,
+        "eval_strategy": "no",
+        "save_strategy": "no",
+        "fsdp": "",
+    }
+    huggingface._Adapter(context)._prepare(types.SimpleNamespace(**plain | given))
+    assert caveats == [huggingface.APART] * said
+
+
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_a_library_is_turned_to_the_cpu_only_on_one(on_cpu):
     context = types.SimpleNamespace(memory=types.SimpleNamespace(on_cpu=on_cpu))

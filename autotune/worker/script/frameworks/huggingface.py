@@ -38,6 +38,11 @@ SAVED_CLASSES = (
     ("peft.peft_model", "PeftModel"),
 )
 HUB_VERBS = ("create_", "upload_", "delete_", "update_", "move_")
+# As transformers looks for a GPU's process group, and finds none.
+APART = (
+    "as it stands the command trains a model of its own in each process, each on all samples: on a CPU transformers joins them"
+    " with `--use_cpu`, or with DeepSpeed, as in the trials"
+)
 
 
 def install(context: ScriptContext) -> None:
@@ -114,6 +119,9 @@ class _Adapter:
         if hasattr(arguments, "eval_on_start"):
             arguments.eval_on_start = False
         if self._context.memory.on_cpu:
+            together = arguments.use_cpu or arguments.deepspeed or any(map(accelerate.asked_for, ("CPU", "DEEPSPEED")))
+            if self._context.request.world_size > 1 and not together:
+                self._context.once(APART)
             arguments.use_cpu = False  # else Accelerate would not use DeepSpeed
         self._inject_deepspeed(arguments)
         if 0 < arguments.max_steps < MIN_STEPS:

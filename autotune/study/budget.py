@@ -70,6 +70,7 @@ class Budget:
         self._began_s = time.monotonic() if began_s is None else began_s
         self._earlier_s, self._n_earlier = 0.0, 0
         self._expected_s: float | None = None
+        self._resumed = False
         self._checks_s: float | None = None
 
     def resume(self) -> None:
@@ -94,6 +95,11 @@ class Budget:
         decides = self._leader_needs_checks(estimates)
         self._expected_s = self.spent_s() + self._end_s(decides=decides, rounds=rounds)
         self.keep(self.left_s(decides=decides, noise_sd=estimates.noise_sd))
+
+    def resumes_search(self) -> bool:
+        """Whether the end of the study left time for another trial and its re-measurement, so that the search goes on."""
+        self._resumed, self._expected_s = True, None
+        return not self.out_of_time()
 
     def expect_rounds(self, round_s: float, n_done: int, noise_sd: float) -> None:
         """Notes that rounds of re-measurement follow, each of which takes about `round_s` seconds."""
@@ -133,9 +139,10 @@ class Budget:
         # A short budget serves the search first: without it there is nothing to confirm.
         decides = self._leader_needs_checks(estimate(self._state.measured()))
         share = DECIDING_SHARE if decides else MAX_RESERVED_SHARE
-        reserve_s = min(
-            self._end_s(decides=decides, rounds=self._state.spec.repeats), share * self._state.spec.time_budget_s
-        )
+        repeats = self._state.spec.repeats
+        # After the finalists only what a further trial needs is left to do: it is measured again, beside the baseline.
+        end_s = 2 * repeats * self.usual_s() if self._resumed else self._end_s(decides=decides, rounds=repeats)
+        reserve_s = min(end_s, share * self._state.spec.time_budget_s)
         # Time that is left unused is lost for sure, and a trial that is cut only perhaps: it may be one of the quick ones.
         walls = sorted(data["wall_s"] for data in self._ran())
         quick_s = walls[len(walls) // 4] if walls else 0.0

@@ -16,7 +16,7 @@ from autotune.search import check_sampler
 from autotune.space.candidate import Candidate
 from autotune.study.baseline import BaselineTrial
 from autotune.study.budget import Budget
-from autotune.study.events import UNFINISHED, EventSink
+from autotune.study.events import OUT_OF_TIME, UNFINISHED, EventSink
 from autotune.study.finalists import Finalists
 from autotune.study.measure import TrialMeasurer
 from autotune.study.parallel import ClaimedTrial, TrialPool
@@ -64,12 +64,14 @@ class Runner:
         self.storage.patience_s, self.storage.on_wait = records.PATIENCE_S, events.say
         self._events, self._leads = events, leads
         self._slots = list(slots) or [executor]
+        self._cut = False  # whether the end of the time budget cut a trial or a check
         self.state = state = StudyState(plan, folder, storage)
         self._budget = Budget(state, leads=leads)
         self._teller = Teller(state, self._budget, events)
         self.proposer = Proposer(state, self._teller, self._budget, events, warm, leads=leads)
         self._measurer = TrialMeasurer(state, executor, events, self._budget, self.proposer.bounds_to_beat)
         self._baseline = BaselineTrial(state, self._measurer, events, self._budget)
+        self._finalists = Finalists(state, self._measurer, self._teller, self._budget, events)
 
     @property
     def study(self) -> Study | None:
@@ -116,21 +118,30 @@ class Runner:
             self.state.keep_branches()
             try:
                 self._baseline.run_again(self._teller)  # which an earlier run left crashed
-                why = self._search()
-                self._baseline.run_again(self._teller)
-                self._budget.search_ended()
-                self._end_search()
+                why = self._searched()
+                while why.startswith(OUT_OF_TIME) and not self._cut and self._budget.resumes_search():
+                    self._events.say("the checks left time for further trials: the search goes on")
+                    why = self._searched()
                 records.note_end(self.state.study, why)
             finally:
                 self._budget.keep()
+
+    def _searched(self) -> str:
+        """Searches, and confirms what was found; returns why the search ended."""
+        why = self._search()
+        self._baseline.run_again(self._teller)
+        self._budget.search_ended()
+        self._end_search()
+        return why
 
     def _end_search(self) -> None:
         """Checks and measures the best again, until the time budget ends that."""
         if self.state.plan.spec.finalists:
             records.note_end(self.state.study, UNFINISHED)
         try:
-            Finalists(self.state, self._measurer, self._teller, self._budget, self._events).run()
+            self._finalists.run()
         except base.TimeOver:
+            self._cut = True
             self._events.say("the time budget ended before the best were checked and measured again as often as wanted")
 
     def help(self) -> str:
@@ -168,7 +179,7 @@ class Runner:
                     self._tell(pool.landed(None))
         except base.TimeOver:
             pool.stop()
-            why = self._budget.words()
+            self._cut, why = True, self._budget.words()
             self._give_back(pool, why)
         except BaseException as error:
             pool.stop()

@@ -117,6 +117,12 @@ class BaselineTrial:
         if result.outcome is Outcome.COMPLETE:
             state.keep_reference(Reference.of(result))
             teller.tell_baseline(baseline, result)
+            # The database has the study with as many objectives as it began with.
+            kept = {each.metric for each in state.objectives}
+            if lost := [repr(each.name) for each in state.spec.objectives if each.metric not in kept]:
+                self._events.say(
+                    f"the study began without the baseline, so {' and '.join(lost)} stays left out; --fresh begins anew with it"
+                )
         else:
             self._events.say(
                 f"the baseline did not complete again ({result.outcome}: {result.reason}); --fresh begins anew"

@@ -70,6 +70,13 @@ def test_a_baseline_that_crashed_is_measured_once_more_so_that_speed_ups_are_sta
     assert not executor.ran and again.state.measured()[0].outcome is Outcome.COMPLETE
 
 
+def test_objectives_that_a_crashed_baseline_cost_are_named_when_it_completes(tmp_path):
+    goals = ["latency", "convergence"]
+    runner, _, watcher = run(tmp_path, Instant(Flaky(is_baseline, 1)), trials=4, objectives=goals)
+    assert [o.name for o in runner.state.objectives] == ["latency"]
+    assert any("'convergence' stays left out; --fresh begins anew with it" in text for text in watcher.said)
+
+
 def test_a_later_run_measures_a_baseline_that_crashed_twice(tmp_path):
     runner, executor, watcher = run(tmp_path, Instant(Flaky(is_baseline, 1, 2)), trials=4)
     assert sum(map(is_baseline, executor.ran)) == 2  # and no third time

@@ -138,18 +138,24 @@ def half_width(steps: StepStats) -> float:
 # the factor, is slower than its rival allows. The first steps read high (over 206 trials of two studies, 95 % of them
 # below 1.43, 1.15 and 1.04 of the median).
 RIVAL_FACTOR, RIVAL_S = {1: 1.6, 2: 1.2, 3: 1.0}, 0.3
+# Timed steps that it takes where batches vary in size: a few may all be longer than the mean by chance.
+RIVAL_VARYING_STEPS = 8
 
 
-def beaten_by(rivals: Sequence[TrialToBeat], times_s: Sequence[float], peak_memory_bytes: float) -> TrialToBeat | None:
+def beaten_by(
+    rivals: Sequence[TrialToBeat], times_s: Sequence[float], peak_memory_bytes: float, sizes: Sequence[int] = ()
+) -> TrialToBeat | None:
     """The rival that a trial cannot match any more; None if there is none, or too little was timed.
 
     Args:
         times_s: Every optimizer step so far, set-up included; the fastest but the first bounds the step time from
             below.
         peak_memory_bytes: Its peak so far, which can only grow.
+        sizes: What each step took in; the same for all if not given.
     """
     timed = times_s[SETUP_STEPS:]
-    if not timed or sum(timed) < RIVAL_S:
+    least = RIVAL_VARYING_STEPS if len(set(sizes)) > 1 else 1
+    if len(timed) < least or sum(timed) < RIVAL_S:
         return None
     # The second step of the set-up is slower for being taken apart, but guards against a hiccup in the only other one.
     fastest = min(times_s[1:]) / RIVAL_FACTOR[min(len(timed), max(RIVAL_FACTOR))]

@@ -194,7 +194,8 @@ class StepLedger:
 
     def _beaten(self) -> bool:
         """Returns whether an earlier trial is certainly better on every objective; then notes the outcome."""
-        rival = step_times.beaten_by(self.request.rivals, self.report.step_times_s, self.peak_bytes)
+        sizes = self.report.taken_in.get("elements", ())
+        rival = step_times.beaten_by(self.request.rivals, self.report.step_times_s, self.peak_bytes, sizes)
         if rival is None:
             return False
         timed = self.report.step_times_s[step_times.SETUP_STEPS :]

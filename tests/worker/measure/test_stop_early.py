@@ -76,3 +76,14 @@ def test_the_first_timed_steps_stop_only_what_is_far_behind():
     assert beaten(1.0, 9.0, 1.7, 1.3, 1.3) and not beaten(1.0, 9.0, 1.7, 1.3, 1.1)
     assert beaten(1.0, 9.0, 1.7, 1.3, 1.1, 1.1)
     assert not beaten(1.0, 9.0, 1.1, 30.0), "the second set-up step says that the only timed one was a hiccup"
+
+
+def test_batches_of_varying_sizes_stop_no_trial_by_a_few_long_ones():
+    """Three batches longer than the mean stopped a trial whose mean step was as fast as its rival's."""
+    rival, sizes = TrialToBeat(trial=1, step_time_s=1.0), [80, 90, 70, 85, 20, 60, 30, 75, 50, 40, 65, 55]
+    times = [9.0, *(size / 50 for size in sizes[1:])]
+    assert step_times.beaten_by([rival], times[:4], 0.0) is not None
+    assert all(step_times.beaten_by([rival], times[:n], 0.0, sizes[:n]) is None for n in range(len(times) + 1))
+    slow = [2.5 * time for time in times]
+    assert step_times.beaten_by([rival], slow[:9], 0.0, sizes[:9]) is None, "too few steps"
+    assert step_times.beaten_by([TrialToBeat(trial=1, step_time_s=0.9)], slow, 0.0, sizes) is not None

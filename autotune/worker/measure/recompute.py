@@ -1,6 +1,6 @@
 """Activation checkpointing: apply it to blocks, and note which blocks are recomputed."""
 
-import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 class Checkpointer:
     """Recomputes every k-th block by overriding `forward` of the instance, and notes which blocks it recomputed.
 
-    Names, classes and state_dict do not change.
+    Names, classes and state_dict do not change, and a deep copy of a block (an average of weights) computes with its own weights.
     """
 
     def __init__(self, blocks: list[nn.Module], every: int) -> None:
@@ -20,24 +20,27 @@ class Checkpointer:
         self.timer: Callable[[Callable[[], Any]], Any] | None = None
         self.wrapped = blocks[::every]
         for block in self.wrapped:
-            block.forward = self._recomputing(block, block.forward)
+            block.forward = types.MethodType(self._recomputing(block), block)
 
-    def _recomputing(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _recomputing(self, block: nn.Module) -> Callable[..., Any]:
         from torch.utils.checkpoint import checkpoint
 
         checkpoint = getattr(checkpoint, "original", checkpoint)  # a script's own calls may be turned off
+        key, given = id(block), block.forward
+        own = getattr(given, "__self__", None) is block  # else somebody has put another function there
+        forward = given.__func__ if own else lambda _module, *args, **kwargs: given(*args, **kwargs)
 
         def observed(*args: Any, **kwargs: Any) -> Any:
             if torch._C._current_graph_task_id() != -1:  # inside a backward pass: this is the recomputation
-                self.recomputed.add(id(block))
+                self.recomputed.add(key)
                 if self.timer is not None:
                     return self.timer(lambda: forward(*args, **kwargs))
             return forward(*args, **kwargs)
 
-        def recomputing(*args: Any, **kwargs: Any) -> Any:
+        def recomputing(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            return checkpoint(observed, *args, use_reentrant=False, **kwargs)
+                return forward(module, *args, **kwargs)
+            return checkpoint(observed, module, *args, use_reentrant=False, **kwargs)
 
         return recomputing
 
@@ -65,14 +68,18 @@ class Recomputations:
         self._n_blocks, self._every = len(blocks), every
         # If a block's own forward is checkpointed, its hook runs once only; those of its children run again.
         self._handles = [
-            module.register_forward_pre_hook(functools.partial(self._on_forward, id(block)))
+            module.register_forward_pre_hook(self._on_forward(id(block)))
             for block in blocks
             for module in (_called(block) if every is None else [block])
         ]
 
-    def _on_forward(self, block: int, _module: nn.Module, _args: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            self.recomputed.add(block)
+    def _on_forward(self, block: int) -> Callable[..., None]:
+        # A function, which a deep copy of the model shares; of a bound method it would copy all that this holds.
+        def note(_module: nn.Module, _args: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                self.recomputed.add(block)
+
+        return note
 
     @property
     def every(self) -> int:

@@ -35,8 +35,9 @@ class ForwardProfile:
         self._hooks = [
             engine.register_forward_pre_hook(self._begin, with_kwargs=True),
             engine.register_forward_hook(self._end),
-            *(block.register_forward_pre_hook(self._enter_block) for block in blocks),
-            *(block.register_forward_hook(self._leave_block) for block in blocks),
+            # Functions, which a deep copy of the model (an average of weights) shares; of bound methods it would copy what these hold.
+            *(block.register_forward_pre_hook(lambda *given: self._enter_block(*given)) for block in blocks),
+            *(block.register_forward_hook(lambda *given: self._leave_block(*given)) for block in blocks),
         ]
 
     def _begin(self, engine: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

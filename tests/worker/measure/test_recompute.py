@@ -1,5 +1,8 @@
 """Activation checkpointing of blocks."""
 
+import copy
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -76,6 +79,18 @@ def test_recomputing_changes_no_gradient_and_no_name(blocks):
     Checkpointer(list(blocks), 1)
     assert all(torch.equal(a, b) for a, b in zip(plain, gradients(), strict=True))
     assert list(blocks.state_dict()) == names
+
+
+def test_a_deep_copy_computes_with_its_own_weights_and_copies_no_watch(blocks):
+    """An average of the weights, as a script makes it after `deepspeed.initialize`."""
+    watch = Recomputations(list(blocks))
+    watch.lock = threading.Lock()  # stands for the report that instruments hold; it cannot be copied
+    Checkpointer(list(blocks), 1)
+    average = copy.deepcopy(blocks.eval())
+    for parameter in average.parameters():
+        parameter.data.zero_()
+    assert not average(torch.randn(2, 8)).any()
+    assert blocks(torch.randn(2, 8)).any()
 
 
 def test_fewer_bytes_are_saved_for_backward_when_recomputed(blocks):

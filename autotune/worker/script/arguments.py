@@ -15,6 +15,11 @@ DESTINATIONS = {
     "gradient_accumulation_steps": """gradient_accumulation_steps accumulation_steps grad_accumulation_steps
         grad_accum_steps grad_acc_steps accum_steps gradient_accumulation grad_accum accum gas""".split(),
 }
+# Further flags whose names say that they hold samples of a micro-batch, such as `--batch` and `--images_per_gpu`.
+BATCH = re.compile(
+    r"^(?!(.*_)?(eval|valid|validation|val|test|dev|global|total|effective|max|min|num|n|log|save|workers)(_|$))"
+    r"((.*_)?(batch|bsz|bs|mbs)(_.*)?|(.*_)?per_(gpu|device|rank))$"
+)
 # Names of the flag with the path of DeepSpeed's JSON: DeepSpeed's, transformers', and common ones.
 CONFIG_DESTINATIONS = "deepspeed_config deepspeed ds_config ds_config_file deepspeed_config_file".split()
 # Further flags of transformers' TrainingArguments that a configuration needs.
@@ -64,6 +69,8 @@ class Arguments:
             change = self._value(field)
             if field == "micro_batch_size" and self._draw_sizes is not None:
                 change = self._draw_sizes
+            if field == "micro_batch_size":
+                names = [*names, *filter(BATCH.search, values)]
             name = next((name for name in names if change and values.get(name) in (change[0], str(change[0]))), None)
             if change and name:
                 setattr(parsed, name, type(values[name])(change[1]))  # a script may keep texts until it needs a number

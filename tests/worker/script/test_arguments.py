@@ -54,6 +54,14 @@ def test_arguments_that_hold_a_tuned_value_are_moved(parse, parser, line, moves,
     assert vars(found) == parsed and known == flags and changes == ([change] if change else [])
 
 
+@pytest.mark.parametrize("flag", ["--batch", "--images-per-gpu", "--device_batch_size", "--mbs", "--local_bs"])
+def test_other_names_of_the_batch_are_known(parse, flag):
+    parser = parser_of("--eval_batch", "--workers_per_gpu", "--batch_steps_total", "--num_batch", flag)
+    found, changes, _ = parse(parser, "", micro_batch_size=(8, 2))
+    assert changes == [f"Command line: `{flag} 2` instead of 8."]
+    assert [value for value in vars(found).values() if value != 8] == [2]
+
+
 def test_a_list_in_the_code_is_not_the_users_command_line(parse):
     _, changes, flags = parse(parser_of("--batch_size"), "--batch_size 8", own=True, micro_batch_size=(8, 2))
     assert flags == {} and "a list that it makes" in changes[0]

@@ -17,6 +17,7 @@ from autotune.space.deepspeed import (
     SECTIONS,
     STAGE_3_PREFIXES,
     TOP_LEVEL_KEYS,
+    ZERO_OPTIMIZERS,
     ConfigError,
     DsConfig,
     Scalar,
@@ -252,11 +253,11 @@ class Candidate:
             if device != "none":
                 zero[section] = {**(kept if kept.get("device") == device else {}), "device": device}
         config["zero_optimization"] = {"stage": self.zero_stage, **{k: v for k, v in zero.items() if k != "stage"}}
-        if "optimizer" not in config:
-            # A client optimizer that DeepSpeed has not tested itself is refused under ZeRO without this.
+        # An optimizer that DeepSpeed has not tested itself is refused under ZeRO without this, also one that the JSON names.
+        if str((config.get("optimizer") or {}).get("type", "")).lower() not in ZERO_OPTIMIZERS:
             config["zero_allow_untested_optimizer"] = True
-            if self.offload_optimizer != "none":
-                config["zero_force_ds_cpu_optimizer"] = False
+        if "optimizer" not in config and self.offload_optimizer != "none":
+            config["zero_force_ds_cpu_optimizer"] = False
 
 
 def _drop_degrees(config: DsConfig) -> None:

@@ -228,6 +228,8 @@ def at_path(config: Mapping[str, Any], path: str) -> Any:
     return value
 
 
+# Optimizers of the JSON that ZeRO takes without being asked to.
+ZERO_OPTIMIZERS = frozenset("adam adamw adagrad lion muon".split())
 # Compiled ops of DeepSpeed's optimizers: on the device, and on the host if the optimizer is offloaded.
 _OPTIMIZER_OPS = {
     "adam": ("fused_adam", "cpu_adam"), "adamw": ("fused_adam", "cpu_adam"), "lamb": ("fused_lamb", "fused_lamb"),

@@ -186,6 +186,12 @@ def test_an_optimizer_of_deepspeeds_own_is_under_its_rules():
     ]
 
 
+def test_an_optimizer_that_zero_was_not_tested_with_is_allowed_where_zero_runs():
+    base = {"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}}
+    configs = [Candidate(micro_batch_size=1, zero_stage=stage).to_deepspeed(base) for stage in (0, 1)]
+    assert [config.get("zero_allow_untested_optimizer") for config in configs] == [None, True]
+
+
 @pytest.mark.parametrize(
     ("config", "batch"),
     [

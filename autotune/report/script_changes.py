@@ -146,7 +146,7 @@ def _checkpointing(every: int, block_class: str, family: str) -> str:
 
 
 def _precision_changes(precision: str, before: str, *, noted: bool) -> list[str]:
-    autocast = "Precision: DeepSpeed opens `torch.autocast` around the model's forward, so take the script's own away."
+    autocast = "Precision: DeepSpeed opens `torch.autocast` around the model's forward: leave out any of your own."
     found = []
     if precision in DTYPES and not noted:
         cast = f"`x.to(torch.{DTYPES[precision]})`; integer tokens stay"

@@ -1,8 +1,9 @@
 """Activation checkpointing: apply it to blocks, and note which blocks are recomputed."""
 
+import functools
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -26,9 +27,10 @@ class Checkpointer:
         from torch.utils.checkpoint import checkpoint
 
         checkpoint = getattr(checkpoint, "original", checkpoint)  # a script's own calls may be turned off
-        key, given = id(block), block.forward
-        own = getattr(given, "__self__", None) is block  # else somebody has put another function there
-        forward = given.__func__ if own else lambda _module, *args, **kwargs: given(*args, **kwargs)
+        key, given = id(block), block.__dict__.get("forward")  # what somebody else has put in place of the class's
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return given(*args, **kwargs) if given is not None else type(module).forward(module, *args, **kwargs)
 
         def observed(*args: Any, **kwargs: Any) -> Any:
             if torch._C._current_graph_task_id() != -1:  # inside a backward pass: this is the recomputation
@@ -68,18 +70,18 @@ class Recomputations:
         self._n_blocks, self._every = len(blocks), every
         # If a block's own forward is checkpointed, its hook runs once only; those of its children run again.
         self._handles = [
-            module.register_forward_pre_hook(self._on_forward(id(block)))
+            module.register_forward_pre_hook(functools.partial(self._on_forward, id(block)))
             for block in blocks
             for module in (_called(block) if every is None else [block])
         ]
 
-    def _on_forward(self, block: int) -> Callable[..., None]:
-        # A function, which a deep copy of the model shares; of a bound method it would copy all that this holds.
-        def note(_module: nn.Module, _args: Any) -> None:
-            if torch._C._current_graph_task_id() != -1:
-                self.recomputed.add(block)
+    def __deepcopy__(self, _memo: object) -> Self:
+        """A deep copy of the model, as for an average of its weights, must not copy what its hooks hold."""
+        return self
 
-        return note
+    def _on_forward(self, block: int, _module: nn.Module, _args: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            self.recomputed.add(block)
 
     @property
     def every(self) -> int:

@@ -4,7 +4,7 @@ import contextlib
 import inspect
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +35,13 @@ class ForwardProfile:
         self._hooks = [
             engine.register_forward_pre_hook(self._begin, with_kwargs=True),
             engine.register_forward_hook(self._end),
-            # Functions, which a deep copy of the model (an average of weights) shares; of bound methods it would copy what these hold.
-            *(block.register_forward_pre_hook(lambda *given: self._enter_block(*given)) for block in blocks),
-            *(block.register_forward_hook(lambda *given: self._leave_block(*given)) for block in blocks),
+            *(block.register_forward_pre_hook(self._enter_block) for block in blocks),
+            *(block.register_forward_hook(self._leave_block) for block in blocks),
         ]
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        """A deep copy of the model, as for an average of its weights, must not copy what its hooks hold."""
+        return self
 
     def _begin(self, engine: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._done or self._counter is not None or not torch.is_grad_enabled() or not engine.training:

@@ -65,12 +65,11 @@ class Arguments:
             parsed.local_rank = int(os.environ["LOCAL_RANK"])  # as the deepspeed launcher passes it
         own = args[0] if args else kwargs.get("args")
         typed = own is None or list(own) == sys.argv[1:]
-        for field, names in DESTINATIONS.items():
+        for field, known in DESTINATIONS.items():
             change = self._value(field)
             if field == "micro_batch_size" and self._draw_sizes is not None:
                 change = self._draw_sizes
-            if field == "micro_batch_size":
-                names = [*names, *filter(BATCH.search, values)]
+            names = [*known, *(filter(BATCH.search, values) if field == "micro_batch_size" else ())]
             name = next((name for name in names if change and values.get(name) in (change[0], str(change[0]))), None)
             if change and name:
                 setattr(parsed, name, type(values[name])(change[1]))  # a script may keep texts until it needs a number

@@ -3,9 +3,10 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
@@ -91,9 +92,8 @@ class StudyState:
         return True
 
     def differences(self, kept: StudyRecord) -> list[str]:
-        """The settings in which a study that was kept differs from this one."""
-        now = json.loads(json.dumps(self.plan.fingerprint()))
-        return [name for name in {**kept.fingerprint, **now} if kept.fingerprint.get(name) != now.get(name)]
+        """The settings in which a study that was kept differs from this one, with both values where these are short."""
+        return list(_differences(kept.fingerprint, json.loads(json.dumps(self.plan.fingerprint()))))
 
     def _check_same(self, kept: StudyRecord) -> None:
         if changed := self.differences(kept):
@@ -213,3 +213,16 @@ class StudyState:
 def baseline_of(measured: Sequence[Measured]) -> Measured | None:
     """The baseline's measurements; None if its trial did not complete."""
     return next((m for m in measured if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    for key in {**before, **now}:
+        old, new = before.get(key), now.get(key)
+        if old == new:
+            continue
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differences(old, new, f"{above}{key}.")
+        elif key != "target" and isinstance(old, str | int | float) and isinstance(new, str | int | float):
+            yield f"{above}{key} ({json.dumps(new)} instead of {json.dumps(old)})"
+        else:
+            yield f"{above}{key}"

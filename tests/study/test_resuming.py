@@ -83,7 +83,7 @@ def test_an_interrupted_round_is_measured_anew(tmp_path):
     [
         ({"space": [SPACE | {"zero_stage": [0, 1]}]}, "space"),
         ({"objectives": ["latency"]}, "objectives"),
-        ({"seed": 1}, "seed"),
+        ({"seed": 1}, r"seed \(1 instead of 0\)"),
         ({"device_memory_bytes": "1GiB"}, "device_memory_bytes"),
         ({"global_batch": "8..64"}, "global_batch"),
         ({"base_config": {"bf16": {"enabled": True}}}, "base_config"),
@@ -91,7 +91,7 @@ def test_an_interrupted_round_is_measured_anew(tmp_path):
 )
 def test_another_study_of_that_name_is_refused_and_what_differs_is_named(tmp_path, change, named):
     run(tmp_path, trials=2, finalists=0)
-    with pytest.raises(UserError, match=rf"study 's' exists, but differs in {named},.*--fresh"):
+    with pytest.raises(UserError, match=rf"study 's' exists, but differs in {named}.*--fresh"):
         run(tmp_path, trials=3, finalists=0, **change)
 
 

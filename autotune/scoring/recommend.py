@@ -158,6 +158,8 @@ def recommend(estimates: Estimates, objectives: Sequence[Objective], world_size:
         return Recommendation(estimates=estimates, baseline=own, front=front, picks={}, unchecked=ranked[:1])
     best, why = _best(sound, estimates, objectives)
     reasons = [why, *words(best, estimates, objectives), *checked(best), *passed_by(ranked[0], best)]
+    if best.confirmed and not sound[0].confirmed and log_gain(sound[0], best, objectives) > TIE:
+        reasons.append(f"trial {sound[0].trial} reads better, but it was measured once")
     picks = {"recommended": _pick(best, estimates, [*reasons, *drift(estimates)])}
     same = [m for m in sound if baseline is not None and drops_in(m, baseline, world_size)]
     if baseline is not None and same:
@@ -247,10 +249,9 @@ def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence
     The baseline stays unless the best is shown to be better, measured again or not: a round may be cut before its turn.
     """
     baseline = estimates.baseline
-    confirmed = [m for m in ranked if m.confirmed]
-    confirmed = (
-        [m for m in ranked if m.confirmed or (baseline and m.trial == baseline.trial)] if confirmed else list(ranked)
-    )
+    # That the baseline was measured again says nothing of the others.
+    others = [m for m in ranked if m.confirmed and m is not baseline]
+    confirmed = [m for m in ranked if m in others or m is baseline] if others else list(ranked)
     top = max(confirmed, key=lambda m: log_gain(m, confirmed[0], objectives))
     behind = {m.trial: log_gain(top, m, objectives) for m in confirmed}
     alike = [m for m in confirmed if behind[m.trial] <= TIE]

@@ -91,6 +91,16 @@ def test_of_the_fastest_that_cannot_be_told_apart_one_that_was_measured_again_is
     assert chosen(recommend([base, once, slower], [MEMORY]), "highest_throughput") == 1
 
 
+def test_a_drop_in_that_was_measured_once_is_named_though_the_baseline_was_measured_again():
+    """Met as "drop-in: the baseline itself" above a trial of the same numerics that was 2.6 times as fast."""
+    base, again = measured(0, 0.1, rounds=[0.1, 0.1]), measured(1, 0.05, rounds=[0.05, 0.05], precision="bf16")
+    found = recommend(
+        [base, replace(again, numerics_kept=False, verdict=PASSED), measured(2, 0.045, zero_stage=1)], [LATENCY]
+    )
+    assert chosen(found) == 1 and "trial 2 reads better, but it was measured once" in reasons(found)
+    assert chosen(found, "drop_in") == 2 and "unconfirmed: it was measured once" in reasons(found, "drop_in")
+
+
 # A machine that slows down while the study runs.
 
 

@@ -144,6 +144,9 @@ class NumericsCheck:
             how = f"{reference.outcome}: {reference.reason}"
             why = f"the baseline's numerics at a global batch of {batch} ended with {how}"
             return GateVerdict(passed=None, reason=f"its numerics could not be checked: {why}", batch=batch)
+        if self._state.plan.workload.script is not None:
+            if anew := quality_gate.starts_anew([each.losses for each in (reference, *replicates)]):
+                return GateVerdict(passed=None, reason=f"its numerics could not be checked: {anew}", batch=batch)
         path = self._state.trial_path(m.trial)
         own = result_in(path) or TrialResult(outcome=Outcome.LOST)
         at_own_batch = m.candidate.global_batch_size(self._world) == batch

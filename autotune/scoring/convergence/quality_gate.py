@@ -26,6 +26,8 @@ WORST_ERROR = 0.005
 WIDEST_NORM_RATIO = 2.0
 # Within this factor of the ratio of micro-steps it is that of sums in place of means.
 ALIKE_RATIO = 1.3
+# First losses of equal runs of a script differ by less than this share of the losses: only the weights are rounded otherwise.
+ONE_START = 0.05
 # Keys of a DeepSpeed configuration that change which numbers are computed, not only where and when.
 NUMERIC_KEYS = (
     "bf16", "fp16", "torch_autocast", "communication_data_type", "gradient_predivide_factor", "prescale_gradients",
@@ -193,6 +195,18 @@ def judge(
         if excess > limit or (excess < -limit and not may_be_lower):
             return replace(found, passed=False, reason=_outside(excess, limit, slope, part))
     return found
+
+
+def starts_anew(curves: Sequence[Sequence[float | None]]) -> str:
+    """The remedy where equal runs of a script begin with other weights or samples each time; empty where they do not."""
+    first = [float(curve[0]) for curve in curves if curve and curve[0] is not None]
+    scale = np.nanmean(np.abs(np.concatenate([_numbers(curve) for curve in curves]))) if first else 0.0
+    if not first or max(first) - min(first) <= ONE_START * scale:
+        return ""
+    return (
+        f"equal runs of the script begin with losses of {', '.join(f'{loss:.3g}' for loss in first)}: it draws weights or"
+        " samples anew in each run, so no loss curves compare; seed it with a constant while it is tuned"
+    )
 
 
 def _outside(excess: float, limit: float, slope: float, part: slice) -> str:

@@ -19,6 +19,7 @@ from autotune.scoring.convergence.quality_gate import (
     judge_sum,
     keeps_numerics,
     numerics,
+    starts_anew,
 )
 from autotune.space.candidate import Candidate
 from autotune.trial.result import NOT_FINITE, GradientCheck
@@ -258,3 +259,10 @@ def test_a_lag_of_a_step_is_none_where_the_luck_of_the_batches_hides_how_steep_t
     ]
     assert judge(behind, base, others).passed
     assert judge(base + 0.02, base, others).passed is False
+
+
+def test_a_script_that_draws_weights_or_samples_anew_in_each_run_is_told_so() -> None:
+    """Met as "its loss is 1.1 above theirs, and up to 6.6 above is chance", with losses of 6."""
+    assert "losses of 8.38, 5.86, 5.94" in starts_anew([[8.378, 5.2, 2.9], [5.855, 4.7, 3.6], [5.943, 5.6, 3.5]])
+    assert not starts_anew([[4.066, 95.1, 38.2], [4.069, 95.0, 38.1], [4.058, 95.2, 38.2]])
+    assert not starts_anew([[], [None, 1.0]])

@@ -80,7 +80,7 @@ class NumericsCheck:
                 write_record(records.gate_path(self._state.folder, m.trial), verdict)
                 if not verdict.passed:
                     failed = True
-                    self._events.say(f"trial {m.trial} {verdict.reason}")
+                    self._events.say(f"trial {m.trial}{':' * (verdict.passed is None)} {verdict.reason}")
         for why, names in left.items():
             if unsaid := [name for name in names if name not in self._left]:
                 self._events.say(f"no quality gate for trial {', '.join(unsaid)} so far: it would take {why}")
@@ -144,9 +144,9 @@ class NumericsCheck:
             how = f"{reference.outcome}: {reference.reason}"
             why = f"the baseline's numerics at a global batch of {batch} ended with {how}"
             return GateVerdict(passed=None, reason=f"its numerics could not be checked: {why}", batch=batch)
-        if self._state.plan.workload.script is not None:
-            if anew := quality_gate.starts_anew([each.losses for each in (reference, *replicates)]):
-                return GateVerdict(passed=None, reason=f"its numerics could not be checked: {anew}", batch=batch)
+        curves = [each.losses for each in (reference, *replicates)]
+        if self._state.plan.workload.script is not None and (anew := quality_gate.starts_anew(curves)):
+            return GateVerdict(passed=None, reason=f"its numerics could not be checked: {anew}", batch=batch)
         path = self._state.trial_path(m.trial)
         own = result_in(path) or TrialResult(outcome=Outcome.LOST)
         at_own_batch = m.candidate.global_batch_size(self._world) == batch

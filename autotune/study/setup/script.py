@@ -281,14 +281,15 @@ def _to_move(micro: int, steps: int, *, keeps: bool) -> dict[str, int]:
 
 
 def _adds_up(first: TrialResult | None, moved: TrialResult) -> bool:
-    """Returns whether the loss of a step grew as the number of its micro-batches did."""
-    both = [each for each in (first, moved) if each is not None and each.observed is not None and each.losses]
-    values = [each.losses[0] or 0.0 for each in both]
-    steps = [each.observed.gradient_accumulation_steps or 0 for each in both if each.observed is not None]
-    if len(both) < 2 or min(values) <= 0 or min(steps) <= 0 or steps[0] == steps[1]:
+    """Returns whether the loss of each step grew as the number of its micro-batches did; one alone may do so by chance."""
+    if first is None or first.observed is None or moved.observed is None:
         return False
-    more, grew = math.log(steps[1] / steps[0]), math.log(values[1] / values[0])
-    return abs(grew - more) < SAME_GROWTH * abs(more)
+    steps = [seen.gradient_accumulation_steps or 0 for seen in (first.observed, moved.observed)]
+    pairs = [(one or 0.0, other or 0.0) for one, other in zip(first.losses, moved.losses, strict=False)]
+    if not pairs or min(map(min, pairs)) <= 0 or min(steps) <= 0 or steps[0] == steps[1]:
+        return False
+    more = math.log(steps[1] / steps[0])
+    return all(abs(math.log(other / one) - more) < SAME_GROWTH * abs(more) for one, other in pairs)
 
 
 def _of_other_sum(times: float) -> list[str]:

@@ -34,6 +34,7 @@ from autotune.study.setup.request import StudyRequest
 from autotune.study.spec import spec
 from autotune.study.spec.spec import StudySpec
 from autotune.study.spec.yaml_file import read_yaml
+from autotune.study.state import forget_runs
 from autotune.study.storage import leases, project, records
 from autotune.study.storage.database import Storage
 from autotune.study.storage.history import History
@@ -287,8 +288,7 @@ def _forget(name: str, storage: Storage, folder: Path, executor: Executor) -> No
         project.check_own(records.load_study(storage, name), folder.parent)
     records.delete_study(storage, name)
     (folder / records.RECORD_FILE).unlink(missing_ok=True)
-    for path in (folder / "trials").glob("[0-9]*"):
-        base.forget(executor, path)
+    forget_runs(executor, folder)
     if submission:
         files.write_text(mark, submission)
 

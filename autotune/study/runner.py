@@ -23,7 +23,7 @@ from autotune.study.parallel import ClaimedTrial, TrialPool
 from autotune.study.proposals import Proposer
 from autotune.study.restore import restore
 from autotune.study.setup.plan import Plan
-from autotune.study.state import StudyState
+from autotune.study.state import StudyState, forget_runs
 from autotune.study.storage import records
 from autotune.study.storage.leases import StudyLeases, TurnLost
 from autotune.study.tell import Teller
@@ -157,9 +157,8 @@ class Runner:
     def _begin(self) -> None:
         """Measures the baseline, which decides what can be measured at all, and begins the study with it."""
         baseline = self.state.plan.baseline
-        for path in (self.state.folder / "trials").glob("[0-9]*"):
-            if path.name != self.state.trial_path(0).name:  # another study's, whose results are not this one's
-                base.forget(self._measurer.executor, path)
+        # Another study's results are not this one's.
+        forget_runs(self._measurer.executor, self.state.folder, kept=self.state.trial_path(0))
         result = self._baseline.run()
         with undisturbed():
             self.state.create()

@@ -12,6 +12,8 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.errors import UserError
+from autotune.executors import base
+from autotune.executors.base import Executor
 from autotune.scoring import objective
 from autotune.scoring.convergence.learning_rate import LearningRate
 from autotune.scoring.convergence.time_to_loss import Reference
@@ -208,6 +210,19 @@ class StudyState:
     def trial_path(self, number: int) -> Path:
         """The folder of a trial."""
         return records.trial_path(self.folder, number)
+
+
+def forget_runs(executor: Executor, folder: Path, kept: Path | None = None) -> None:
+    """Removes what a study ran: trials, and the references and weights that checks would read again.
+
+    Args:
+        kept: A trial's folder that stays.
+    """
+    for pattern in ("[0-9]*", "reference-*", "noise", "warm"):
+        for path in (folder / "trials").glob(pattern):
+            if path != kept:
+                base.forget(executor, path)
+    records.warm_path(folder).unlink(missing_ok=True)
 
 
 def baseline_of(measured: Sequence[Measured]) -> Measured | None:

@@ -6,6 +6,7 @@ import pytest
 from support.instant import SPACE, Instant, Watcher, failed, report, runner_of
 from support.studies import candidates, run, states
 
+from autotune import session
 from autotune.errors import UserError
 from autotune.space.candidate import Candidate
 from autotune.study.events import UNFINISHED
@@ -161,6 +162,17 @@ def test_a_run_killed_between_record_and_baseline_begins_anew(tmp_path):
     after, executor, _ = run(tmp_path, trials=3, finalists=0)
     assert executor.ran[0] == Candidate(micro_batch_size=8)
     assert states(after) == ["COMPLETE"] * 3
+
+
+def test_a_study_that_is_forgotten_leaves_no_reference_to_be_read_again(tmp_path):
+    """A changed script was compared with the loss curves of the one before it."""
+    runner, executor, _ = run(tmp_path, trials=2, finalists=0)
+    trials = tmp_path / "s" / "trials"
+    for name in ("reference-8/1", "noise", "warm", "inspect"):
+        (trials / name).mkdir(parents=True, exist_ok=True)
+    records.warm_path(tmp_path / "s").touch()
+    session._forget("s", runner.storage, tmp_path / "s", executor)
+    assert [path.name for path in trials.iterdir() if path.name != "journal.jsonl"] == ["inspect"]
 
 
 def test_a_trial_killed_before_it_had_a_candidate_is_closed(tmp_path):

@@ -18,7 +18,7 @@ from autotune.worker.device import free_bytes
 from autotune.worker.measure import experts
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.measure.stages import stages
-from autotune.worker.rank import connect, identify, prepare_device
+from autotune.worker.rank import connect, identify, prepare_device, set_seed
 from autotune.worker.script import execute
 from autotune.worker.script.arguments import Arguments
 from autotune.worker.script.context import ScriptContext, ScriptError
@@ -45,6 +45,9 @@ def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: i
         memory.free_bytes = tuple(itertools.chain.from_iterable(rows))
     context = ScriptContext(recorder, request, memory)
     steps = _install_hooks(context)
+    # What seeds nothing itself begins alike in all trials; as under a launcher, ranks have only torch's seed in common.
+    set_seed(request.seed + rank)
+    torch.manual_seed(request.seed)
     try:
         execute.execute(Path(request.target), context.script)
     except SystemExit as end:

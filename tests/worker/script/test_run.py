@@ -261,6 +261,12 @@ def test_hooks_change_no_digit_of_the_loss(bench, tmp_path):
     assert result.losses == own and len(own) == 10
 
 
+def test_a_script_that_seeds_nothing_begins_alike_in_each_trial(bench):
+    found = bench.plan("unseeded.py")
+    first, second = (bench.applied(found, steps=3).losses for _ in range(2))
+    assert first == second and len(first) == 3
+
+
 def test_what_carried_the_batch_is_told(bench):
     for name, said in (
         ("dict_config.py", "--batch_size 3` instead of 8"),

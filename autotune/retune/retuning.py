@@ -294,7 +294,12 @@ class Retuning:
         """The runner of the search, which knows the study's trials and varies only knobs that the changes touch."""
         n = self.asked.trials or max(FEWEST, math.ceil(SHARE * found.spec.trials))
         spec = found.spec.model_copy(
-            update={"name": records.generation_name(self.name, self.generation), "trials": n, "sampler": "physics"}
+            update={
+                "name": records.generation_name(self.name, self.generation),
+                "trials": n,
+                "sampler": "physics",
+                "time_budget_s": None,  # that of the run; its trials bound this one
+            }
         )
         good = [Candidate.of(point["candidate"]) for point in self.report.front]
         best = [self.incumbent, *good]

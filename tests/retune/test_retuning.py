@@ -127,6 +127,12 @@ def test_the_search_takes_a_fifth_of_the_trials_but_no_fewer_than_six(tmp_path):
     assert retune(tmp_path, Instant(slow_bf16)).n_trials == 7
 
 
+def test_the_time_budget_of_the_study_does_not_end_the_search(tmp_path):
+    """It was spent by the measurements in turns, and the search ended with an error of autotune itself."""
+    brief = plan_of(spec_of(**STUDY, time_budget_s=0.001))
+    assert retune(tmp_path, Instant(slow_bf16), brief).n_trials == 7
+
+
 def test_after_a_replacement_the_study_answers_with_the_new_configuration(tmp_path):
     retune(tmp_path, Instant(slow_bf16))
     found = load.load("s", records.default_url(tmp_path), tmp_path / "s")

@@ -250,8 +250,9 @@ def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence
     """
     baseline = estimates.baseline
     # That the baseline was measured again says nothing of the others.
-    others = [m for m in ranked if m.confirmed and m is not baseline]
-    confirmed = [m for m in ranked if m in others or m is baseline] if others else list(ranked)
+    number = baseline.trial if baseline is not None else None
+    again = any(m.confirmed and m.trial != number for m in ranked)
+    confirmed = [m for m in ranked if m.confirmed or m.trial == number] if again else list(ranked)
     top = max(confirmed, key=lambda m: log_gain(m, confirmed[0], objectives))
     behind = {m.trial: log_gain(top, m, objectives) for m in confirmed}
     alike = [m for m in confirmed if behind[m.trial] <= TIE]

@@ -40,8 +40,8 @@ SAVED_CLASSES = (
 HUB_VERBS = ("create_", "upload_", "delete_", "update_", "move_")
 # As transformers looks for a GPU's process group, and finds none.
 APART = (
-    "as it stands the command trains a model of its own in each process, each on all samples: on a CPU transformers joins them"
-    " with `--use_cpu`, or with DeepSpeed, as in the trials"
+    "each process of the command trains its own model on all samples: on a CPU transformers joins the processes with"
+    " `--use_cpu`, or with DeepSpeed, as in the trials"
 )
 
 

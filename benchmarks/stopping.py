@@ -175,7 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=80)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="studies as those of `autotune run --quick`")
     parser.add_argument("--worlds", nargs="*", default=list(KINDS), help="only these")
     parser.add_argument("--noise", choices=[noise.name for noise in NOISES], default=NOISES[0].name)
     parser.add_argument("--dry", action="store_true", help="print, and write nothing")

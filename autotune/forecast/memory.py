@@ -51,21 +51,13 @@ LASTING = ("weights", "data", "workspace", "kernels")
 ROOMY = 0.85
 
 
-def memory_terms(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
-    """Bytes of a rank at its peak, one column a term; the terms add up to the peak.
+def at_peak(phases: Mapping[str, Terms], *, guessed: bool) -> Terms:
+    """Bytes of a rank at its peak, one column a term: those of the instant with the largest sum.
 
-    P parameters, Pt trainable, N ranks, w and g bytes of a weight and of a summed gradient (ZeRO, SC20; allocations as
-    in DeepSpeed's engine.py, stage_1_and_2.py, stage3.py, unfused_optimizer.py, bf16_optimizer.py):
-
-    * weights w P, at stage 3 w P / N; frozen ones are never sharded below stage 3;
-    * master 4 Pt with 16-bit weights, from stage 1 on over N; in fp32 stages 1 and 2 clone their shard all the same;
-    * states (8 bytes for Adam) Pt, from stage 1 on over N.
+    Args:
+        phases: The terms at each instant, as `memory_phases` gives them.
+        guessed: Whether the profile is a guess.
     """
-    return at_peak(memory_phases(knobs, profile, machine), guessed=profile.guessed)
-
-
-def at_peak(phases: Mapping[str, Terms], *, guessed: bool = False) -> Terms:
-    """The terms of the instant with the largest sum, for each row."""
     totals = np.stack([np.sum(list(terms.values()), axis=0) for terms in phases.values()])
     if guessed:
         # Activations may be several times what was guessed, so they stay in sight where another instant is thought to
@@ -77,7 +69,15 @@ def at_peak(phases: Mapping[str, Terms], *, guessed: bool = False) -> Terms:
 
 
 def memory_phases(knobs: Knobs, profile: Profile, machine: Machine) -> dict[str, Terms]:
-    """The terms inside backward, while gradients are reduced, in the optimizer's step, and while the engine is made."""
+    """The terms inside backward, while gradients are reduced, in the optimizer's step, and while the engine is made.
+
+    P parameters, Pt trainable, N ranks, w and g bytes of a weight and of a summed gradient (ZeRO, SC20; allocations as
+    in DeepSpeed's engine.py, stage_1_and_2.py, stage3.py, unfused_optimizer.py, bf16_optimizer.py):
+
+    * weights w P, at stage 3 w P / N; frozen ones are never sharded below stage 3;
+    * master 4 Pt with 16-bit weights, from stage 1 on over N; in fp32 stages 1 and 2 clone their shard all the same;
+    * states (8 bytes for Adam) Pt, from stage 1 on over N.
+    """
     n = len(knobs.micro)
     fixed = _fixed(knobs, profile, machine)
     phases: dict[str, Terms] = {}

@@ -309,7 +309,7 @@ class CandidateOptimizer:
     def _worth(self, state: CostModel, rows: Rows, allowed: Floats, n_told: int) -> Floats:
         """The acquisition whose turn it is: the hypervolume every second time, else in turns the goal and an objective.
 
-        That objective is the one which a trial is expected to improve most.
+        That objective is the one which a trial is expected to improve most. A quick study looks at the goal alone.
         """
         if not len(state.rows):
             return np.exp(-_regret(state, rows))

@@ -290,14 +290,8 @@ def test_processes_that_transformers_would_train_apart_are_said_to_be(monkeypatc
         memory=types.SimpleNamespace(on_cpu=True), scratch=tmp_path, candidate=None, value=lambda _: None, once=caveats.append,
         request=TrialRequest(target="t", world_size=world_size), changed=lambda _: None,
     )  # fmt: skip
-    plain = {
-        "use_cpu": False,
-        "deepspeed": None,
-        "max_steps": -1,
-        "eval_strategy": "no",
-        "save_strategy": "no",
-        "fsdp": "",
-    }
+    never = {"eval_strategy": "no", "save_strategy": "no"}
+    plain = {"use_cpu": False, "deepspeed": None, "max_steps": -1, "fsdp": "", **never}
     huggingface._Adapter(context)._prepare(types.SimpleNamespace(**plain | given))
     assert caveats == [huggingface.APART] * said
 

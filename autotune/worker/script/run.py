@@ -45,7 +45,7 @@ def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: i
         memory.free_bytes = tuple(itertools.chain.from_iterable(rows))
     context = ScriptContext(recorder, request, memory)
     steps = _install_hooks(context)
-    # What seeds nothing itself begins alike in all trials; as under a launcher, ranks have only torch's seed in common.
+    # A script that seeds nothing begins alike in all trials. Its ranks share torch's seed alone, as under a launcher.
     set_seed(request.seed + rank)
     torch.manual_seed(request.seed)
     try:

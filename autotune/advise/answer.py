@@ -49,11 +49,7 @@ PINNED: Mapping[str, Any] = {
 
 
 def ds_config(candidate: Candidate, base: Mapping[str, Any] | None = None) -> DsConfig:
-    """The whole DeepSpeed configuration of a candidate.
-
-    Args:
-        base: The user's own, which goes before what is pinned.
-    """
+    """The whole DeepSpeed configuration of a candidate; `base`, the user's own, goes before what is pinned."""
     own = dict(base or {})
     merged = {**PINNED, **own}
     for section in ("bf16", "zero_optimization"):

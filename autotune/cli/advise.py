@@ -100,11 +100,7 @@ def advise(
     *,
     as_json: AsJson = False,
 ) -> int:
-    """Advise a configuration before the first run: does it fit, how fast, what does it cost.
-
-    Returns:
-        Exit status: 0, or 1 if nothing surely fits.
-    """
+    """Advise a configuration before the first run: fit, speed, cost. Exit status: 0, or 1 if nothing surely fits."""
     how = {"method": method, "attention": attention, "optimizer": optimizer, "loss": loss}
     name = " ".join(model)
     goal, how = _checked(goal, how, {"seq": seq, "global-batch": global_batch, "lora-rank": lora_rank})

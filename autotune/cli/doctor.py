@@ -57,11 +57,7 @@ def doctor(
     build: Annotated[bool, typer.Option("--build", help="Compile DeepSpeed's ops once.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Examine this machine, run the smallest possible trial, and print the findings.
-
-    Returns:
-        Exit status: 0 trials can run, 1 they cannot.
-    """
+    """Examine this machine by the smallest possible trial. Exit status: 0 trials can run, 1 they cannot."""
     findings = []
     for finding in _examined(build=build):
         findings.append(finding)

@@ -126,11 +126,7 @@ def project(
     device_memory: Annotated[str | None, typer.Option(metavar="80GiB", help="Memory of a device there.")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Forecast a study's configurations on a larger cluster.
-
-    Returns:
-        Exit status: 0, or 1 where the configuration could not run there.
-    """
+    """Forecast configurations on a larger cluster. Exit status: 0, or 1 where the configuration could not run there."""
     from autotune.forecast.cluster import Cluster
     from autotune.session import STUDIES
 

@@ -71,11 +71,7 @@ class TimeOver(Exception):
 
 
 class Job(Protocol):
-    """One trial in the hands of an engine.
-
-    Attributes:
-        reason: Why it waits, was lost, taken away or refused, in the engine's words.
-    """
+    """One trial in an engine's hands; `reason`, in its words: why it waits, was lost, taken away or refused."""
 
     reason: str
 

@@ -42,11 +42,7 @@ EXPORTED = (
 
 
 class Refused(Exception):
-    """The engine does not accept a job; the message is the engine's.
-
-    Args:
-        at_present: The engine says that it may accept it later.
-    """
+    """The engine does not accept a job, `at_present` or ever; the message is the engine's."""
 
     def __init__(self, reason: str, *, at_present: bool = False) -> None:
         super().__init__(reason)

@@ -39,11 +39,7 @@ def object_name(name: str, most: int = LONGEST_NAME) -> str:
 
 
 def pod(container: Mapping[str, Any], folder: str, claim: str) -> dict[str, Any]:
-    """Returns the pod of a container that works in a folder on a PersistentVolumeClaim.
-
-    Args:
-        folder: The folder at which the claim is mounted.
-    """
+    """Returns the pod of a container that works in the folder at which a PersistentVolumeClaim is mounted."""
     mounts = [{"name": "project", "mountPath": folder}, {"name": "shm", "mountPath": "/dev/shm"}]
     return {
         "restartPolicy": "Never",

@@ -121,11 +121,7 @@ class Terminated(BaseException):
 
 
 class NodeAgent:
-    """Runs the orders of a spool on this machine.
-
-    Args:
-        lifeline: End when standard input is closed.
-    """
+    """Runs the orders of a spool on this machine; with `lifeline` until standard input is closed."""
 
     def __init__(self, spool: Spool, node: int, address: str, *, lifeline: bool) -> None:
         self.spool, self.node, self.address, self.lifeline = spool, node, address, lifeline

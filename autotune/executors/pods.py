@@ -125,11 +125,7 @@ class Pods(Engine):
 
 
 class Machine:
-    """A pod's process: runs an agent for each call, and says how it ended.
-
-    Args:
-        address: Where the other pods reach this one.
-    """
+    """A pod's process: runs an agent for each call; other pods reach it at `address`."""
 
     def __init__(self, board: Board, number: int, address: str) -> None:
         self.board, self.number, self.address = board, number, address

@@ -41,11 +41,7 @@ FOR_ALL = ("request.json", "ds_config.json", "job.json", "cancel", "master.json"
 
 
 class Ray(Engine):
-    """The engine of `--executor ray`.
-
-    Args:
-        ranks_per_node: Ranks on each machine; None for one per GPU.
-    """
+    """The engine of `--executor ray`; `ranks_per_node` of None is one for each GPU."""
 
     name = "ray"
 

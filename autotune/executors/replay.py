@@ -59,11 +59,7 @@ class Row:
 
 
 def read_table(path: Path) -> list[Row]:
-    """Reads a truth table, a CSV file that may be compressed (`.csv.gz`).
-
-    Raises:
-        TableError: It is missing, or not a truth table.
-    """
+    """Reads a truth table, a CSV file that may be compressed (`.csv.gz`); raises a TableError if it is none."""
     import pandas as pd
 
     try:

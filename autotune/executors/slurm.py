@@ -78,11 +78,7 @@ NO_CAUSE = re.compile(
 
 
 class Slurm(Engine):
-    """The engine of `--executor slurm`; it needs Slurm's commands and a file system that the nodes share.
-
-    Args:
-        ranks_per_node: Ranks on each node; None for one per GPU.
-    """
+    """The engine of `--executor slurm`; `ranks_per_node` of None is one for each GPU."""
 
     name = "slurm"
 
@@ -201,11 +197,7 @@ class Steps(Slurm):
         self._steps: dict[str, subprocess.Popen[bytes]] = {}
 
     def launch(self, spool: Spool, nodes: int) -> str:
-        """Starts a step on nodes of the allocation; returns its name.
-
-        Raises:
-            Refused: The allocation has fewer nodes.
-        """
+        """Starts a step on nodes of the allocation; returns its name. Raises `Refused` where it has fewer nodes."""
         there = int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
         if nodes > there:
             raise Refused(

@@ -68,11 +68,7 @@ class Cluster:
         return cls(devices=devices, per_node=per_node, algorithm=algorithm, **found)
 
     def machine(self, here: Machine, n: int) -> Machine:
-        """Returns the machine of `n` ranks of the cluster, with the measured rates of a device.
-
-        Raises:
-            UserError: The bandwidth within a node is unknown.
-        """
+        """Returns the machine of `n` ranks; a UserError where the bandwidth within a node is unknown."""
         measured = here.world_size > 1 and here.measured
         if n > 1 and self.per_node > 1 and self.intra_bytes_per_s is None and not measured:
             raise UserError(

@@ -28,11 +28,7 @@ SHOWN = (
 
 
 class Interval(NamedTuple):
-    """A figure with its interval, in the unit that its name ends with.
-
-    Attributes:
-        low: Lower end: 95 % of what was measured and of advice, 90 % of what is predicted.
-    """
+    """A figure with its interval: of 95 % if measured or advised, of 90 % if predicted."""
 
     value: float
     low: float

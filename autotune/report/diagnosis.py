@@ -27,11 +27,7 @@ from autotune.trial.workload import Workload
 
 
 def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
-    """Diagnoses a trial of a study.
-
-    Args:
-        number: The trial; it completed.
-    """
+    """Diagnoses a trial of a study that completed."""
     rows = {row["trial"]: row for row in report.trials}
     points = report.points
     seen = {each: _seen(row, points.get(each, row)) for each, row in rows.items()}

@@ -103,11 +103,7 @@ def read_setting(text: str) -> tuple[str, Scalar]:
 
 
 class Evidence:
-    """Answers to questions about a study's recommendation, from its trials and from what they justify to expect.
-
-    Raises:
-        StoreError: autotune did not make the study, or died while it did.
-    """
+    """Answers about a study's recommendation, from its trials and from what they justify to expect."""
 
     def __init__(self, study: Study, report: StudyReport) -> None:
         self.expected = Expectations(study)

@@ -121,11 +121,7 @@ def _run_text(report: StudyReport, run: Run) -> str:
 
 
 def losses(report: StudyReport, across: str = "samples", *, difference: bool = False) -> Figure:
-    """The loss curves over `samples`, `seconds` or `steps`; picks and baseline are named.
-
-    Args:
-        difference: Draw each curve's distance from the baseline's, as far as both reach.
-    """
+    """Loss curves over `samples`, `seconds` or `steps`, or each one's `difference` from the baseline's."""
     curves, n_named, traces = series.losses(report), 0, []
     base = next((curve for curve in curves if "baseline" in curve.marks), None)
     for curve in curves:
@@ -147,11 +143,7 @@ def losses(report: StudyReport, across: str = "samples", *, difference: bool = F
 
 
 def gate(report: StudyReport, trial: Data, *, difference: bool = False) -> Figure:
-    """The losses of a trial with other numerics beside those of its reference, as the quality gate compared them.
-
-    Args:
-        difference: Draw the distance from the reference's losses.
-    """
+    """Losses of a trial beside its reference's, or their `difference`, as the quality gate compared them."""
     found, name = trial["gate"], f"trial {trial['trial']}"
     losses, alike = trial["losses"], found.get("same_as")
     if alike is not None:  # the curve of another trial was compared: its own is one at another batch

@@ -19,11 +19,7 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def write_report(report: StudyReport, folder: Path, *, single_file: bool) -> list[Path]:
-    """Writes the page, and unless only that is wanted `report.json` and `trials.csv` beside it.
-
-    Returns:
-        Their paths, the page first.
-    """
+    """Writes the page, and unless only that is wanted `report.json` and `trials.csv` beside it; returns the paths."""
     from autotune.report.page import render  # Jinja2 and plotly's figures, which most commands do not need
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,11 +89,7 @@ def _withdraw(folder: Path) -> None:
 
 
 def write_answer(report: StudyReport, folder: Path) -> Iterator[Path]:
-    """Writes the study's files, each whole or not at all, the largest last; what an earlier answer left goes.
-
-    Yields:
-        The path of each file once it is written, the one that people want first.
-    """
+    """Writes the study's files, each whole, the largest last; yields each path, the one people want first."""
     from autotune.report.page import render
 
     recommended = report.picks.get("recommended")

@@ -36,20 +36,12 @@ WHERE = ("hosts", "machine", "waited_s", "lost_attempts")
 
 
 def load(name: str, storage_url: str, folder: Path) -> StudyReport:
-    """Reads a study and works out what it found so far.
-
-    Raises:
-        StoreError: There is no such database or study, or autotune did not make it.
-    """
+    """Reads a study of autotune and works out what it found so far; a StoreError if there is none."""
     return from_storage(records.open_storage(storage_url, create=False), name, folder)
 
 
 def from_storage(storage: Storage, name: str, folder: Path) -> StudyReport:
-    """Works out what a study in an open database found so far.
-
-    Raises:
-        StoreError: There is no such study, or autotune did not make it.
-    """
+    """Works out what a study in an open database found so far; a StoreError if autotune has none there."""
     study = records.load_study(storage, name)
     later = records.current(study)
     if later == name:

@@ -14,11 +14,7 @@ class PictureError(UserError):
 
 
 def write(figures: Mapping[Path, Mapping[str, Any]], *, height_px: int = HEIGHT_PX) -> None:
-    """Writes each figure as PNG to its path.
-
-    Raises:
-        PictureError: kaleido or a browser is missing, or the browser failed.
-    """
+    """Writes each figure as PNG to its path; a PictureError if kaleido or a browser is missing or failed."""
     try:
         import kaleido  # noqa: F401
     except ImportError:

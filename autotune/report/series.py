@@ -76,11 +76,7 @@ class ProgressPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastPoint:
-    """What one trial was expected to measure and what it measured.
-
-    Attributes:
-        low: Lower end of its 90 % interval.
-    """
+    """What one trial was expected to measure, with a 90 % interval, and what it measured."""
 
     trial: int
     value: float

@@ -89,11 +89,7 @@ class Started:
 
 
 def started(report: StudyReport, which: str = "") -> Started | None:
-    """How the study's script is started; None where a model.py was tuned.
-
-    Args:
-        which: The options that name the pick.
-    """
+    """How the study's script is started; None where a model.py was tuned."""
     script = report.workload.get("script")
     if report.invocation is None or not script:
         return None

@@ -95,11 +95,7 @@ PARTS: dict[str, Part] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A part of the fingerprint that has changed.
-
-    Attributes:
-        part: Its key in `PARTS`.
-    """
+    """A part (a key of `PARTS`) of the fingerprint that has changed."""
 
     part: str
     before: Any
@@ -131,11 +127,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """Everything that the answer of a study depends on.
-
-    Attributes:
-        values: Plain data by key of `PARTS`; unknown parts are missing.
-    """
+    """What the answer of a study depends on, as plain data by key of `PARTS`; unknown parts are missing."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
 
@@ -197,11 +189,7 @@ def narrowed(space: SearchSpace, names: tuple[str, ...] | None, known: Iterable[
 
 
 def here(kept: StudyRecord, target: Path) -> Fingerprint:
-    """The parts of a study's fingerprint that need neither torch nor the model.
-
-    Args:
-        target: The user's file, which may be gone.
-    """
+    """The parts of a study's fingerprint that need neither torch nor the model; the target's file may be gone."""
     old = Fingerprint.of(kept).values
     values: dict[str, Any] = {"python": platform.python_version(), "cores": len(os.sched_getaffinity(0))}
     for name in ("torch", "deepspeed"):

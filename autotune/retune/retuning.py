@@ -149,11 +149,7 @@ class Retuning:
         return self.folder / "retunes" / f"{self.generation:04d}"
 
     def begin(self) -> None:
-        """Begin, or continue an interrupted re-tuning.
-
-        Raises:
-            AttemptsError: It was killed `MOST_ATTEMPTS` times.
-        """
+        """Begin, or continue an interrupted re-tuning; an AttemptsError if it was killed `MOST_ATTEMPTS` times."""
         self.history.drop_orphans()
         left = self.history.interrupted(self.name)
         if left is not None:
@@ -179,11 +175,7 @@ class Retuning:
         self._note(attempts=int(self.evidence.get("attempts", 1)) - 1)
 
     def run(self, found: Plan, executor: Executor) -> Decision:
-        """Measure, search if necessary, decide, and store the decision with its evidence.
-
-        Raises:
-            GoneError: The study was deleted meanwhile.
-        """
+        """Measure, search if necessary, decide, and store the decision; a GoneError if the study was deleted."""
         now = Fingerprint.now(found)
         if self.evidence.get("fingerprint", now.digest()) != now.digest():
             self.observer.say("the machine or the target changed since it was interrupted, so it starts again")
@@ -386,11 +378,7 @@ def _keep_previous(folder: Path, path: Path) -> None:
 
 
 def _run_command(command: str, name: str, folder: Path, decision: Decision) -> None:
-    """Run the user's `--on-change` command.
-
-    Raises:
-        UserError: It failed. The configuration stays replaced.
-    """
+    """Run the user's `--on-change` command; if it fails, a UserError, and the configuration stays replaced."""
     gain = decision.duel.gain if decision.duel else None
     variables = {
         "AUTOTUNE_STUDY": name,

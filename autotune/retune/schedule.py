@@ -74,11 +74,7 @@ class Schedule:
 
     @classmethod
     def of(cls, row: Row) -> "Schedule":
-        """The schedule in a row of the database.
-
-        Raises:
-            ScheduleError: No command of autotune writes such a row, so another program did: it must not reach a shell.
-        """
+        """The schedule in a row of the database; a ScheduleError if it is not ours: it must not reach a shell."""
         try:
             check_name(row["study"])
             every_s, cron = row["every_s"], row["cron"]

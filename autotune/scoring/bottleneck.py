@@ -60,11 +60,7 @@ OUTSIDE = {
 
 
 def diagnose(evidence: Evidence, others: Sequence[StepObservation], effects: Effects | None = None) -> Diagnosis:
-    """Finds the bottleneck of a trial's step.
-
-    Args:
-        effects: Effects of the knobs on throughput over the whole study, for advice that no single trial gives.
-    """
+    """Finds the bottleneck of a step; the whole study's `effects` of knobs on throughput yield further advice."""
     memory, notes = _memory(evidence, others)
     ranks = _typical(evidence.ranks)
     total = max((sum(phases.values()) for phases in ranks.values()), default=0.0)

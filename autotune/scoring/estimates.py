@@ -36,11 +36,7 @@ WIDEST = 4.0
 
 
 class Gain(NamedTuple):
-    """The factor by which a trial is better than another one in a metric, with its 95 % interval.
-
-    Attributes:
-        factor: The factor; above 1 is better.
-    """
+    """The factor by which a trial is better (above 1) than another one in a metric, with its 95 % interval."""
 
     factor: float
     low: float
@@ -165,11 +161,7 @@ def timed_share(objectives: Sequence[Objective]) -> float:
 
 
 def estimate(measured: Sequence[Measured]) -> Estimates:
-    """The estimates of a study's trials.
-
-    Args:
-        measured: Every told trial with its re-measurements, in the order of their numbers.
-    """
+    """The estimates of a study's told trials, given with their re-measurements in the order of their numbers."""
     raw = {m.trial: m for m in measured}
     measured = _with_pooled_samples(measured)
     timed = [m for m in measured if m.outcome in (Outcome.COMPLETE, Outcome.DIVERGED) and m.metrics.get(STEP, 0) > 0]

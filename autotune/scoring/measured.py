@@ -21,11 +21,7 @@ def unseen(settings: Sequence[str]) -> str:
 
 
 def set_apart(unwitnessed: Sequence[str], alone: Iterable[str]) -> str:
-    """Says of a complete trial that it cannot be recommended whatever it measured; empty if it can.
-
-    Args:
-        alone: Changes that only a trial can make, and the baseline did without.
-    """
+    """Why a complete trial cannot be recommended; `alone`: changes only a trial can make, which the baseline lacks."""
     if unwitnessed:
         return f"no pick, since {unseen(unwitnessed)}"
     return f"ranked apart, since only a trial can run it: {', '.join(found)}" if (found := list(alone)) else ""

@@ -41,11 +41,7 @@ class Estimate:
 
 
 def rate_of(result: TrialResult, counted: str) -> Estimate | None:
-    """Returns what the timed steps of a trial took in over their time; None where the single steps are not known.
-
-    Args:
-        counted: A name in `taken_in`, as `samples`.
-    """
+    """What the timed steps took in (a name in `taken_in`) over their time; None where single steps are not known."""
     if result.steps is None or result.steps.n_steps == 0 or not result.taken_in.get(counted):
         return None
     n, cut = len(result.step_times_s), result.steps.n_warmup

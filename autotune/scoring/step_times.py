@@ -115,11 +115,7 @@ def measured_enough(times_s: Sequence[float], taken_in: Mapping[str, Sequence[in
 
 
 def ratio_ci95(log_ratios: Sequence[float]) -> tuple[float, tuple[float, float]]:
-    """Geometric mean of paired ratios with its 95 % interval (Student's t on their logarithms).
-
-    Args:
-        log_ratios: Natural logarithms of the ratios, one for each pair.
-    """
+    """Geometric mean of paired ratios, given as natural logarithms, with its 95 % interval (Student's t)."""
     values = np.asarray(log_ratios, dtype=float)
     n = len(values)
     centre = float(values.mean())

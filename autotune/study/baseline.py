@@ -46,11 +46,7 @@ class BaselineTrial:
         self._tried_again = False
 
     def run(self) -> TrialResult:
-        """Runs the baseline's trial and settles objectives, reference and learning rate.
-
-        Raises:
-            UserError: None of the objectives can be measured.
-        """
+        """Runs the baseline; settles objectives (a UserError if none is measured), reference and learning rate."""
         result = self._measurer.execute(self._state.plan.baseline, self._state.trial_path(0), role="baseline")
         complete = result.outcome is Outcome.COMPLETE
         dropped = self._unmeasurable(result) if complete else self._without_baseline(result)

@@ -49,11 +49,7 @@ class BranchCheck:
         self.too_late: set[int] = set()  # trials whose check the time budget has no room for any more
 
     def run(self, found: Sequence[Measured]) -> bool:
-        """Checks the best of the candidates that still needs it.
-
-        Returns:
-            Whether one was checked, so that the ranking may have changed.
-        """
+        """Checks the best of the candidates that still needs it; returns whether there was one."""
         measured = estimate(self._state.measured()).measured
         baseline, wanted = baseline_of(measured), {m.trial for m in found}
         unchecked = {m.trial: m for m in measured if m.trial in wanted and _needs_branch(m)}

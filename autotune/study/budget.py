@@ -58,11 +58,7 @@ HURRY_SHARE = 0.1
 
 
 class Budget:
-    """Counts what a study has spent; time runs from the moment at which its command began, imports included.
-
-    Args:
-        leads: Whether this coordinator leads the study, so that its time is the study's.
-    """
+    """Counts what a study has spent, of its time where this coordinator `leads`; the command's imports count."""
 
     def __init__(self, state: StudyState, *, leads: bool = True) -> None:
         self._state, self._leads = state, leads

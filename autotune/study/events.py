@@ -195,11 +195,7 @@ def path_in(folder: Path) -> Path:
 
 
 class Journal(EventSink):
-    """Appends the events of a run to a file, one JSON object a line; ticks and repeated waits are left out.
-
-    Args:
-        folder: The study's folder; the journal of an earlier run is replaced.
-    """
+    """Replaces the study's journal by this run's events, one JSON object a line, but for ticks and repeated waits."""
 
     def __init__(self, folder: Path) -> None:
         path = path_in(folder)
@@ -227,11 +223,7 @@ class Journal(EventSink):
 
 
 class JournalReader:
-    """Reads the journal of a run while it grows.
-
-    Args:
-        pid: The process that runs the study; the journal of another process is ignored.
-    """
+    """Reads the journal of the run of process `pid` while it grows; another one's is ignored."""
 
     def __init__(self, folder: Path, pid: int) -> None:
         self._path, self._pid = path_in(folder), pid

@@ -219,11 +219,7 @@ def _own_variables(found: Plan) -> dict[str, str]:
 
 
 class SlicedExecutor(LocalExecutor):
-    """A warm server on some of this machine's devices or cores.
-
-    Args:
-        share: Numbers of cores, or the names of devices in the variable that chooses among them.
-    """
+    """A warm server on a share of this machine: numbers of cores, or the names of devices."""
 
     def __init__(self, found: Plan, share: Sequence[str], log: Path) -> None:
         environment, here = _own_variables(found), found.workload.environment

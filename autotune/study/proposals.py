@@ -32,11 +32,7 @@ MAX_LOST = 3
 
 
 class Proposer:
-    """Claims the next trial of a study.
-
-    Args:
-        leads: Whether this coordinator leads the study, or helps another coordinator.
-    """
+    """Claims the next trial of a study, as its leader or as one that helps another coordinator."""
 
     def __init__(
         self,

@@ -145,11 +145,7 @@ class Runner:
             self._events.say("the time budget ended before the best were checked and measured again as often as wanted")
 
     def help(self) -> str:
-        """Runs trials of a study that another coordinator leads, until there is none left to start.
-
-        Returns:
-            Why there is none.
-        """
+        """Runs trials of a study that another coordinator leads; returns why there is none left to start."""
         with threadpool_limits(1, "blas"), self.leases.beating():
             self.open()
             return self._search() or f"the budget of {self.state.plan.spec.trials} trials is spent"

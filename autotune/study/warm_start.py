@@ -27,11 +27,7 @@ MAX_FIRST = 3  # candidates of another study that are measured before anything i
 
 
 class HistoryRecorder(EventSink):
-    """Keeps every measurement of a run in the history.
-
-    Args:
-        generation: Number of its re-tuning; 0 for the study itself.
-    """
+    """Keeps every measurement of a run in the history; generation 0 is the study itself, n its n-th re-tuning."""
 
     def __init__(self, storage: Storage, study: str, generation: int, workload: Workload, world_size: int) -> None:
         self._storage, self._history = storage, History(storage.engine)

@@ -88,20 +88,12 @@ class Devices:
 
 
 def from_data(data: Mapping[str, Any]) -> Devices:
-    """Returns the record from its JSON.
-
-    Raises:
-        ValueError, TypeError, KeyError: It is no such record.
-    """
+    """Returns the record from its JSON; a ValueError, TypeError or KeyError if it is none."""
     return Devices(**{**data, "each": tuple(Device(**device) for device in data["each"])})
 
 
 def here(environment: Mapping[str, str] | None = None) -> Devices:
-    """Returns what trials with these environment variables compute on; kept until the machine starts again.
-
-    Args:
-        environment: Variables of the trials; without, this process's own.
-    """
+    """What trials with these variables (without, this process's) compute on; kept until the machine starts again."""
     variables = dict(os.environ if environment is None else environment)
     if (stated := variables.get("DS_ACCELERATOR")) == "cpu":
         return Devices()

@@ -168,11 +168,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def json_of(text: str | bytes) -> Any:
-    """Returns the value of a JSON text that a program wrote.
-
-    Raises:
-        ValueError: It is no JSON, or nested more deeply than Python reads.
-    """
+    """The value of a program's JSON text; a ValueError if it is none, or nested more deeply than Python reads."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -217,11 +213,7 @@ LARGEST_BYTES = 1 << 20
 
 
 def read_text(path: Path, where: str) -> str:
-    """Returns the text of a file that the user named.
-
-    Args:
-        where: The option or file that names it, for the error.
-    """
+    """Returns the text of a file that the user named; `where` is the option or file that did, for the error."""
     try:
         str(path).encode()  # study.yaml holds the name in UTF-8
         found = path.stat()

@@ -21,11 +21,7 @@ MAX_OF_A_UNIT = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Unit and decimals in which several values are written, so that they can be compared.
-
-    Attributes:
-        factor: Divisor of the values.
-    """
+    """Unit, its factor and the decimals in which several values are written, so that they can be compared."""
 
     factor: float
     unit: str
@@ -137,11 +133,7 @@ def _parse_amount(value: Any, units: Mapping[str, float], example: str) -> float
 
 
 def finite(value: int | float) -> float:
-    """Returns the number as a float.
-
-    Raises:
-        ValueError: It is infinite, not a number, or too large.
-    """
+    """The number as a float; a ValueError if it is infinite, not a number, or too large."""
     if not abs(value) <= LARGEST_AMOUNT:  # also true of NaN
         said = str(value) if isinstance(value, float) else f"a whole number of {value.bit_length()} bits"
         raise ValueError(f"{said} is not a finite number below {LARGEST_AMOUNT:g}")

@@ -125,11 +125,7 @@ class Observed:
     uneven: tuple[int, int] | None = None
 
     def mismatch(self, candidate: Candidate, data_parallel: int) -> str | None:
-        """Returns the first setting that differs from the candidate's, in words; None if all were applied.
-
-        Args:
-            data_parallel: Ranks, or groups of them, that trained on different samples.
-        """
+        """The first setting that differs from the candidate's, in words; None if all were applied."""
         if self.groups is not None and (why := self.groups.mismatch(candidate)):
             return why
         dtypes = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -58,11 +58,7 @@ class Target:
 
 
 def inspect_target(path: Path, *, launched: bool = False) -> Target:
-    """Classifies a target without importing it.
-
-    Args:
-        launched: A launcher starts ranks of it, so it is a training script, even if other files do the training.
-    """
+    """Classifies a target without importing it; what a launcher starts ranks of is a training script."""
     if os.path.isdir(path):
         inside = next((name for name in ("study.yaml", "model.py") if (path / name).exists()), None)
         raise SpecError(

@@ -22,11 +22,7 @@ CLOSE = 0.01
 
 
 class Filled(NamedTuple):
-    """A batch that a token budget fills, on average.
-
-    Attributes:
-        tokens: Tokens, padding included.
-    """
+    """A batch that a token budget fills, on average; tokens include padding."""
 
     samples: float
     tokens: float
@@ -85,11 +81,7 @@ def padded(known: Table, changes: Mapping[str, object]) -> Table:
 
 
 def filled(known: Table, tokens: int, micro: int) -> Filled:
-    """Returns the mean batch of a budget, from samples that are drawn at random.
-
-    Args:
-        micro: Samples that a batch is to hold on average.
-    """
+    """Returns the mean batch of a budget that is to hold `micro` samples, drawn at random, on average."""
     values, counts = np.array(known, dtype=float).T
     rng, n = np.random.default_rng(0), max(20, min(MOST_BATCHES, MOST_SAMPLES // micro))
     drawn = map(int, np.ceil(rng.choice(values, (n + POOL_BATCHES) * 2 * micro, p=counts / counts.sum())))

@@ -31,11 +31,7 @@ def main() -> int:
 
 
 def found_devices() -> Devices:
-    """Returns what trials compute on here; initialises the accelerator.
-
-    Raises:
-        UserError: DeepSpeed is told to compute on devices of which none is visible.
-    """
+    """What trials compute on, once initialised; a UserError if nothing is visible of what DeepSpeed is told."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()

@@ -40,11 +40,7 @@ PICK_LINK, TRIAL_LINK = "/autotune/{}/picks/{}.json", "/autotune/{}/trials/{}.js
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """A file to download.
-
-    Attributes:
-        read: Returns the content, or None if the file is gone.
-    """
+    """A file to download; `read` returns None if it is gone."""
 
     name: str
     mimetype: str

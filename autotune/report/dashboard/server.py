@@ -89,11 +89,7 @@ def check_installed() -> None:
 
 
 class Application:
-    """The WSGI application.
-
-    Args:
-        token: The secret that every request must present; None, at a loopback address only, lets everybody in.
-    """
+    """The WSGI application; a `token` of None, at a loopback address only, lets everybody in."""
 
     def __init__(self, overlay: DashboardStorage, host: str, token: str | None) -> None:
         from optuna_dashboard import wsgi
@@ -362,11 +358,7 @@ class Server:
 
 
 def make_server(url: str, studies: Path, host: str, port: int, token: str | None) -> Server:
-    """A server that is bound and does not run yet.
-
-    Args:
-        port: The port; 0 takes a free one.
-    """
+    """A server that is bound and does not run yet; port 0 takes a free one."""
     check_installed()
     storage = records.open_storage(url, create=False)
     folder_of = partial(records.study_folder, studies=studies, url=url)

@@ -68,11 +68,7 @@ class _CachedOverlay:
         self._making = threading.Lock()
 
     def look(self) -> StudyOverlay | None:
-        """Returns the overlay to show.
-
-        Raises:
-            Exception: Making it failed, here or in the thread.
-        """
+        """Returns the overlay to show, or raises what making it raised, here or in the thread."""
         last, now = self.last, time.monotonic()
         if last is None or now > self._until + LONGEST_STALE_S:
             with self._making:

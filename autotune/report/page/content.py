@@ -47,11 +47,7 @@ LOSS_WORDS = {"loss": "loss", "difference": "difference to the baseline's"}
 
 
 def page(report: StudyReport, drawn: Mapping[str, Any]) -> Context:
-    """Everything that the template of the report shows.
-
-    Args:
-        drawn: The figures by plot and choice.
-    """
+    """Everything that the template of the report shows; `drawn` are the figures by plot and choice."""
     labels = {name: METRICS[name].label for name in report.metric_names()}
     n, wall_s = report.study.get("n_trials", len(report.trials)), report.study.get("wall_s")
     took = format_duration(wall_s or 0.0).replace(" ", "\u00a0")

@@ -124,11 +124,7 @@ def compared(
     spec: StudySpec, executor: Executor, path: Path, workload: Workload, base_config: DsConfig, setting: Setting,
     degrees: Iterable[tuple[str, int]], doing: Callable[[str], None],
 ) -> Workload:  # fmt: skip
-    """Returns the workload with what came of splitting its model; each degree is tried once, and then known.
-
-    Args:
-        degrees: Degrees above 1, by path.
-    """
+    """Returns the workload with what came of splitting its model, at each degree (by path) once, if above 1."""
     if (splitting := workload.splitting) is None:
         return workload
     place = profile_cache.place_of(spec, setting.world_size, workload)

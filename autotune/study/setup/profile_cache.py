@@ -38,11 +38,7 @@ T = TypeVar("T", Profile, Machine, Workload, Probe)
 
 @dataclass(frozen=True)
 class Place:
-    """The machines that trials run on.
-
-    Attributes:
-        where: Part of the cache's keys; empty for this machine.
-    """
+    """The machines that trials run on; `where` is part of the cache's keys, empty for this one."""
 
     nodes: int = 1
     where: tuple[Any, ...] = ()

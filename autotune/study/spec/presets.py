@@ -63,11 +63,7 @@ def preset_summary(path: Path) -> str:
 
 
 def find_preset(kind: Kind, name_or_path: str, relative_to: Path, where: str) -> Path:
-    """Returns the file of a preset; a text that ends in .yaml or .yml, or has a separator, is a path.
-
-    Args:
-        where: The option or file that names it, for the error.
-    """
+    """The file of a preset; what ends in .yaml or .yml, or has a separator, is a path. `where` names it in errors."""
     if is_yaml(Path(name_or_path)) or "/" in name_or_path or os.sep in name_or_path:
         return absolute(name_or_path, relative_to, where)
     known = presets(kind)

@@ -237,11 +237,7 @@ class StudySpec(BaseModel):
         return _sets_batch(self.base_config)
 
     def to_yaml(self, folder: Path | None = None) -> str:
-        """Returns the study as a commented YAML file.
-
-        Args:
-            folder: Folder of the file, which paths are written relative to; None for absolute paths.
-        """
+        """Returns the study as a commented YAML file; its paths are relative to `folder`, or absolute without one."""
         left_out = {"invocation", *(("target", "script_args") if self.command is not None else ("command",))}
         left_out |= {name for name, setting in SETTINGS.items() if setting.optional and not getattr(self, name)}
         left_out |= {"executor"} if self.executor == "local" else set()

@@ -92,11 +92,7 @@ for _class in (_Loader, _Dumper):
 
 
 def read_yaml(path: Path, where: str | None = None) -> Any:
-    """Reads a YAML file as plain data.
-
-    Args:
-        where: What names it, for the error that it is missing; by default its own path.
-    """
+    """Reads a YAML file as plain data; `where` names it in an error, by default its path."""
     return parse_yaml(read_text(path, where or str(path)), str(path))
 
 

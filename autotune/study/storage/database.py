@@ -162,11 +162,7 @@ def open_storage(url: str, *, create: bool = True) -> Storage:
 
 
 def _made(url: str, connect: dict[str, Any]) -> Storage:
-    """Open the storage; try again where its server is starting, or another process creates its tables at the same moment.
-
-    Raises:
-        StoreAway: The server is still starting after `STARTS_WITHIN_S`.
-    """
+    """Open the storage; try again while its server starts (for `STARTS_WITHIN_S`) or others create tables."""
     until, left = time.monotonic() + STARTS_WITHIN_S, 4
     while True:
         try:
@@ -282,11 +278,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 @contextlib.contextmanager
 def failing_in_words(url: str) -> Iterator[None]:
-    """Turn errors of the database or the disk (full, unmounted) inside the block into one sentence.
-
-    Raises:
-        StoreError: Instead of the error of SQLAlchemy, Optuna or the operating system.
-    """
+    """Turn errors of SQLAlchemy, Optuna or the disk inside the block into a StoreError of one sentence."""
     try:
         yield
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:

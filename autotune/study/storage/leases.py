@@ -117,11 +117,7 @@ class Leases:
         return self.take(name, held) if held is None or self.lives(held) is False else False
 
     def take(self, name: str, held: Lease | None) -> bool:
-        """Take a lease over as it was seen; False if another process was quicker, or its owner gave a beat.
-
-        Args:
-            held: The lease as it was seen; None if it was free.
-        """
+        """Take a lease over as it was seen (None: free); False if another process, or its owner, was quicker."""
         fresh = {"owner": str(self.owner), "token": uuid.uuid4().hex, "beat": 0}
         if held is None:
             statement: Any = insert(tables.LEASE).values(study=self.scope, name=name, **fresh)

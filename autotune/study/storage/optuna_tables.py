@@ -88,11 +88,7 @@ class CachedStorage(_CachedStorage):
 
     @contextlib.contextmanager
     def still(self, study_id: int, *, news: bool = True) -> Iterator[None]:
-        """Show the same trials throughout the block, at the price of one query.
-
-        Args:
-            news: False shows the trials as they were last read, without a query.
-        """
+        """Show the same trials throughout the block: as of one query, or without `news` as they were last read."""
         if news or study_id not in self._seen:
             self.get_all_trials(study_id, deepcopy=False)
         before, self._holds = self._holds, True

@@ -116,11 +116,7 @@ def stated_settings(study: Study) -> dict[str, Any]:
 
 
 def snapshot(study: Study, *, news: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Show the same trials throughout the block, at the price of one query.
-
-    Args:
-        news: False shows the trials as they were last read, without a query.
-    """
+    """Show the same trials throughout the block: as of one query, or without `news` as they were last read."""
     storage = storage_of(study)
     if not isinstance(storage, CachedStorage):
         return contextlib.nullcontext()
@@ -195,11 +191,7 @@ class StudyRecord:
 
 
 def record(study: Study) -> StudyRecord | None:
-    """The study's record; None if autotune did not create the study, or died while it did.
-
-    Raises:
-        StoreError: Another version of autotune wrote it.
-    """
+    """The study's record; None if autotune did not create it, or died then; a StoreError if another version did."""
     attrs = storage_of(study).get_study_system_attrs(study_id(study))
     text = attrs.get(RECORD_ATTR)
     try:

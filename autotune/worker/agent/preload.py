@@ -158,12 +158,9 @@ def _capability_from_a_fork() -> Iterator[None]:
 
 
 def preload_more(modules: Sequence[str]) -> bool:
-    """Imports further modules between two trials, except those after which ranks could not be forked.
+    """Imports modules between two trials, but for those that end forking; returns whether ranks can still be forked.
 
     They are imported in a forked process first, which finds these.
-
-    Returns:
-        Whether ranks can still be forked from this process.
     """
     missing = [name for name in modules if name not in sys.modules]
     code, culprits = _in_a_fork(lambda: list(_import_all(missing))) if missing else (1, [])

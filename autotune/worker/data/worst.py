@@ -78,12 +78,9 @@ def _resized(value: Any, now: int, index: Tensor) -> Any:
 
 
 def stretched(batch: Any, rows: int, length: int) -> Any:
-    """Returns a batch in which every row is the longest one, extended to a length.
+    """Returns a batch in which every row is the longest one, repeated up to `length` but for padding; 0 leaves it.
 
     For streams, whose samples cannot be chosen.
-
-    Args:
-        length: Extend rows to this length, by repeating what is no padding; 0 leaves them.
     """
     wide = _wide(batch, rows)
     if not wide:  # sequence-first batches have the samples in the second dimension

@@ -11,11 +11,7 @@ from autotune.worker.containers import tensors_in
 
 
 class Wire:
-    """Collectives of one step of this rank.
-
-    Attributes:
-        calls: Number of them, by phase of the step and type of what was sent.
-    """
+    """Collectives of one step of this rank, counted by phase and type of what was sent."""
 
     def __init__(self) -> None:
         self.calls: Counter[tuple[str, torch.dtype]] = Counter()

@@ -109,11 +109,7 @@ def _data_changes(candidate: Candidate, request: TrialRequest) -> dict[str, Scal
 
 
 def sequence_groups_of(target: model_file.ModelFile, model: torch.nn.Module, candidate: Candidate) -> Any:
-    """Returns the groups over which sequences are split, after the model was made to do so; None without any.
-
-    Raises:
-        NotApplied: The sequences of this model cannot be split.
-    """
+    """Groups over which sequences are split, once the model does so; None without any; `NotApplied` if it cannot."""
     if candidate.sequence_degree == 1:
         return None
     if why := sequence.why_none(target, model):
@@ -122,11 +118,7 @@ def sequence_groups_of(target: model_file.ModelFile, model: torch.nn.Module, can
 
 
 def initialize(request: TrialRequest, target: model_file.ModelFile, model: torch.nn.Module, mpu: Any = None) -> Any:
-    """Returns the DeepSpeed engine of a model, with the target's optimizer if it makes one.
-
-    Args:
-        mpu: Groups over which sequences are split; None without any.
-    """
+    """The DeepSpeed engine of a model, with the target's optimizer if any; `mpu` has the groups of split sequences."""
     import deepspeed
 
     config = {key: value for key, value in request.ds_config.items() if key not in SIDE_EFFECT_KEYS}
@@ -180,11 +172,7 @@ class _Trainer:
             weights.save(self.engine, Path(meter.request.save_weights))
 
     def _train_window(self, n_steps: int, *, apart: bool = False) -> None:
-        """Trains some steps, with one synchronization and one comparison of the ranks' clocks at the end.
-
-        Args:
-            apart: Stop the clock after each phase, and on a device the memory counters.
-        """
+        """Trains some steps, synchronized once at the end; `apart` stops clock and memory counters after each phase."""
         synchronize(self.meter.device)
         if apart:
             self.meter.take_apart()

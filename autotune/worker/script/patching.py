@@ -54,12 +54,9 @@ def patch_everywhere(module: ModuleType, name: str, hook: Callable[..., Any]) ->
 
 
 def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:
-    """Calls `callback(module)` now if the module is imported, else right after it has been executed.
+    """Calls `callback(module)` now if the module (which need not exist) is imported, else right after that.
 
     That is before other modules can bind its functions by `from module import function`.
-
-    Args:
-        name: Full name of the module; it need not exist.
     """
     module = sys.modules.get(name)
     if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):

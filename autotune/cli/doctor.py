@@ -40,12 +40,7 @@ def batch(n):
 
 
 class Finding(NamedTuple):
-    """One thing looked at.
-
-    Attributes:
-        verdict: `ok`, `warn` or `fail`.
-        detail: Its state, and the remedy where it is not `ok`.
-    """
+    """One thing looked at: `ok`, `warn` or `fail`, and in detail its state and the remedy."""
 
     verdict: str
     what: str

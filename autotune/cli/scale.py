@@ -72,12 +72,7 @@ def equal_threads(most: int) -> Iterator[str]:
 
 
 def configurations(base: Candidate, counts: Sequence[int], mode: Mode | None) -> tuple[dict[Mode, Configurations], str]:
-    """The configurations of each way of scaling, and a note where one of them cannot be.
-
-    Args:
-        base: The configuration of the most ranks.
-        mode: The way; None for both.
-    """
+    """The configurations of each way of scaling (both for None) down from `base`, and a note where one cannot be."""
     from autotune.scoring import scaling
 
     if mode is not None:

@@ -64,12 +64,7 @@ class JobState:
 
 
 class Engine(Protocol):
-    """Base of an engine: starts an agent on each of several machines, and tells what became of them.
-
-    Attributes:
-        name: Name in `--executor`.
-        hold: Keep the machines between trials.
-    """
+    """Base of an engine (`--executor NAME`): starts an agent on each of several machines, and watches them."""
 
     name: str
     options: dict[str, str]

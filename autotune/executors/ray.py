@@ -207,12 +207,7 @@ class Ray(Engine):
 
 
 def _check_listens(address: str) -> None:
-    """Refuses an address at which nobody listens: Ray would try it for minutes, and then end the process.
-
-    Raises:
-        Unavailable: Nobody does, or the host is unknown.
-        UserError: It is one of Ray Client.
-    """
+    """Refuses an address where nobody listens (Ray tries it for minutes, then ends the process) or Ray Client."""
     if address.startswith("ray://"):
         raise UserError(f"--executor ray: {address!r} is an address of Ray Client; give the head's as HOST:PORT")
     host, _, port = address.rpartition(":")

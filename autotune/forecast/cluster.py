@@ -131,12 +131,7 @@ class Projected:
 
 
 class Projector:
-    """Projects configurations of a study to a cluster.
-
-    Args:
-        predictor: The predictor, corrected by the study's measurements.
-        limit_bytes: Memory of a device; None for the study's.
-    """
+    """Projects configurations of a study, by its corrected predictor, to a cluster with devices of some memory."""
 
     def __init__(
         self, predictor: Predictor, cluster: Cluster, foreseen: ForecastInputs, limit_bytes: float | None = None
@@ -165,14 +160,7 @@ class Projector:
         )  # fmt: skip
 
     def over_devices(self, candidate: Candidate, mode: scaling.Mode) -> list[Projected]:
-        """Returns the forecasts of a configuration on the cluster's rank counts.
-
-        Args:
-            mode: `weak` keeps the batch of a device; `strong` keeps the global batch, by less accumulation.
-
-        Raises:
-            UserError: The global batch cannot be divided by the devices.
-        """
+        """Forecasts on the cluster's rank counts; mode `weak` keeps the batch of a device, `strong` the global one."""
         fewest = self.foreseen.world_size
         counts = self.cluster.counts(fewest)
         if mode == "strong":

@@ -36,12 +36,7 @@ GUESSED_SCALE, GUESSED_SPREAD, GUESSED_DOUBT = 1.0, 1.0, 1.5
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One part of a forecast.
-
-    Attributes:
-        value: Bytes or seconds.
-        low: Lower end of its 90 % interval.
-    """
+    """One part of a forecast in bytes or seconds, with its 90 % interval."""
 
     name: str
     value: float

@@ -33,12 +33,7 @@ def verdict(fits: float) -> str:
 
 
 def memory_by_part(terms: Mapping[str, float], total: float, notes: Mapping[str, str], width: int) -> Iterator[str]:
-    """Bytes by part as bars, largest first.
-
-    Args:
-        notes: Remark behind a part.
-        width: Columns that the name of a part takes.
-    """
+    """Bytes by part as bars, largest first, each with its remark behind it."""
     longest = max(terms.values())
     for name, size in sorted(terms.items(), key=lambda term: -term[1]):
         if size >= SHOWN_SHARE * total:

@@ -401,12 +401,7 @@ def end_words(trial: Data) -> tuple[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A metric of a trial against the baseline's.
-
-    Attributes:
-        factor: How many times better it is, or worse; at least 1.
-        told: Whether it can be told from the baseline's.
-    """
+    """A metric against the baseline's: at least 1 times better or worse, and whether it can be told from it."""
 
     factor: float
     better: bool

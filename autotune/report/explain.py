@@ -233,12 +233,7 @@ class Evidence:
         return trial.get("measurements") == 1 and pick.get("measurements") != 1
 
     def _verdict(self, ratios: Mapping[str, float], how: str, *, tied: bool = False) -> str:
-        """A configuration's metrics, as multiples of the recommended one's, in words.
-
-        Args:
-            how: How they are known: `measured` or `predicted`.
-            tied: The two cannot be told apart.
-        """
+        """A configuration's metrics, `measured` or `predicted`, as multiples of the recommended one's, in words."""
         if self.recommended is None:
             return "there is no recommendation to compare it with"
         gains = {

@@ -74,14 +74,7 @@ class Exported:
     own_files: frozenset[Path] = frozenset()
 
     def write(self, path: Path) -> None:
-        """Writes the text to a file, whole or not at all.
-
-        Args:
-            path: The file; its folder is made.
-
-        Raises:
-            ExportError: It cannot be written, or is a file that the tuned command reads.
-        """
+        """Writes the text, whole or not at all, unless the tuned command reads that very file (an ExportError)."""
         if path.resolve() in self.own_files or (self.tuned and _holds(path, self.tuned)):
             raise ExportError(
                 f"export: {path} belongs to the command that the study tuned, its baseline; write to another file, as"

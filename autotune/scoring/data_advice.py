@@ -14,12 +14,7 @@ WORTH_FROM = 1.02
 
 
 def data_notes(evidence: Evidence, waiting: float, computing: float) -> list[str]:
-    """Notes on the data of a trial.
-
-    Args:
-        waiting: Share of the step in which its ranks load batches.
-        computing: Share of the step whose time grows with the tokens.
-    """
+    """Notes on the data of a trial, by the shares of its step that wait for batches and that grow with the tokens."""
     return [*_waiting(evidence, waiting), *_padding(evidence, computing)]
 
 

@@ -27,12 +27,7 @@ DISTURBED_SDS, DISTURBED_EXCESS = 5.0, 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A measured value with its 95 % interval.
-
-    Attributes:
-        value: The value, in the metric's unit.
-        censored: The trial ended before the value could be seen; it is extrapolated.
-    """
+    """A measured value, extrapolated if censored, in its metric's unit with its 95 % interval."""
 
     value: float
     low: float

@@ -30,12 +30,7 @@ PICKS: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Pick:
-    """A recommended configuration.
-
-    Attributes:
-        estimates: What all measurements say of it.
-        first: The trial that reads best, which may not have passed its checks.
-    """
+    """A configuration recommended by all measurements; `first` read best, and may have failed its checks."""
 
     measured: Measured
     estimates: Estimates

@@ -44,12 +44,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """What can stand in the way of more ranks.
-
-    Attributes:
-        parts: The parts of a step that it takes, as `bottleneck.diagnose` names them.
-        remedy: What helps.
-    """
+    """What can stand in the way of more ranks: parts of a step, as `bottleneck.diagnose` names them, and a remedy."""
 
     parts: tuple[str, ...]
     remedy: str

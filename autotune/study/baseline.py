@@ -34,12 +34,7 @@ SCARCE_SHARE = 0.6
 
 
 class BaselineTrial:
-    """Measures the baseline and decides what the study can measure at all.
-
-    Args:
-        state: The study, which does not exist in the database yet.
-        budget: Says whether there is time for the noise probe.
-    """
+    """Measures the baseline, and the noise if the budget allows, and decides what the study can measure at all."""
 
     def __init__(self, state: StudyState, measurer: TrialMeasurer, events: EventSink, budget: Budget) -> None:
         self._state, self._measurer, self._events, self._budget = state, measurer, events, budget

@@ -161,12 +161,7 @@ class Budget:
         return budget_s is not None and self.spent_s() > HURRY_SHARE * budget_s
 
     def affords_check(self, needed_s: float, *, decides: bool) -> bool:
-        """Whether a check keeps to the checks' share of the study's time.
-
-        Args:
-            needed_s: Seconds that it is expected to take.
-            decides: The answer depends on it, so that it may take more.
-        """
+        """Whether a check of `needed_s` keeps to its share of time, which is larger if the answer depends on it."""
         return needed_s <= self.check_room_s(decides=decides)
 
     def leave_unchecked(self, needed_s: float) -> None:

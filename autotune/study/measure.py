@@ -27,12 +27,7 @@ MIN_DEADLINE_S = 60.0
 
 
 class TrialMeasurer:
-    """Runs trials of a study, each in its own folder.
-
-    Args:
-        executor: The engine for trials that run alone.
-        bounds_to_beat: The measurements that a candidate must beat; a trial that cannot stops early.
-    """
+    """Runs trials, each in its own folder; one that cannot reach the `bounds_to_beat` stops early."""
 
     def __init__(
         self,

@@ -28,12 +28,7 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimedTrial:
-    """A trial that this coordinator runs and tells.
-
-    Attributes:
-        role: `search`, or the role that a dead coordinator gave it.
-        result: Its result, if it needs no run.
-    """
+    """A trial that this coordinator runs (unless it has a result) and tells, in the role that it was claimed in."""
 
     asked: Trial
     candidate: Candidate

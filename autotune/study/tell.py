@@ -91,15 +91,7 @@ class Teller:
         self.progress(0, "baseline", candidate, result, score.metrics)
 
     def recover(self, abandoned: Sequence[tuple[FrozenTrial, Lease | None]], room: int) -> list[ClaimedTrial]:
-        """Takes over trials of dead coordinators: tells those with a result, marks the others lost.
-
-        Args:
-            abandoned: These trials, with the dead coordinator's leases on them.
-            room: Number of trials that can be carried on.
-
-        Returns:
-            Trials that still run in their engine, to be carried on.
-        """
+        """Tells abandoned trials with a result, marks others lost; returns those (up to `room`) that still run."""
         carried_on: list[ClaimedTrial] = []
         for left, lease in abandoned:
             path = self._state.trial_path(left.number)

@@ -39,14 +39,7 @@ def _elsewhere(folder: Path) -> str:
 def run(
     folder: Path, number: int, environment: Mapping[str, str], on_wait: Callable[[], None], on_tick: Callable[[], None]
 ) -> None:
-    """Repeats a trial of a study and traces it.
-
-    Args:
-        environment: Variables that the launch command sets.
-
-    Raises:
-        UserError: It cannot be run again, or did not complete, and why.
-    """
+    """Repeats a trial of a study and traces it; a UserError says why it cannot be run or did not complete."""
     source = TrialDir(records.trial_path(folder, number))
     try:
         request = read_record(source.request, TrialRequest)

@@ -154,12 +154,7 @@ def tail(path: Path, most: int, *, whole: bool = False) -> bytes | None:
 
 
 def read_regular(path: Path) -> bytes:
-    """Returns the content of a file that a program wrote, without waiting for a pipe.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is no regular file, cannot be read, or is larger than any that autotune writes.
-    """
+    """The content of a regular file, without waiting for a pipe; a FileNotFoundError, or a ValueError if it is none."""
     if (found := tail(path, LARGEST_WRITTEN_BYTES, whole=True)) is not None:
         return found
     if not os.path.lexists(path):

@@ -51,12 +51,7 @@ FAILURES = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.NOT_APPLIED, Outcome.DIVER
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """An operation of a traced step.
-
-    Attributes:
-        calls: Calls per step.
-        seconds: Its own time per step, without the operations that it calls.
-    """
+    """An operation of a traced step: calls, and its own time without that of operations that it calls."""
 
     name: str
     calls: float

@@ -169,12 +169,7 @@ def _calls(tree: ast.Module) -> Iterator[str]:
 
 
 def _inspect_script(path: Path, tree: ast.Module, whole: Sequence[ast.Module], *, launched: bool) -> Target:
-    """Returns a training script of a family that can be tuned.
-
-    Args:
-        whole: The trees of the script and of the user's modules that it imports.
-        launched: A launcher started it as a rank, so it trains, whatever it imports.
-    """
+    """Returns the training script that trees of it and the user's modules show, or a launcher has started."""
     calls = {name for each in whole for name in _calls(each)}
     modules = {name.partition(".")[0] for each in whole for node in ast.walk(each) for name in _modules(node)}
     lightning = bool(modules & LIGHTNING_MODULES)

@@ -51,12 +51,7 @@ class Branch:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One side of a branch.
-
-    Attributes:
-        losses: One a step.
-        batch: Samples of a step.
-    """
+    """One side of a branch: a loss for each step, of `batch` samples."""
 
     losses: Sequence[float | None]
     batch: int
@@ -118,12 +113,7 @@ def compare(own: Run, baseline: Run, predicted: float | None = None, seen: float
 
 
 def of_another(found: Branch, trial: int, faster: float) -> Branch:
-    """What a trial's branch says of another one with the same batch and numerics.
-
-    Args:
-        found: The branch, which decided.
-        faster: The other one's throughput over that trial's.
-    """
+    """What a branch that decided says of another trial, `faster` times so fast, with the same batch and numerics."""
     assert found.time_ratio is not None
     value, low, high = (end / faster for end in (found.time_ratio, found.low, found.high))
     confirmed, end = _judged(None, low, high)

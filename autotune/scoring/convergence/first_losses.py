@@ -19,12 +19,7 @@ ANOTHER_OBJECTIVE = 0.15
 
 
 def first_losses_off(losses: Sequence[float | None], baseline: Sequence[float | None]) -> float:
-    """By what share of it the first losses of a trial lie off the baseline's; 0 where that may be chance.
-
-    Args:
-        losses: A loss for each step, from the same weights and on the same samples as the baseline's, split otherwise.
-        baseline: The baseline's.
-    """
+    """By what share a trial's first losses lie off the baseline's on the same samples; 0 where that may be chance."""
     n = min(len(losses), len(baseline), MOST_STEPS)
     own, other = (np.array(each[:n], dtype=float) for each in (losses, baseline))  # None becomes nan
     if n < LEAST_STEPS or not np.isfinite([own, other]).all():

@@ -110,12 +110,7 @@ def keeps_numerics(config: Mapping[str, Any], baseline: Mapping[str, Any]) -> bo
 def trains_alike(
     candidate: Candidate, baseline: Candidate, config: Mapping[str, Any], own: Mapping[str, Any], workload: Workload
 ) -> bool:
-    """Whether a candidate trains with the baseline's numerics, but for the global batch.
-
-    Args:
-        config: Its complete DeepSpeed configuration.
-        own: The baseline's.
-    """
+    """Whether a complete configuration trains with the baseline's (`own`) numerics, but for the global batch."""
     return (
         keeps_numerics(config, own)
         and candidate.other_numerics == baseline.other_numerics

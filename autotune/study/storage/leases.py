@@ -208,14 +208,7 @@ class StudyLeases(Leases):
 
     @contextlib.contextmanager
     def leading(self, on_wait: Callable[[str], None]) -> Iterator[None]:
-        """Make this process the leader, which measures the baseline and the finalists.
-
-        Args:
-            on_wait: Called once with a message when it must first see whether an earlier leader is dead.
-
-        Raises:
-            UserError: Another process leads the study.
-        """
+        """Make this process the leader, or raise; it may wait to see that an earlier leader is dead (`on_wait`)."""
         if self.alone:
             yield
             return

@@ -34,12 +34,7 @@ class Layers:
         self._installed = False
 
     def install(self, candidate: Candidate | None, changed: Callable[[str], None] = lambda _: None) -> None:
-        """Wraps the constructor; for good, since the process ends with the trial.
-
-        Args:
-            candidate: What to build; None builds what the target asks for.
-            changed: Called with what differs from the target's own call, as code.
-        """
+        """Wraps the constructor; for good, since the process ends with the trial. Without a candidate it only looks."""
         from deepspeed.moe.layer import MoE
 
         self.own, self._candidate, self._changed = 0, candidate, changed

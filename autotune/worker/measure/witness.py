@@ -34,12 +34,7 @@ class Verdict:
 
 
 def judge(engine: Any, settings: Mapping[str, Scalar], base: Mapping[str, Scalar]) -> Verdict:
-    """Asks the witness of each setting.
-
-    Args:
-        settings: What was asked for and is not the baseline's, by knob; None leaves the key out.
-        base: The baseline's values of these knobs.
-    """
+    """Asks the witness of each setting that is not the baseline's (`base`); None leaves a key out."""
     inert: dict[str, str] = {}
     idle: dict[str, str] = {}
     unwitnessed, acted = [], False

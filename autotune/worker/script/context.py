@@ -117,12 +117,7 @@ class ScriptContext:
         return (self.batch_factor * change[0], self.batch_factor * change[1]) if change else None
 
     def config(self, own: DsConfig, *, first: bool) -> DsConfig:
-        """Returns the DeepSpeed configuration to run with.
-
-        Args:
-            own: The script's configuration.
-            first: It is that of the first trained model; others (a critic) keep their settings except the tuned ones.
-        """
+        """Returns the DeepSpeed configuration to run with; models after the first keep all but the tuned settings."""
         if self.candidate is None:
             return own
         config = copy.deepcopy(self.request.ds_config) if first else self.candidate.to_deepspeed(own)

@@ -25,12 +25,7 @@ def workload_of(
     *,
     plain_backward: bool,
 ) -> Workload:
-    """Describes a script after the steps of its probe; all ranks take part.
-
-    Args:
-        profile: Counts of its first forward, if there are any.
-        plain_backward: The script calls `loss.backward()` rather than `engine.backward(loss)`.
-    """
+    """Describes a script after its probe, whose first forward was counted if `profile`; all ranks take part."""
     seen, engine, report = meter.observe(), meter.engine, context.report
     counted = seen.loader_batch_size or seen.micro_batch_size
     if how := _how_counted(seen, flattened=meter.batches.flattened):

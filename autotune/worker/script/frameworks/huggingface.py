@@ -60,15 +60,7 @@ def install(context: ScriptContext) -> None:
 
 
 def recompute(model: torch.nn.Module, every: int) -> bool:
-    """Recomputes every k-th layer of transformers models by their own method.
-
-    Args:
-        model: A transformers model, or one that contains some.
-        every: k; 0 for no recomputation.
-
-    Returns:
-        Whether there was such a model that can do it; otherwise recomputation is now off.
-    """
+    """Recomputes every k-th layer of transformers models, if any can (else returns False); k of 0 is none."""
     found: list[Any] = []
     for module in model.modules():
         own = getattr(module, "supports_gradient_checkpointing", False) and hasattr(

@@ -64,12 +64,7 @@ class TrainerData:
         return trl_packing.in_rows(arguments, watch.row_tokens)
 
     def limits(self, found: dict[str, str], data: DataShape | None) -> dict[str, str]:
-        """Returns the settings of the data that cannot be followed, as the Trainer corrects those of its DataLoader.
-
-        Args:
-            found: Those of its DataLoader, each with the reason.
-            data: The shape of the data set; None where it could not be read.
-        """
+        """The settings of the data that cannot be followed, as the Trainer corrects those of its DataLoader."""
         if self._trainer is None:
             return found
         arguments = self._trainer.args

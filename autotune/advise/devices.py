@@ -110,13 +110,7 @@ class Devices:
 
 
 def device_card(name: str, stated: Mapping[str, float], option: str = "--gpus") -> Card:
-    """A card of the table with what the user states over it, or one that is stated alone.
-
-    Args:
-        name: As people spell it.
-        stated: `memory_bytes` and `flops` (of 16-bit products), if given.
-        option: What it was given with.
-    """
+    """A card of the table with `stated` memory and 16-bit FLOP/s, if given, over it; or one that is stated alone."""
     memory, flops = stated.get("memory_bytes"), stated.get("flops")
     card = find_card(name) or find_card(re.sub(r"s\b", "", name, flags=re.IGNORECASE))  # `8 H100s`
     if card is None:

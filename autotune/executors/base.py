@@ -302,11 +302,7 @@ def _watch(job: Job, folder: TrialDir, request: TrialRequest, on_tick: Callable[
 
 
 def conclude(folder: TrialDir, request: TrialRequest, lost: str = "") -> TrialResult:
-    """Returns the result of a trial from the files that ranks and agents left in its folder.
-
-    Args:
-        lost: Why the engine gave the trial up, if it did; the result is `lost` unless all ranks had reported.
-    """
+    """Returns the result from what ranks and agents left; where the engine gave up, `lost` unless all reported."""
     if request.nodes > 1:
         end = joined(ends(folder, request.nodes), request.nodes, lost)
         write_record(folder.exit, end)

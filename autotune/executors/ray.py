@@ -66,12 +66,7 @@ class Ray(Engine):
             raise Unavailable(f"--executor ray: no cluster answers at {address!r}: {said}") from None
 
     def launch(self, spool: Spool, nodes: int) -> str:
-        """Requests a placement group and starts an agent on each of its machines; returns the group's name.
-
-        Raises:
-            Refused: The cluster has too few machines with the needed resources.
-            Unavailable: No cluster answers any more.
-        """
+        """Starts an agent on each machine of a new placement group, and returns its name (`Refused`, `Unavailable`)."""
         self.check(nodes)  # the cluster may be another one by now
         import ray
         from ray.util.placement_group import placement_group

@@ -55,11 +55,7 @@ class Cluster:
 
     @classmethod
     def of(cls, devices: int, per_node: int, links: Mapping[str, str | None], algorithm: str) -> "Cluster":
-        """Returns the cluster of command-line options.
-
-        Args:
-            links: `intra_bandwidth`, `inter_bandwidth`, `intra_latency` and `inter_latency` as texts, if given.
-        """
+        """Returns the cluster of command-line options; bandwidths and latencies in `links` are texts."""
         found = {}
         for end in ("intra", "inter"):
             speed, delay = links.get(f"{end}_bandwidth"), links.get(f"{end}_latency")

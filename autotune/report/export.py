@@ -98,14 +98,7 @@ def _holds(path: Path, config: DsConfig) -> bool:
 
 
 def export(pick: Data, base: Data, format: str, world_size: int, started: Started | None = None) -> str:  # noqa: A002
-    """A pick as the text of a file.
-
-    Args:
-        pick: As it stands in `recommended.json`.
-        format: One of `FORMATS`.
-        world_size: Ranks that it was measured with.
-        started: How the script is started, where one was tuned.
-    """
+    """A pick, as in `recommended.json`, as the text of a file in one of `FORMATS`."""
     if format not in FORMATS:
         raise ExportError(f"unknown format {format!r}.{nearest(format, FORMATS)} Known: {', '.join(FORMATS)}")
     return FORMATS[format](pick, base, world_size, started)
@@ -339,13 +332,7 @@ def notes(pick: Data, base: Data, format: str, started: Started | None = None) -
 
 
 def export_pick(report: StudyReport, pick: str | None, number: int | None, form: str) -> Exported:
-    """A pick, or any trial, in the form that another tool takes.
-
-    Args:
-        pick: Name of the pick; None for `recommended`.
-        number: A trial instead of a pick.
-        form: One of those that `report.export` knows.
-    """
+    """A pick (None is `recommended`), or any trial by its number, in the form that another tool takes."""
     chosen, base = pick_or_trial(report, pick, number), report.study["base_config"]
     which = f"--pick {shlex.quote(pick)} " if pick else f"--trial {number} " if number is not None else ""
     begun = started(report, which)

@@ -61,13 +61,7 @@ def progress(
     across: str = "time",
     points: Sequence[series.ProgressPoint] | None = None,
 ) -> Figure:
-    """Each trial when it ended, and the best so far.
-
-    Args:
-        metric: An objective, or `gain`: the compromise of all of them over the baseline.
-        across: `time` (seconds that trials took) or `trial`.
-        points: `series.progress` of the report, where several figures are made of it.
-    """
+    """Each trial when it ended (seconds of trials, or number), and the best so far by an objective, or by the gain."""
     points = points or series.progress(report)
     seen = [point.metrics[metric] for point in points if metric in point.metrics]
     unit = None if metric == "gain" else metric_scale(metric, seen)

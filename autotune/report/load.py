@@ -52,14 +52,7 @@ def from_storage(storage: Storage, name: str, folder: Path) -> StudyReport:
 
 
 def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
-    """Works out what a study found so far.
-
-    Args:
-        series: Read the losses and the times of single steps too, which takes opening a file for each trial.
-
-    Raises:
-        StoreError: autotune did not make it.
-    """
+    """Works out what a study found so far; `series` opens a file for each trial. A StoreError if it is not ours."""
     name, kept = study.study_name, records.record(study)
     if kept is None:
         raise StoreError(f"study {name!r} in this database was not made by autotune, or holds no trial yet")

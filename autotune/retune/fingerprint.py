@@ -170,13 +170,7 @@ def opened(found: Iterable[Change]) -> bool:
 
 
 def narrowed(space: SearchSpace, names: tuple[str, ...] | None, known: Iterable[Mapping[str, Scalar]]) -> SearchSpace:
-    """A space in which knobs that no change touches keep only values of good configurations.
-
-    Args:
-        space: The whole space.
-        names: Prefixes of the knobs that the changes touch; None for all.
-        known: Good configurations, as flat values.
-    """
+    """A space in which knobs that no change touches (`names` are prefixes) keep values of good configurations only."""
     if names is None:
         return space
     good = list(known)

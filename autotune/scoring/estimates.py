@@ -111,9 +111,6 @@ class Estimates:
         By Bonferroni's inequality, with Student's t that far out: with few degrees of freedom its tails are much heavier
         than its 95 % interval tells. Out there the prior of the noise, which may be off by a factor of two, is worth the one
         degree that it states, whatever it adds to the coverage of ordinary intervals.
-
-        Args:
-            left: Share of the variance of the step times' ratio that is left after further rounds.
         """
         degrees = max(LEAST_FAR_OUT, self._degrees - PRIOR_DEGREES + 1)
         share, quantile = timed_share(objectives), t_quantile(1 - 0.025 / n_compared, degrees)

@@ -157,9 +157,6 @@ def fit(readings: Readings) -> Posterior:
 
     A reading that all others contradict counts as more noisy. Where the trial has hardly another one, its forecast is
     taken to be wrong instead.
-
-    Args:
-        readings: At least one.
     """
     known = np.isfinite(readings.forecast)
     own_sd = np.where(known, OWN_SD, POPULATION_SD)
@@ -225,13 +222,9 @@ def _telling(readings: Readings) -> NDArray[np.intp]:
 
 
 def shrunk(values: Floats, variances: Floats) -> tuple[Floats, Floats]:
-    """Values of several trials, each drawn towards their mean as far as its own error explains the distance; with variances.
+    """Values of trials, each drawn towards their mean as far as its own error explains the distance; with variances.
 
     A random-effects model, its variance between trials by moments (DerSimonian and Laird 1986).
-
-    Args:
-        values: One a trial.
-        variances: Of their errors.
     """
     weights = 1 / variances
     mean = float(weights @ values / weights.sum())

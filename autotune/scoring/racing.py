@@ -108,11 +108,7 @@ def _losses(trials: Sequence[Measured], gains: dict[int, float], share: float, e
 
 
 def rounds_done(estimates: Estimates, tried: Mapping[int, int]) -> int:
-    """The rounds that the baseline was in, which is in each; without one, the most that a trial was in.
-
-    Args:
-        tried: Rounds that a trial was in, by number.
-    """
+    """The rounds that the baseline was in, which is in each; without one, the most that a trial was in."""
     return tried.get(estimates.baseline.trial, 0) if estimates.baseline else max(tried.values(), default=0)
 
 

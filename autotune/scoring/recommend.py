@@ -135,11 +135,7 @@ def finalists(estimates: Estimates, objectives: Sequence[Objective], n: int, wor
 
 
 def recommend(estimates: Estimates, objectives: Sequence[Objective], world_size: int) -> Recommendation:
-    """Picks from all measurements; with a baseline, only trials that passed every check they need.
-
-    Args:
-        estimates: What all measurements say of every told trial.
-    """
+    """Picks by all measurements of told trials; with a baseline, only those that passed every check they need."""
     baseline, everything = estimates.baseline, rank(estimates, objectives)
     ranked = [m for m in everything if not m.unreproducible] or everything
     own = Pick(measured=baseline, estimates=estimates, reasons=["the configuration to beat"]) if baseline else None

@@ -230,12 +230,7 @@ class Budget:
         return self._checks_s
 
     def left_s(self, *, decides: bool, noise_sd: float) -> float:
-        """Estimated seconds until the end of the study, with repeats and checks.
-
-        Args:
-            decides: The best so far is the answer only once it was checked.
-            noise_sd: Standard deviation of a measurement's logarithm.
-        """
+        """Estimated seconds until the end of the study, with repeats, and with checks, which may decide the answer."""
         if self._expected_s is not None:
             left_s = max(0.0, self._expected_s - self.spent_s())
         else:

@@ -30,11 +30,7 @@ CHECK = -1
 
 
 def n_spent(outcomes: Sequence[str], wanted: int | None = None) -> int:
-    """Trials that count towards the budget of trials: those predicted not to fit are free, up to as many as the whole budget.
-
-    Args:
-        wanted: The budget; without one all of them are free.
-    """
+    """Trials that count towards the budget: those predicted not to fit are free, up to as many as are wanted."""
     n_unfit = sum(outcome == Outcome.PREDICTED_OOM for outcome in outcomes)
     return len(outcomes) - min(n_unfit, n_unfit if wanted is None else wanted)
 

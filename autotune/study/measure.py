@@ -44,12 +44,7 @@ class TrialMeasurer:
         self._n_tries = 1 if state.spec.quick else MAX_BUSY_TRIES
 
     def execute(self, candidate: Candidate, path: Path, *, role: str, **request_fields: Any) -> TrialResult:
-        """Runs a trial alone.
-
-        Args:
-            role: `baseline`, `search`, `repeat`, `noise`, `gate`, `branch` or `warm`.
-            request_fields: Fields of the request that differ from those of the study's trials.
-        """
+        """Runs a trial alone; its request differs by `request_fields` from those of the study's trials."""
         request = replace(self.request(candidate, role), **request_fields)
         return self.run(request, candidate, path, role, self.executor)
 

@@ -41,14 +41,11 @@ class NumericsCheck:
         self._left: set[str] = set()
 
     def run(self, found: Sequence[Measured]) -> bool:
-        """Checks candidates, the best first.
+        """Checks candidates, the best first; returns whether one failed.
 
         Those with the baseline's batch, for which its own trial is the reference, are checked while the time budget has
         room for it, the others while the checks keep to their share of the study's time. Where a branch follows, or a
         batch is too large for that, their numerics are checked at the baseline's batch.
-
-        Returns:
-            Whether one failed the check.
         """
         baseline = baseline_of(self._state.measured())
         if baseline is None:

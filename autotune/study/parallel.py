@@ -146,14 +146,7 @@ class TrialPool:
 def executors_for(
     found: Plan, executor: Executor, folder: Path, say: Callable[[str], None]
 ) -> Iterator[list[Executor]]:
-    """Starts an engine for each trial at once, as many as the study allows and there is room for.
-
-    Args:
-        say: Receives a sentence if there is room for fewer.
-
-    Raises:
-        UserError: There are too few devices.
-    """
+    """Starts an engine for each trial at once; says where there is room for fewer, and raises where for none."""
     wanted = found.spec.parallel
     if wanted == 1:
         yield [executor]

@@ -236,9 +236,6 @@ def _readable_attrs(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, 
     """Short user attributes of a trial, so that plain optuna-dashboard shows what it measured.
 
     A speed-up is not among them: it follows from all measurements of the study, and a told trial cannot be changed.
-
-    Args:
-        data: Its result, as in `told_data`.
     """
     found: dict[str, Any] = {"configuration": candidate.describe()}
     measured = data["metrics"]

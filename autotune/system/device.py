@@ -127,13 +127,7 @@ def ask(variables: Mapping[str, str]) -> Devices:
 
 
 def chosen(accelerator: str, n_devices: int, environment: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Returns the variable that chooses devices, and the names of the visible ones: numbers, UUIDs, parts of a card.
-
-    Args:
-        accelerator: DeepSpeed's name of it.
-        n_devices: Devices that a rank saw.
-        environment: The variables under which it saw them.
-    """
+    """Returns the variable that chose devices of an accelerator, and their names: numbers, UUIDs, parts of a card."""
     names = CHOOSE.get(accelerator, ("CUDA_VISIBLE_DEVICES",))
     variable = next((name for name in names if environment.get(name)), names[0])
     listed = [part.strip() for part in environment.get(variable, "").split(",") if part.strip()]

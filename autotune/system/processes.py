@@ -6,7 +6,6 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 # Variable of the environment that every process of a trial inherits; its value is a mark.
@@ -90,25 +89,12 @@ def sweep(mark: str) -> list[int]:
 
 def descendants(root: int, *, dead: bool = False) -> list[int]:
     """Returns the PIDs of living processes below `root`; with `dead` also of those not reaped yet."""
-    children: dict[int, list[tuple[int, bool]]] = {}
-    for pid, parent, alive in _processes():
-        children.setdefault(parent, []).append((pid, alive))
-    found, below = [], [root]
-    while below:
-        for pid, alive in children.get(below.pop(), ()):
-            below.append(pid)
-            if alive or dead:
-                found.append(pid)
-    return found
+    import psutil
 
-
-def _processes() -> Iterator[tuple[int, int, bool]]:
-    """Yields PID, parent's PID and whether it is alive, of each process of the machine."""
-    for name in filter(str.isdigit, os.listdir(PROC)):
-        with contextlib.suppress(OSError, ValueError):  # it may end meanwhile
-            text = (PROC / name / "stat").read_bytes()
-            state, parent = text[text.rindex(b")") + 2 :].split(None, 2)[:2]
-            yield int(name), int(parent), state not in (b"Z", b"X", b"x")
+    found = list[psutil.Process]()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        found = psutil.Process(root).children(recursive=True)
+    return [each.pid for each in found if dead or started(each.pid) is not None]
 
 
 def most(ranks: int) -> int:

@@ -19,11 +19,7 @@ def there() -> list[tuple[str, int]]:
 
 
 def left(pids: Collection[int], before: Collection[tuple[str, int]]) -> list[Path]:
-    """Returns files that ended processes left: the name holds one of the PIDs, or is a library's and no process uses it.
-
-    Args:
-        before: Name and inode of the files that were there before the processes.
-    """
+    """Files, but for those of `before`, that name one of these PIDs, or are a library's and no process uses them."""
     numbers = {str(pid) for pid in pids}
     new = [name for name, inode in there() if (name, inode) not in before]
     named = [name for name in new if numbers & set(re.split("[-_.]", name))]
@@ -32,12 +28,7 @@ def left(pids: Collection[int], before: Collection[tuple[str, int]]) -> list[Pat
 
 
 def abandoned(before: Collection[tuple[str, int]] = (), since: float = 0.0) -> list[Path]:
-    """Returns files that a library seems to have made for a process that is dead, and that no living process uses.
-
-    Args:
-        before: Name and inode of files to leave out.
-        since: Unix time; files that were last changed before it are left out.
-    """
+    """Files, but for those of `before`, that a library made since then for a dead process, and no living one uses."""
     found = []
     for name, status in _files():
         maker = TORCH_NAME.match(name)

@@ -41,12 +41,7 @@ class Scale:
 
 
 def scale_for(unit: str, values: Iterable[float]) -> Scale:
-    """Returns the scale for some values: the smallest gets three significant digits, the largest at most five.
-
-    Args:
-        unit: Unit of the values; `s`, `B` and `B/s` are scaled to a larger or smaller one.
-        values: The values; zeros and infinities have no influence.
-    """
+    """Returns the scale for some values: the smallest gets three significant digits, the largest at most five."""
     sizes = sorted(abs(value) for value in values if value and math.isfinite(value))
     low, high = (sizes[0], sizes[-1]) if sizes else (1.0, 1.0)
     factor, chosen = _choose_unit(LADDERS.get(unit, ((1.0, unit),)), low, high)

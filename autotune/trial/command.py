@@ -121,12 +121,7 @@ def without_placeholders(text: str, numbers: Mapping[str, str]) -> str:
 
 
 def with_flag(arguments: Sequence[str], names: Sequence[str], value: str | None) -> tuple[str, ...]:
-    """Returns a command line with a flag set: the last occurrence gets the value, or the flag is appended; a switch always is.
-
-    Args:
-        names: Names of the flag; the first one is appended.
-        value: Its value; None for a flag without one.
-    """
+    """Returns a command line with a flag set: the last occurrence gets the value, or the flag is appended; a switch always is."""
     if value is None:  # it may be there as `--bf16=False`
         return (*without_flag(arguments, names), names[0])
     found = list(arguments)

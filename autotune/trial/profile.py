@@ -240,13 +240,7 @@ class Profile:
         return scale * (constant + per_sample * micro_batch_size)
 
     def work(self, arithmetic: str, every: int, micro: Floats) -> tuple[Floats, Floats, Floats]:
-        """Returns FLOPs, bytes moved by other operations, and number of operations of one micro-step.
-
-        Args:
-            arithmetic: A value of `ARITHMETIC`.
-            every: 1 with all blocks recomputed, 0 with none.
-            micro: Micro-batches, shape [n].
-        """
+        """FLOPs, bytes moved by other operations, number of operations of micro-steps; `every` is 1 (all blocks) or 0."""
         names = [f"{name}/{k}" for k in (every, 0) for name in (arithmetic, "fp32")]
         name = next(name for name in names if name in self.passes)
         found = self.passes[name]

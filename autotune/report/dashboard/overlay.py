@@ -73,12 +73,7 @@ class StudyOverlay:
 
 
 def overlay(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UUID, left: str = "") -> StudyOverlay:
-    """The overlay of a study.
-
-    Args:
-        namespace: The ids of files are derived from it.
-        left: The rest of its budget in words, while it is under way.
-    """
+    """The overlay of a study, with ids of files derived from `namespace`, and the rest of its budget in words."""
     files: dict[str, File] = {}
     trial_files: dict[int, list[str]] = {}
 

@@ -218,13 +218,10 @@ def _outside(excess: float, limit: float, slope: float, part: slice) -> str:
 
 
 def judge_gradient(found: GradientCheck | None, reference: GradientCheck | None, config: Mapping[str, Any]) -> str:
-    """The fault of a gradient, in words; empty without one.
+    """The fault of a candidate's first gradient, in words; empty without one.
 
     Losses cannot show all of it: Adam divides any wrong scale out again until it overflows, and bf16 sums over many
     micro-steps lose what only a long training misses.
-
-    Args:
-        found: The candidate's first step.
     """
     if found is None:
         return ""

@@ -302,14 +302,7 @@ class StudyLeases(Leases):
     def describe(
         self, trial: Trial, params: Mapping[str, tuple[Any, BaseDistribution]], attrs: Mapping[str, Any]
     ) -> None:
-        """Write down in one transaction what a claimed trial measures, which reserves it.
-
-        Args:
-            params: Value and distribution of each parameter.
-
-        Raises:
-            TurnLost: Another coordinator may be deciding on the same now.
-        """
+        """Write down what a claimed trial measures, which reserves it; TurnLost if another may decide on it now."""
         self._check_turn()
 
         def describe() -> None:

@@ -389,11 +389,7 @@ def repeat_path(folder: Path, number: int, n: int) -> Path:
 
 
 def study_folder(name: str, studies: Path, url: str) -> Path:
-    """The folder of a study: below `studies`, or beside its SQLite database where only that has one.
-
-    Raises:
-        StoreError: The name is no plain folder name, so it may come from another program and lead anywhere.
-    """
+    """The folder of a study, below `studies` or beside its SQLite database; a StoreError if it leads elsewhere."""
     try:
         check_name(name)
     except ValueError as error:

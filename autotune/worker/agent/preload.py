@@ -91,12 +91,7 @@ def hide_parts() -> dict[str, str]:
 
 
 def preload(modules: Sequence[str], parts: Mapping[str, str]) -> Preloaded:
-    """Imports everything that ranks need.
-
-    Args:
-        modules: What the user's target imports, as `module` or `module:name,name`.
-        parts: Variables of ranks alone; see `hide_parts`.
-    """
+    """Imports what ranks need and the target imports; `parts` are variables of ranks alone (see `hide_parts`)."""
     sys.path.insert(0, os.getcwd())
     for variable, value in NO_THREADS.items():
         os.environ.setdefault(variable, value)

@@ -159,12 +159,7 @@ class ScriptContext:
             self.in_backward = before
 
     def changed(self, text: str, *, reproducible: bool = True) -> None:
-        """Notes a change that the trial needs besides the DeepSpeed configuration.
-
-        Args:
-            text: A sentence with code in backticks; it starts with `Command line:` for a change of a flag.
-            reproducible: The user can make the same change by a flag, a constant or a line of code.
-        """
+        """Notes a change besides the DeepSpeed JSON, code in backticks; `Command line:` begins one of a flag."""
         if text not in self.report.side_changes:
             self.report.side_changes.append(text)
             if not reproducible:

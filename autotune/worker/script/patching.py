@@ -23,13 +23,7 @@ TRANSPARENT_MODULES = (
 
 
 def patch(owner: Any, name: str, hook: Callable[..., Any]) -> None:
-    """Replaces a function by one that calls `hook(original, ...)`; for good, since the process ends with the trial.
-
-    Args:
-        owner: The module or class that holds it.
-        name: Its name there; nothing happens if there is none, as in another version of the library.
-        hook: Called instead, with the original function first.
-    """
+    """Replaces a function (if any) by `hook(original, ...)`; for good, since the process ends with the trial."""
     if not hasattr(owner, name):
         return
     original = getattr(owner, name)

@@ -36,13 +36,7 @@ GENERATIONS = {"8.0": "ampere", "8.6": "ampere", "9.0": "hopper"}
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """Cards in nodes.
-
-    Attributes:
-        count: Devices in all.
-        per_node: Devices of a node.
-        stated: What the user stated in place of the table's figures.
-    """
+    """Cards in nodes; what the user stated takes the place of the table's figures."""
 
     card: Card
     count: int

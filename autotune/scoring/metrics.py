@@ -18,13 +18,7 @@ GOODPUT = "goodput_samples_per_s"
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One quantity that a trial yields.
-
-    Attributes:
-        direction: Which way is better.
-        of: Its estimate from a trial, or None if that trial does not yield it.
-        why_missing: What to say where it is None.
-    """
+    """One quantity that a trial yields: `of` gives its estimate, or None, with `why_missing` to say."""
 
     unit: str
     direction: Direction

@@ -77,13 +77,7 @@ class Objective(_Bounded):
 
 
 class Constraint(_Bounded):
-    """A bound on a metric that a solution must keep.
-
-    Attributes:
-        metric: A key of `METRICS`.
-        min: Lower bound, in the metric's unit.
-        max: Upper bound, in the metric's unit.
-    """
+    """A bound, in its unit, on a metric (a key of `METRICS`) that a solution must keep."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> "Constraint":

@@ -66,13 +66,7 @@ class Readings:
 
 @dataclass(frozen=True)
 class Posterior:
-    """Means and covariances of the trials' logarithms, all on the machine as it was on average.
-
-    Attributes:
-        mean: One for each trial.
-        cov: Of each two trials.
-        noise_sd: Standard deviation of one measurement.
-    """
+    """Means and covariances of the trials' logarithms, all on the machine as it was on average."""
 
     mean: Floats
     cov: Floats

@@ -18,12 +18,7 @@ DEFAULT_GOAL = "balanced"
 
 
 class Goal(NamedTuple):
-    """What a person wants of a study.
-
-    Attributes:
-        means: What is then recommended, in words.
-        weights: Its objectives: names of presets, each with its weight in the recommendation.
-    """
+    """What a person wants of a study: presets of objectives with weights, and what they mean in words."""
 
     means: str
     weights: Mapping[str, float]

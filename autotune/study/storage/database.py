@@ -60,12 +60,7 @@ class StoreAway(StoreError, Unavailable):
 
 
 class Storage(RDBStorage):
-    """Optuna's relational storage, with retries for a server that is away.
-
-    Attributes:
-        patience_s: Seconds to wait for the server; 0 for a command that only reads.
-        on_wait: Called once with a message when a wait gets long.
-    """
+    """Optuna's relational storage, with retries for a server that is away: for `patience_s`, `on_wait` told once."""
 
     patience_s = 0.0
 

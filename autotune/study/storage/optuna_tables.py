@@ -38,11 +38,7 @@ T = TypeVar("T")
 
 
 class CachedStorage(_CachedStorage):
-    """Optuna's cache of trials over our storage; it retries while the database is away, and can hold still.
-
-    Attributes:
-        unreadable: By study id: numbers of trials whose row cannot be read; they are left out.
-    """
+    """Optuna's cache of our storage, with retries and a hold; leaves `unreadable` rows out (numbers by study)."""
 
     def __init__(self, storage: Storage) -> None:
         super().__init__(storage)

@@ -21,11 +21,7 @@ _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 
 
 class Layers:
-    """Builds every expert layer of deepspeed.moe in this process as a candidate says.
-
-    Attributes:
-        own: Ranks over which the target itself shares the experts out; 0 before it has built a layer.
-    """
+    """Builds deepspeed.moe's layers as a candidate says; `own` is the target's degree, 0 before it has built one."""
 
     def __init__(self) -> None:
         self.own = 0

@@ -15,13 +15,7 @@ from autotune.trial.result import Outcome, RankReport
 
 
 class Recorder:
-    """Holds a rank's report, so that after any failure the report says how far the rank got.
-
-    Attributes:
-        report: The report; a crash unless a better outcome is set.
-        check_memory: Fails the rank if its memory is over the limit.
-        imported: Modules that were imported before the target ran.
-    """
+    """Holds a rank's report, a crash until it gets better, so that it says how far the rank got after any failure."""
 
     def __init__(self, folder: TrialDir, rank: int) -> None:
         self.folder = folder

@@ -25,18 +25,7 @@ NOTHING = 0.01  # a predicted gain of 1 % is no reason for anything
 SURE = 0.99
 SHOWN = tuple(dict.fromkeys(PICKS.values()))  # metrics of a trial that are shown, in order, after those predicted
 # What an explanation takes from a trial's row; the last ones say why it may not be recommended, or is no better.
-OF_TRIAL = (
-    "trial",
-    "outcome",
-    "reason",
-    "metrics",
-    "measurements",
-    "feasible",
-    "doubt",
-    "gate",
-    "unreproducible",
-    "tied",
-)
+OF_TRIAL = "trial outcome reason metrics measurements feasible doubt gate unreproducible tied".split()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -410,32 +410,3 @@ SECTIONS: dict[str, Callable[[str], Witness]] = {
         lambda engine: groups.sequence_size(engine) > 1, "no sequence is split over ranks"
     ),
 }
-# Settings that nothing shows, with the reason: a trial with one is measured and is never a pick.
-UNWITNESSED: dict[str, str] = {
-    f"{ZERO}stage3_use_all_reduce_for_fetch_params": "how parameters are fetched is kept in closures",
-    f"{ZERO}stage3_allgather_sequential": "how parameters are fetched is kept in closures",
-    f"{ZERO}stage3_module_granularity_threshold": "illegal: DeepSpeed fails with it",
-    f"{ZERO}zero_quantized_nontrainable_weights": "needs frozen weights and a CUDA op",
-    f"{ZERO}zeropp_loco_param": "a section, taken by old releases only",
-    f"{ZERO}mics_shard_size": "taken by old releases only",
-    f"{ZERO}mics_hierarchical_params_gather": "taken by old releases only",
-    f"{ZERO}override_module_apply": "it acts while the model is built",
-    f"{ZERO}leaf_module": "a section of lists",
-    f"{ZERO}zenflow": "a section; the optimizer is another one",
-    f"{ZERO}offload_optimizer": "further keys of the section say how states are moved, not whether",
-    f"{ZERO}offload_param": "further keys of the section say how parameters are moved, not whether",
-    "fp16.auto_cast": "it depends on the type of what the model is given",
-    "fp16.loss_scale": "what is scaled is scaled back, but for overflows",
-    "fp16.initial_scale_power": "what is scaled is scaled back, but for overflows",
-    "fp16.loss_scale_window": "it shows when an update has overflowed",
-    "fp16.hysteresis": "it shows when an update has overflowed",
-    "fp16.consecutive_hysteresis": "it shows when an update has overflowed",
-    "fp16.min_loss_scale": "it shows when an update has overflowed",
-    "fp16.fp16_master_weights_and_grads": "needs an optimizer on the host",
-    "torch_autocast.lower_precision_safe_modules": "a list",
-    "managed_gradient_accumulation": "it changes who ends a step, which the samples of a step show",
-    "gradient_allreduce_op": "it changes what is trained, not how fast",
-    "scheduler": "it changes the learning rate over a whole training",
-    "weight_quantization": "it acts while the model is built",
-    "aio": "needs offload to nvme",
-}

@@ -14,7 +14,7 @@ from autotune.errors import UserError
 # By command: its module in this package, whose function has the command's name, and its help.
 COMMANDS = {
     "run": ("run", "Tune TARGET: measure candidates, recommend one, write its DeepSpeed JSON. Run it again to resume."),
-    "submit": ("submit", "Run TARGET inside an engine, driver and trials: as a job of Slurm, in Ray, or in Kubernetes."),
+    "submit": ("run", "Run TARGET inside an engine, driver and trials: as a job of Slurm, in Ray, or in Kubernetes."),
     "worker": ("worker", "Run trials of STUDY on a further machine; needs a database server and the study's folder."),
     "check": ("check", "Run two real steps of TARGET, and say what would be tuned and what cannot run here."),
     "predict": ("predict", "Say what a configuration of TARGET will need before it runs: memory, step time,"

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from autotune import session
 from autotune.cli.app import app
-from autotune.cli.submit import run_arguments
+from autotune.cli.run import run_arguments
 from autotune.errors import UserError
 from autotune.executors import kubernetes, submit
 from autotune.executors.cluster import Refused

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autotune.cli.options import AsJson, read_settings
+from autotune.cli.options import AsJson, option, read_settings
 from autotune.errors import UserError, nearest
 
 LARGE = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
@@ -40,40 +40,36 @@ class _Question:
 REFUSALS = ("no_degrees", "no_tensor", "no_sequence", "no_experts", "unlike")
 
 
-def _option(name: str, metavar: str, said: str, *more: str) -> Any:
-    return typer.Option(f"--{name}", *more, metavar=metavar, help=said)
-
-
 Model = Annotated[
     list[str],
     typer.Argument(
         metavar="MODEL", help="A name (Qwen/Qwen3-8B, llama 3.1 8b), a config.json, a size (7B), or a model.py."
     ),
 ]
-Gpus = Annotated[str | None, _option("gpus", "8xA100-40", "Devices: 8xA100-40, 2x8xH100 (two nodes), 4x4090.")]
-Nodes = Annotated[int | None, _option("nodes", "N", "Nodes, each with the devices of --gpus.")]
-Compare = Annotated[str | None, _option("compare", "H100,4090", "Other cards, as many of each, or as many as stated.")]
-GoalName = Annotated[str, _option("goal", "GOAL", "throughput, latency, memory or cost.")]
+Gpus = Annotated[str | None, option("8xA100-40", "Devices: 8xA100-40, 2x8xH100 (two nodes), 4x4090.", "--gpus")]
+Nodes = Annotated[int | None, option("N", "Nodes, each with the devices of --gpus.", "--nodes")]
+Compare = Annotated[str | None, option("H100,4090", "Other cards, as many of each, or as many as stated.", "--compare")]
+GoalName = Annotated[str, option("GOAL", "throughput, latency, memory or cost.", "--goal")]
 GlobalBatch = Annotated[
-    int | None, _option("global-batch", "N", "Samples of an optimizer step to keep (default: free, up to 1 M tokens).")
+    int | None, option("N", "Samples of an optimizer step to keep (default: free, up to 1 M tokens).", "--global-batch")
 ]
 Length = Annotated[
     int | None,
-    _option("seq", "N", "Tokens of a sample (default: 4096, or the model's context; of a model.py its longest)."),
+    option("N", "Tokens of a sample (default: 4096, or the model's context; of a model.py its longest).", "--seq"),
 ]
-Method = Annotated[str, _option("method", "NAME", "full, lora, or qlora (over weights of 4 bits).")]
-LoraRank = Annotated[int, _option("lora-rank", "N", "Rank of adapters, on every linear layer.")]
-Attention = Annotated[str, _option("attention", "NAME", "eager, sdpa or flash.")]
-Loss = Annotated[str, _option("loss", "NAME", "plain (fp32 logits), fused, or none (logits never whole).")]
-Optimizer = Annotated[str, _option("optimizer", "NAME", "adamw, fused-adamw, adamw-8bit, lion, muon, sgd, ...")]
-Tokens = Annotated[str | None, _option("tokens", "10B", "Say the time that this number of tokens takes.")]
-Price = Annotated[str | None, _option("price", "2.10/h", "Of a device; says the cost of the tokens.")]
-DeviceMemory = Annotated[str | None, _option("device-memory", "80GiB", "Memory of a device, over the table's.")]
-PeakFlops = Annotated[str | None, _option("peak-flops", "400T", "Peak of 16-bit products, over the table's.")]
-Network = Annotated[str | None, _option("network", "400Gbit/s", "Of a node to the others, over the table's.")]
-HostMemory = Annotated[str | None, _option("host-memory", "512GiB", "Of a node, over the table's.")]
-Settled = Annotated[list[str] | None, _option("set", "KEY=VALUE", "A knob that is settled.")]
-Output = Annotated[Path | None, _option("output", "FILE", "Write the DeepSpeed JSON.", "-o")]
+Method = Annotated[str, option("NAME", "full, lora, or qlora (over weights of 4 bits).", "--method")]
+LoraRank = Annotated[int, option("N", "Rank of adapters, on every linear layer.", "--lora-rank")]
+Attention = Annotated[str, option("NAME", "eager, sdpa or flash.", "--attention")]
+Loss = Annotated[str, option("NAME", "plain (fp32 logits), fused, or none (logits never whole).", "--loss")]
+Optimizer = Annotated[str, option("NAME", "adamw, fused-adamw, adamw-8bit, lion, muon, sgd, ...", "--optimizer")]
+Tokens = Annotated[str | None, option("10B", "Say the time that this number of tokens takes.", "--tokens")]
+Price = Annotated[str | None, option("2.10/h", "Of a device; says the cost of the tokens.", "--price")]
+DeviceMemory = Annotated[str | None, option("80GiB", "Memory of a device, over the table's.", "--device-memory")]
+PeakFlops = Annotated[str | None, option("400T", "Peak of 16-bit products, over the table's.", "--peak-flops")]
+Network = Annotated[str | None, option("400Gbit/s", "Of a node to the others, over the table's.", "--network")]
+HostMemory = Annotated[str | None, option("512GiB", "Of a node, over the table's.", "--host-memory")]
+Settled = Annotated[list[str] | None, option("KEY=VALUE", "A knob that is settled.", "--set")]
+Output = Annotated[Path | None, option("FILE", "Write the DeepSpeed JSON.", "--output", "-o")]
 
 
 def advise(

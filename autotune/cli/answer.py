@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune.cli.options import AsJson, Storage, StudyName
+from autotune.cli.options import AsJson, Storage, StudyName, option
 from autotune.errors import UserError
 from autotune.system.files import shown
 from autotune.system.signals import terminable
@@ -23,14 +23,10 @@ QUICK_S = 1.0  # a shorter command shows no progress
 
 def explain(
     study: StudyName,
-    why_not: Annotated[
-        str | None, typer.Option(metavar="KEY=VALUE", help="Why is nothing with that value recommended?")
-    ] = None,
+    why_not: Annotated[str | None, option("KEY=VALUE", "Why is nothing with that value recommended?")] = None,
     what_if: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE", help="The recommendation with that changed; several times for several changes."
-        ),
+        option("KEY=VALUE", "The recommendation with that changed; several times for several changes."),
     ] = None,
     storage: Storage = None,
     *,
@@ -55,12 +51,10 @@ def explain(
 
 def export(
     study: StudyName,
-    pick: Annotated[str | None, typer.Option(metavar="NAME", help="Which pick (default: recommended).")] = None,
-    trial: Annotated[int | None, typer.Option(metavar="N", help="This trial instead of a pick.")] = None,
-    form: Annotated[
-        str, typer.Option("--format", metavar="FORMAT", help="deepspeed, accelerate, hf-args or command.")
-    ] = "deepspeed",
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write to FILE.")] = None,
+    pick: Annotated[str | None, option("NAME", "Which pick (default: recommended).")] = None,
+    trial: Annotated[int | None, option("N", "This trial instead of a pick.")] = None,
+    form: Annotated[str, option("FORMAT", "deepspeed, accelerate, hf-args or command.", "--format")] = "deepspeed",
+    output: Annotated[Path | None, option("FILE", "Write to FILE.", "-o", "--output")] = None,
     storage: Storage = None,
 ) -> None:
     """Print or write a configuration of a study in the form that a training takes."""
@@ -82,15 +76,13 @@ def export(
 def report(
     study: StudyName,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FOLDER", help="Write there (default: the study's folder).")
+        Path | None, option("FOLDER", "Write there (default: the study's folder).", "-o", "--output")
     ] = None,
     open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     single_file: Annotated[
         bool, typer.Option("--single-file", help="Only the page, no JSON and CSV beside it.")
     ] = False,
-    png: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Draw the plots as PNG, too; takes an installed Chromium.")
-    ] = None,
+    png: Annotated[Path | None, option("FOLDER", "Draw the plots as PNG, too; takes an installed Chromium.")] = None,
     storage: Storage = None,
     *,
     as_json: AsJson = False,
@@ -128,7 +120,7 @@ def report(
 
 def diagnose(
     study: StudyName,
-    trial: Annotated[int | None, typer.Option(metavar="N", help="Which trial (default: the recommended one).")] = None,
+    trial: Annotated[int | None, option("N", "Which trial (default: the recommended one).")] = None,
     storage: Storage = None,
     *,
     profile: Annotated[

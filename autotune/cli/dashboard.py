@@ -5,9 +5,7 @@ import os
 import sys
 from typing import Annotated
 
-import typer
-
-from autotune.cli.options import Storage
+from autotune.cli.options import Storage, option
 from autotune.errors import UserError
 from autotune.system.signals import terminable
 
@@ -16,9 +14,9 @@ TOKEN_VARIABLE = "AUTOTUNE_DASHBOARD_TOKEN"
 
 def dashboard(
     storage: Storage = None,
-    port: Annotated[int, typer.Option(metavar="N", help="Port; 0 takes any that is free.")] = 8080,
+    port: Annotated[int, option("N", "Port; 0 takes any that is free.")] = 8080,
     host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Listen there; any but this machine's own loopback asks for a token.")
+        str, option("ADDRESS", "Listen there; any but this machine's own loopback asks for a token.")
     ] = "127.0.0.1",
 ) -> None:
     """Serve the dashboard until Ctrl-C."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune.cli.options import AsJson, OnlyStudy, Storage, StudyName
+from autotune.cli.options import AsJson, OnlyStudy, Storage, StudyName, option
 from autotune.cli.presets import answer_words
 from autotune.errors import UserError
 from autotune.study.lock import study_lock
@@ -26,11 +26,7 @@ def history(
     study: OnlyStudy = None,
     what: Annotated[
         str | None,
-        typer.Option(
-            "--what",
-            metavar="KIND",
-            help="measurements, recommendations or decisions (default: recommendations, decisions).",
-        ),
+        option("KIND", "measurements, recommendations or decisions (default: recommendations, decisions).", "--what"),
     ] = None,
     limit: Annotated[
         int, typer.Option("-n", "--limit", metavar="N", min=1, max=10**9, help="How many, newest first.")

@@ -26,6 +26,11 @@ Target = Annotated[
 ScriptArgs = Annotated[list[str] | None, typer.Argument(metavar="-- ARGS", help=SETTINGS["script_args"].help)]
 
 
+def option(metavar: str, said: str, *names: str) -> Any:
+    """An option with a value; without names it is called as its parameter."""
+    return typer.Option(*names, metavar=metavar, help=said)
+
+
 def study_names(incomplete: str) -> list[str]:
     """Names of studies in this folder that begin so, for a shell's completion."""
     return sorted(path.parent.name for path in Path("studies").glob(f"{glob.escape(incomplete)}*/study.yaml"))

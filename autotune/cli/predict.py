@@ -5,9 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from autotune.cli.options import AsJson, Target, read_settings, takes_settings
+from autotune.cli.options import AsJson, Target, option, read_settings, takes_settings
 
 
 @takes_settings(
@@ -18,15 +16,11 @@ from autotune.cli.options import AsJson, Target, read_settings, takes_settings
 def predict(
     target: Target,
     settings: Mapping[str, Any],
-    knobs: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A knob, over the baseline's value.")
-    ] = None,
+    knobs: Annotated[list[str] | None, option("KEY=VALUE", "A knob, over the baseline's value.", "--set")] = None,
     *,
     gpus: Annotated[
         str | None,
-        typer.Option(
-            "--device", metavar="8xH100", help="Devices to answer for, by their data sheet, in place of this machine's."
-        ),
+        option("8xH100", "Devices to answer for, by their data sheet, in place of this machine's.", "--device"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

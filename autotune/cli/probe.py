@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune.cli.options import AsJson
+from autotune.cli.options import AsJson, option
 from autotune.errors import UserError
 from autotune.system import device
 from autotune.system.machine import check_ranks
@@ -29,9 +29,7 @@ SHOWN_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 28)
 
 def probe(
     target: Annotated[Path | None, typer.Argument(metavar="[MODEL.PY]", help="Whose data to draw too.")] = None,
-    ranks: Annotated[
-        int | None, typer.Option(metavar="N", help="Ranks that share the machine (default: one per GPU, else 2).")
-    ] = None,
+    ranks: Annotated[int | None, option("N", "Ranks that share the machine (default: one per GPU, else 2).")] = None,
     *,
     again: Annotated[bool, typer.Option("--again", help="Measure even where an earlier probe is kept.")] = False,
     as_json: AsJson = False,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from autotune.cli.options import AsJson, read_settings
+from autotune.cli.options import AsJson, option, read_settings
 from autotune.errors import UserError
 from autotune.system.units import parse_size
 from autotune.trial.folder import read_record
@@ -100,30 +100,23 @@ def project(
     study: Annotated[
         str | None, typer.Argument(metavar="STUDY", help="Name of a study (default: the only one).")
     ] = None,
-    devices: Annotated[int, typer.Option(metavar="N", help="Devices of the cluster, one rank each.")] = 8,
-    per_node: Annotated[int, typer.Option(metavar="N", help="Devices of a node.")] = 8,
+    devices: Annotated[int, option("N", "Devices of the cluster, one rank each.")] = 8,
+    per_node: Annotated[int, option("N", "Devices of a node.")] = 8,
     intra_bandwidth: Annotated[
-        str | None,
-        typer.Option(metavar="300GB/s", help="What a collective reaches within a node (default: as measured here)."),
+        str | None, option("300GB/s", "What a collective reaches within a node (default: as measured here).")
     ] = None,
-    inter_bandwidth: Annotated[
-        str | None, typer.Option(metavar="400Gbit/s", help="Of a node to the others, each way.")
-    ] = None,
-    intra_latency: Annotated[str | None, typer.Option(metavar="5us", help="Of a message within a node.")] = None,
-    inter_latency: Annotated[str | None, typer.Option(metavar="20us", help="Of a message between nodes.")] = None,
-    algorithm: Annotated[
-        str, typer.Option(metavar="NAME", help="Of collectives: auto, ring, tree or hierarchical.")
-    ] = "auto",
+    inter_bandwidth: Annotated[str | None, option("400Gbit/s", "Of a node to the others, each way.")] = None,
+    intra_latency: Annotated[str | None, option("5us", "Of a message within a node.")] = None,
+    inter_latency: Annotated[str | None, option("20us", "Of a message between nodes.")] = None,
+    algorithm: Annotated[str, option("NAME", "Of collectives: auto, ring, tree or hierarchical.")] = "auto",
     *,
     strong: Annotated[
         bool, typer.Option("--strong/--weak", help="Keep the global batch, or let it grow with the devices.")
     ] = False,
-    pick: Annotated[str, typer.Option(metavar="NAME", help="Which pick of the study.")] = "recommended",
-    trial: Annotated[int | None, typer.Option(metavar="N", help="This trial of its front instead of a pick.")] = None,
-    knobs: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A knob, over the pick's value.")
-    ] = None,
-    device_memory: Annotated[str | None, typer.Option(metavar="80GiB", help="Memory of a device there.")] = None,
+    pick: Annotated[str, option("NAME", "Which pick of the study.")] = "recommended",
+    trial: Annotated[int | None, option("N", "This trial of its front instead of a pick.")] = None,
+    knobs: Annotated[list[str] | None, option("KEY=VALUE", "A knob, over the pick's value.", "--set")] = None,
+    device_memory: Annotated[str | None, option("80GiB", "Memory of a device there.")] = None,
     as_json: AsJson = False,
 ) -> int:
     """Forecast configurations on a larger cluster. Exit status: 0, or 1 where the configuration could not run there."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.cli.options import AsJson, Storage, StudyName
+from autotune.cli.options import AsJson, Storage, StudyName, option
 from autotune.errors import Unavailable, UserError
 from autotune.study.lock import study_lock
 from autotune.system.files import shown
@@ -71,17 +71,13 @@ def retune(
         bool, typer.Option("--if-stale", help="Only if something that it depends on has changed.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Search although nothing moved.")] = False,
-    min_gain: Annotated[str, typer.Option(metavar="3%", help="Replace the configuration from this gain on.")] = "3%",
+    min_gain: Annotated[str, option("3%", "Replace the configuration from this gain on.")] = "3%",
     trials: Annotated[
         int | None, typer.Option(metavar="N", min=2, help="Trials of the search (default: a fifth of the study's).")
     ] = None,
     ranks: Annotated[int | None, typer.Option(metavar="N", min=1, help="Ranks (default: the study's).")] = None,
-    on_change: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="Run it where the configuration was replaced.")
-    ] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Measure the noise scale from this state.")
-    ] = None,
+    on_change: Annotated[str | None, option("COMMAND", "Run it where the configuration was replaced.")] = None,
+    checkpoint: Annotated[Path | None, option("DIR", "Measure the noise scale from this state.")] = None,
     storage: Storage = None,
     as_json: AsJson = False,
 ) -> int:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from autotune.cli.answer import print_answer
-from autotune.cli.options import AsJson, Target, takes_settings
+from autotune.cli.options import AsJson, Target, option, takes_settings
 from autotune.errors import UserError, unknown
 from autotune.system import processes, redaction
 from autotune.system.files import shown
@@ -82,9 +82,7 @@ def submit(
     target: Target,
     settings: Mapping[str, Any],
     *,
-    executor: Annotated[
-        str, typer.Option(metavar="slurm|ray|kubernetes", help="The engine that runs the driver and its trials.")
-    ],
+    executor: Annotated[str, option("slurm|ray|kubernetes", "The engine that runs the driver and its trials.")],
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget the study's earlier trials.")] = False,
     no_history: Annotated[
         bool, typer.Option("--no-history", help="Do not start from what related studies found.")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from autotune.cli.options import AsJson, Target, takes_settings
+from autotune.cli.options import AsJson, Target, option, takes_settings
 from autotune.cli.status import SCALING
 from autotune.errors import UserError
 from autotune.study.lock import study_lock
@@ -155,7 +155,7 @@ def noise_samples(name: str, storage: str | None, studies: Path) -> float | None
 def scale(
     target: Target,
     settings: Mapping[str, Any],
-    ranks: Annotated[str, typer.Option(metavar="1,2,4", help="Rank counts to compare.")] = "1,2",
+    ranks: Annotated[str, option("1,2,4", "Rank counts to compare.")] = "1,2",
     *,
     weak: Annotated[
         bool | None,
@@ -166,9 +166,7 @@ def scale(
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="How often to measure each, in turns.")] = 3,
-    png: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the plots as PNG, too; takes an installed Chromium.")
-    ] = None,
+    png: Annotated[Path | None, option("FILE", "Draw the plots as PNG, too; takes an installed Chromium.")] = None,
     as_json: AsJson = False,
 ) -> int:
     """Measure a configuration on several numbers of ranks, in turns; the exit status is 0 if all of them ran, else 1."""

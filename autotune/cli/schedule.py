@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune.cli.options import AsJson, OnlyStudy, Storage, StudyName
+from autotune.cli.options import AsJson, OnlyStudy, Storage, StudyName, option
 from autotune.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,13 +22,9 @@ HINT = "`autotune schedule add STUDY --every 7d` makes one"
 
 def schedule_add(
     study: StudyName,
-    every: Annotated[str | None, typer.Option(metavar="7d", help="This long after the last run.")] = None,
-    cron: Annotated[
-        str | None, typer.Option(metavar='"0 3 * * 0"', help="Five fields, as in a crontab; local time.")
-    ] = None,
-    on: Annotated[
-        str | None, typer.Option("--on", metavar="environment-change", help="Only if the environment has changed.")
-    ] = None,
+    every: Annotated[str | None, option("7d", "This long after the last run.")] = None,
+    cron: Annotated[str | None, option('"0 3 * * 0"', "Five fields, as in a crontab; local time.")] = None,
+    on: Annotated[str | None, option("environment-change", "Only if the environment has changed.", "--on")] = None,
     storage: Storage = None,
 ) -> None:
     """Add a schedule of a study."""

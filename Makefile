@@ -139,7 +139,7 @@ imports: $(STAMP) ## imports point down only
 	@$(RUN) -c 'from importlinter.cli import lint_imports_command as main; main(prog_name="lint-imports")' --no-logo --cache-dir .cache/imports
 
 reference: $(STAMP) ## docs/reference.md from the program; fails where the page in git says something else
-	@$(RUN) -m autotune.cli.reference >docs/reference.md && git diff --exit-code --stat docs/reference.md
+	@$(RUN) .ci/reference.py >docs/reference.md && git diff --exit-code --stat docs/reference.md
 
 check: lint types imports reference pages-current test ## all of these
 

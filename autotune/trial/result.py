@@ -34,7 +34,6 @@ class Outcome(StrEnum):
 
     COMPLETE = "complete"
     STOPPED_EARLY = "stopped_early"
-    ILLEGAL = "illegal"
     PREDICTED_OOM = "predicted_oom"
     OOM = "oom"
     DIVERGED = "diverged"

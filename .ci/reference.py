@@ -1,6 +1,6 @@
 """Prints the text of `docs/reference.md`: every command with its options, and every key of `study.yaml`.
 
-`python -m autotune.cli.reference >docs/reference.md`, or `make reference`.
+`python .ci/reference.py >docs/reference.md`, or `make reference`.
 """
 
 from collections.abc import Iterator

@@ -78,7 +78,7 @@ NO_CAUSE = re.compile(
 
 
 class Slurm(Engine):
-    """The engine of `--executor slurm`; `ranks_per_node` of None is one for each GPU."""
+    """The engine of `--executor slurm`, on nodes that share files; `ranks_per_node` of None is one for each GPU."""
 
     name = "slurm"
 

@@ -58,7 +58,7 @@ HURRY_SHARE = 0.1
 
 
 class Budget:
-    """Counts what a study has spent, of its time where this coordinator `leads`; the command's imports count."""
+    """Counts what a study has spent; if this coordinator `leads`, its time runs from its command's beginning."""
 
     def __init__(self, state: StudyState, *, leads: bool = True) -> None:
         self._state, self._leads = state, leads

@@ -5,6 +5,7 @@ import json
 from functools import partial
 from wsgiref.util import setup_testing_defaults
 
+from autotune.report.dashboard.server import Server
 from autotune.report.dashboard.storage import DashboardStorage
 from autotune.study.storage import records
 
@@ -55,3 +56,16 @@ def ask(app, path, *, method="GET", host="127.0.0.1:8080", query="", body=None, 
     if hasattr(found, "close"):
         found.close()
     return Answer(got["status"], got["headers"], whole)
+
+
+def stop(server: Server) -> None:
+    """Ends `server.run`, which another thread is in."""
+    trigger, channels = server._waitress.trigger, server._waitress._map
+
+    def end():
+        # The trigger stays open: the end of a request may run this before `pull_trigger` has written to it.
+        for each in [each for each in channels.values() if each not in (trigger, server._waitress)]:
+            each.close()
+        channels.clear()
+
+    trigger.pull_trigger(end)

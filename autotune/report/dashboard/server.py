@@ -334,20 +334,8 @@ class Server:
         self._waitress = create_server(application, sockets=[listening], **options)
 
     def run(self) -> None:
-        """Serves until Ctrl-C or `stop`."""
+        """Serves until Ctrl-C."""
         self._waitress.run()
-
-    def stop(self) -> None:
-        """Ends `run`, which another thread is in."""
-        trigger, channels = self._waitress.trigger, self._waitress._map
-
-        def end() -> None:
-            # The trigger stays open: the end of a request may run this before `pull_trigger` has written to it.
-            for each in [each for each in channels.values() if each not in (trigger, self._waitress)]:
-                each.close()
-            channels.clear()
-
-        trigger.pull_trigger(end)
 
     def __enter__(self) -> Self:
         return self

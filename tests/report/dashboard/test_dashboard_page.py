@@ -6,6 +6,7 @@ import threading
 import optuna
 import pytest
 from support.commands import read_by_deepspeed
+from support.dashboard import stop
 from support.instant import Instant, runner_of
 
 from autotune.report import load
@@ -42,7 +43,7 @@ def served(tmp_path_factory):
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.port}", load.load("s", url, folder / "s")
-    server.stop()
+    stop(server)
     thread.join(30)
 
 

@@ -14,7 +14,7 @@ from http import HTTPStatus
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest
-from support.dashboard import TOKEN, ask, overlay_of
+from support.dashboard import TOKEN, ask, overlay_of, stop
 from support.instant import Instant, runner_of
 
 from autotune.cli.dashboard import TOKEN_VARIABLE
@@ -160,7 +160,7 @@ def test_the_server_answers_at_both_loopback_addresses_and_ends_when_it_is_stopp
         thread.start()
         with urllib.request.urlopen(f"{dashboard_server.address(server, host, None)}api/studies", timeout=60) as got:
             assert got.status == HTTPStatus.OK and json.load(got)["study_summaries"]
-        server.stop()
+        stop(server)
         thread.join(30)
         assert not thread.is_alive()
 
@@ -177,7 +177,7 @@ def test_a_server_is_stopped_while_the_end_of_a_request_wakes_its_loop_first(stu
             wake()
 
         monkeypatch.setattr(server._waitress.trigger, "_physical_pull", woken_before)
-        server.stop()
+        stop(server)
         assert not thread.is_alive()
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT, complete, engine, request_of, write
+from support.diagnosed import of_result
 
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
-from autotune.report import diagnosis
 from autotune.space.candidate import Candidate
 from autotune.study.setup import profile_cache
 from autotune.trial.folder import TrialDir, read_record
@@ -70,7 +70,7 @@ def measured(case: Planted, executor: LocalExecutor, folder: Path, rounds: int) 
         path = folder / f"{n}-{steps}"
         with executor.turn(lambda: None):
             result = complete(executor, path, replace(request, traced_steps=steps))
-        said = diagnosis.of_result(result, path, workload)
+        said = of_result(result, path, workload)
         print(f"{case.name}, round {n + 1}{', traced' if steps else ''}: {said.bound_by}", file=sys.stderr, flush=True)
         row["traced_verdicts" if steps else "verdicts"].append(said.bound_by)
         row["shares"].append({part.name: round(part.share, 3) for part in said.parts if part.share is not None})

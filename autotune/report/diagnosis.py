@@ -1,6 +1,6 @@
 """`autotune diagnose`: reads the files of a trial, diagnoses what bounds its step, and writes that in words."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -109,28 +109,6 @@ def of_workload(workload: Workload, candidate: Data, world_size: int) -> dict[st
         parts = {"products": "compute", "traffic": "traffic", "launches": "launches"}
         found["expected_s"] = {name: float(terms[term][0]) for name, term in parts.items()}
     return found
-
-
-def of_result(result: TrialResult, path: Path, workload: Workload, others: Sequence[StepObservation] = ()) -> Diagnosis:
-    """Diagnoses a trial that belongs to no study.
-
-    Args:
-        result: Its end; it completed.
-    """
-    seen = _alone(result)
-    evidence = Evidence(
-        seen=seen,
-        world_size=result.world_size,
-        ranks=[phases(path, result.world_size)],
-        step_s=result.steps.median_s if result.steps else None,
-        peak_memory_bytes=result.peak_memory_bytes,
-        memory_limit_bytes=_stated_limit(path),
-        **_of_device(result),
-        tokens_per_step=result.tokens_per_step,
-        traced=traces(path, result.world_size),
-        **of_workload(workload, result.candidate, result.world_size),
-    )
-    return diagnose(evidence, others)
 
 
 def _alone(result: TrialResult) -> StepObservation:

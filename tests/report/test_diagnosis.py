@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from support.diagnosed import of_result
 from support.instant import WORKLOAD, Instant, runner_of
 from support.instant import report as instant_report
 from support.zoo import MIB
@@ -133,7 +134,7 @@ def test_a_cause_planted_in_a_real_trial_is_named(zoo, model, world_size, what, 
     for _ in range(3):
         result = zoo.run(model, world_size=world_size, **what)
         assert result.outcome is Outcome.COMPLETE, result.reason
-        seen.append(diagnosis.of_result(result, zoo.folder.path, replace(WORKLOAD, n_blocks=4)))
+        seen.append(of_result(result, zoo.folder.path, replace(WORKLOAD, n_blocks=4)))
         if seen[-1].bound_by == cause:
             return
     pytest.fail(str([[(part.name, part.share) for part in found.parts] for found in seen]))
@@ -148,6 +149,6 @@ def test_a_real_batch_that_only_memory_keeps_small_is_bound_by_its_capacity(zoo)
     small = zoo.run("many_layers", micro=1, gradient_accumulation_steps=8, traced_steps=1, **limit)
     assert small.outcome is Outcome.COMPLETE, small.reason
     other = StepObservation(trial=1, candidate=refused.candidate, samples_per_s=None, outcome=str(refused.outcome))
-    alone, beside = (diagnosis.of_result(small, zoo.folder.path, WORKLOAD, others) for others in ([], [other]))
+    alone, beside = (of_result(small, zoo.folder.path, WORKLOAD, others) for others in ([], [other]))
     assert (alone.bound_by, beside.bound_by) == ("launch overhead", "memory capacity")
     assert 0 < next(part.share for part in alone.parts if part.name == "memory capacity") < 1

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 from support.bench import losses_without_hooks
+from support.diagnosed import of_result
 from support.paths import SCRIPTS
 
 from autotune.errors import UserError
-from autotune.report import diagnosis
 from autotune.scoring.metrics import METRICS
 from autotune.space.legality import why_illegal
 from autotune.study.setup import plan
@@ -151,7 +151,7 @@ def test_every_style_of_loop_moves_as_far_as_it_can(bench, style, overrides, exp
 def test_a_scripts_step_is_taken_apart_and_traced_and_says_what_it_is_bound_by(bench):
     found = bench.plan("dict_config.py")
     result = bench.applied(found, steps=4, traced_steps=1)
-    said = diagnosis.of_result(result, bench.folder.path, found.workload)
+    said = of_result(result, bench.folder.path, found.workload)
     known = {part.name: part.known for part in said.parts}
     assert said.bound_by and "traced" in known["launch overhead"] and "traced" in known["memory bandwidth"]
 

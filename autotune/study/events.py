@@ -219,7 +219,7 @@ class Journal(EventSink):
 
 
 class JournalReader:
-    """Reads the journal of the run of process `pid` while it grows; another one's is ignored."""
+    """Reads the journal of the run of process `pid` while it grows; that of another process is ignored."""
 
     def __init__(self, folder: Path, pid: int) -> None:
         self._path, self._pid = path_in(folder), pid

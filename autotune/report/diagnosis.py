@@ -151,9 +151,9 @@ def step_parts(result: TrialResult, path: Path, n_blocks: int) -> dict[str, Part
 
 
 def busy_s(path: Path, world_size: int) -> dict[int, float]:
-    """Seconds of the step that was taken apart in which each rank computed or waited for data, not for other ranks."""
+    """Seconds of the step that was taken apart in which each rank ran by itself, not waiting for other ranks."""
     return {
-        rank: sum(found.get(name, 0.0) for name in ("data", "forward", "backward"))
+        rank: sum(found.get(name, 0.0) for name in ("script", "data", "forward", "backward"))
         for rank, found in phases(path, world_size).items()
     }
 

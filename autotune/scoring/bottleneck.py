@@ -20,8 +20,8 @@ from autotune.system.cards import find_card
 PHASES, COMPUTING = ("data", "forward", "backward", "step"), ("forward", "backward")
 # Shares of a step from which on a part is called the bottleneck; higher for parts that are estimated, not measured.
 BOUND_FROM = {
-    "input pipeline": 0.1, "stragglers": 0.15, "recomputation": 0.15, "communication": 0.2, "optimizer": 0.25,
-    "launch overhead": 0.3, "memory bandwidth": 0.35,
+    "input pipeline": 0.1, "the script itself": 0.15, "stragglers": 0.15, "recomputation": 0.15, "communication": 0.2,
+    "optimizer": 0.25, "launch overhead": 0.3, "memory bandwidth": 0.35,
 }  # fmt: skip
 # Share of its memory from which on a device has no room for a larger micro-batch.
 FULL = 0.85
@@ -33,6 +33,7 @@ AT_A_PRICE = ("recomputation", "launch overhead")
 # Which knobs to look at for each bottleneck.
 KNOBS: dict[str, tuple[str, ...]] = {
     "input pipeline": ("data.num_workers", "data.prefetch_factor", "data.persistent_workers", "data.pin_memory"),
+    "the script itself": (),
     "stragglers": (),
     "communication": (
         "gradient_accumulation_steps", "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm",
@@ -55,6 +56,8 @@ UNTRACED = {
 }
 OUTSIDE = {
     "input pipeline": "No DeepSpeed knob helps: load in the background (`--space data` tunes the workers) or beforehand.",
+    "the script itself": "No DeepSpeed knob helps: look at what the script does between the calls of its engine and its loader, such as"
+    " another model's forward, an average of the weights, metrics, or changes of the batch.",
     "stragglers": "No DeepSpeed knob helps: look at that rank's data, throttling, and other processes beside it.",
 }
 
@@ -137,6 +140,9 @@ def _parts(
         "communication": (messages, f"{between.partition(' (')[0]}{gathers}"),
         "optimizer": (_usual(ranks, "step"), "measured"),
     }
+    if any("script" in phases for phases in ranks.values()):
+        known = "measured: between the calls of its engine and its loader"
+        found["the script itself"] = _usual(ranks, "script"), known
     for name, missing in UNTRACED.items():
         found[name] = (computing * split[name], how[name]) if name in split else (None, missing)
     whole = sum(seconds for seconds, _ in found.values() if seconds) or 1.0
@@ -322,12 +328,14 @@ def _device(evidence: Evidence) -> list[str]:
 
 def _between_ranks(ranks: Mapping[int, Mapping[str, float]]) -> list[str]:
     """A note on a rank that takes at least 10 % longer than the usual one, collectives apart."""
-    own = {rank: sum(phases.get(name, 0.0) for name in (*PHASES, "recompute")) for rank, phases in ranks.items()}
+    own = {
+        rank: sum(phases.get(name, 0.0) for name in ("script", *PHASES, "recompute")) for rank, phases in ranks.items()
+    }
     middle = statistics.median_low(own.values())
     slow = max(own, key=lambda rank: own[rank])
     if len(own) < 2 or middle <= 0 or own[slow] < 1.1 * middle:
         return []
-    which = max(PHASES, key=lambda name: ranks[slow][name] - _usual(ranks, name))
+    which = max(("script", *PHASES), key=lambda name: ranks[slow].get(name, 0.0) - _usual(ranks, name))
     return [
         f"the ranks are uneven: rank {slow} takes {own[slow] / middle:.2f} times as long by itself as the usual one,"
         f" most of it in {which}"

@@ -61,6 +61,10 @@ LOSSES = {
         remedy="give ranks equal work (lengths of samples, cores, devices), and look for other processes beside the slowest",
     ),
     "data": Loss(parts=("input pipeline",), remedy="load in the background (num_workers), or nearer to the ranks"),
+    "the script itself": Loss(
+        parts=("the script itself",),
+        remedy="look at what it does between the calls of its engine and its loader, and divide that among the ranks",
+    ),
     "update": Loss(
         parts=("optimizer",), remedy="each rank updates all parameters: shard that (zero_stage 1), or accumulate more",
     ),

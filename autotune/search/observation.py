@@ -100,7 +100,7 @@ def _micro_steps(data: Mapping[str, Any], candidate: Candidate, world_size: int)
         return None, None
     # What a collective took is told apart from the phase that it lay in.
     inner = (
-        sum(phases.get(name, 0.0) for name in ("data", "forward", "backward", "recompute", "reduce"))
+        sum(phases.get(name, 0.0) for name in ("script", "data", "forward", "backward", "recompute", "reduce"))
         / candidate.gradient_accumulation_steps
     )
     return inner, inner + phases["step"] + phases.get("gather", 0.0)

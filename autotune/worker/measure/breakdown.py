@@ -1,5 +1,6 @@
 """Time and memory of a step by phase: by stopping after each phase; time also from torch's profiler."""
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ class Breakdown:
         self._checkpointer = checkpointer if isinstance(checkpointer, recompute.Checkpointer) else None
         self._clock: PhaseClock | None = None
         self._counting = False
+        self._phase, self._first = "", "script" if request.script is not None else "data"
         self._tracer: Tracer | None = None
 
     def take_apart(self) -> None:
@@ -51,11 +53,12 @@ class Breakdown:
         self._counting = counting
         if self._checkpointer is not None:
             self._checkpointer.timer = self._clock.recompute
-        self._clock.open("data")
+        self._phase = self._first
+        self._clock.open(self._first)
 
     def enter(self, phase: str) -> None:
         """Enters a phase of the step; a name that is no phase ends the step. Does nothing in ordinary steps."""
-        phase = phase if phase in PHASES else ""
+        self._phase = phase = phase if phase in PHASES else ""
         if self._tracer is not None:
             self._tracer.enter(phase)
         if self._clock is None or phase == self._clock.phase:
@@ -66,9 +69,21 @@ class Breakdown:
             if self._checkpointer is not None:
                 self._checkpointer.timer = None
             return
-        if self._counting and phase != "data":
+        if self._counting and phase not in ("script", "data"):
             self._memory.enter(phase)
         self._clock.open(phase)
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """While a script's loader makes a batch: the phase `data`, where the script itself had the time before."""
+        between = self._phase == "script"
+        if between:
+            self.enter("data")
+        try:
+            yield
+        finally:
+            if between and self._phase == "data":  # a loader in a thread of its own may end in another phase
+                self.enter("script")
 
     def steps(self) -> Iterator[None]:
         """Yields before each step that follows the measurement: traced ones, if they are wanted, and that for memory."""
@@ -100,7 +115,7 @@ class Breakdown:
         report.phase_times_s = {name: float(np.median([table[name] for table in tables])) for name in tables[0]}
         self._tracer = Tracer(self._recorder.folder.path, report.rank, cuda=self._device.type == "cuda")
         for _ in range(n_traced):
-            self.enter("data")
+            self.enter(self._first)
             yield
             self.enter("")
         synchronize(self._device)

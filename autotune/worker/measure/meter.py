@@ -45,7 +45,7 @@ class Meter:
         self.ledger = StepLedger(recorder, request, self.device, self.data_parallel, noise)
         self.ledger.share = applied.share_of(engine, self.data_parallel)
         breakdown = Breakdown(recorder, request, self.device, memory, checkpointer)
-        self.take_apart, self.enter = breakdown.take_apart, breakdown.enter
+        self.take_apart, self.enter, self.loading = breakdown.take_apart, breakdown.enter, breakdown.loading
         self.afterwards: Callable[[], Iterator[None]] = breakdown.steps
         self._concluded = False
         texts = batches.texts

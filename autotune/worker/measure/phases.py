@@ -9,7 +9,9 @@ import torch.distributed as dist
 
 from autotune.worker.measure.wire import wire
 
-PHASES = ("data", "forward", "backward", "step")
+ENGINE = ("data", "forward", "backward", "step")
+# `script`: what a training script does between the calls of its engine and its loader.
+PHASES = ("script", *ENGINE)
 # Collectives in forward and backward; those in the optimizer's step; waiting until all ranks have come to them.
 BETWEEN_RANKS = ("reduce", "gather", "wait")
 COLLECTIVES = (
@@ -27,7 +29,7 @@ class PhaseClock:
 
     def __init__(self, synchronize: Callable[[], None], world_size: int) -> None:
         self.phase = ""
-        self.times_s = dict.fromkeys(PHASES if world_size == 1 else (*PHASES, *BETWEEN_RANKS), 0.0)
+        self.times_s = dict.fromkeys(ENGINE if world_size == 1 else (*ENGINE, *BETWEEN_RANKS), 0.0)
         self._synchronize = synchronize
         self._inside = self._coalescing = False
         self._start = 0.0
@@ -66,7 +68,7 @@ class PhaseClock:
         """Ends the current phase."""
         if self.phase:
             self._synchronize()
-            self.times_s[self.phase] += time.perf_counter() - self._start
+            self.times_s[self.phase] = self.times_s.get(self.phase, 0.0) + time.perf_counter() - self._start
         self.phase = ""
 
     def recompute(self, run: Callable[[], Any]) -> Any:

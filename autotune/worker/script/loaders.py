@@ -1,6 +1,7 @@
 """DataLoaders in a trial: give them the trial's batch size, and count the samples of each batch they draw."""
 
 import collections
+import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -116,7 +117,8 @@ class Loaders:
     def _next_batch(self, original: Callable[..., Any], iterator: Any) -> Any:
         meter = self._context.meter
         try:
-            batch = original(iterator)
+            with meter.loading() if meter is not None else contextlib.nullcontext():
+                batch = original(iterator)
         except StopIteration:
             if meter is not None:
                 meter.batches.ended()

@@ -160,7 +160,7 @@ class StepHooks:
         self._meter.enter("step")
         result = self._meter.update(functools.partial(original, *args, **kwargs))
         self._stepped()
-        self._meter.enter("data")
+        self._meter.enter("script")
         return result
 
     def _stepped(self, loss: Any = None) -> None:

@@ -156,6 +156,20 @@ def test_a_scripts_step_is_taken_apart_and_traced_and_says_what_it_is_bound_by(b
     assert said.bound_by and "traced" in known["launch overhead"] and "traced" in known["memory bandwidth"]
 
 
+def test_what_a_script_does_between_its_calls_is_not_taken_for_loading(bench, tmp_path):
+    """A teacher's forward between the batch and the student's read as waiting for data, which more workers would hide."""
+    script = tmp_path / "teacher.py"
+    text = (SCRIPTS / "dict_config.py").read_text()
+    before = "for x, y in loader:\n"
+    assert before in text
+    script.write_text("import time\n" + text.replace(before, before + "            time.sleep(0.05)\n"))
+    found = bench.plan(script)
+    result = bench.applied(found, steps=4, gradient_accumulation_steps=2)
+    assert result.phase_times_s["script"] > 0.09 > 0.05 > result.phase_times_s["data"] > 0
+    said = of_result(result, bench.folder.path, found.workload)
+    assert said.bound_by == "the script itself" and not any("data" in note and "waiting" in note for note in said.notes)
+
+
 def test_what_cannot_run_otherwise_is_frozen_with_the_reason(bench):
     notes = bench.plan("styles.py", "only eight").notes
     assert any("micro-batch of 4" in note and "eight samples here" in note for note in notes)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autotune.trial import lengths as lengths_of
 from autotune.trial.workload import DataShape
-from autotune.worker.containers import map_tensors
+from autotune.worker.containers import map_tensors, tensors_in
 
 # Names, as Hugging Face models use them, of tensors whose leading dimension counts the samples.
 PREFERRED = ("input_ids", "pixel_values", "input_values", "input_features", "inputs_embeds", "inputs", "x")
@@ -184,10 +184,6 @@ def _common(shapes: Sequence[tuple[int, ...]]) -> str:
 
 def of_batch(args: Sequence[Any], kwargs: Mapping[str, Any], n: int) -> list[Any]:
     """Returns empty samples with the shapes of a batch of n: its tensors of n rows, without that dimension."""
-    tensors = [
-        value
-        for value in [*args, *kwargs.values()]
-        if isinstance(value, Tensor) and value.dim() and value.shape[0] == n
-    ]
+    tensors = [tensor for tensor in tensors_in([args, kwargs]) if tensor.dim() and tensor.shape[0] == n]
     sample = [torch.empty(tensor.shape[1:], dtype=tensor.dtype, device="meta") for tensor in tensors]
     return [sample] * n if tensors else []

@@ -36,6 +36,12 @@ def test_what_was_asked_for_runs(bench, arguments, stage, precision, changes):
     assert f"batch_size={changes['micro_batch_size']}` instead of 8" in str(result.side_changes)
 
 
+def test_a_batch_in_a_container_says_what_the_data_is(bench):
+    """Lightning passes the whole batch to the engine: nothing was known of any script's data."""
+    data = bench.plan("lightning_fit.py", "--strategy", "deepspeed_stage_2", ranks=2).workload.data
+    assert data is not None and data.n_samples == 512 and data.fields
+
+
 def test_a_presets_own_settings_stay(bench):
     config = bench.plan("lightning_fit.py", "--strategy", "deepspeed_stage_2", ranks=2).base_config["zero_optimization"]
     assert (config["stage"], config["allgather_bucket_size"], config["overlap_comm"]) == (2, 200_000_000, True)

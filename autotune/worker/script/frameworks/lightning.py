@@ -46,7 +46,7 @@ class _Adapter:
         # The ranks are there already, as under torchrun.
         os.environ.setdefault("TORCHELASTIC_RUN_ID", "autotune")
         os.environ.setdefault("GROUP_RANK", "0")
-        given |= {"devices": int(os.environ["LOCAL_WORLD_SIZE"]), "num_nodes": 1}
+        self._devices(given)
         if self._context.memory.on_cpu:
             given["accelerator"] = "cpu"
         self._inject_deepspeed(given)
@@ -56,6 +56,18 @@ class _Adapter:
             self._accumulation(given)
             self._precision(given)
         original(trainer, **given)
+
+    def _devices(self, given: dict[str, Any]) -> None:
+        """Takes the ranks of the trial as devices, and says so where the script states another number of them."""
+        own, stated, ranks = int(os.environ["LOCAL_WORLD_SIZE"]), given.get("devices"), self._context.request.world_size
+        n = len(stated) if isinstance(stated, list | tuple) else int(str(stated)) if str(stated).isdecimal() else own
+        n *= int(given.get("num_nodes") or ranks // own)
+        if n != ranks:
+            self._context.once(
+                f"the script asks Lightning for {n} device{'s' * (n > 1)}, and trials have"
+                f" {ranks} rank{'s' * (ranks > 1)}: `--ranks {n}` trains as the script does"
+            )
+        given |= {"devices": own, "num_nodes": 1}
 
     def _inject_deepspeed(self, given: dict[str, Any]) -> None:
         strategy = given.get("strategy", "auto")

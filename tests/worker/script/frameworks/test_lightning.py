@@ -42,6 +42,14 @@ def test_a_batch_in_a_container_says_what_the_data_is(bench):
     assert data is not None and data.n_samples == 512 and data.fields
 
 
+def test_another_number_of_devices_than_the_trials_ranks_is_said(bench):
+    """A script that starts its two processes by itself was tuned on one rank, without a word."""
+    name = "lightning_fit.py"
+    two, one = (bench.plan(name, "--strategy", "deepspeed_stage_2", ranks=n).workload.caveats for n in (2, 1))
+    said = "the script asks Lightning for 1 device, and trials have 2 ranks: `--ranks 1` trains as the script does"
+    assert said in two and not any("asks Lightning" in text for text in one)
+
+
 def test_a_presets_own_settings_stay(bench):
     config = bench.plan("lightning_fit.py", "--strategy", "deepspeed_stage_2", ranks=2).base_config["zero_optimization"]
     assert (config["stage"], config["allgather_bucket_size"], config["overlap_comm"]) == (2, 200_000_000, True)

@@ -210,6 +210,9 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: s.global_batch is not None
          and not s.global_batch[0] <= c.global_batch_size(s.world_size) <= s.global_batch[1],
          "global batch {batch} is outside {global_batch}", BATCH),
+    Rule(lambda c, k, s: s.only_micro_batch not in (0, c.micro_batch_size),
+         "micro-batch {micro_batch_size}: the loss depends on the micro-batch, and is the baseline's with {only_micro_batch} alone",
+         ("micro_batch_size",)),
     Rule(lambda c, k, s: c.zero_stage == 0 and s.plain_backward,
          "ZeRO stage 0: DeepSpeed refuses loss.backward() there; call engine.backward(loss)", ("zero_stage",)),
     Rule(lambda c, k, s: c.zero_stage > 1 and s.pipeline_stages > 0,

@@ -27,6 +27,7 @@ class Setting:
         n_blocks: Repeated blocks of the model that can be checkpointed.
         n_samples: Samples in the data set; None where it has no end.
         global_batch: Allowed samples per optimizer step, lowest and highest.
+        only_micro_batch: The micro-batch that alone trains with the baseline's loss, as trials showed; 0 where any does.
         plain_backward: The workload calls `loss.backward()`, not `engine.backward(loss)`.
         base: Settings of the user's own configuration that candidates inherit and rules look at; see
             `inherited_settings`.
@@ -65,6 +66,7 @@ class Setting:
     n_blocks: int = 0
     n_samples: int | None = None
     global_batch: tuple[int, int] | None = None
+    only_micro_batch: int = 0
     plain_backward: bool = False
     base: tuple[tuple[str, Scalar], ...] = ()
     own_optimizer: bool = False

@@ -10,6 +10,7 @@ from optuna.trial import Trial, TrialState
 from autotune.forecast.features import Prior
 from autotune.forecast.predictor import generic_prior
 from autotune.scoring import objective
+from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE
 from autotune.search.physics import PhysicsSampler
 from autotune.search.samplers import LegalSampler, encoded
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
@@ -132,6 +133,7 @@ class Proposer:
             return None
         self._drop_unsafe_precisions()
         self._drop_long_batches()
+        self._drop_other_losses()
         if state.plan.setting != self._setting:
             self.start()
         assert self._sampler is not None
@@ -251,3 +253,14 @@ class Proposer:
         self._events.say(said)
         records.note_left_out(self._state.study, "few steps", said)
         self._state.narrow(plan.space, replace(plan.setting, global_batch=(int(low), int(most))))
+
+    def _drop_other_losses(self) -> None:
+        """Keeps the baseline's micro-batch once a trial with another one has trained with another loss."""
+        state, setting = self._state, self._state.plan.setting
+        off = [records.told_data(told).get("loss_off", 0.0) for told in state.told()]
+        if setting.only_micro_batch or not any(abs(each) >= ANOTHER_OBJECTIVE for each in off):
+            return
+        said = "micro-batches other than the baseline's are not tried: they train with another loss"
+        self._events.say(said)
+        records.note_left_out(state.study, "another loss", said)
+        state.narrow(state.plan.space, replace(setting, only_micro_batch=state.plan.baseline.micro_batch_size))

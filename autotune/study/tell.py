@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from autotune.forecast.predictor import Predictor, generic_prior, settings_of
 from autotune.forecast.regression import STOPPED_SD, interval_sd
 from autotune.scoring import objective, recommend
-from autotune.scoring.convergence.first_losses import first_losses_off
+from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE, first_losses_off
 from autotune.scoring.estimates import Estimates, estimate
 from autotune.scoring.measured import Measured, log_gain, set_apart
 from autotune.scoring.objective import Objective, Score
@@ -189,10 +189,11 @@ class Teller:
             return 0.0
         off = first_losses_off(result.losses, first.losses)
         if off and not any(records.told_data(told).get("loss_off") for told in state.told()):
+            rest = "" if abs(off) >= ANOTHER_OBJECTIVE else ". Other micro-batches have to pass the quality gate"
             self._events.say(
                 f"the loss depends on the micro-batch, as contrastive losses and batch norm do: on the same samples it begins"
                 f" {abs(off):.0%} {'higher' if off > 0 else 'lower'} with {candidate.micro_batch_size} than with the"
-                f" baseline's {baseline.micro_batch_size}. Other micro-batches have to pass the quality gate"
+                f" baseline's {baseline.micro_batch_size}{rest}"
             )
         return off
 

@@ -177,6 +177,7 @@ ILLEGAL = [
     ({f"{ZERO}zero_quantized_weights": True, "zero_stage": 3}, CPU, "CUDA"),
     ({f"{ZERO}zero_quantized_gradients": True, "zero_stage": 3}, NODE, "one node"),
     ({f"{ZERO}zero_hpz_partition_size": 3, "zero_stage": 3}, GPUS, "16 ranks"),
+    ({"micro_batch_size": 8}, Setting(only_micro_batch=4), "is the baseline's with 4 alone"),
     ({"zero_stage": 0}, Setting(plain_backward=True), "refuses loss.backward()"),
     ({"precision": "torch_autocast"}, Setting(deepspeed_version="0.17.1"), "0.17.2"),
     ({f"{ZERO}sub_group_size": 9, "zero_stage": 2}, GPUS, "sub_group_size: only ZeRO stage 3 reads it"),
@@ -213,6 +214,7 @@ LEGAL = [
         for base in (OWN_ADAM, (*OWN_ADAM, ("optimizer.params.torch_adam", True)))
     ),
     ({"micro_batch_size": 32}, Setting(global_batch=(32, 32), n_samples=32)),
+    ({"micro_batch_size": 4}, Setting(only_micro_batch=4)),
     (
         {"zero_stage": 3, "offload_param": "cpu", "offload_optimizer": "cpu", f"{ZERO}zero_quantized_gradients": True},
         GPUS,

@@ -259,13 +259,14 @@ def test_a_script_that_asks_for_the_cpu_gets_deepspeed_on_one_and_keeps_its_wish
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     for name in ("TORCHELASTIC_RUN_ID", "GROUP_RANK"):
         monkeypatch.setenv(name, "0")
+    changes = []
     context = types.SimpleNamespace(
         memory=types.SimpleNamespace(on_cpu=on_cpu), scratch=tmp_path, candidate=None, request=TrialRequest(target="t"),
-        value=lambda _: None,
+        value=lambda _: None, changed=changes.append,
     )  # fmt: skip
     given = {"cpu": True}
     accelerate._Adapter(context)._inject_deepspeed(given)
-    assert given["cpu"] is not on_cpu
+    assert given["cpu"] is not on_cpu and any("leave `cpu=True` out" in text for text in changes) is on_cpu
     arguments = types.SimpleNamespace(
         use_cpu=True, deepspeed="ds.json", max_steps=-1, eval_strategy="no", save_strategy="no"
     )

@@ -148,7 +148,10 @@ class _Adapter:
                 " `accelerate launch --config_file accelerate.yaml` (`autotune export --format accelerate`)."
             )
         if given.get("cpu") and self._context.memory.on_cpu:
-            given["cpu"] = False  # else Accelerate would not use DeepSpeed
+            given["cpu"] = False
+            self._context.changed(
+                "Accelerate: leave `cpu=True` out of `Accelerator(...)`: beside it DeepSpeed is not used."
+            )
 
     def _clips(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Notes the norm at which the script clips gradients, by an Accelerator or by torch; DeepSpeed's engine will do it."""

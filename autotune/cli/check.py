@@ -122,8 +122,8 @@ def _print_start(invocation: Mapping[str, Any], console: Console) -> None:
     """Print the script, ranks and folder of a launch command."""
     if not invocation["command"]:
         return
-    what = f"-m {invocation['module']}" if invocation["module"] else str(shown(Path(invocation["script"])))
-    console.print(f"starts     {shlex.join([what, *invocation['arguments']])}")
+    what = ["-m", invocation["module"]] if invocation["module"] else [str(shown(Path(invocation["script"])))]
+    console.print(f"starts     {shlex.join([*what, *invocation['arguments']])}")
     names = ", ".join(invocation["environment"])
     ranks = f"{invocation['world_size']} rank(s)" if invocation["world_size"] else "no launcher"
     console.print(

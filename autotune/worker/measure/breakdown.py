@@ -82,7 +82,7 @@ class Breakdown:
         try:
             yield
         finally:
-            if between and self._phase == "data":  # a loader in a thread of its own may end in another phase
+            if between and self._phase == "data":  # a loader in another thread may end in another phase
                 self.enter("script")
 
     def steps(self) -> Iterator[None]:

@@ -1,10 +1,10 @@
-"""The script's flags: those that hold tuned values are changed right after argparse has parsed them."""
+"""The script's flags: those that hold tuned values are changed right after argparse, click or Typer has parsed them."""
 
 import argparse
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,32 @@ class Arguments:
     def parse(self, original: Callable[..., Any], parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
         """Parses as `parse_known_args` does, and sets the candidate's values."""
         parsed, rest = original(parser, *args, **kwargs)
-        values = vars(parsed)
-        if isinstance(values.get("local_rank", ""), int | None):
+        if isinstance(getattr(parsed, "local_rank", ""), int | None):
             parsed.local_rank = int(os.environ["LOCAL_RANK"])  # as the deepspeed launcher passes it
         own = args[0] if args else kwargs.get("args")
-        typed = own is None or list(own) == sys.argv[1:]
+        named = [(action.dest, action.option_strings) for action in parser._actions]
+        self._move(vars(parsed), named, typed=own is None or list(own) == sys.argv[1:])
+        return parsed, rest
+
+    def parse_click(self, original: Callable[..., Any], command: Any, context: Any, args: list[str]) -> Any:
+        """Parses as click's `Command.parse_args` does, and sets the candidate's values."""
+        line = sys.argv[1:]
+        if context.parent is not None:  # a command of a group gets the end of the line
+            line = line[len(line) - len(args) :]
+        typed = args == line  # before the parser takes out of the list what it knows
+        rest = original(command, context, args)
+        self._move(context.params, [(parameter.name, parameter.opts) for parameter in command.params], typed=typed)
+        return rest
+
+    def _move(
+        self, values: MutableMapping[str, Any], named: Sequence[tuple[str, Sequence[str]]], *, typed: bool
+    ) -> None:
+        """Sets the candidate's values among those of parsed destinations.
+
+        Args:
+            named: Destinations with their option strings.
+            typed: The user's command line was parsed, not a list that the script makes.
+        """
         for field, known in DESTINATIONS.items():
             change = self._value(field)
             if field == "micro_batch_size" and self._draw_sizes is not None:
@@ -72,33 +93,29 @@ class Arguments:
             names = [*known, *(filter(BATCH.search, values) if field == "micro_batch_size" else ())]
             name = next((name for name in names if change and values.get(name) in (change[0], str(change[0]))), None)
             if change and name:
-                setattr(parsed, name, type(values[name])(change[1]))  # a script may keep texts until it needs a number
-                self._moved(parser, field, name, *change, typed=typed)
+                values[name] = type(values[name])(change[1])  # a script may keep texts until it needs a number
+                self._moved(_options(named, name), field, name, *change, typed=typed)
         for name in CONFIG_DESTINATIONS:
             given = isinstance(values.get(name), str) and values[name].endswith(".json")
             if typed and (given or (name in values and name == "deepspeed_config")):
-                self._flags["ds_config"] = _options(parser, name)
+                self._flags["ds_config"] = _options(named, name)
             # The adapter of transformers sees to its flag, `deepspeed`.
             if given and self._ds_config is not None and name != "deepspeed":
-                setattr(parsed, name, str(self._ds_config))  # a script may open the file itself
+                values[name] = str(self._ds_config)  # a script may open the file itself
         if typed and {"per_device_train_batch_size", "deepspeed"} <= values.keys():
-            self._flags.update({name: found for name in TRAINING_ARGUMENTS if (found := _options(parser, name))})
+            self._flags.update({name: found for name in TRAINING_ARGUMENTS if (found := _options(named, name))})
         self._limits[:] = [
             f"`{options[0]} {value}`"
             for name, value in values.items()
             if isinstance(value, int | float) and 0 < value <= FEW and LIMIT.search(name)
-            if (options := _options(parser, name))
+            if (options := _options(named, name))
         ]
-        return parsed, rest
 
-    def _moved(
-        self, parser: argparse.ArgumentParser, field: str, name: str, was: int, wanted: int, *, typed: bool
-    ) -> None:
-        options = _options(parser, name)
+    def _moved(self, options: Sequence[str], field: str, name: str, was: int, wanted: int, *, typed: bool) -> None:
         if options and typed and field == "micro_batch_size" and self._draw_sizes is not None:
             self._changed(f"Arguments: `{options[0]} {wanted}` instead of {was}, which the script cuts up.")
         elif options and typed:
-            self._flags[field] = options
+            self._flags[field] = list(options)
             self._changed(f"Command line: `{options[0]} {wanted}` instead of {was}.")
         elif options:
             text = f"Arguments: the script parses a list that it makes; `{options[0]} {wanted}` in it instead of {was}."
@@ -107,7 +124,7 @@ class Arguments:
             self._changed(f"Arguments: `{name}` is {wanted} instead of {was} once they are parsed.")
 
 
-def _options(parser: argparse.ArgumentParser, name: str) -> list[str]:
+def _options(named: Sequence[tuple[str, Sequence[str]]], name: str) -> list[str]:
     """Returns the option strings of a destination: long ones first, and the one of the same name before others."""
-    found = [option for action in parser._actions if action.dest == name for option in action.option_strings]
+    found = [option for known, options in named if known == name for option in options if option.startswith("-")]
     return sorted(found, key=lambda option: (not option.startswith("--"), option.lstrip("-") != name))

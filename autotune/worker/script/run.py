@@ -26,8 +26,11 @@ from autotune.worker.script.engine import EngineHooks
 from autotune.worker.script.frameworks import accelerate, huggingface, lightning
 from autotune.worker.script.isolation import Isolation
 from autotune.worker.script.loaders import Loaders
-from autotune.worker.script.patching import patch
+from autotune.worker.script.patching import after_import, patch
 from autotune.worker.script.steps import StepHooks
+
+# Where click is, and Typer's copy of it.
+CLICK = ("click.core", "typer._click.core")
 
 
 def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: int) -> None:
@@ -90,6 +93,8 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
         context.drawn() if context.script.draw_sizes else None,
     )
     patch(argparse.ArgumentParser, "parse_known_args", arguments.parse)
+    for name in CLICK:
+        after_import(name, lambda module: patch(module.Command, "parse_args", arguments.parse_click))
     Loaders(context).install()
     # The ranks have joined already.
     for name in ("init_process_group", "destroy_process_group"):

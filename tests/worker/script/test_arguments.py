@@ -2,12 +2,17 @@
 
 import argparse
 import functools
+import importlib
 import sys
 from pathlib import Path
+from typing import Annotated
 
+import click
 import pytest
+import typer
 
 from autotune.worker.script.arguments import Arguments
+from autotune.worker.script.patching import patch
 
 
 @pytest.fixture
@@ -96,3 +101,55 @@ def test_flags_that_may_end_the_script_early_are_known_by_name_and_value(parse):
     limits = []
     parse(parser_of(*flags), "--max_train_steps 1 --num_train_epochs 3 --steps 500 --save_steps 1", limits=limits)
     assert limits == ["`--max_train_steps 1`", "`--num_train_epochs 3`"]
+
+
+@pytest.mark.parametrize(
+    ("line", "change", "flags"),
+    [
+        ("--seed 1 train --batch-size 4 --epochs 1", "Command line: `--batch-size 2` instead of 4.", ["--batch-size", "-b"]),
+        ("train -b4", "Command line: `--batch-size 2` instead of 4.", ["--batch-size", "-b"]),
+        (None, "the script parses a list that it makes; `--batch-size 2` in it instead of 4.", None),
+    ],
+    ids=["a command of a group", "a short option", "a list in the code"],
+)  # fmt: skip
+@pytest.mark.parametrize("package", ["click", "typer"])
+def test_arguments_of_click_and_typer_are_moved(monkeypatch, package, line, change, flags):
+    changes, found, limits, ran = [], {}, [], []
+    module = importlib.import_module({"click": "click.core", "typer": "typer._click.core"}[package])
+    hooked = Arguments({"micro_batch_size": (4, 2)}.get, None, changes.append, found, limits)
+    monkeypatch.setattr(module.Command, "parse_args", module.Command.parse_args)  # put back after the test
+    patch(module.Command, "parse_args", hooked.parse_click)
+    monkeypatch.setattr(sys, "argv", ["train.py", *(line or "train").split()])
+    main = {"click": with_click, "typer": with_typer}[package](ran)
+    main(["train", "--batch-size", "4"] if line is None else None, standalone_mode=False)
+    assert ran == [(2, 1 if line and "--epochs" in line else 9)] and changes[0].endswith(change)
+    assert found.get("micro_batch_size") == flags and limits == (["`--epochs 1`"] if ran[0][1] == 1 else [])
+
+
+def with_click(ran):
+    @click.group()
+    @click.option("--seed", type=int)
+    def main(seed):
+        pass
+
+    @main.command()
+    @click.option("--batch-size", "-b", default=8)
+    @click.option("--epochs", default=9)
+    def train(batch_size, epochs):
+        ran.append((batch_size, epochs))
+
+    return main
+
+
+def with_typer(ran):
+    main = typer.Typer()
+
+    @main.callback()
+    def options(seed: int = 0):
+        pass
+
+    @main.command()
+    def train(batch_size: Annotated[int, typer.Option("--batch-size", "-b")] = 8, epochs: int = 9):
+        ran.append((batch_size, epochs))
+
+    return main

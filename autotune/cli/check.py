@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     "device_memory_bytes", "script_set", "trial_deadline_s",
 )  # fmt: skip
 def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = False) -> int:
-    """Load a target, run two steps of its baseline, print what would be tuned. Exit status: 1 if the baseline fails."""
+    """Load a target, run two steps of its baseline, and print what would be tuned.
+
+    Returns:
+        Exit status: 0 the baseline runs, 1 it does not.
+    """
     from autotune.report.progress import ProgressView
 
     with ProgressView() as view:

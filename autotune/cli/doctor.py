@@ -40,7 +40,12 @@ def batch(n):
 
 
 class Finding(NamedTuple):
-    """One thing looked at: `ok`, `warn` or `fail`, and in detail its state and the remedy."""
+    """One thing that was looked at.
+
+    Attributes:
+        verdict: `ok`, `warn` or `fail`.
+        detail: Its state, and the remedy where it is not `ok`.
+    """
 
     verdict: str
     what: str
@@ -52,7 +57,11 @@ def doctor(
     build: Annotated[bool, typer.Option("--build", help="Compile DeepSpeed's ops once.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Examine this machine by the smallest possible trial. Exit status: 0 trials can run, 1 they cannot."""
+    """Examine this machine, run the smallest possible trial, and print the findings.
+
+    Returns:
+        Exit status: 0 trials can run, 1 they cannot.
+    """
     findings = []
     for finding in _examined(build=build):
         findings.append(finding)

@@ -112,9 +112,13 @@ def _shown_argument(argument: Any) -> str:
 
 
 def takes_settings(*keys: str, **helps: str) -> Callable[[FunctionType], FunctionType]:
-    """Let options of settings, with other help texts than the table's if given, fill the parameter `settings`.
+    """Let options of settings fill a function's parameter `settings`.
 
     It maps keys to what `StudySpec` reads, None where an option was not given; the script's arguments are among them.
+
+    Args:
+        *keys: The settings.
+        **helps: Help texts that differ from the table's.
     """
 
     def decorate(function: FunctionType) -> FunctionType:

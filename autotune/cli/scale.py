@@ -72,7 +72,13 @@ def equal_threads(most: int) -> Iterator[str]:
 
 
 def configurations(base: Candidate, counts: Sequence[int], mode: Mode | None) -> tuple[dict[Mode, Configurations], str]:
-    """The configurations of each way of scaling (both for None) down from `base`, and a note where one cannot be."""
+    """The configurations of each way of scaling, and a note where one of them is impossible.
+
+    Args:
+        base: The configuration of the most ranks.
+        counts: Numbers of ranks.
+        mode: `strong` or `weak`; None for both.
+    """
     from autotune.scoring import scaling
 
     if mode is not None:

@@ -98,7 +98,11 @@ def status(
     once: Annotated[bool, typer.Option("--once", help="Say it once, also while the study runs.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Print the state of a study, or follow its run. Exit status: 0, or 130 and 143 by Ctrl-C and SIGTERM."""
+    """Print the state and the findings of a study; follow its run, or its `autotune scale`, live.
+
+    Returns:
+        Exit status: 0, or 130 if the user stopped watching (143 by SIGTERM).
+    """
     from autotune.report import attempts, load
     from autotune.retune import fingerprint
     from autotune.session import STUDIES, open_study

@@ -34,7 +34,11 @@ GONE = "Record does not exist"
 
 @takes_settings("storage", "parallel", "overlap")
 def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
-    """Run trials of a study until none is left to start. Exit status: 0, or 130 and 143 by Ctrl-C and SIGTERM."""
+    """Run trials of a study until none is left to start.
+
+    Returns:
+        Exit status: 0 none is left, 130 the user stopped it, 143 SIGTERM did.
+    """
     from autotune import session
     from autotune.report.progress import ProgressView
     from autotune.study import parallel

@@ -401,7 +401,13 @@ def end_words(trial: Data) -> tuple[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A metric against the baseline's: at least 1 times better or worse, and whether it can be told from it."""
+    """How a metric of a trial compares with the baseline's.
+
+    Attributes:
+        factor: How many times better or worse it is; at least 1.
+        better: Whether it is better.
+        told: Whether the difference is larger than the noise.
+    """
 
     factor: float
     better: bool

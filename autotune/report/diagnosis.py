@@ -27,7 +27,7 @@ from autotune.trial.workload import Workload
 
 
 def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
-    """Diagnoses a trial of a study that completed."""
+    """Diagnoses a completed trial of a study."""
     rows = {row["trial"]: row for row in report.trials}
     points = report.points
     seen = {each: _seen(row, points.get(each, row)) for each, row in rows.items()}

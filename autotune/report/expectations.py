@@ -23,7 +23,14 @@ from autotune.trial.profile import Floats
 
 
 class Expectations:
-    """The search model of a study of autotune, with the trials that taught it something."""
+    """The search model of a study with all of its trials.
+
+    Attributes:
+        told: The trials that taught the model something.
+
+    Raises:
+        StoreError: autotune did not make the study, or died while it did.
+    """
 
     def __init__(self, study: Study) -> None:
         kept = records.record(study)

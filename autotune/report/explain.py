@@ -92,7 +92,11 @@ def read_setting(text: str) -> tuple[str, Scalar]:
 
 
 class Evidence:
-    """Answers about a study's recommendation, from its trials and from what they justify to expect."""
+    """Answers questions about a study's recommendation, from its trials and from what the search model expects.
+
+    Raises:
+        StoreError: autotune did not make the study, or died while it did.
+    """
 
     def __init__(self, study: Study, report: StudyReport) -> None:
         self.expected = Expectations(study)
@@ -222,7 +226,12 @@ class Evidence:
         return trial.get("measurements") == 1 and pick.get("measurements") != 1
 
     def _verdict(self, ratios: Mapping[str, float], how: str, *, tied: bool = False) -> str:
-        """A configuration's metrics, `measured` or `predicted`, as multiples of the recommended one's, in words."""
+        """A configuration's metrics, as multiples of the recommended one's, in words.
+
+        Args:
+            how: How they are known: `measured` or `predicted`.
+            tied: Whether the two cannot be told apart.
+        """
         if self.recommended is None:
             return "there is no recommendation to compare it with"
         gains = {

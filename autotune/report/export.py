@@ -74,7 +74,14 @@ class Exported:
     own_files: frozenset[Path] = frozenset()
 
     def write(self, path: Path) -> None:
-        """Writes the text, whole or not at all, unless the tuned command reads that very file (an ExportError)."""
+        """Writes the text to a file, whole or not at all.
+
+        Args:
+            path: The file; its folder is made.
+
+        Raises:
+            ExportError: It cannot be written, or is a file that the tuned command reads.
+        """
         if path.resolve() in self.own_files or (self.tuned and _holds(path, self.tuned)):
             raise ExportError(
                 f"export: {path} belongs to the command that the study tuned, its baseline; write to another file, as"
@@ -98,7 +105,17 @@ def _holds(path: Path, config: DsConfig) -> bool:
 
 
 def export(pick: Data, base: Data, format: str, world_size: int, started: Started | None = None) -> str:  # noqa: A002
-    """A pick, as in `recommended.json`, as the text of a file in one of `FORMATS`."""
+    """A pick as the text of a file.
+
+    Args:
+        pick: As it stands in `recommended.json`.
+        format: One of `FORMATS`.
+        world_size: Ranks that it was measured with.
+        started: How the script is started; None if a model.py was tuned.
+
+    Raises:
+        ExportError: The format is unknown, or does not suit what was tuned.
+    """
     if format not in FORMATS:
         raise ExportError(f"unknown format {format!r}.{nearest(format, FORMATS)} Known: {', '.join(FORMATS)}")
     return FORMATS[format](pick, base, world_size, started)
@@ -332,7 +349,17 @@ def notes(pick: Data, base: Data, format: str, started: Started | None = None) -
 
 
 def export_pick(report: StudyReport, pick: str | None, number: int | None, form: str) -> Exported:
-    """A pick (None is `recommended`), or any trial by its number, in the form that another tool takes."""
+    """A pick, or any trial, in the form that another tool takes.
+
+    Args:
+        pick: Name of the pick; None for `recommended`.
+        number: Number of a trial to export instead of a pick; None exports the pick.
+        form: One of `FORMATS`.
+
+    Raises:
+        StoreError: The study has no such pick or finished trial.
+        ExportError: The format is unknown, or does not suit what was tuned.
+    """
     chosen, base = pick_or_trial(report, pick, number), report.study["base_config"]
     which = f"--pick {shlex.quote(pick)} " if pick else f"--trial {number} " if number is not None else ""
     begun = started(report, which)

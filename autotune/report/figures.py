@@ -61,7 +61,13 @@ def progress(
     across: str = "time",
     points: Sequence[series.ProgressPoint] | None = None,
 ) -> Figure:
-    """Each trial when it ended (seconds of trials, or number), and the best so far by an objective, or by the gain."""
+    """Each trial at the moment when it ended, and the best so far.
+
+    Args:
+        metric: An objective, or `gain`: the compromise of all of them over the baseline.
+        across: The horizontal axis: `time` (seconds that trials took) or `trial` (their numbers).
+        points: `series.progress` of the report, where several figures are made of it; None computes it here.
+    """
     points = points or series.progress(report)
     seen = [point.metrics[metric] for point in points if metric in point.metrics]
     unit = None if metric == "gain" else metric_scale(metric, seen)
@@ -115,7 +121,11 @@ def _run_text(report: StudyReport, run: Run) -> str:
 
 
 def losses(report: StudyReport, across: str = "samples", *, difference: bool = False) -> Figure:
-    """Loss curves over `samples`, `seconds` or `steps`, or each one's `difference` from the baseline's."""
+    """The loss curves over `samples`, `seconds` or `steps`; picks and baseline are named.
+
+    Args:
+        difference: Draw each curve's distance from the baseline's, as far as both reach.
+    """
     curves, n_named, traces = series.losses(report), 0, []
     base = next((curve for curve in curves if "baseline" in curve.marks), None)
     for curve in curves:
@@ -137,7 +147,11 @@ def losses(report: StudyReport, across: str = "samples", *, difference: bool = F
 
 
 def gate(report: StudyReport, trial: Data, *, difference: bool = False) -> Figure:
-    """Losses of a trial beside its reference's, or their `difference`, as the quality gate compared them."""
+    """The losses of a trial with other numerics beside those of its reference, as the quality gate compared them.
+
+    Args:
+        difference: Draw the distance from the reference's losses.
+    """
     found, name = trial["gate"], f"trial {trial['trial']}"
     losses, alike = trial["losses"], found.get("same_as")
     if alike is not None:  # the curve of another trial was compared: its own is one at another batch

@@ -19,7 +19,11 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def write_report(report: StudyReport, folder: Path, *, single_file: bool) -> list[Path]:
-    """Writes the page, and unless only that is wanted `report.json` and `trials.csv` beside it; returns the paths."""
+    """Writes the page, and unless only that is wanted `report.json` and `trials.csv` beside it.
+
+    Returns:
+        Their paths, the page first.
+    """
     from autotune.report.page import render  # Jinja2 and plotly's figures, which most commands do not need
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +93,11 @@ def _withdraw(folder: Path) -> None:
 
 
 def write_answer(report: StudyReport, folder: Path) -> Iterator[Path]:
-    """Writes the study's files, each whole, the largest last; yields each path, the one people want first."""
+    """Writes the study's files, each whole or not at all, the largest last; removes what an earlier answer left.
+
+    Yields:
+        The path of each file once it is written, the one that people want first.
+    """
     from autotune.report.page import render
 
     recommended = report.picks.get("recommended")

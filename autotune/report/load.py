@@ -36,12 +36,20 @@ WHERE = ("hosts", "machine", "waited_s", "lost_attempts")
 
 
 def load(name: str, storage_url: str, folder: Path) -> StudyReport:
-    """Reads a study of autotune and works out what it found so far; a StoreError if there is none."""
+    """Reads a study and works out what it found so far.
+
+    Raises:
+        StoreError: There is no such database or study, or autotune did not make it.
+    """
     return from_storage(records.open_storage(storage_url, create=False), name, folder)
 
 
 def from_storage(storage: Storage, name: str, folder: Path) -> StudyReport:
-    """Works out what a study in an open database found so far; a StoreError if autotune has none there."""
+    """Works out what a study in an open database found so far.
+
+    Raises:
+        StoreError: There is no such study, or autotune did not make it.
+    """
     study = records.load_study(storage, name)
     later = records.current(study)
     if later == name:
@@ -52,7 +60,14 @@ def from_storage(storage: Storage, name: str, folder: Path) -> StudyReport:
 
 
 def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
-    """Works out what a study found so far; `series` opens a file for each trial. A StoreError if it is not ours."""
+    """Works out what a study found so far.
+
+    Args:
+        series: Read the losses and the times of single steps too, which takes opening a file for each trial.
+
+    Raises:
+        StoreError: autotune did not make it.
+    """
     name, kept = study.study_name, records.record(study)
     if kept is None:
         raise StoreError(f"study {name!r} in this database was not made by autotune, or holds no trial yet")

@@ -44,7 +44,11 @@ def render(report: StudyReport) -> str:
 
 
 def study_note(report: StudyReport, link: Callable[[str], str]) -> str:
-    """The answer for Optuna's dashboard: recommendation against baseline, and every pick's JSON at its `link`."""
+    """The answer for Optuna's dashboard: the recommendation against the baseline, and every pick's JSON in one click.
+
+    Args:
+        link: Address of a pick's JSON.
+    """
     rows = [
         [
             f"[{title(name)}]({link(name)})",

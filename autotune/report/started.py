@@ -89,7 +89,11 @@ class Started:
 
 
 def started(report: StudyReport, which: str = "") -> Started | None:
-    """How the study's script is started; None where a model.py was tuned."""
+    """How the study's script is started; None where a model.py was tuned.
+
+    Args:
+        which: The options of `autotune export` that name the pick; empty for the recommended one.
+    """
     script = report.workload.get("script")
     if report.invocation is None or not script:
         return None

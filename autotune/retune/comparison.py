@@ -206,10 +206,13 @@ def _paired_log_ratios(measured: Measured, reference: Measured) -> list[float]:
 
 
 def check_drift(then: EarlierRatio | None, rounds: Rounds) -> DriftCheck:
-    """Measure `incumbent` and `baseline` in turns until it is clear whether their ratio has changed since `then`.
+    """Measure `incumbent` and `baseline` in turns until it is clear whether their ratio has changed.
 
     An equivalence test: unmoved must be shown, with the shift's interval inside the margin. Everything else leads to a
     search, which costs trials; replacing a configuration takes stronger evidence (`compare`).
+
+    Args:
+        then: Their ratio when the configuration was found; None if unknown.
     """
     logs: list[float] = []
     base_s: list[float] = []
@@ -291,9 +294,13 @@ class _Mean:
 def compare(
     objectives: Sequence[Objective], both: tuple[Measured | None, Measured | None], min_gain: float, rounds: Rounds
 ) -> Comparison:  # fmt: skip
-    """Measure `challenger` and `incumbent` in turns until the winner (by at least the share `min_gain`) is clear.
+    """Measure `challenger` and `incumbent` in turns until the winner is clear.
 
     Only these rounds count: the challenger was selected for a good trial, so that trial is biased.
+
+    Args:
+        both: The trials of the two, for metrics that need a loss curve, for which rounds are too short.
+        min_gain: Smallest gain with which the challenger replaces the incumbent, as a share (0.03 is 3 %).
     """
     gains: list[float] = []
     rates: list[float] = []

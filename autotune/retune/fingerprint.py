@@ -95,7 +95,11 @@ PARTS: dict[str, Part] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A part (a key of `PARTS`) of the fingerprint that has changed."""
+    """A part of the fingerprint that has changed.
+
+    Attributes:
+        part: Its key in `PARTS`.
+    """
 
     part: str
     before: Any
@@ -170,7 +174,13 @@ def opened(found: Iterable[Change]) -> bool:
 
 
 def narrowed(space: SearchSpace, names: tuple[str, ...] | None, known: Iterable[Mapping[str, Scalar]]) -> SearchSpace:
-    """A space in which knobs that no change touches (`names` are prefixes) keep values of good configurations only."""
+    """A space in which knobs that no change touches keep only values of good configurations.
+
+    Args:
+        space: The whole space.
+        names: Prefixes of the knobs that the changes touch; None if they touch all, which leaves the space as it is.
+        known: Good configurations, as flat values.
+    """
     if names is None:
         return space
     good = list(known)

@@ -175,7 +175,11 @@ class Retuning:
         self._note(attempts=int(self.evidence.get("attempts", 1)) - 1)
 
     def run(self, found: Plan, executor: Executor) -> Decision:
-        """Measure, search if necessary, decide, and store the decision; a GoneError if the study was deleted."""
+        """Measure, search if necessary, decide, and store the decision with its evidence.
+
+        Raises:
+            GoneError: The study was deleted meanwhile.
+        """
         now = Fingerprint.now(found)
         if self.evidence.get("fingerprint", now.digest()) != now.digest():
             self.observer.say("the machine or the target changed since it was interrupted, so it starts again")
@@ -378,7 +382,11 @@ def _keep_previous(folder: Path, path: Path) -> None:
 
 
 def _run_command(command: str, name: str, folder: Path, decision: Decision) -> None:
-    """Run the user's `--on-change` command; if it fails, a UserError, and the configuration stays replaced."""
+    """Run the user's `--on-change` command.
+
+    Raises:
+        UserError: The command failed. The configuration stays replaced.
+    """
     gain = decision.duel.gain if decision.duel else None
     variables = {
         "AUTOTUNE_STUDY": name,

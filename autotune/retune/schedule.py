@@ -74,7 +74,11 @@ class Schedule:
 
     @classmethod
     def of(cls, row: Row) -> "Schedule":
-        """The schedule in a row of the database; a ScheduleError if it is not ours: it must not reach a shell."""
+        """The schedule in a row of the database.
+
+        Raises:
+            ScheduleError: The row is invalid, so another program wrote it, and it must not reach a shell.
+        """
         try:
             check_name(row["study"])
             every_s, cron = row["every_s"], row["cron"]

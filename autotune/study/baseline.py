@@ -34,14 +34,23 @@ SCARCE_SHARE = 0.6
 
 
 class BaselineTrial:
-    """Measures the baseline, and the noise if the budget allows, and decides what the study can measure at all."""
+    """Measures the baseline and decides what the study can measure at all.
+
+    Args:
+        state: The study, which does not exist in the database yet.
+        budget: Says whether there is time to measure the noise as well.
+    """
 
     def __init__(self, state: StudyState, measurer: TrialMeasurer, events: EventSink, budget: Budget) -> None:
         self._state, self._measurer, self._events, self._budget = state, measurer, events, budget
         self._tried_again = False
 
     def run(self) -> TrialResult:
-        """Runs the baseline; settles objectives (a UserError if none is measured), reference and learning rate."""
+        """Runs the baseline's trial and settles objectives, reference and learning rate.
+
+        Raises:
+            UserError: None of the objectives can be measured.
+        """
         result = self._measurer.execute(self._state.plan.baseline, self._state.trial_path(0), role="baseline")
         complete = result.outcome is Outcome.COMPLETE
         dropped = self._unmeasurable(result) if complete else self._without_baseline(result)

@@ -58,7 +58,11 @@ HURRY_SHARE = 0.1
 
 
 class Budget:
-    """Counts what a study has spent; if this coordinator `leads`, its time runs from its command's beginning."""
+    """Counts what a study has spent; time runs from the moment at which its command began, imports included.
+
+    Args:
+        leads: Whether this coordinator leads the study, so that its time is the study's.
+    """
 
     def __init__(self, state: StudyState, *, leads: bool = True) -> None:
         self._state, self._leads = state, leads
@@ -161,7 +165,12 @@ class Budget:
         return budget_s is not None and self.spent_s() > HURRY_SHARE * budget_s
 
     def affords_check(self, needed_s: float, *, decides: bool) -> bool:
-        """Whether a check of `needed_s` keeps to its share of time, which is larger if the answer depends on it."""
+        """Whether a check keeps to the checks' share of the study's time.
+
+        Args:
+            needed_s: Seconds that it is expected to take.
+            decides: Whether the answer depends on the check, which may then take a larger share.
+        """
         return needed_s <= self.check_room_s(decides=decides)
 
     def leave_unchecked(self, needed_s: float) -> None:
@@ -230,7 +239,12 @@ class Budget:
         return self._checks_s
 
     def left_s(self, *, decides: bool, noise_sd: float) -> float:
-        """Estimated seconds until the end of the study, with repeats, and with checks, which may decide the answer."""
+        """Estimated seconds until the end of the study, with repeats and checks.
+
+        Args:
+            decides: Whether the best so far becomes the answer only after a check.
+            noise_sd: Standard deviation of a measurement's logarithm.
+        """
         if self._expected_s is not None:
             left_s = max(0.0, self._expected_s - self.spent_s())
         else:

@@ -30,7 +30,11 @@ CHECK = -1
 
 
 def n_spent(outcomes: Sequence[str], wanted: int | None = None) -> int:
-    """Trials that count towards the budget: those predicted not to fit are free, up to as many as are wanted."""
+    """The number of trials that count towards the budget of trials; those predicted not to fit are free.
+
+    Args:
+        wanted: The budget, which also limits how many are free; None if there is no budget and thus no limit.
+    """
     n_unfit = sum(outcome == Outcome.PREDICTED_OOM for outcome in outcomes)
     return len(outcomes) - min(n_unfit, n_unfit if wanted is None else wanted)
 
@@ -191,7 +195,11 @@ def path_in(folder: Path) -> Path:
 
 
 class Journal(EventSink):
-    """Replaces the study's journal by this run's events, one JSON object a line, but for ticks and repeated waits."""
+    """Appends the events of a run to a file, one JSON object a line; ticks and repeated waits are left out.
+
+    Args:
+        folder: The study's folder; the journal of an earlier run is replaced.
+    """
 
     def __init__(self, folder: Path) -> None:
         path = path_in(folder)

@@ -20,7 +20,15 @@ LOCK_TRIES = 25  # processes that only check whether a study runs hold its lock 
 
 @contextlib.contextmanager
 def study_lock(folder: Path, name: str | None = None) -> Iterator[IO[str]]:
-    """Locks a study for one run, or raises a UserError; ends and removes what a killed run left."""
+    """Locks a study for one run; ends and removes what a killed run left.
+
+    Args:
+        name: The study's name; by default the folder's.
+
+    Raises:
+        UserError: Another process runs this study.
+        OSError: The folder cannot be written to.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
     with _opened(path) as file:

@@ -27,7 +27,12 @@ MIN_DEADLINE_S = 60.0
 
 
 class TrialMeasurer:
-    """Runs trials, each in its own folder; one that cannot reach the `bounds_to_beat` stops early."""
+    """Runs trials of a study, each in its own folder.
+
+    Args:
+        executor: The engine for trials that run alone.
+        bounds_to_beat: Returns the measurements that a candidate must beat; a trial that cannot beat them stops early.
+    """
 
     def __init__(
         self,
@@ -44,7 +49,12 @@ class TrialMeasurer:
         self._n_tries = 1 if state.spec.quick else MAX_BUSY_TRIES
 
     def execute(self, candidate: Candidate, path: Path, *, role: str, **request_fields: Any) -> TrialResult:
-        """Runs a trial alone; its request differs by `request_fields` from those of the study's trials."""
+        """Runs a trial alone.
+
+        Args:
+            role: `baseline`, `search`, `repeat`, `noise`, `gate`, `branch` or `warm`.
+            request_fields: Fields of the request that differ from those of the study's trials.
+        """
         request = replace(self.request(candidate, role), **request_fields)
         return self.run(request, candidate, path, role, self.executor)
 

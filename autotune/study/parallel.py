@@ -28,7 +28,12 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimedTrial:
-    """A trial that this coordinator runs (unless it has a result) and tells, in the role that it was claimed in."""
+    """A trial that this coordinator runs and tells.
+
+    Attributes:
+        role: `search`, or the role that a dead coordinator gave it.
+        result: Its result if it need not be run; None if it must be.
+    """
 
     asked: Trial
     candidate: Candidate
@@ -146,7 +151,17 @@ class TrialPool:
 def executors_for(
     found: Plan, executor: Executor, folder: Path, say: Callable[[str], None]
 ) -> Iterator[list[Executor]]:
-    """Starts an engine for each trial at once; says where there is room for fewer, and raises where for none."""
+    """Starts one engine for each trial that runs at once: as many as the study allows and there is room for.
+
+    Args:
+        say: Called with a sentence for the user, for example if there is room for fewer.
+
+    Yields:
+        The engines, at least one; those started here are closed in the end.
+
+    Raises:
+        UserError: There are too few devices.
+    """
     wanted = found.spec.parallel
     if wanted == 1:
         yield [executor]
@@ -207,7 +222,11 @@ def _own_variables(found: Plan) -> dict[str, str]:
 
 
 class SlicedExecutor(LocalExecutor):
-    """A warm server on a share of this machine: numbers of cores, or the names of devices."""
+    """A warm server on some of this machine's devices or cores.
+
+    Args:
+        share: Core numbers if trials run on the CPU, else device names as in `CUDA_VISIBLE_DEVICES`.
+    """
 
     def __init__(self, found: Plan, share: Sequence[str], log: Path) -> None:
         environment, here = _own_variables(found), found.workload.environment

@@ -33,7 +33,11 @@ MAX_LOST = 3
 
 
 class Proposer:
-    """Claims the next trial of a study, as its leader or as one that helps another coordinator."""
+    """Claims the next trial of a study.
+
+    Args:
+        leads: Whether this coordinator leads the study; False if it helps the one that does.
+    """
 
     def __init__(
         self,

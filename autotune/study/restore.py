@@ -22,10 +22,13 @@ def results_in(state: StudyState) -> dict[int, TrialResult]:
 
 
 def restore(state: StudyState, proposer: Proposer, teller: Teller) -> int:
-    """Tells the folder's finished trials to a database that lacks them; returns how many there are (0: not ours).
+    """Tells the finished trials of the folder to a database that lacks the study, or some of its trials.
 
     A number without a result becomes a failed trial, since a trial's folder has its number. A run that was killed
     while it restored leaves a mark in the study, and the next run restores the rest.
+
+    Returns:
+        How many finished trials the folder holds; 0 if it has no record, or a different study left it.
     """
     kept = records.kept_in(state.folder)
     found = results_in(state) if kept is not None and not state.differences(kept) else {}

@@ -68,7 +68,11 @@ class StudyState:
     # Changes.
 
     def load(self, *, delete_empty: bool) -> bool:
-        """Loads the study if a run told a trial of it; one whose run died before is deleted if that is wanted."""
+        """Loads the study from the database if a run has told a trial of it; returns whether it did.
+
+        Args:
+            delete_empty: Delete a study whose run died before it told a trial.
+        """
         name = self.spec.name
         try:
             study = records.load_study(self.storage, name)
@@ -209,7 +213,11 @@ class StudyState:
 
 
 def forget_runs(executor: Executor, folder: Path, kept: Path | None = None) -> None:
-    """Removes what a study ran but for the trial folder `kept`: trials, references and weights of checks."""
+    """Removes what a study ran: trials, and the references and weights that checks would read again.
+
+    Args:
+        kept: A trial's folder that stays; None removes all of them.
+    """
     for pattern in ("[0-9]*", "reference-*", "noise", "warm"):
         for path in (folder / "trials").glob(pattern):
             if path != kept:

@@ -91,7 +91,15 @@ class Teller:
         self.progress(0, "baseline", candidate, result, score.metrics)
 
     def recover(self, abandoned: Sequence[tuple[FrozenTrial, Lease | None]], room: int) -> list[ClaimedTrial]:
-        """Tells abandoned trials with a result, marks others lost; returns those (up to `room`) that still run."""
+        """Takes over trials of dead coordinators: tells those with a result, and marks those that do not run as lost.
+
+        Args:
+            abandoned: These trials, with the dead coordinator's leases on them.
+            room: Number of trials that can be carried on.
+
+        Returns:
+            Trials that still run in their engine, to be carried on: at most `room`.
+        """
         carried_on: list[ClaimedTrial] = []
         for left, lease in abandoned:
             path = self._state.trial_path(left.number)
@@ -237,6 +245,9 @@ def _readable_attrs(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, 
     """Short user attributes of a trial, so that plain optuna-dashboard shows what it measured.
 
     A speed-up is not among them: it follows from all measurements of the study, and a told trial cannot be changed.
+
+    Args:
+        data: Its result, as in `told_data`.
     """
     found: dict[str, Any] = {"configuration": candidate.describe()}
     measured = data["metrics"]

@@ -39,7 +39,14 @@ def _elsewhere(folder: Path) -> str:
 def run(
     folder: Path, number: int, environment: Mapping[str, str], on_wait: Callable[[], None], on_tick: Callable[[], None]
 ) -> None:
-    """Repeats a trial of a study and traces it; a UserError says why it cannot be run or did not complete."""
+    """Repeats a trial of a study and traces it.
+
+    Args:
+        environment: Variables that the launch command sets.
+
+    Raises:
+        UserError: The trial cannot be run again, or did not complete; the message says why.
+    """
     source = TrialDir(records.trial_path(folder, number))
     try:
         request = read_record(source.request, TrialRequest)

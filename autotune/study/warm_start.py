@@ -135,7 +135,13 @@ def related(storage: Storage, history: History, found: Plan) -> PriorStudy | Non
 def keep_recommendation(
     storage: Storage, study: str, generation: int, recommended: Mapping[str, Any], words: str
 ) -> None:
-    """Keeps a study's recommendation and its gain in words in the history, or that an earlier one stands no more."""
+    """Keeps a study's recommendation in the history; if there is none, notes that an earlier one is withdrawn.
+
+    Args:
+        generation: Number of its re-tuning; 0 for the study itself.
+        recommended: The content of `recommended.json`.
+        words: What its pick gains, as the answer says it.
+    """
     pick, history = recommended["picks"].get("recommended"), History(storage.engine)
     if pick is not None:
         history.recommended(study, generation, pick, words)

@@ -73,7 +73,12 @@ class StudyOverlay:
 
 
 def overlay(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UUID, left: str = "") -> StudyOverlay:
-    """The overlay of a study, with ids of files derived from `namespace`, and the rest of its budget in words."""
+    """The overlay of a study.
+
+    Args:
+        namespace: The ids of files are derived from it.
+        left: Progress and remaining time of a study that is under way, in words; empty if it is not.
+    """
     files: dict[str, File] = {}
     trial_files: dict[int, list[str]] = {}
 

@@ -89,7 +89,11 @@ def check_installed() -> None:
 
 
 class Application:
-    """The WSGI application; a `token` of None, at a loopback address only, lets everybody in."""
+    """The WSGI application.
+
+    Args:
+        token: The secret that every request must present; None, at a loopback address only, lets everybody in.
+    """
 
     def __init__(self, overlay: DashboardStorage, host: str, token: str | None) -> None:
         from optuna_dashboard import wsgi

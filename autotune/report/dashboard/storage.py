@@ -68,7 +68,11 @@ class _CachedOverlay:
         self._making = threading.Lock()
 
     def look(self) -> StudyOverlay | None:
-        """Returns the overlay to show, or raises what making it raised, here or in the thread."""
+        """Returns the overlay to show; None while there is none.
+
+        Raises:
+            Exception: The overlay could not be made, by this call or by the thread that renews it.
+        """
         last, now = self.last, time.monotonic()
         if last is None or now > self._until + LONGEST_STALE_S:
             with self._making:

@@ -40,7 +40,12 @@ def render(report: StudyReport) -> str:
 
 
 def fill(template: str, *, title: str, data: Mapping[str, Any], **values: Any) -> str:
-    """A template of `templates/` with the page's style and script; `data` has `figures` by plot and choice."""
+    """A template with the page's style, script and figures.
+
+    Args:
+        template: Its file name in `templates/`.
+        data: What the page's script reads: `figures` by plot and choice.
+    """
     scripts = [_asset(PLOTLY), _asset("page.js")]  # the page holds the first one compressed, and the second unpacks it
     # Only our two scripts run, and nothing is fetched: text that slipped through the escaping could still do nothing.
     hashes = " ".join(

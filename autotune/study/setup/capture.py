@@ -73,7 +73,12 @@ class _Record:
 
 
 def wanted_study(target: str, overrides: Mapping[str, Any], view: EventSink = SILENT) -> tuple[StudySpec, list[str]]:
-    """Returns the study of a file or a launch command, with overrides unless None, and notes for the user."""
+    """Returns the study of TARGET, and notes about it for the user.
+
+    Args:
+        target: A `model.py`, a training script, a `study.yaml`, or a launch command.
+        overrides: Fields of `StudySpec` that replace those of the file; None for those not given.
+    """
     stated = stated_command(target, overrides)
     if stated is None:
         return StudySpec.of(Path(target), overrides), []

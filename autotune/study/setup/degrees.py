@@ -124,7 +124,12 @@ def compared(
     spec: StudySpec, executor: Executor, path: Path, workload: Workload, base_config: DsConfig, setting: Setting,
     degrees: Iterable[tuple[str, int]], doing: Callable[[str], None],
 ) -> Workload:  # fmt: skip
-    """Returns the workload with what came of splitting its model, at each degree (by path) once, if above 1."""
+    """Returns the workload with the results of splitting its model; each degree is tried once and then remembered.
+
+    Args:
+        degrees: Pairs of a degree's path in the configuration and its value, which is above 1.
+        doing: Called with a sentence before each comparison.
+    """
     if (splitting := workload.splitting) is None:
         return workload
     place = profile_cache.place_of(spec, setting.world_size, workload)

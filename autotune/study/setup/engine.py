@@ -16,7 +16,12 @@ from autotune.study.spec.spec import StudySpec
 
 
 def executor_of(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] = lambda _: None) -> Executor:
-    """Returns the executor of a study, not yet started; all its machines see the folder under one path."""
+    """Returns the executor of a study, not yet started.
+
+    Args:
+        folder: The study's folder; other machines must see it under the same path.
+        on_queue: Called with the reason why a trial waits for machines.
+    """
     target = spec.inspected
     environment = dict(spec.how().fixed_environment) if target.kind == "script" else {}
     nodes = spec.n_nodes
@@ -62,7 +67,13 @@ def executor_of(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] =
 def executor_for(
     spec: StudySpec, folder: Path, on_queue: Callable[[str], None] = lambda _: None, *, wait: bool = True
 ) -> Iterator[Executor]:
-    """Starts the executor of a study (or, unless it is to wait, only its server's imports); closes it in the end."""
+    """Starts the executor of a study and closes it in the end.
+
+    Args:
+        on_queue: Called with the reason why a trial waits for machines.
+        wait: True waits until the executor is ready. False leaves that to its `start`; a server on this machine is
+            launched at once, so that it can begin with its imports.
+    """
     executor = executor_of(spec, folder, on_queue)
     try:
         if wait:

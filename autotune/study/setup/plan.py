@@ -171,7 +171,11 @@ class Plan:
 
 
 def plan(spec: StudySpec, executor: Executor, folder: Path, view: EventSink = SILENT) -> Plan:
-    """Loads the target in a rank and works out baseline, space and setting; the view is told what takes minutes."""
+    """Loads the target in a rank and works out baseline, space and setting.
+
+    Args:
+        view: Told what the run does if that takes minutes, and when it waits for another study.
+    """
     # Beside another study's trial a probe would disturb it, and take what that holds of a device for used by others.
     with executor.turn(view.waiting):
         return _planned(spec, executor, folder, view.doing)

@@ -38,7 +38,12 @@ T = TypeVar("T", Profile, Machine, Workload, Probe)
 
 @dataclass(frozen=True)
 class Place:
-    """The machines that trials run on; `where` is part of the cache's keys, empty for this one."""
+    """The machines that trials run on.
+
+    Attributes:
+        nodes: Number of machines.
+        where: Part of the cache's keys; empty for this machine.
+    """
 
     nodes: int = 1
     where: tuple[Any, ...] = ()
@@ -120,7 +125,14 @@ def measure_missing(
     workload: Workload, target: Path, ds_config: Mapping[str, Any], world_size: int, executor: Executor, folder: Path,
     on_wait: Callable[[], None] = lambda: None, place: Place = HERE,
 ) -> tuple[Workload, list[str]]:  # fmt: skip
-    """Returns the workload with its profile and the machine's rates, measured unless cached, and remarks."""
+    """Completes the workload with its profile and the machine's rates; ranks measure what the cache lacks.
+
+    Args:
+        on_wait: Called while another study measures on this machine.
+
+    Returns:
+        The workload, and remarks for the user.
+    """
     if workload.script is None:
         save(replace(workload, profile=None, machine=None), workload_key(target, None, place.where))
     workload, notes = known(workload, target, ds_config, world_size, place.where), []

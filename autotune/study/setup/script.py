@@ -88,7 +88,11 @@ class _Builds:
 def inspect_workload(
     spec: StudySpec, executor: Executor, path: Path, world_size: int, doing: Callable[[str], None] = lambda _: None
 ) -> Workload:
-    """Loads a `model.py`, or runs a script unchanged for a few steps; `doing` is told what takes minutes."""
+    """Loads a `model.py`, or runs a script unchanged for a few steps, and returns the findings.
+
+    Args:
+        doing: Called with what is being done if that takes minutes.
+    """
     is_script = spec.inspected.kind == "script"
     request = TrialRequest(
         target=str(spec.target), mode="probe" if is_script else "inspect", seed=spec.seed, world_size=world_size,

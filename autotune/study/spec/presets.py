@@ -18,7 +18,12 @@ DEFAULT_GOAL = "balanced"
 
 
 class Goal(NamedTuple):
-    """What a person wants of a study: presets of objectives with weights, and what they mean in words."""
+    """What a person wants of a study.
+
+    Attributes:
+        means: What is recommended for this goal, in words.
+        weights: Its objectives: names of presets, each with its weight in the recommendation.
+    """
 
     means: str
     weights: Mapping[str, float]
@@ -58,7 +63,11 @@ def preset_summary(path: Path) -> str:
 
 
 def find_preset(kind: Kind, name_or_path: str, relative_to: Path, where: str) -> Path:
-    """The file of a preset; what ends in .yaml or .yml, or has a separator, is a path. `where` names it in errors."""
+    """Returns the file of a preset; a text that ends in .yaml or .yml, or has a separator, is a path.
+
+    Args:
+        where: The option or file that names it, for the error.
+    """
     if is_yaml(Path(name_or_path)) or "/" in name_or_path or os.sep in name_or_path:
         return absolute(name_or_path, relative_to, where)
     known = presets(kind)

@@ -74,7 +74,12 @@ def check_keys(data: Iterable[Any], known: Iterable[str], where: str, kind: str 
 
 
 def first_error(error: ValidationError, where: str, places: Mapping[str, str]) -> str:
-    """Returns pydantic's first error in one sentence; `places` are those of fields that are not at `where: FIELD`."""
+    """Returns pydantic's first error in one sentence.
+
+    Args:
+        where: The place of the data as a whole.
+        places: The places of its fields, where they differ from `where: FIELD`.
+    """
     first = error.errors()[0]
     key, *inner = [part for part in first["loc"] if isinstance(part, str)] or [""]
     place = ": ".join([places.get(key, f"{where}: {key}" if key else where), *inner])

@@ -97,7 +97,14 @@ def read_yaml(path: Path, where: str | None = None) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Reads YAML as plain data; a SpecError names a line that is not YAML, or the limit it exceeds."""
+    """Reads YAML as plain data.
+
+    Args:
+        where: The name of the text in an error.
+
+    Raises:
+        SpecError: The text is not YAML, or exceeds a limit; the message names the line.
+    """
     if len(text) > LARGEST_CHARACTERS:
         many = f"{len(text):,} characters are more than a person writes ({LARGEST_CHARACTERS:,})"
         raise SpecError(f"{where}: {many}; is it the right file?")

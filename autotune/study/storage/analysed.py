@@ -45,7 +45,11 @@ class Reading:
 
 
 def measured(study: Study, folder: Path, kept: StudyRecord, before: Reading | None = None) -> list[Measured]:
-    """Every told trial of a study with its re-measurements, added to what an earlier reading left."""
+    """Every told trial of a study with its re-measurements.
+
+    Args:
+        before: What an earlier reading left, to which this one adds; None reads everything.
+    """
     before = Reading() if before is None else before
     told, own = records.told_trials(study), kept.ds_config(Candidate.from_key(kept.baseline))
     seen = {} if before.trials is None else before.trials

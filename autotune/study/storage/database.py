@@ -60,7 +60,12 @@ class StoreAway(StoreError, Unavailable):
 
 
 class Storage(RDBStorage):
-    """Optuna's relational storage, with retries for a server that is away: for `patience_s`, `on_wait` told once."""
+    """Optuna's relational storage, which tries again while the database's server is away.
+
+    Attributes:
+        patience_s: Seconds to wait for the server; 0 for a command that only reads.
+        on_wait: Called once with a message when a wait gets long.
+    """
 
     patience_s = 0.0
 
@@ -157,7 +162,11 @@ def open_storage(url: str, *, create: bool = True) -> Storage:
 
 
 def _made(url: str, connect: dict[str, Any]) -> Storage:
-    """Open the storage; try again while its server starts (for `STARTS_WITHIN_S`) or others create tables."""
+    """Open the storage; try again while its server starts, or if another process is creating its tables.
+
+    Raises:
+        StoreAway: The server is still starting after `STARTS_WITHIN_S`.
+    """
     until, left = time.monotonic() + STARTS_WITHIN_S, 4
     while True:
         try:

@@ -110,7 +110,12 @@ class History:
                     raise
 
     def recommended(self, study: str, generation: int, pick: Row, words: str = "") -> None:
-        """Store a recommendation of `recommended.json` unless it equals the last one, whose words may be new."""
+        """Store a recommendation of `recommended.json`; if it equals the last one, only update its words.
+
+        Args:
+            generation: Number of its re-tuning; 0 for the study itself.
+            words: What it gains, as the answer says it.
+        """
         low, high = pick.get("speedup_ci95") or (None, None)
         values: dict[str, Any] = {
             "study": study, "generation": generation, "trial": pick["trial"],
@@ -160,9 +165,13 @@ class History:
         return [{**row, "withdrawn": not row["ds_config"]} for row in rows]
 
     def studies_alike(self, structure: str, machine: Mapping[str, Any]) -> list[Row]:
-        """Studies with completed measurements on a machine like this, those of a model with the same digest first.
+        """Studies with completed measurements on a machine like this, the same model first.
 
         A row holds study, generation, structure, n_parameters, world_size, and the number n of measurements.
+
+        Args:
+            structure: Digest of the model.
+            machine: Fields of `trial.Environment`.
         """
         m = MEASUREMENT.c
         grouped = (m.study, m.generation, m.structure, m.n_parameters, m.world_size, m.environment)

@@ -117,7 +117,14 @@ class Leases:
         return self.take(name, held) if held is None or self.lives(held) is False else False
 
     def take(self, name: str, held: Lease | None) -> bool:
-        """Take a lease over as it was seen (None: free); False if another process, or its owner, was quicker."""
+        """Take over a lease that has not changed since it was seen.
+
+        Args:
+            held: The lease as it was seen; None if it was free.
+
+        Returns:
+            Whether this owner has it now: False if another process took it first, or its owner gave a beat.
+        """
         fresh = {"owner": str(self.owner), "token": uuid.uuid4().hex, "beat": 0}
         if held is None:
             statement: Any = insert(tables.LEASE).values(study=self.scope, name=name, **fresh)
@@ -208,7 +215,14 @@ class StudyLeases(Leases):
 
     @contextlib.contextmanager
     def leading(self, on_wait: Callable[[str], None]) -> Iterator[None]:
-        """Make this process the leader, or raise; it may wait to see that an earlier leader is dead (`on_wait`)."""
+        """Make this process the leader, which measures the baseline and the finalists.
+
+        Args:
+            on_wait: Called once with a message if it must first be found out whether an earlier leader is dead.
+
+        Raises:
+            UserError: Another process leads the study.
+        """
         if self.alone:
             yield
             return
@@ -302,7 +316,15 @@ class StudyLeases(Leases):
     def describe(
         self, trial: Trial, params: Mapping[str, tuple[Any, BaseDistribution]], attrs: Mapping[str, Any]
     ) -> None:
-        """Write down what a claimed trial measures, which reserves it; TurnLost if another may decide on it now."""
+        """Write down in one transaction what a claimed trial measures, which reserves it.
+
+        Args:
+            params: Value and distribution of each parameter.
+            attrs: User attributes of the trial.
+
+        Raises:
+            TurnLost: This process lost its turn, so another coordinator may be choosing the same candidate now.
+        """
         self._check_turn()
 
         def describe() -> None:

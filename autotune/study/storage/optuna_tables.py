@@ -38,7 +38,11 @@ T = TypeVar("T")
 
 
 class CachedStorage(_CachedStorage):
-    """Optuna's cache of our storage, with retries and a hold; leaves `unreadable` rows out (numbers by study)."""
+    """Optuna's cache of trials over our storage; it retries while the database is away, and can hold still.
+
+    Attributes:
+        unreadable: By study id: numbers of trials whose row cannot be read; they are left out.
+    """
 
     def __init__(self, storage: Storage) -> None:
         super().__init__(storage)
@@ -84,7 +88,11 @@ class CachedStorage(_CachedStorage):
 
     @contextlib.contextmanager
     def still(self, study_id: int, *, news: bool = True) -> Iterator[None]:
-        """Show the same trials throughout the block: as of one query, or without `news` as they were last read."""
+        """Show the same trials throughout the block, at the price of one query.
+
+        Args:
+            news: False shows the trials as they were last read, without a query.
+        """
         if news or study_id not in self._seen:
             self.get_all_trials(study_id, deepcopy=False)
         before, self._holds = self._holds, True

@@ -116,7 +116,7 @@ def stated_settings(study: Study) -> dict[str, Any]:
 
 
 def snapshot(study: Study, *, news: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Show the same trials throughout the block: as of one query, or without `news` as they were last read."""
+    """Show the same trials throughout the block: read anew by one query or, if not `news`, as they were last read."""
     storage = storage_of(study)
     if not isinstance(storage, CachedStorage):
         return contextlib.nullcontext()
@@ -191,7 +191,11 @@ class StudyRecord:
 
 
 def record(study: Study) -> StudyRecord | None:
-    """The study's record; None if autotune did not create it, or died then; a StoreError if another version did."""
+    """The study's record; None if autotune did not create the study, or died while it did.
+
+    Raises:
+        StoreError: Another version of autotune wrote it.
+    """
     attrs = storage_of(study).get_study_system_attrs(study_id(study))
     text = attrs.get(RECORD_ATTR)
     try:
@@ -389,7 +393,11 @@ def repeat_path(folder: Path, number: int, n: int) -> Path:
 
 
 def study_folder(name: str, studies: Path, url: str) -> Path:
-    """The folder of a study, below `studies` or beside its SQLite database; a StoreError if it leads elsewhere."""
+    """The folder of a study: below `studies`, or beside its SQLite database where only that has one.
+
+    Raises:
+        StoreError: The name is no plain folder name, so it may come from another program and lead anywhere.
+    """
     try:
         check_name(name)
     except ValueError as error:

@@ -67,7 +67,12 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One row of a table of forecasts; `why_not`: what speaks against it, for one that was not chosen."""
+    """A configuration with its forecast, as one row of a table of forecasts.
+
+    Attributes:
+        table: Forecasts of all candidates there.
+        why_not: What speaks against it, for one that was not chosen.
+    """
 
     devices: Devices
     table: Forecasts

@@ -36,7 +36,13 @@ GENERATIONS = {"8.0": "ampere", "8.6": "ampere", "9.0": "hopper"}
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """Cards in nodes; what the user stated takes the place of the table's figures."""
+    """Cards in nodes.
+
+    Attributes:
+        count: Devices in all.
+        per_node: Devices of a node.
+        stated: What the user stated in place of the table's figures.
+    """
 
     card: Card
     count: int
@@ -104,7 +110,13 @@ class Devices:
 
 
 def device_card(name: str, stated: Mapping[str, float], option: str = "--gpus") -> Card:
-    """A card of the table with `stated` memory and 16-bit FLOP/s, if given, over it; or one that is stated alone."""
+    """A card of the table with what the user states over it, or one that is stated alone.
+
+    Args:
+        name: As people spell it.
+        stated: `memory_bytes` and `flops` (of 16-bit products), if given.
+        option: What it was given with.
+    """
     memory, flops = stated.get("memory_bytes"), stated.get("flops")
     card = find_card(name) or find_card(re.sub(r"s\b", "", name, flags=re.IGNORECASE))  # `8 H100s`
     if card is None:

@@ -66,7 +66,11 @@ def forecast(
     base: Mapping[str, Any] | None = None,
     constants: Constants = CONSTANTS,
 ) -> Forecasts:
-    """Forecasts of candidates on devices; `base` holds by dotted path where a candidate says nothing."""
+    """Forecasts of candidates on devices.
+
+    Args:
+        base: Settings by dotted path that hold where a candidate says nothing.
+    """
     machine, knobs = devices.machine(constants), Knobs.of(candidates, base or {})
     memory, time = cost_terms(candidates, profile, machine, base)
     in_host = {name: np.array([getattr(c, name) == "cpu" for c in candidates], float) for name in OFFLOADS}

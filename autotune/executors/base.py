@@ -71,7 +71,11 @@ class TimeOver(Exception):
 
 
 class Job(Protocol):
-    """One trial in an engine's hands; `reason`, in its words: why it waits, was lost, taken away or refused."""
+    """One trial in the hands of an engine.
+
+    Attributes:
+        reason: Why the trial waits, was lost, taken away or refused, in the engine's words.
+    """
 
     reason: str
 
@@ -302,7 +306,11 @@ def _watch(job: Job, folder: TrialDir, request: TrialRequest, on_tick: Callable[
 
 
 def conclude(folder: TrialDir, request: TrialRequest, lost: str = "") -> TrialResult:
-    """Returns the result from what ranks and agents left; where the engine gave up, `lost` unless all reported."""
+    """Returns the result of a trial from the files that ranks and agents left in its folder.
+
+    Args:
+        lost: Why the engine gave the trial up, if it did; the result is `lost` unless all ranks had reported.
+    """
     if request.nodes > 1:
         end = joined(ends(folder, request.nodes), request.nodes, lost)
         write_record(folder.exit, end)

@@ -42,7 +42,11 @@ EXPORTED = (
 
 
 class Refused(Exception):
-    """The engine does not accept a job, `at_present` or ever; the message is the engine's."""
+    """The engine does not accept a job; the message is the engine's.
+
+    Args:
+        at_present: Whether the engine says that it may accept the job later.
+    """
 
     def __init__(self, reason: str, *, at_present: bool = False) -> None:
         super().__init__(reason)
@@ -64,7 +68,12 @@ class JobState:
 
 
 class Engine(Protocol):
-    """Base of an engine (`--executor NAME`): starts an agent on each of several machines, and watches them."""
+    """Base of an engine: starts an agent on each of several machines, and tells what became of them.
+
+    Attributes:
+        name: Name in `--executor`.
+        hold: Keep the machines between trials.
+    """
 
     name: str
     options: dict[str, str]

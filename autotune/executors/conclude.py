@@ -46,7 +46,11 @@ OF_RANK_0 = ("step_times_s", "losses", "other_cores", "observed", "noise", "grad
 def merge(
     request: TrialRequest, found: Mapping[int, RankReport], end: Exit, entered: Mapping[int, str] | None = None
 ) -> TrialResult:
-    """Returns the result of a trial from its ranks' reports, or last phases, and the exit of their processes."""
+    """Returns the result of a trial from the reports of its ranks and the exit of their processes.
+
+    Args:
+        entered: Last phase of each rank, for ranks without a report.
+    """
     outcome, reason, phase, rank = _verdict(request, found, end, _first_phase(found, entered or {}, end))
     if phase in TAIL_PHASES and outcome in (Outcome.OOM, Outcome.CRASHED):
         how = "does not fit" if outcome is Outcome.OOM else "fails"

@@ -27,7 +27,12 @@ CANCEL_TIMEOUT_S = 10.0
 
 
 class LocalExecutor(Executor):
-    """Executor that runs trials on this machine; its server imports the target's modules once."""
+    """Executor that runs trials on this machine.
+
+    Args:
+        modules: Modules that the user's target imports; the server imports them once.
+        environment: Variables that the user's launch command sets, for the server and its trials.
+    """
 
     def __init__(self, modules: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.mark = new_mark()
@@ -85,7 +90,12 @@ class LocalExecutor(Executor):
         return self.submit_part(folder, folder.exit, {})
 
     def submit_part(self, folder: TrialDir, end: Path, part: Mapping[str, str | int]) -> "LocalJob":
-        """Orders this machine's part of a trial; the server writes the file `end` when its ranks have ended."""
+        """Orders this machine's part of a trial.
+
+        Args:
+            end: File that the server writes when this machine's ranks have ended.
+            part: `node`, the machine's number, and `address` of the first machine.
+        """
         order = json.dumps({"run": str(folder.path.resolve()), **part}).encode() + b"\n"
         self.start()
         try:

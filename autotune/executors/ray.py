@@ -41,7 +41,11 @@ FOR_ALL = ("request.json", "ds_config.json", "job.json", "cancel", "master.json"
 
 
 class Ray(Engine):
-    """The engine of `--executor ray`; `ranks_per_node` of None is one for each GPU."""
+    """The engine of `--executor ray`.
+
+    Args:
+        ranks_per_node: Ranks on each machine; None for one per GPU.
+    """
 
     name = "ray"
 
@@ -66,7 +70,12 @@ class Ray(Engine):
             raise Unavailable(f"--executor ray: no cluster answers at {address!r}: {said}") from None
 
     def launch(self, spool: Spool, nodes: int) -> str:
-        """Starts an agent on each machine of a new placement group, and returns its name (`Refused`, `Unavailable`)."""
+        """Requests a placement group and starts an agent on each of its machines; returns the group's name.
+
+        Raises:
+            Refused: The cluster has too few machines with the needed resources.
+            Unavailable: No cluster answers any more.
+        """
         self.check(nodes)  # the cluster may be another one by now
         import ray
         from ray.util.placement_group import placement_group
@@ -202,7 +211,12 @@ class Ray(Engine):
 
 
 def _check_listens(address: str) -> None:
-    """Refuses an address where nobody listens (Ray tries it for minutes, then ends the process) or Ray Client."""
+    """Refuses an address at which no cluster listens; Ray would try it for minutes, and then end the process.
+
+    Raises:
+        Unavailable: Nobody listens there, or the host is unknown.
+        UserError: The address is one of Ray Client (`ray://`).
+    """
     if address.startswith("ray://"):
         raise UserError(f"--executor ray: {address!r} is an address of Ray Client; give the head's as HOST:PORT")
     host, _, port = address.rpartition(":")

@@ -83,7 +83,12 @@ class Machine:
             shutil.rmtree(self._root, ignore_errors=True)
 
     def exchange(self, key: str, orders: str, new: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Writes new files of the coordinator, the target under `target/`; returns the files that are new here."""
+        """Writes the coordinator's files of a trial, and returns the files that are new here.
+
+        Args:
+            orders: All orders of the spool, as text.
+            new: Files that are new or have changed, by name; the target and its modules under `target/`.
+        """
         assert self._root is not None
         spool, folder = Spool(self._root / "spool"), TrialDir(self._root / "trials" / key)
         for name, data in new.items():

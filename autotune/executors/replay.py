@@ -59,7 +59,11 @@ class Row:
 
 
 def read_table(path: Path) -> list[Row]:
-    """Reads a truth table, a CSV file that may be compressed (`.csv.gz`); raises a TableError if it is none."""
+    """Reads a truth table, a CSV file that may be compressed (`.csv.gz`).
+
+    Raises:
+        TableError: The file is missing, or is not a truth table.
+    """
     import pandas as pd
 
     try:

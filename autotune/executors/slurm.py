@@ -78,7 +78,11 @@ NO_CAUSE = re.compile(
 
 
 class Slurm(Engine):
-    """The engine of `--executor slurm`, on nodes that share files; `ranks_per_node` of None is one for each GPU."""
+    """The engine of `--executor slurm`; it needs Slurm's commands and a file system that the nodes share.
+
+    Args:
+        ranks_per_node: Ranks on each node; None for one per GPU.
+    """
 
     name = "slurm"
 

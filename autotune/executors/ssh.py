@@ -31,7 +31,11 @@ BROKE = re.compile(r"closed by|connection reset|broken pipe|not responding|it sa
 
 
 class Hosts(Engine):
-    """Starts agents over ssh on hosts that share this file system; each ends with its connection."""
+    """Engine that starts agents over ssh; each ends with its connection, so that nothing outlives this process.
+
+    Args:
+        hosts: The machines, in order; they share this file system, and autotune is installed at the same path.
+    """
 
     name = "ssh"
 

@@ -55,7 +55,11 @@ class Cluster:
 
     @classmethod
     def of(cls, devices: int, per_node: int, links: Mapping[str, str | None], algorithm: str) -> "Cluster":
-        """Returns the cluster of command-line options; bandwidths and latencies in `links` are texts."""
+        """Returns the cluster of command-line options.
+
+        Args:
+            links: `intra_bandwidth`, `inter_bandwidth`, `intra_latency` and `inter_latency` as texts, if given.
+        """
         found = {}
         for end in ("intra", "inter"):
             speed, delay = links.get(f"{end}_bandwidth"), links.get(f"{end}_latency")
@@ -64,7 +68,11 @@ class Cluster:
         return cls(devices=devices, per_node=per_node, algorithm=algorithm, **found)
 
     def machine(self, here: Machine, n: int) -> Machine:
-        """Returns the machine of `n` ranks; a UserError where the bandwidth within a node is unknown."""
+        """Returns the machine of `n` ranks of the cluster, with the measured rates of a device.
+
+        Raises:
+            UserError: The bandwidth within a node is unknown.
+        """
         measured = here.world_size > 1 and here.measured
         if n > 1 and self.per_node > 1 and self.intra_bytes_per_s is None and not measured:
             raise UserError(
@@ -127,7 +135,12 @@ class Projected:
 
 
 class Projector:
-    """Projects configurations of a study, by its corrected predictor, to a cluster with devices of some memory."""
+    """Projects configurations of a study to a cluster.
+
+    Args:
+        predictor: The predictor, corrected by the study's measurements.
+        limit_bytes: Memory of a device of the cluster; None for that of the study's devices.
+    """
 
     def __init__(
         self, predictor: Predictor, cluster: Cluster, foreseen: ForecastInputs, limit_bytes: float | None = None
@@ -156,7 +169,14 @@ class Projector:
         )  # fmt: skip
 
     def over_devices(self, candidate: Candidate, mode: scaling.Mode) -> list[Projected]:
-        """Forecasts on the cluster's rank counts; mode `weak` keeps the batch of a device, `strong` the global one."""
+        """Returns the forecasts of a configuration on the cluster's rank counts.
+
+        Args:
+            mode: `weak` keeps the batch of a device; `strong` keeps the global batch, by less accumulation.
+
+        Raises:
+            UserError: The global batch cannot be divided by the devices.
+        """
         fewest = self.foreseen.world_size
         counts = self.cluster.counts(fewest)
         if mode == "strong":

@@ -78,7 +78,11 @@ class Knobs:
 
     @classmethod
     def of(cls, candidates: Sequence[Candidate], base: Mapping[str, Any] | None = None) -> "Knobs":
-        """The columns of candidates; `base` holds by dotted path where a candidate says nothing."""
+        """The columns of candidates.
+
+        Args:
+            base: Settings by dotted path that hold where a candidate says nothing.
+        """
         base = dict(base or {})
         found = {name for c in candidates for name, _ in c.config}
         settings: dict[str, list[Any]] = {}

@@ -52,7 +52,12 @@ ROOMY = 0.85
 
 
 def at_peak(phases: Mapping[str, Terms], *, guessed: bool) -> Terms:
-    """Bytes of a rank at its peak, a column for each term: those of the instant with the largest sum."""
+    """Returns the bytes of a rank at its peak, by term: those of the instant with the largest sum.
+
+    Args:
+        phases: The terms at each instant, as `memory_phases` gives them.
+        guessed: Whether the profile is a guess.
+    """
     totals = np.stack([np.sum(list(terms.values()), axis=0) for terms in phases.values()])
     if guessed:
         # Activations may be several times what was guessed, so they stay in sight where another instant is thought to

@@ -28,7 +28,12 @@ SHOWN = (
 
 
 class Interval(NamedTuple):
-    """A figure with its interval: of 95 % if measured or advised, of 90 % if predicted."""
+    """A figure with its interval, in the unit that its name ends with.
+
+    Attributes:
+        low: Lower end: of a 95 % interval for what is measured or advised, of a 90 % one for what is predicted.
+        high: Upper end of the same interval.
+    """
 
     value: float
     low: float

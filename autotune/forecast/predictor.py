@@ -46,7 +46,12 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A forecast of one candidate in parts that add up, corrected by `n_measured` measurements."""
+    """A forecast of one candidate, taken apart.
+
+    Attributes:
+        terms: Its parts, which add up to the total.
+        n_measured: Measurements that corrected it.
+    """
 
     terms: list[Term]
     total: Term
@@ -59,7 +64,11 @@ class Forecast:
 
 
 class AnalyticPrior:
-    """Memory and step time by our formulas; `base` (see `settings_of`) holds where a candidate says nothing."""
+    """Memory and step time by the formulas of `forecast.memory` and `forecast.step_time`.
+
+    Args:
+        base: Settings by dotted path that hold where a candidate says nothing; see `settings_of`.
+    """
 
     def __init__(self, profile: Profile, machine: Machine, base: Mapping[str, Any] | None = None) -> None:
         self.profile, self.machine, self.base = profile, machine, dict(base or {})
@@ -97,7 +106,11 @@ class _Measurement:
 
 
 class Predictor:
-    """Peak memory and step time of candidates, corrected by what was measured; `base` as of `AnalyticPrior`."""
+    """Peak memory and step time of candidates, corrected by what was measured.
+
+    Args:
+        base: Settings by dotted path that hold where a candidate says nothing; see `settings_of`.
+    """
 
     def __init__(self, profile: Profile, machine: Machine, base: Mapping[str, Any] | None = None) -> None:
         self.profile, self.machine, self.base = profile, machine, dict(base or {})

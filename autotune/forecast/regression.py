@@ -220,7 +220,11 @@ class CalibratedGP:
         return np.asarray(self.smooth_sd**2 * alike + self.own_sd**2 * (alike > SAME), dtype=float)
 
     def observe(self, data: Data, y: Floats | None = None) -> None:
-        """Conditions on observations, of which `y` fills in the censored ones; the scales stay."""
+        """Conditions on observations; the scales stay.
+
+        Args:
+            y: Values in place of `data.y`, where censored ones were filled in.
+        """
         y = data.y if y is None else y
         self._data, self._y = data, y
         self._correct(y, data)
@@ -382,7 +386,14 @@ def interval_sd(low: float, high: float) -> float:
 
 
 def expected_noise(within: Sequence[float]) -> float:
-    """How far two trials' step times should differ, by those within each (deviations of logarithms; 0: unknown)."""
+    """Returns how far the step times of two trials of one configuration are expected to differ.
+
+    Args:
+        within: Standard deviation of the logarithm of each trial's step time, as its own steps show it; 0 if not known.
+
+    Returns:
+        A standard deviation of the logarithm of the step time.
+    """
     known = [sd for sd in within if sd > 0]
     return float(np.clip(BETWEEN_TRIALS * np.median(known), TIME_NOISE, LARGEST_NOISE)) if known else TIME_NOISE
 

@@ -111,7 +111,12 @@ def spreads(profile: Profile) -> dict[str, float]:
 def _on_the_host(
     knobs: Knobs, profile: Profile, machine: Machine, device_s: Floats, launches_s: Floats
 ) -> dict[str, Floats]:
-    """Seconds of an optimizer step that go to launches (`launches_s` a micro-step), bookkeeping and partitioning."""
+    """Seconds of an optimizer step that go to launches, bookkeeping and partitioning; see `step_time_terms`.
+
+    Args:
+        device_s: Seconds of the device's own work in a step.
+        launches_s: Seconds of the launches in a micro-step.
+    """
     K, stage, N = knobs.accumulation, knobs.stage, machine.world_size
     tensors = sum(count for _, count in profile.sizes) or TENSORS_A_BLOCK * max(profile.n_blocks, 1)
     reductions = np.where(stage == 2, K, stage == 1) * (N > 1)  # through buckets; stage 3 reduces otherwise

@@ -33,7 +33,12 @@ def verdict(fits: float) -> str:
 
 
 def memory_by_part(terms: Mapping[str, float], total: float, notes: Mapping[str, str], width: int) -> Iterator[str]:
-    """Bytes by part as bars, largest first, each with its remark behind it."""
+    """Bytes by part as bars, largest first.
+
+    Args:
+        notes: Remark behind a part.
+        width: Columns that the name of a part takes.
+    """
     longest = max(terms.values())
     for name, size in sorted(terms.items(), key=lambda term: -term[1]):
         if size >= SHOWN_SHARE * total:

@@ -63,7 +63,11 @@ OUTSIDE = {
 
 
 def diagnose(evidence: Evidence, others: Sequence[StepObservation], effects: Effects | None = None) -> Diagnosis:
-    """Finds the bottleneck of a step; the whole study's `effects` of knobs on throughput yield further advice."""
+    """Finds the bottleneck of a trial's step.
+
+    Args:
+        effects: Effects of the knobs on throughput over the whole study, for advice that no single trial gives.
+    """
     memory, notes = _memory(evidence, others)
     ranks = _typical(evidence.ranks)
     total = max((sum(phases.values()) for phases in ranks.values()), default=0.0)

@@ -14,7 +14,12 @@ WORTH_FROM = 1.02
 
 
 def data_notes(evidence: Evidence, waiting: float, computing: float) -> list[str]:
-    """Notes on the data of a trial, by the shares of its step that wait for batches and that grow with the tokens."""
+    """Returns notes on the data of a trial.
+
+    Args:
+        waiting: Share of the step in which the trial's ranks load batches.
+        computing: Share of the step whose time grows with the number of tokens.
+    """
     return [*_waiting(evidence, waiting), *_padding(evidence, computing)]
 
 

@@ -15,7 +15,12 @@ PENALTIES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """One value of a knob (None: DeepSpeed's default), and the metric's factor over that with the reference's."""
+    """One value of a knob.
+
+    Attributes:
+        value: The value; None is DeepSpeed's default.
+        factor: The metric with this value over the metric with the reference's value, all else equal.
+    """
 
     value: Any
     factor: float
@@ -24,7 +29,12 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """Effect of a knob: share of the variance of a metric's logarithm, and levels, the reference's first."""
+    """Effect of one knob on a metric.
+
+    Attributes:
+        share: Its share of the variance of the metric's logarithm.
+        levels: Its values, the reference's first.
+    """
 
     knob: str
     share: float

@@ -111,6 +111,9 @@ class Estimates:
         By Bonferroni's inequality, with Student's t that far out: with few degrees of freedom its tails are much heavier
         than its 95 % interval tells. Out there the prior of the noise, which may be off by a factor of two, is worth the one
         degree that it states, whatever it adds to the coverage of ordinary intervals.
+
+        Args:
+            left: Share of the variance of the step times' ratio that is left after further rounds.
         """
         degrees = max(LEAST_FAR_OUT, self._degrees - PRIOR_DEGREES + 1)
         share, quantile = timed_share(objectives), t_quantile(1 - 0.025 / n_compared, degrees)
@@ -158,7 +161,11 @@ def timed_share(objectives: Sequence[Objective]) -> float:
 
 
 def estimate(measured: Sequence[Measured]) -> Estimates:
-    """The estimates of a study's told trials, given with their re-measurements in the order of their numbers."""
+    """The estimates of a study's trials.
+
+    Args:
+        measured: Every told trial with its re-measurements, in the order of their numbers.
+    """
     raw = {m.trial: m for m in measured}
     measured = _with_pooled_samples(measured)
     timed = [m for m in measured if m.outcome in (Outcome.COMPLETE, Outcome.DIVERGED) and m.metrics.get(STEP, 0) > 0]

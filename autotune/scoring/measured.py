@@ -21,7 +21,12 @@ def unseen(settings: Sequence[str]) -> str:
 
 
 def set_apart(unwitnessed: Sequence[str], alone: Iterable[str]) -> str:
-    """Why a complete trial cannot be recommended; `alone`: changes only a trial can make, which the baseline lacks."""
+    """Returns why a complete trial cannot be recommended, whatever it measured; empty if it can.
+
+    Args:
+        unwitnessed: Settings of which nothing shows that they acted.
+        alone: Changes that only a trial can make (the user has no way to) and that the baseline does not need.
+    """
     if unwitnessed:
         return f"no pick, since {unseen(unwitnessed)}"
     return f"ranked apart, since only a trial can run it: {', '.join(found)}" if (found := list(alone)) else ""

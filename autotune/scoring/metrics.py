@@ -18,7 +18,13 @@ GOODPUT = "goodput_samples_per_s"
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One quantity that a trial yields: `of` gives its estimate, or None, with `why_missing` to say."""
+    """One quantity that a trial yields.
+
+    Attributes:
+        direction: Which way is better.
+        of: Returns the estimate from a trial, or None if that trial does not yield the quantity.
+        why_missing: The explanation to show where the estimate is None.
+    """
 
     unit: str
     direction: Direction

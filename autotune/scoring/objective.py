@@ -77,7 +77,13 @@ class Objective(_Bounded):
 
 
 class Constraint(_Bounded):
-    """A bound, in its unit, on a metric (a key of `METRICS`) that a solution must keep."""
+    """A bound on a metric that a solution must keep.
+
+    Attributes:
+        metric: A key of `METRICS`.
+        min: Lower bound, in the metric's unit.
+        max: Upper bound, in the metric's unit.
+    """
 
     @model_validator(mode="after")
     def _check_bounds(self) -> "Constraint":

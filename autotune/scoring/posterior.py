@@ -66,7 +66,13 @@ class Readings:
 
 @dataclass(frozen=True)
 class Posterior:
-    """Means and covariances of the trials' logarithms, all on the machine as it was on average."""
+    """Means and covariances of the trials' logarithms, all on the machine as it was on average.
+
+    Attributes:
+        mean: Mean of each trial's logarithm.
+        cov: Covariance of each two trials' logarithms.
+        noise_sd: Standard deviation of the logarithm of one measurement.
+    """
 
     mean: Floats
     cov: Floats
@@ -151,6 +157,9 @@ def fit(readings: Readings) -> Posterior:
 
     A reading that all others contradict counts as more noisy. Where the trial has hardly another one, its forecast is
     taken to be wrong instead.
+
+    Args:
+        readings: The readings; there must be at least one.
     """
     known = np.isfinite(readings.forecast)
     own_sd = np.where(known, OWN_SD, POPULATION_SD)
@@ -216,9 +225,15 @@ def _telling(readings: Readings) -> NDArray[np.intp]:
 
 
 def shrunk(values: Floats, variances: Floats) -> tuple[Floats, Floats]:
-    """Values of trials, each drawn towards their mean as far as its own error explains the distance; with variances.
+    """Returns the values of several trials, each drawn towards their mean, and the variances of the drawn values.
+
+    A value is drawn as far as its own error explains its distance from the mean.
 
     A random-effects model, its variance between trials by moments (DerSimonian and Laird 1986).
+
+    Args:
+        values: One value for each trial.
+        variances: Variances of the values' errors.
     """
     weights = 1 / variances
     mean = float(weights @ values / weights.sum())

@@ -108,7 +108,13 @@ def _losses(trials: Sequence[Measured], gains: dict[int, float], share: float, e
 
 
 def rounds_done(estimates: Estimates, tried: Mapping[int, int]) -> int:
-    """The rounds that the baseline was in, which is in each; without one, the most that a trial was in."""
+    """Returns how many rounds of re-measurement have been done.
+
+    The baseline takes part in every round, so its rounds count; without a baseline, the largest number of any trial.
+
+    Args:
+        tried: Rounds that each trial took part in, by the trial's number.
+    """
     return tried.get(estimates.baseline.trial, 0) if estimates.baseline else max(tried.values(), default=0)
 
 

@@ -27,7 +27,12 @@ DISTURBED_SDS, DISTURBED_EXCESS = 5.0, 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A measured value, extrapolated if censored, in its metric's unit with its 95 % interval."""
+    """A measured value with its 95 % interval.
+
+    Attributes:
+        value: The value, in the metric's unit.
+        censored: Whether the trial ended before the value could be seen; then the value is extrapolated.
+    """
 
     value: float
     low: float
@@ -36,7 +41,14 @@ class Estimate:
 
 
 def rate_of(result: TrialResult, counted: str) -> Estimate | None:
-    """What the timed steps took in (a name in `taken_in`) over their time; None where single steps are not known."""
+    """Returns the rate at which the timed steps of a trial took in data, in samples or tokens per second.
+
+    Args:
+        counted: What to count: a name in `taken_in`, such as `samples`.
+
+    Returns:
+        The rate; None where the times of single steps are not known, or the trial did not count it.
+    """
     if result.steps is None or result.steps.n_steps == 0 or not result.taken_in.get(counted):
         return None
     n, cut = len(result.step_times_s), result.steps.n_warmup

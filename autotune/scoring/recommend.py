@@ -30,7 +30,14 @@ PICKS: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Pick:
-    """A configuration recommended by all measurements; `first` read best, and may have failed its checks."""
+    """A configuration that is recommended.
+
+    Attributes:
+        measured: The recommended trial.
+        estimates: The study's estimates, from all measurements.
+        first: The trial that measures best by the pick's metric; it may not have passed its checks. None where the
+            configuration is not picked by one metric.
+    """
 
     measured: Measured
     estimates: Estimates
@@ -135,7 +142,11 @@ def finalists(estimates: Estimates, objectives: Sequence[Objective], n: int, wor
 
 
 def recommend(estimates: Estimates, objectives: Sequence[Objective], world_size: int) -> Recommendation:
-    """Picks by all measurements of told trials; with a baseline, only those that passed every check they need."""
+    """Picks from all measurements; with a baseline, only trials that passed every check they need.
+
+    Args:
+        estimates: What all measurements say of every told trial.
+    """
     baseline, everything = estimates.baseline, rank(estimates, objectives)
     ranked = [m for m in everything if not m.unreproducible] or everything
     own = Pick(measured=baseline, estimates=estimates, reasons=["the configuration to beat"]) if baseline else None

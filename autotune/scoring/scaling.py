@@ -44,7 +44,12 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """What can stand in the way of more ranks: parts of a step, as `bottleneck.diagnose` names them, and a remedy."""
+    """What can stand in the way of more ranks.
+
+    Attributes:
+        parts: The parts of a step that the loss takes, as `bottleneck.diagnose` names them.
+        remedy: What helps against it.
+    """
 
     parts: tuple[str, ...]
     remedy: str

@@ -104,7 +104,12 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What to change, its throughput over this trial's, and where that factor comes from."""
+    """What to change, and what that is worth.
+
+    Attributes:
+        factor: Throughput over this trial's.
+        why: Where the factor comes from.
+    """
 
     knob: str
     value: Any

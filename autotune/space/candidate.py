@@ -152,7 +152,11 @@ class Candidate:
         return self.micro_batch_size * self.gradient_accumulation_steps / self.ranks_per_replica
 
     def global_batch_size(self, world_size: int) -> int:
-        """Samples per optimizer step; of the ranks the candidate's own degrees are divided out."""
+        """Samples per optimizer step.
+
+        Args:
+            world_size: Ranks; the candidate's own degrees are divided out.
+        """
         return max(1, self.micro_batch_size * self.gradient_accumulation_steps * world_size // self.ranks_per_replica)
 
     def describe(self) -> str:
@@ -348,10 +352,13 @@ def check_value(name: str, value: Scalar) -> None:
 
 
 def from_deepspeed(config: Mapping[str, Any], world_size: int, where: str = "base config") -> Candidate:
-    """The candidate that a DeepSpeed configuration means; a ConfigError if its batch sizes contradict.
+    """The candidate that a DeepSpeed configuration means, as DeepSpeed itself resolves it.
 
     Of batch, micro-batch and accumulation any two give the third (deepspeed/runtime/config.py,
     `_set_batch_related_parameters`).
+
+    Raises:
+        ConfigError: The batch sizes are missing, contradictory or do not divide by the ranks.
     """
     config = without_auto(dict(config))
     degrees = configured_degrees(lambda path: at_path(config, path))

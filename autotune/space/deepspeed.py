@@ -238,7 +238,11 @@ _OPTIMIZER_OPS = {
 
 
 def ops_needed(value_at: Callable[[str], Any]) -> list[str]:
-    """DeepSpeed's compiled ops that a configuration calls for; `value_at` reads a dotted path of it, or None."""
+    """Returns DeepSpeed's compiled ops that a configuration calls for, by builder name.
+
+    Args:
+        value_at: Returns the configuration's value at a dotted path, None where there is none.
+    """
     kind = str(value_at("optimizer.type") or "").lower()
     moved = [value_at(f"{ZERO}offload_{what}.device") for what in ("optimizer", "param")]
     own = not (kind in ("adam", "adamw") and value_at("optimizer.params.torch_adam"))

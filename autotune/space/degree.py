@@ -23,7 +23,11 @@ def is_degree(value: Any) -> bool:
 
 
 def degrees_of(value_at: Callable[[str], Any]) -> dict[str, int]:
-    """Returns the degrees above 1 by path; `value_at` reads the configuration at a dotted path, or None."""
+    """Returns the degrees of a configuration that are above 1, by path.
+
+    Args:
+        value_at: Returns the configuration's value at a dotted path, None where there is none.
+    """
     found = {path: value_at(path) for path in DEGREES}
     return {path: value for path, value in found.items() if isinstance(value, int) and value > 1}
 

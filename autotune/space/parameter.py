@@ -76,7 +76,11 @@ class Parameter:
         return 2 ** int(value) if self.power_of_two else int(value)
 
     def encode(self, value: Scalar) -> Scalar:
-        """The Optuna value for a knob's value; a SpaceError if there is none (`contains` asks first)."""
+        """The Optuna value for a knob's value.
+
+        Raises:
+            SpaceError: The parameter does not contain the value; `contains` asks first.
+        """
         if not self.contains(value):
             raise SpaceError(f"{self.name}: {value!r} is not among {self.describe()}")
         return int(value).bit_length() - 1 if self.power_of_two and isinstance(value, int) else value

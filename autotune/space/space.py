@@ -39,12 +39,21 @@ class SearchSpace:
 
     @classmethod
     def parse(cls, data: Any, where: str) -> "SearchSpace":
-        """Reads one search space from parsed YAML, as of a preset file; `where` names it in an error."""
+        """Reads one search space, as in a preset file.
+
+        Args:
+            data: Mapping of knobs to their values (parsed YAML).
+            where: What to call it in an error, usually its path.
+        """
         return cls.compose([(where, parse_parameters(data, where))])
 
     @classmethod
     def compose(cls, parts: Iterable[tuple[str, Sequence[Parameter]]]) -> "SearchSpace":
-        """The union of spaces, each with its place; a SpaceError if two define a knob or a condition is circular."""
+        """The union of search spaces, each with the place it came from.
+
+        Raises:
+            SpaceError: Two parts define one knob, a condition names an unknown knob, or conditions form a circle.
+        """
         origin: dict[str, str] = {}
         parameters: list[Parameter] = []
         for where, part in parts:
@@ -128,7 +137,11 @@ class SearchSpace:
         return found
 
     def suggest(self, ask: Callable[[Parameter], Scalar], default: Candidate) -> dict[str, Scalar]:
-        """Chooses a value for every parameter in order, by `ask(parameter)`, but where its conditions do not hold."""
+        """Chooses a value for every parameter, in order, asking only for those whose conditions hold.
+
+        Args:
+            ask: Gives the (decoded) value of a parameter, as `lambda parameter: parameter.suggest(trial)` does.
+        """
         known: dict[str, Scalar] = {}
         chosen: dict[str, Scalar] = {}
         for parameter in self.parameters:

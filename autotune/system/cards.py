@@ -47,7 +47,12 @@ class Card:
     source: str
 
     def peak_flops(self, precision: str, *, tf32: bool = False) -> float | None:
-        """The dense peak FLOP/s of a precision, of fp32 perhaps as TensorFloat-32; None for what is only emulated."""
+        """Returns the dense peak FLOP/s of a candidate's precision; None for one that the card only emulates.
+
+        Args:
+            precision: As in a candidate.
+            tf32: Whether fp32 products may use TensorFloat-32.
+        """
         column = _COLUMNS.get(precision, precision)
         return self.flops.get("tf32" if column == "fp32" and tf32 and "tf32" in self.flops else column)
 

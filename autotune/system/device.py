@@ -88,12 +88,20 @@ class Devices:
 
 
 def from_data(data: Mapping[str, Any]) -> Devices:
-    """Returns the record from its JSON; a ValueError, TypeError or KeyError if it is none."""
+    """Returns the record from its JSON.
+
+    Raises:
+        ValueError, TypeError, KeyError: The data is not such a record.
+    """
     return Devices(**{**data, "each": tuple(Device(**device) for device in data["each"])})
 
 
 def here(environment: Mapping[str, str] | None = None) -> Devices:
-    """What trials with these variables (without, this process's) compute on; kept until the machine starts again."""
+    """Returns the devices that trials compute on; kept until the machine starts again.
+
+    Args:
+        environment: Environment variables of the trials; None for those of this process.
+    """
     variables = dict(os.environ if environment is None else environment)
     if (stated := variables.get("DS_ACCELERATOR")) == "cpu":
         return Devices()
@@ -127,7 +135,13 @@ def ask(variables: Mapping[str, str]) -> Devices:
 
 
 def chosen(accelerator: str, n_devices: int, environment: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Returns the variable that chose devices of an accelerator, and their names: numbers, UUIDs, parts of a card."""
+    """Returns the variable that chooses devices, and the names of the visible ones: numbers, UUIDs, parts of a card.
+
+    Args:
+        accelerator: DeepSpeed's name of the accelerator.
+        n_devices: Number of devices that a rank saw.
+        environment: The environment variables under which it saw them.
+    """
     names = CHOOSE.get(accelerator, ("CUDA_VISIBLE_DEVICES",))
     variable = next((name for name in names if environment.get(name)), names[0])
     listed = [part.strip() for part in environment.get(variable, "").split(",") if part.strip()]

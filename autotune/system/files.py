@@ -154,7 +154,12 @@ def tail(path: Path, most: int, *, whole: bool = False) -> bytes | None:
 
 
 def read_regular(path: Path) -> bytes:
-    """The content of a regular file, without waiting for a pipe; a FileNotFoundError, or a ValueError if it is none."""
+    """Returns the content of a file that a program wrote, without waiting for a pipe.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is not a regular file, cannot be read, or is larger than any file that autotune writes.
+    """
     if (found := tail(path, LARGEST_WRITTEN_BYTES, whole=True)) is not None:
         return found
     if not os.path.lexists(path):
@@ -163,7 +168,11 @@ def read_regular(path: Path) -> bytes:
 
 
 def json_of(text: str | bytes) -> Any:
-    """The value of a program's JSON text; a ValueError if it is none, or nested more deeply than Python reads."""
+    """Returns the value of a JSON text that a program wrote.
+
+    Raises:
+        ValueError: The text is not JSON, or is nested more deeply than Python reads.
+    """
     try:
         return json.loads(text)
     except RecursionError:
@@ -208,7 +217,14 @@ LARGEST_BYTES = 1 << 20
 
 
 def read_text(path: Path, where: str) -> str:
-    """Returns the text of a file that the user named; `where` is the option or file that did, for the error."""
+    """Returns the text of a file that the user named.
+
+    Args:
+        where: The option or file that names it, for the error.
+
+    Raises:
+        SpecError: The file is missing, a folder, too large, or not a text in UTF-8.
+    """
     try:
         str(path).encode()  # study.yaml holds the name in UTF-8
         found = path.stat()

@@ -18,7 +18,11 @@ SPEED_FLAGS = ("avx", "amx", "fma", "sve", "asimd", "bf16", "f16c")
 
 
 def provenance(project: Path) -> dict[str, Any]:
-    """What identifies this installation and the git repository around `project`, as plain data."""
+    """Returns what identifies this installation and a project's state, as plain data.
+
+    Args:
+        project: A folder in the project's git repository, if it has one.
+    """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(project),

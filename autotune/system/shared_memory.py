@@ -19,7 +19,14 @@ def there() -> list[tuple[str, int]]:
 
 
 def left(pids: Collection[int], before: Collection[tuple[str, int]]) -> list[Path]:
-    """Files, but for those of `before`, that name one of these PIDs, or are a library's and no process uses them."""
+    """Returns the files of shared memory that ended processes left behind.
+
+    Either the name of such a file holds one of the PIDs, or a library chose the name and no process uses the file.
+
+    Args:
+        pids: PIDs of the ended processes.
+        before: Name and inode of the files that were there before the processes.
+    """
     numbers = {str(pid) for pid in pids}
     new = [name for name, inode in there() if (name, inode) not in before]
     named = [name for name in new if numbers & set(re.split("[-_.]", name))]
@@ -28,7 +35,12 @@ def left(pids: Collection[int], before: Collection[tuple[str, int]]) -> list[Pat
 
 
 def abandoned(before: Collection[tuple[str, int]] = (), since: float = 0.0) -> list[Path]:
-    """Files, but for those of `before`, that a library made since then for a dead process, and no living one uses."""
+    """Returns files that a library seems to have made for a process that is dead, and that no living process uses.
+
+    Args:
+        before: Name and inode of files to leave out.
+        since: Unix time in seconds; files that were last changed before it are left out.
+    """
     found = []
     for name, status in _files():
         maker = TORCH_NAME.match(name)

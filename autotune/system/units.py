@@ -21,7 +21,11 @@ MAX_OF_A_UNIT = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Unit, its factor and the decimals in which several values are written, so that they can be compared."""
+    """Unit and decimals in which several values are written, so that they can be compared.
+
+    Attributes:
+        factor: Number that the values are divided by, to be in `unit`.
+    """
 
     factor: float
     unit: str
@@ -41,7 +45,12 @@ class Scale:
 
 
 def scale_for(unit: str, values: Iterable[float]) -> Scale:
-    """Returns the scale for some values: the smallest gets three significant digits, the largest at most five."""
+    """Returns the scale for some values: the smallest gets three significant digits, the largest at most five.
+
+    Args:
+        unit: Unit of the values; `s`, `B` and `B/s` are scaled to a larger or smaller one.
+        values: The values; zeros and infinities have no influence.
+    """
     sizes = sorted(abs(value) for value in values if value and math.isfinite(value))
     low, high = (sizes[0], sizes[-1]) if sizes else (1.0, 1.0)
     factor, chosen = _choose_unit(LADDERS.get(unit, ((1.0, unit),)), low, high)
@@ -128,7 +137,11 @@ def _parse_amount(value: Any, units: Mapping[str, float], example: str) -> float
 
 
 def finite(value: int | float) -> float:
-    """The number as a float; a ValueError if it is infinite, not a number, or too large."""
+    """Returns the number as a float.
+
+    Raises:
+        ValueError: The number is infinite, not a number, or too large.
+    """
     if not abs(value) <= LARGEST_AMOUNT:  # also true of NaN
         said = str(value) if isinstance(value, float) else f"a whole number of {value.bit_length()} bits"
         raise ValueError(f"{said} is not a finite number below {LARGEST_AMOUNT:g}")

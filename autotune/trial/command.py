@@ -121,7 +121,14 @@ def without_placeholders(text: str, numbers: Mapping[str, str]) -> str:
 
 
 def with_flag(arguments: Sequence[str], names: Sequence[str], value: str | None) -> tuple[str, ...]:
-    """Returns a command line with a flag set: the last occurrence gets the value, or the flag is appended; a switch always is."""
+    """Returns a command line with a flag set.
+
+    The last occurrence of the flag gets the value; without one, the flag is appended. A switch is always appended.
+
+    Args:
+        names: Names of the flag; the first one is appended.
+        value: The flag's value; None for a switch, which has none.
+    """
     if value is None:  # it may be there as `--bf16=False`
         return (*without_flag(arguments, names), names[0])
     found = list(arguments)

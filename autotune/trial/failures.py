@@ -123,7 +123,11 @@ def means_host_memory(text: str) -> bool:
 
 
 def advice(outcome: Outcome, reason: str, *, on_device: bool) -> str:
-    """What to do where the machine (an accelerator's memory is not the host's) or a kernel failed; empty if unknown."""
+    """Returns what to do where the machine or a kernel made a trial fail; empty where no advice is known.
+
+    Args:
+        on_device: Whether trials compute on an accelerator, whose memory is not the host's.
+    """
     if outcome is Outcome.CRASHED:
         return next((text for words, text in _REMEDIES if re.search(words, reason, re.IGNORECASE)), "")
     return HOST_MEMORY if outcome is Outcome.OOM and on_device and means_host_memory(reason) else ""

@@ -75,7 +75,12 @@ def write_record(path: Path, value: Any, *, sync: bool = True, private: bool = F
 
 
 def read_record(path: Path, kind: type[T]) -> T:
-    """Reads a dataclass back from JSON; a FileNotFoundError, or a ValueError if it holds something else."""
+    """Reads a dataclass back from JSON.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file does not hold such a dataclass.
+    """
     found: T = _adapter(kind).validate_json(files.read_regular(path))
     return found
 

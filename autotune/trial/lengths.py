@@ -57,7 +57,12 @@ def expected(known: Table, n: int = 1) -> float:
 
 
 def mean_width(known: Table, micro: int, grouped: int = 1) -> float:
-    """Mean length that the samples of a micro-batch are padded to, where `grouped` micro-batches are sorted together."""
+    """Returns the mean length that the samples of a micro-batch are padded to.
+
+    Args:
+        micro: Samples of a micro-batch.
+        grouped: Micro-batches among which the samples are sorted by length.
+    """
     if grouped == 1:
         return expected(known, micro)
     values, counts = np.array(known, dtype=float).T

@@ -240,7 +240,13 @@ class Profile:
         return scale * (constant + per_sample * micro_batch_size)
 
     def work(self, arithmetic: str, every: int, micro: Floats) -> tuple[Floats, Floats, Floats]:
-        """FLOPs, bytes moved by other operations, number of operations of micro-steps; `every` is 1 (all blocks) or 0."""
+        """Returns FLOPs, bytes moved by other operations, and number of operations of one micro-step.
+
+        Args:
+            arithmetic: A value of `ARITHMETIC`.
+            every: 1 if all blocks are recomputed, 0 if none is.
+            micro: Micro-batch sizes, shape [n].
+        """
         names = [f"{name}/{k}" for k in (every, 0) for name in (arithmetic, "fp32")]
         name = next(name for name in names if name in self.passes)
         found = self.passes[name]

@@ -50,7 +50,12 @@ FAILURES = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.NOT_APPLIED, Outcome.DIVER
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """An operation of a traced step: calls, and its own time without that of operations that it calls."""
+    """An operation of a traced step.
+
+    Attributes:
+        calls: Calls per step.
+        seconds: Its own time per step, without the operations that it calls.
+    """
 
     name: str
     calls: float
@@ -119,7 +124,11 @@ class Observed:
     uneven: tuple[int, int] | None = None
 
     def mismatch(self, candidate: Candidate, data_parallel: int) -> str | None:
-        """The first setting that differs from the candidate's, in words; None if all were applied."""
+        """Returns the first setting that differs from the candidate's, in words; None if all were applied.
+
+        Args:
+            data_parallel: Ranks, or groups of them, that trained on different samples.
+        """
         if self.groups is not None and (why := self.groups.mismatch(candidate)):
             return why
         dtypes = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

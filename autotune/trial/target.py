@@ -58,7 +58,11 @@ class Target:
 
 
 def inspect_target(path: Path, *, launched: bool = False) -> Target:
-    """Classifies a target without importing it; what a launcher starts ranks of is a training script."""
+    """Classifies a target without importing it.
+
+    Args:
+        launched: Whether a launcher starts ranks of it; then it is a training script, even if other files train.
+    """
     if os.path.isdir(path):
         inside = next((name for name in ("study.yaml", "model.py") if (path / name).exists()), None)
         raise SpecError(
@@ -169,7 +173,12 @@ def _calls(tree: ast.Module) -> Iterator[str]:
 
 
 def _inspect_script(path: Path, tree: ast.Module, whole: Sequence[ast.Module], *, launched: bool) -> Target:
-    """Returns the training script that trees of it and the user's modules show, or a launcher has started."""
+    """Returns a training script of a family that can be tuned.
+
+    Args:
+        whole: The trees of the script and of the user's modules that it imports.
+        launched: Whether a launcher started it as a rank; then it trains, no matter what it imports.
+    """
     calls = {name for each in whole for name in _calls(each)}
     modules = {name.partition(".")[0] for each in whole for node in ast.walk(each) for name in _modules(node)}
     lightning = bool(modules & LIGHTNING_MODULES)

@@ -81,7 +81,11 @@ def padded(known: Table, changes: Mapping[str, object]) -> Table:
 
 
 def filled(known: Table, tokens: int, micro: int) -> Filled:
-    """Returns the mean batch of a budget that is to hold `micro` samples, drawn at random, on average."""
+    """Returns the mean batch of a budget, from samples that are drawn at random.
+
+    Args:
+        micro: Samples that a batch is to hold on average.
+    """
     values, counts = np.array(known, dtype=float).T
     rng, n = np.random.default_rng(0), max(20, min(MOST_BATCHES, MOST_SAMPLES // micro))
     drawn = map(int, np.ceil(rng.choice(values, (n + POOL_BATCHES) * 2 * micro, p=counts / counts.sum())))

@@ -238,7 +238,11 @@ class Probed:
 
 
 def recomputing_in_runs(config: DsConfig, candidate: Candidate, own: int = 0) -> DsConfig:
-    """The configuration in which a `PipelineModule` (of an interval of its `own`) recomputes as a candidate says."""
+    """Returns the configuration with which a `PipelineModule` recomputes runs of as many layers as a candidate says.
+
+    Args:
+        own: Checkpoint interval of the target's own module in layers; 0 if it recomputes none.
+    """
     section = {**config.get("pipeline", {}), "activation_checkpoint_interval": candidate.checkpoint_every}
     if candidate.checkpoint_every and not own:
         # Reentrant checkpointing, DeepSpeed's default, gives no gradient to a first layer that takes tokens.

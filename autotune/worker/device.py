@@ -31,7 +31,11 @@ def main() -> int:
 
 
 def found_devices() -> Devices:
-    """What trials compute on, once initialised; a UserError if nothing is visible of what DeepSpeed is told."""
+    """Returns the devices that trials compute on here; initialises the accelerator.
+
+    Raises:
+        UserError: DeepSpeed is told to compute on devices of which none is visible.
+    """
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()

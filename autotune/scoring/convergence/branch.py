@@ -113,7 +113,13 @@ def compare(own: Run, baseline: Run, predicted: float | None = None, seen: float
 
 
 def of_another(found: Branch, trial: int, faster: float) -> Branch:
-    """What a branch that decided says of another trial, `faster` times so fast, with the same batch and numerics."""
+    """Returns the branch of another trial with the same batch and numerics, derived from the branch of a trial.
+
+    Args:
+        found: The trial's branch; its time ratio is known.
+        trial: The trial's number.
+        faster: The other trial's throughput over this trial's.
+    """
     assert found.time_ratio is not None
     value, low, high = (end / faster for end in (found.time_ratio, found.low, found.high))
     confirmed, end = _judged(None, low, high)

@@ -19,7 +19,12 @@ ANOTHER_OBJECTIVE = 0.15
 
 
 def first_losses_off(losses: Sequence[float | None], baseline: Sequence[float | None]) -> float:
-    """By what share a trial's first losses lie off the baseline's on the same samples; 0 where that may be chance."""
+    """Returns the share by which the first losses of a trial differ from the baseline's; 0 where that may be chance.
+
+    Args:
+        losses: The trial's loss of each step; the trial starts from the baseline's weights and trains on its samples.
+        baseline: The baseline's loss of each step.
+    """
     n = min(len(losses), len(baseline), MOST_STEPS)
     own, other = (np.array(each[:n], dtype=float) for each in (losses, baseline))  # None becomes nan
     if n < LEAST_STEPS or not np.isfinite([own, other]).all():

@@ -26,7 +26,12 @@ RATE_KEYS = ("lr", "warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
-    """By which of `LEARNING_RATE_RULES` trials change the rate that was set for `baseline_batch` samples."""
+    """How a study's trials adapt their learning rate to their batch.
+
+    Attributes:
+        rule: A key of `LEARNING_RATE_RULES`.
+        baseline_batch: Samples of an optimizer step that the user's learning rate was set for.
+    """
 
     rule: str = "none"
     baseline_batch: int = 1

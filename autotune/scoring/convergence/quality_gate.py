@@ -110,7 +110,12 @@ def keeps_numerics(config: Mapping[str, Any], baseline: Mapping[str, Any]) -> bo
 def trains_alike(
     candidate: Candidate, baseline: Candidate, config: Mapping[str, Any], own: Mapping[str, Any], workload: Workload
 ) -> bool:
-    """Whether a complete configuration trains with the baseline's (`own`) numerics, but for the global batch."""
+    """Returns whether a candidate trains with the baseline's numerics; the global batch may differ.
+
+    Args:
+        config: The candidate's complete DeepSpeed configuration.
+        own: The baseline's complete DeepSpeed configuration.
+    """
     return (
         keeps_numerics(config, own)
         and candidate.other_numerics == baseline.other_numerics

@@ -91,7 +91,12 @@ def hide_parts() -> dict[str, str]:
 
 
 def preload(modules: Sequence[str], parts: Mapping[str, str]) -> Preloaded:
-    """Imports what ranks need and the target imports; `parts` are variables of ranks alone (see `hide_parts`)."""
+    """Imports everything that ranks need.
+
+    Args:
+        modules: What the user's target imports, as `module` or `module:name,name`.
+        parts: Variables of ranks alone; see `hide_parts`.
+    """
     sys.path.insert(0, os.getcwd())
     for variable, value in NO_THREADS.items():
         os.environ.setdefault(variable, value)
@@ -153,9 +158,12 @@ def _capability_from_a_fork() -> Iterator[None]:
 
 
 def preload_more(modules: Sequence[str]) -> bool:
-    """Imports modules between two trials, but for those that end forking; returns whether ranks can still be forked.
+    """Imports further modules between two trials, except those after which ranks could not be forked.
 
-    They are imported in a forked process first, which finds these.
+    A forked process imports them first, to find those exceptions.
+
+    Returns:
+        Whether ranks can still be forked from this process.
     """
     missing = [name for name in modules if name not in sys.modules]
     code, culprits = _in_a_fork(lambda: list(_import_all(missing))) if missing else (1, [])

@@ -116,7 +116,12 @@ class RankSupervisor:
         rank_start.prctl(rank_start.PR_SET_CHILD_SUBREAPER, 1)
 
     def run(self, path: Path, node: int, address: str) -> None:
-        """Runs this machine's ranks of a trial to their end, and writes their exits; machine 0 listens at `address`."""
+        """Runs this machine's ranks of a trial to their end, and writes their exits.
+
+        Args:
+            node: Number of this machine among the trial's.
+            address: Where other machines reach machine 0.
+        """
         folder = TrialDir(path)
         request = read_record(folder.request, TrialRequest)
         running = _Running(folder, request, node, time.monotonic(), kernel_ooms_before=_kernel_ooms())

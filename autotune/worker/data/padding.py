@@ -39,7 +39,12 @@ class Texts:
     def note(
         self, tokens: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, first: bool
     ) -> tuple[int, Tensor | float]:
-        """Notes a forward call of tokens (rows, length); returns their number, with and without padding."""
+        """Notes a forward call; returns the number of its tokens, with and without padding.
+
+        Args:
+            tokens: The tokens, of shape (rows, length).
+            first: Whether it is the first call of its micro-batch.
+        """
         if self.keeps_row:
             self.row = (args, kwargs, tokens) if tokens.shape[0] == 1 else None
         rows = real_lengths(tokens, args, kwargs, self._padding)

@@ -91,9 +91,12 @@ def _mixed(engine: Any) -> str | None:
 
 
 def why_mixed(engine: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: Tensor) -> str | None:
-    """Why the samples of packed rows (`tokens`) are not kept apart; None where they are. All ranks take part.
+    """Returns why the samples of packed rows are not kept apart; None where they are. All ranks take part.
 
     The row goes forward twice, with other tokens in its first sample, and the outputs of the others are compared.
+
+    Args:
+        tokens: The one of its latest arguments that holds the row.
     """
     second, n = _second(args, kwargs, tuple(tokens.shape)), tokens.shape[1]
     other = tokens.clone()

@@ -78,9 +78,13 @@ def _resized(value: Any, now: int, index: Tensor) -> Any:
 
 
 def stretched(batch: Any, rows: int, length: int) -> Any:
-    """Returns a batch in which every row is the longest one, repeated up to `length` but for padding; 0 leaves it.
+    """Returns a batch in which every row is the longest one, extended to a length.
 
     For streams, whose samples cannot be chosen.
+
+    Args:
+        rows: Samples of the batch.
+        length: Length to extend the rows to, by repeating their tokens without the padding; 0 leaves their length.
     """
     wide = _wide(batch, rows)
     if not wide:  # sequence-first batches have the samples in the second dimension

@@ -16,7 +16,13 @@ from autotune.worker.measure.batches import BatchObserver
 def observe(
     engine: Any, batches: BatchObserver, checkpointer: Any, taken_in: Mapping[str, Sequence[int]], *, n_copies: int
 ) -> Observed:
-    """Returns the configuration that ran on `n_copies` data-parallel ranks or pipelines; all ranks take part."""
+    """Returns the configuration that ran; all ranks take part.
+
+    Args:
+        checkpointer: Knows the recomputed blocks; None if none can be recomputed.
+        taken_in: What each step so far took in over all ranks, by name.
+        n_copies: Data-parallel ranks, or copies of a pipeline.
+    """
     pipelined = hasattr(engine, "stage_id")
     samples = max(batches.samples_per_step, default=0) * share_of(engine, n_copies)
     total = torch.tensor(samples, dtype=torch.float64, device=engine.device)

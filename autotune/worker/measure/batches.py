@@ -165,7 +165,12 @@ class BatchObserver:
         self._fresh = False
 
     def drew(self, n_samples: int | None, batch: Any = None, *, varies: bool = False) -> None:
-        """Notes a loader's draw for a micro-batch; None if unknown. `varies`: not only at the end of an epoch."""
+        """Notes the samples that a loader drew for a coming micro-batch.
+
+        Args:
+            n_samples: Samples in the draw; None if their number is not known.
+            varies: Whether the loader's draws differ within an epoch, and not only at its end.
+        """
         self._draws_vary = self._draws_vary or varies
         tensor = counted_tensor((batch,), {})
         self._ahead.append((n_samples, tuple(tensor.shape) if tensor is not None else ()))

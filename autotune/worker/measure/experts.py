@@ -21,7 +21,11 @@ _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 
 
 class Layers:
-    """Builds deepspeed.moe's layers as a candidate says; `own` is the target's degree, 0 before it has built one."""
+    """Builds every expert layer of deepspeed.moe in this process as a candidate says.
+
+    Attributes:
+        own: Ranks over which the target itself shares the experts out; 0 before it has built a layer.
+    """
 
     def __init__(self) -> None:
         self.own = 0
@@ -30,7 +34,12 @@ class Layers:
         self._installed = False
 
     def install(self, candidate: Candidate | None, changed: Callable[[str], None] = lambda _: None) -> None:
-        """Wraps the constructor; for good, since the process ends with the trial. Without a candidate it only looks."""
+        """Wraps the constructor; for good, since the process ends with the trial.
+
+        Args:
+            candidate: What to build; None builds what the target asks for.
+            changed: Called with what differs from the target's own call, as code.
+        """
         from deepspeed.moe.layer import MoE
 
         self.own, self._candidate, self._changed = 0, candidate, changed

@@ -30,7 +30,12 @@ def watch(
     inside_backward: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     cast: Callable[[Any], Any] = lambda inputs: inputs,
 ) -> None:
-    """Hooks the instructions of a `PipelineEngine`; `cast` changes what the first stage takes in."""
+    """Hooks the instructions of a `PipelineEngine`.
+
+    Args:
+        inside_backward: Entered around each backward pass.
+        cast: Changes what the first stage takes in.
+    """
     engine._INSTRUCTION_MAP = {
         instruction: _watched(meter, instruction.__name__, run, inside_backward, cast)
         for instruction, run in engine._INSTRUCTION_MAP.items()

@@ -23,7 +23,11 @@ from autotune.worker.measure.recorder import Recorder
 
 
 class Meter:
-    """Measures an engine: steps, phases, memory, gradients, and the configuration that ran."""
+    """Measures an engine: steps, phases, memory, gradients, and the configuration that ran.
+
+    Attributes:
+        data_parallel: Ranks that are fed different data; the stages of a pipeline share theirs.
+    """
 
     def __init__(
         self,
@@ -67,7 +71,11 @@ class Meter:
         self._busyness, self._cpu_before = machine_load.Busyness(), machine_load.own_cpu_s()
 
     def finish(self) -> None:
-        """Completes the report of a trial at its end, or raises `NotApplied`; all ranks take part."""
+        """Completes the report of a trial at its end; all ranks take part.
+
+        Raises:
+            NotApplied: The configuration that ran differs from the candidate.
+        """
         if not self._concluded:
             self.conclude()
         report, memory = self.report, self.memory
@@ -75,7 +83,11 @@ class Meter:
         report.reserved_memory_bytes, report.alloc_retries = memory.reserved_bytes, memory.alloc_retries
 
     def conclude(self) -> None:
-        """Ends the measurement of steps, or raises `NotApplied`; then only memory counts. All ranks take part."""
+        """Ends the measurement of steps; what follows counts for memory only. All ranks take part.
+
+        Raises:
+            NotApplied: The configuration that ran differs from the candidate.
+        """
         self._concluded, report, memory = True, self.report, self.memory
         report.device_load = memory.device_watch.end() if memory.device_watch is not None else None
         self.check_applied()

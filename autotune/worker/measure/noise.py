@@ -57,7 +57,12 @@ class NoiseMeter:
         return torch.stack([gradient.float().square().sum() for gradient in gradients]).sum() if gradients else None
 
     def after_step(self, engine: Any, own: Tensor | None, *, skipped: bool) -> None:
-        """Ends an optimizer step, which does not count if it was skipped; `own` is the |G|^2 of `before_step`."""
+        """Ends an optimizer step.
+
+        Args:
+            own: |G|^2 from `before_step`; None where it returned none.
+            skipped: Whether loss scaling skipped the update, so the step does not count.
+        """
         micro, self._in_step = self._in_step, []
         norm = engine.get_global_grad_norm()
         optimizer, scale = engine.optimizer, self._scale

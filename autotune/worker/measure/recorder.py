@@ -15,7 +15,13 @@ from autotune.trial.result import Outcome, RankReport
 
 
 class Recorder:
-    """Holds a rank's report, a crash until it gets better, so that it says how far the rank got after any failure."""
+    """Holds a rank's report, so that after any failure the report says how far the rank got.
+
+    Attributes:
+        report: The report; its outcome is a crash unless a better one is set.
+        check_memory: Fails the rank if its memory is over the limit.
+        imported: Modules that were imported before the target ran.
+    """
 
     def __init__(self, folder: TrialDir, rank: int) -> None:
         self.folder = folder

@@ -42,7 +42,12 @@ class Stages:
         self.seed: int | None = None
 
     def install(self, candidate: Candidate | None, changed: Callable[[str], None] = lambda _: None) -> None:
-        """Wraps the constructor; for good, since the process ends with the trial. Without a candidate it only looks."""
+        """Wraps the constructor; for good, since the process ends with the trial.
+
+        Args:
+            candidate: What to build; None builds what the target asks for.
+            changed: Called with what differs from the target's own call, as code.
+        """
         from deepspeed.runtime.pipe.module import PipelineModule
 
         self.own, self.fixed, self.partition = (0, ""), "", ""

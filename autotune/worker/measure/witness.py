@@ -34,7 +34,12 @@ class Verdict:
 
 
 def judge(engine: Any, settings: Mapping[str, Scalar], base: Mapping[str, Scalar]) -> Verdict:
-    """Asks the witness of each setting that is not the baseline's (`base`); None leaves a key out."""
+    """Asks the witness of each setting whether the setting acted.
+
+    Args:
+        settings: The settings, by knob, that were asked for and differ from the baseline's; None leaves the key out.
+        base: The baseline's values of these knobs.
+    """
     inert: dict[str, str] = {}
     idle: dict[str, str] = {}
     unwitnessed, acted = [], False

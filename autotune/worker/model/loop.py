@@ -109,7 +109,14 @@ def _data_changes(candidate: Candidate, request: TrialRequest) -> dict[str, Scal
 
 
 def sequence_groups_of(target: model_file.ModelFile, model: torch.nn.Module, candidate: Candidate) -> Any:
-    """Groups over which sequences are split, once the model does so; None without any; `NotApplied` if it cannot."""
+    """Makes a model split its sequences over ranks, and returns the groups of these ranks.
+
+    Returns:
+        The groups; None if the candidate does not split sequences.
+
+    Raises:
+        NotApplied: The sequences of this model cannot be split.
+    """
     if candidate.sequence_degree == 1:
         return None
     if why := sequence.why_none(target, model):
@@ -118,7 +125,11 @@ def sequence_groups_of(target: model_file.ModelFile, model: torch.nn.Module, can
 
 
 def initialize(request: TrialRequest, target: model_file.ModelFile, model: torch.nn.Module, mpu: Any = None) -> Any:
-    """The DeepSpeed engine of a model, with the target's optimizer if any; `mpu` has the groups of split sequences."""
+    """Returns the DeepSpeed engine of a model, with the target's optimizer if it makes one.
+
+    Args:
+        mpu: Groups over which sequences are split; None if they are not split.
+    """
     import deepspeed
 
     config = {key: value for key, value in request.ds_config.items() if key not in SIDE_EFFECT_KEYS}
@@ -172,7 +183,11 @@ class _Trainer:
             weights.save(self.engine, Path(meter.request.save_weights))
 
     def _train_window(self, n_steps: int, *, apart: bool = False) -> None:
-        """Trains some steps, synchronized once at the end; `apart` stops clock and memory counters after each phase."""
+        """Trains some steps, with one synchronization and one comparison of the ranks' clocks at the end.
+
+        Args:
+            apart: Whether to stop the clock after each phase, and on a device the memory counters, too.
+        """
         synchronize(self.meter.device)
         if apart:
             self.meter.take_apart()

@@ -156,7 +156,18 @@ def _loss_of(output: Any, target: Any) -> Tensor:
 
 
 def check_optimizer(model: nn.Module, optimizer: Any, source: str) -> str:
-    """Refuses an optimizer that leaves the whole model as it is; returns which parameters it leaves, in a sentence."""
+    """Refuses an optimizer that would leave the whole model as it is.
+
+    Args:
+        optimizer: The model's optimizer; one without `param_groups` is accepted.
+        source: Where the optimizer comes from, for the message.
+
+    Returns:
+        A sentence that says which trainable parameters the optimizer leaves out; empty if it holds all of them.
+
+    Raises:
+        WorkloadError: The optimizer holds no parameter of the model.
+    """
     held = {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
     if held and held.isdisjoint(map(id, model.parameters())):
         raise WorkloadError(
@@ -181,10 +192,13 @@ def turn_off_cache(model: nn.Module) -> None:
 
 
 def find_blocks(model: nn.Module, named: Sequence[Any] | None) -> list[nn.Module]:
-    """Returns the outermost repeated blocks, whose activations can be recomputed; `named` by class or name.
+    """Returns the outermost repeated blocks, whose activations can be recomputed.
 
     Without `blocks` in the target: direct children of a ModuleList or Sequential that are not leaves and whose class
     occurs there at least twice. Several such classes (encoder and decoder layers) are all taken.
+
+    Args:
+        named: The target's `blocks`: class names or classes, or one of them; None if the target names none.
     """
     if named:
         several = [named] if isinstance(named, str | type) else named

@@ -76,7 +76,11 @@ def split_loss(groups: Any) -> Callable[[Any, Any], Tensor]:
 
 
 def shard(batch: Any, rank: int, degree: int) -> dict[str, Any]:
-    """A rank's part of whole, labelled sequences, with positions and labels shifted first; else a WorkloadError."""
+    """Returns a rank's part of a batch of whole sequences, with positions, and labels shifted before they are cut.
+
+    Raises:
+        WorkloadError: The batch does not consist of token sequences with labels, or is padded on the left.
+    """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor) or "labels" not in batch:
         raise WorkloadError("sequence_parallel_size: batches must be dicts with `input_ids` and `labels`")
     tokens = batch["input_ids"]

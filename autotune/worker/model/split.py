@@ -71,7 +71,11 @@ def _why_no_tensor(model: nn.Module) -> str:
 
 
 def compare_split(recorder: Recorder, request: TrialRequest, rank: int, listener: int) -> None:
-    """Compares the split model's loss and gradient with the whole one's; `NotApplied` if they differ."""
+    """Splits the model of a request as its candidate says, and compares its loss and gradient with the whole model's.
+
+    Raises:
+        NotApplied: The split model computes something else, or nothing was split.
+    """
     candidate = Candidate.of(request.candidate)
     memory = prepare_device(request)
     identify(recorder.report, cuda=memory.cuda)

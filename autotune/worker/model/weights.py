@@ -18,7 +18,12 @@ KEYS = ("module", "model", "state_dict", "model_state_dict")
 
 
 def load(model: nn.Module, path: Path) -> None:
-    """Puts a checkpoint (DeepSpeed's folder, or a state dict or its folder) into a model, before DeepSpeed has it."""
+    """Puts the weights of a checkpoint into a model.
+
+    Args:
+        model: The model, before `deepspeed.initialize`.
+        path: A DeepSpeed checkpoint's folder, a folder with a state dict, or a state dict's file.
+    """
     found = {name.removeprefix("module."): value for name, value in _state(path).items()}
     found = experts.of_this_rank(model, found)
     try:

@@ -117,7 +117,12 @@ class ScriptContext:
         return (self.batch_factor * change[0], self.batch_factor * change[1]) if change else None
 
     def config(self, own: DsConfig, *, first: bool) -> DsConfig:
-        """Returns the DeepSpeed configuration to run with; models after the first keep all but the tuned settings."""
+        """Returns the DeepSpeed configuration to run with.
+
+        Args:
+            own: The script's configuration.
+            first: Whether it is that of the first trained model; others (a critic) keep all but the tuned settings.
+        """
         if self.candidate is None:
             return own
         config = copy.deepcopy(self.request.ds_config) if first else self.candidate.to_deepspeed(own)
@@ -159,7 +164,12 @@ class ScriptContext:
             self.in_backward = before
 
     def changed(self, text: str, *, reproducible: bool = True) -> None:
-        """Notes a change besides the DeepSpeed JSON, code in backticks; `Command line:` begins one of a flag."""
+        """Notes a change that the trial needs besides the DeepSpeed configuration.
+
+        Args:
+            text: A sentence with code in backticks; it starts with `Command line:` for a change of a flag.
+            reproducible: Whether the user can make the same change by a flag, a constant or a line of code.
+        """
         if text not in self.report.side_changes:
             self.report.side_changes.append(text)
             if not reproducible:

@@ -68,7 +68,13 @@ def read(stated: Any) -> DsConfig:
 
 
 def places(frame: FrameType | None) -> tuple[str, str]:
-    """`file:line` of a call of `deepspeed.initialize` and of its dict; `frame` is None if a framework calls."""
+    """Returns `file:line` of a script's call of `deepspeed.initialize`, and of the dict that it passes there.
+
+    A place that is not known is empty.
+
+    Args:
+        frame: The script's frame at the call; None if a framework calls, then both places are empty.
+    """
     if frame is None:
         return "", ""
     path, line = Path(frame.f_code.co_filename), frame.f_lineno

@@ -37,7 +37,11 @@ class Loaders:
         return self._latest[max(self._draws, key=self._draws.__getitem__)] if self._draws else None
 
     def feed_worst(self, check: TailCheck) -> Any:
-        """Makes loaders yield the worst batch from now on; returns it, or None where no loader has drawn."""
+        """Makes loaders of the trained data set yield the worst batch from now on.
+
+        Returns:
+            That batch; None where nothing was drawn from a loader.
+        """
         iterator, meter = self.trained, self._context.meter
         if iterator is None or self._largest is None or meter is None:
             return None

@@ -23,7 +23,13 @@ TRANSPARENT_MODULES = (
 
 
 def patch(owner: Any, name: str, hook: Callable[..., Any]) -> None:
-    """Replaces a function (if any) by `hook(original, ...)`; for good, since the process ends with the trial."""
+    """Replaces a function by one that calls `hook(original, ...)`; for good, since the process ends with the trial.
+
+    Args:
+        owner: The module or class that holds it.
+        name: Its name there; nothing happens if there is none, as in another version of the library.
+        hook: Called instead, with the original function first.
+    """
     if not hasattr(owner, name):
         return
     original = getattr(owner, name)
@@ -48,9 +54,12 @@ def patch_everywhere(module: ModuleType, name: str, hook: Callable[..., Any]) ->
 
 
 def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:
-    """Calls `callback(module)` now if the module (which need not exist) is imported, else right after that.
+    """Calls `callback(module)` now if the module is imported, else right after it has been executed.
 
     That is before other modules can bind its functions by `from module import function`.
+
+    Args:
+        name: Full name of the module; it need not exist.
     """
     module = sys.modules.get(name)
     if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):

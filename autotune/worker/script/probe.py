@@ -25,7 +25,12 @@ def workload_of(
     *,
     plain_backward: bool,
 ) -> Workload:
-    """Describes a script after its probe, whose first forward was counted if `profile`; all ranks take part."""
+    """Describes a script after the steps of its probe; all ranks take part.
+
+    Args:
+        profile: Counts of the script's first forward; None if there are none.
+        plain_backward: Whether the script calls `loss.backward()` rather than `engine.backward(loss)`.
+    """
     seen, engine, report = meter.observe(), meter.engine, context.report
     counted = seen.loader_batch_size or seen.micro_batch_size
     if how := _how_counted(seen, flattened=meter.batches.flattened):

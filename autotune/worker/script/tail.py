@@ -15,7 +15,11 @@ MOST_STEPS = 3
 
 
 class ScriptTail:
-    """Feeds the worst batch, if it could be made, into a script, and waits until it has gone backward."""
+    """Feeds the worst batch into a script, and waits until it has gone backward.
+
+    Args:
+        batch: The worst batch; None where it could not be made.
+    """
 
     def __init__(self, context: ScriptContext, tail: Tail, batch: Any) -> None:
         self._context, self._tail, self._batch = context, tail, batch

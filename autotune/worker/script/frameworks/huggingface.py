@@ -60,7 +60,15 @@ def install(context: ScriptContext) -> None:
 
 
 def recompute(model: torch.nn.Module, every: int) -> bool:
-    """Recomputes every k-th layer of transformers models, if any can (else returns False); k of 0 is none."""
+    """Recomputes every k-th layer of transformers models by their own method.
+
+    Args:
+        model: A transformers model, or one that contains some.
+        every: k; 0 for no recomputation.
+
+    Returns:
+        Whether some of these models can do it; if none can, recomputation is now off.
+    """
     found: list[Any] = []
     for module in model.modules():
         own = getattr(module, "supports_gradient_checkpointing", False) and hasattr(

@@ -64,7 +64,12 @@ class TrainerData:
         return trl_packing.in_rows(arguments, watch.row_tokens)
 
     def limits(self, found: dict[str, str], data: DataShape | None) -> dict[str, str]:
-        """The settings of the data that cannot be followed, as the Trainer corrects those of its DataLoader."""
+        """Returns the settings of the data that trials cannot follow, each with the reason.
+
+        Args:
+            found: The same for the Trainer's DataLoader alone, which the Trainer's own settings correct.
+            data: The shape of the data set; None where it could not be read.
+        """
         if self._trainer is None:
             return found
         arguments = self._trainer.args

@@ -105,7 +105,7 @@ def test_what_the_step_taken_apart_frees_stays_for_the_timed_ones(keeping):
     """Handed back to the system, it would have to be faulted in again in the first timed step, which then reads long."""
     watch = memory.Memory("cpu")
     report = SimpleNamespace(phase_times_s={})
-    request = SimpleNamespace(world_size=2)
+    request = SimpleNamespace(world_size=2, script=None)
     apart = Breakdown(SimpleNamespace(report=report), request, torch.device("cpu"), watch, None)
     apart.take_apart()
     tensors = mebibytes(64)

@@ -117,7 +117,10 @@ def submit(
 
 
 def run_arguments(given: list[str], executor: str) -> list[str]:
-    """The arguments of `autotune run` for those of `submit`; in a pod they are local, or `pods` calls the others."""
+    """Returns the arguments of the driver's `autotune run`, made from those of `submit`.
+
+    In Kubernetes trials run in the driver's pod or in pods that it calls, so the engine and its options are left out.
+    """
     if executor != "kubernetes":
         return given
     left, script = list[str](), False

@@ -111,11 +111,11 @@ class Arguments:
             if (options := _options(named, name))
         ]
 
-    def _moved(self, options: Sequence[str], field: str, name: str, was: int, wanted: int, *, typed: bool) -> None:
+    def _moved(self, options: list[str], field: str, name: str, was: int, wanted: int, *, typed: bool) -> None:
         if options and typed and field == "micro_batch_size" and self._draw_sizes is not None:
             self._changed(f"Arguments: `{options[0]} {wanted}` instead of {was}, which the script cuts up.")
         elif options and typed:
-            self._flags[field] = list(options)
+            self._flags[field] = options
             self._changed(f"Command line: `{options[0]} {wanted}` instead of {was}.")
         elif options:
             text = f"Arguments: the script parses a list that it makes; `{options[0]} {wanted}` in it instead of {was}."

@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import importlib
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,9 +9,11 @@ from typing import Annotated
 import click
 import pytest
 import typer
+import typer.core
 
 from autotune.worker.script.arguments import Arguments
 from autotune.worker.script.patching import patch
+from autotune.worker.script.run import CLICK
 
 
 @pytest.fixture
@@ -115,10 +116,11 @@ def test_flags_that_may_end_the_script_early_are_known_by_name_and_value(parse):
 @pytest.mark.parametrize("package", ["click", "typer"])
 def test_arguments_of_click_and_typer_are_moved(monkeypatch, package, line, change, flags):
     changes, found, limits, ran = [], {}, [], []
-    module = importlib.import_module({"click": "click.core", "typer": "typer._click.core"}[package])
+    command = {"click": click.Command, "typer": typer.core.TyperCommand.__bases__[0]}[package]
+    assert command.__module__ in CLICK  # where trials wait for it
     hooked = Arguments({"micro_batch_size": (4, 2)}.get, None, changes.append, found, limits)
-    monkeypatch.setattr(module.Command, "parse_args", module.Command.parse_args)  # put back after the test
-    patch(module.Command, "parse_args", hooked.parse_click)
+    monkeypatch.setattr(command, "parse_args", command.parse_args)  # put back after the test
+    patch(command, "parse_args", hooked.parse_click)
     monkeypatch.setattr(sys, "argv", ["train.py", *(line or "train").split()])
     main = {"click": with_click, "typer": with_typer}[package](ran)
     main(["train", "--batch-size", "4"] if line is None else None, standalone_mode=False)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 OPS = ("fused_adam", "cpu_adam")
 WIDTH = 13  # of the longest name of a finding
 LEAST_SHARED_BYTES = 64 << 20
+LONGEST_BUILD_SECONDS = 30 * 60  # of an op, on a slow machine
 PROBE = '''\
 """The smallest target there is: shows that a trial can run here."""
 import torch
@@ -79,7 +82,7 @@ def _examined(*, build: bool) -> Iterator[Finding]:
     """The findings, each as soon as it is known."""
     yield Finding("ok", "python", f"{sys.version.split()[0]} in {sys.prefix}")
     yield from (Finding("ok", name, metadata.version(name)) for name in ("torch", "deepspeed", "optuna"))
-    yield from (_compiler(), _shared_memory(), _memory())
+    yield from (_compiler(), *_left_locks(), _shared_memory(), _memory())
     from autotune.system.toolkit import toolkit
 
     if (place := toolkit(os.environ)) is not None:
@@ -96,6 +99,22 @@ def _compiler() -> Finding:
         lost = "DeepSpeed cannot compile its ops (its own Adam, offload)"
         return Finding("warn", "compiler", f"{' and '.join(missing)} not found: {lost}")
     return Finding("ok", "compiler", "c++ and ninja found")
+
+
+def _left_locks() -> Iterator[Finding]:
+    """Locks of builds of ops that stopped half-way: a training without autotune waits for each without end.
+
+    They are torch's (torch.utils.file_baton); trials build in a folder apart.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "torch_extensions")
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache).expanduser()
+    until = time.time() - LONGEST_BUILD_SECONDS
+    for lock in [*folder.glob("*/lock"), *folder.glob("*/*/lock")]:
+        with contextlib.suppress(OSError):  # its build ends
+            if lock.stat().st_mtime < until:
+                yield Finding(
+                    "warn", "op builds", f"{lock} is of a build that was stopped: trainings wait for it; remove it"
+                )
 
 
 def _shared_memory() -> Finding:

@@ -4,10 +4,13 @@ import copy
 import json
 import re
 import shlex
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from autotune.errors import UserError, nearest
 from autotune.report.data import Data, StudyReport
@@ -41,6 +44,29 @@ HF_TWINS = {
 TRAINING_FIELDS = {
     "--per_device_train_batch_size": "micro_batch_size",
     "--gradient_accumulation_steps": "gradient_accumulation_steps",
+}
+# What an Accelerate config says where nobody asked for something else.
+MACHINE = {
+    "compute_environment": "LOCAL_MACHINE",
+    "machine_rank": 0,
+    "main_training_function": "main",
+    "num_machines": 1,
+}
+# Its other ways to train, and what the JSON states; of its section on DeepSpeed the fields on starting ranks stay.
+REPLACED_BY_DEEPSPEED = {
+    "deepspeed_config",
+    "fp8_config",
+    "fsdp_config",
+    "megatron_lm_config",
+    "mixed_precision",
+    "parallelism_config",
+}
+LAUNCH_FIELDS = {
+    "deepspeed_exclusion_filter",
+    "deepspeed_hostfile",
+    "deepspeed_inclusion_filter",
+    "deepspeed_moe_layer_cls_names",
+    "deepspeed_multinode_launcher",
 }
 RATE_FLAG, ACCELERATE_CONFIG = "--learning_rate", "accelerate.yaml"
 # Where frameworks take a DeepSpeed configuration in code.
@@ -142,7 +168,7 @@ def _accelerate(pick: Data, base: Data, world_size: int, started: Started | None
 
     `deepspeed_config_file` takes a path, or the JSON itself (accelerate.utils.deepspeed.HfDeepSpeedConfig). Beside it
     Accelerate refuses `mixed_precision`, `gradient_accumulation_steps` and the offload fields, all of which the JSON
-    states.
+    states. What else the config of the tuned command says, as on devices, ports and machines, stays.
     """
     _check_family(started, "accelerate", "no Accelerate config")
     config = deepspeed_config(pick, base)
@@ -151,22 +177,20 @@ def _accelerate(pick: Data, base: Data, world_size: int, started: Started | None
         (started.free_name(ACCELERATE_CONFIG), started.called) if started else (ACCELERATE_CONFIG, "train.py")
     )
     comments = "".join(f"# {text}\n" for text in notes(pick, base, "accelerate", started))
+    own = started.own_accelerate_config if started else {}
+    settings = {name: value for name, value in own.items() if name not in REPLACED_BY_DEEPSPEED}
+    settings = MACHINE | settings | {"distributed_type": "DEEPSPEED", "num_processes": world_size, "use_cpu": False}
+    launch = {name: value for name, value in (own.get("deepspeed_config") or {}).items() if name in LAUNCH_FIELDS}
+    launch |= {"zero3_init_flag": config["zero_optimization"]["stage"] == 3}
     return f"""\
 # Use: accelerate launch --config_file {file} {script}
 # Needs Accelerate 1.6 or newer; for older ones save the JSON as a file and put its path after deepspeed_config_file.
 {comments}\
-compute_environment: LOCAL_MACHINE
-distributed_type: DEEPSPEED
+{yaml.safe_dump(settings)}\
 deepspeed_config:
   deepspeed_config_file: |-
     {inner}
-  zero3_init_flag: {str(config["zero_optimization"]["stage"] == 3).lower()}
-machine_rank: 0
-main_training_function: main
-num_machines: 1
-num_processes: {world_size}
-use_cpu: false
-"""
+{textwrap.indent(yaml.safe_dump(launch), "  ")}"""
 
 
 def _command(pick: Data, base: Data, world_size: int, started: Started | None) -> str:

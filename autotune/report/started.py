@@ -1,14 +1,19 @@
 """How a tuned script is started by its user, and which files its command reads."""
 
+import itertools
 import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from autotune.report.data import StudyReport
 from autotune.space.deepspeed import Scalar
+from autotune.system import files
 from autotune.trial.command import EXPORTED_CONFIG, Invocation
 from autotune.trial.workload import ACCELERATE, TRAINER
 
@@ -17,6 +22,10 @@ READERS = {"accelerate": (ACCELERATE, TRAINER), "hf-args": (TRAINER,)}
 # Beginnings of side changes that the flags of a command carry, the second with flags of TrainingArguments.
 CARRIED = ("Command line:",)
 CARRIED_BY_TRAINING_ARGUMENTS = ("TrainingArguments:", "Activation checkpointing:", "DeepSpeed:", "Precision:")
+# What names the config of `accelerate launch`, and the one that it reads by itself (accelerate.commands.config.config_args).
+CONFIG_FLAG = "--config_file"
+HF_HOME = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
+DEFAULT_ACCELERATE_CONFIG = Path(HF_HOME, "accelerate", "default_config.yaml")
 # A longer word of a command names no file.
 LONGEST_PATH = 4096
 
@@ -79,13 +88,34 @@ class Started:
     def own_files(self) -> frozenset[Path]:
         """The files that the command names and the script reads its configuration from."""
         how = self.invocation
-        try:
-            words = shlex.split(how.command)
-        except ValueError:
-            words = how.command.split()
-        words += [*how.arguments, *how.environment.values(), self.config_source]
+        words = [*self._words, *how.arguments, *how.environment.values(), self.config_source]
         named = filter(None, (word.partition("=")[2] or word for word in words))
         return frozenset(Path(how.working_dir, name).resolve() for name in named if len(name) < LONGEST_PATH)
+
+    @cached_property
+    def own_accelerate_config(self) -> dict[str, Any]:
+        """The Accelerate config of the tuned command, the default one where it names none; empty if it has none."""
+        words = self._words
+        if not any(
+            Path(word).name in ("accelerate", "accelerate-launch", "accelerate.commands.launch") for word in words
+        ):
+            return {}
+        named = [pair[1] for pair in itertools.pairwise(words) if pair[0] == CONFIG_FLAG]
+        named += [word.partition("=")[2] for word in words if word.startswith(f"{CONFIG_FLAG}=")]
+        path = Path(self.invocation.working_dir, named[-1]) if named else DEFAULT_ACCELERATE_CONFIG.expanduser()
+        try:
+            found = yaml.safe_load(files.read_regular(path))
+        except (OSError, ValueError, yaml.YAMLError):  # the template serves without it
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def _words(self) -> list[str]:
+        """The words of the user's command."""
+        try:
+            return shlex.split(self.invocation.command)
+        except ValueError:
+            return self.invocation.command.split()
 
 
 def started(report: StudyReport, which: str = "") -> Started | None:

@@ -24,7 +24,7 @@ MAPPED_KEYS |= {name: name for name in FIELDS}
 # To run a launch command once, each template is replaced by a number, so large that it occurs nowhere else.
 FIRST_NUMBER, NUMBER_STEP = 715_000_003, 1_000_003
 EXPORTED_CONFIG = "ds_config.json"
-THREADS = "OMP_NUM_THREADS"
+THREADS, COMPILATION = "OMP_NUM_THREADS", "ACCELERATE_DYNAMO_"
 # A command with one of these is for a shell and is not split into words.
 SHELL_SIGNS = re.compile(r"[&|;<>()$`*?\n#~]")
 
@@ -213,15 +213,18 @@ def _environment(
         start: The words of the user's command before the script's arguments; None if only a shell can split it.
         replaced: A launcher that was asked for takes the place of the user's.
     """
+    own = invocation.environment
+    # `accelerate launch` hands on none of its own settings of torch.compile where it starts DeepSpeed.
+    compiled = own.get(f"{COMPILATION}BACKEND", "NO").upper() != "NO"
+    kept = {name: value for name, value in own.items() if compiled and replaced and name.startswith(COMPILATION)}
     if start is None:
         left_out = ("ACCELERATE_", "PYTHONPATH") if replaced else ("PYTHONPATH",)
-        given = {
-            n: value for n, value in invocation.environment.items() if n.isidentifier() and not n.startswith(left_out)
-        }
-        return [f"{name}={fill(value, values)}" for name, value in given.items()]
+        given = {name: value for name, value in own.items() if name.isidentifier() and not name.startswith(left_out)}
+        return [f"{name}={fill(value, values)}" for name, value in (given | kept).items()]
     # Other variables come from the launcher.
     found = [fill(word, values) for word in itertools.takewhile(re.compile(r"\w+=").match, start)]
     # Another launcher leaves it to torch, which then takes all cores for each rank.
-    if replaced and THREADS in invocation.environment and not any(word.startswith(THREADS) for word in found):
-        found.append(f"{THREADS}={invocation.environment[THREADS]}")
-    return found
+    if replaced and THREADS in own:
+        kept[THREADS] = own[THREADS]
+    stated = {word.partition("=")[0] for word in found}
+    return found + [f"{name}={value}" for name, value in kept.items() if name not in stated]

@@ -342,11 +342,22 @@ def test_a_list_has_a_line_for_each_and_says_what_it_is(what, tmp_path):
     assert all(len(line) < 150 and row["description"] in line for line, row in zip(lines, rows, strict=True))
 
 
-def test_the_doctor_finds_that_trials_can_run_here(tmp_path):
+def test_the_doctor_finds_that_trials_can_run_here_and_which_builds_were_stopped(tmp_path, monkeypatch):
+    """A training without autotune waited without a word for the lock of a build that was killed."""
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    locks = [tmp_path / "torch_extensions" / "py311_cpu" / name / "lock" for name in ("cpu_adam", "async_io")]
+    for lock in locks:
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+    os.utime(locks[0], (0, 0))
     done = called("doctor", "--json", cwd=tmp_path)
-    found = {finding["what"]: finding["verdict"] for finding in json.loads(done.stdout)}
+    findings = json.loads(done.stdout)
+    found = {finding["what"]: finding["verdict"] for finding in findings}
     assert done.returncode == 0, done.stdout
     assert found["trial"] == "ok" and found["warm server"] == "ok"
+    builds = [finding["detail"] for finding in findings if finding["what"] == "op builds"]
+    assert len(builds) == 1 and str(locks[0]) in builds[0]  # the other one may still go on
 
 
 # Mistakes in a command that is to be launched; the others are in test_mistakes.py.

@@ -371,6 +371,43 @@ def test_accelerates_launcher_takes_the_exported_config():
     assert line == "OMP_NUM_THREADS=1 accelerate launch --config_file accelerate.yaml train.py --bs 3 --lr 1e-3"
 
 
+def test_a_script_that_accelerate_compiles_is_compiled_as_it_was_measured():
+    """`accelerate launch` compiles nothing where it starts DeepSpeed, whatever its config says."""
+    change = (
+        "DeepSpeed: the script is run without it; launch it with `accelerate launch --config_file accelerate.yaml`."
+    )
+    for backend, said in (("INDUCTOR", "ACCELERATE_DYNAMO_BACKEND=INDUCTOR "), ("NO", "")):
+        how = {"environment": {"ACCELERATE_DYNAMO_BACKEND": backend}, "changes": (change,)}
+        for text in ("accelerate launch train.py --bs 8 --lr 1e-3", "bash train.sh"):
+            line = command(CANDIDATES[1], command=text, **how)[1]
+            assert line == f"{said}accelerate launch --config_file accelerate.yaml train.py --bs 3 --lr 1e-3"
+
+
+@pytest.mark.parametrize("launch", ["accelerate launch --config_file my.yaml", "accelerate launch", "torchrun"])
+def test_the_accelerate_config_keeps_the_settings_of_the_users_own(launch, tmp_path, monkeypatch):
+    own = {
+        "distributed_type": "MULTI_GPU", "mixed_precision": "bf16", "num_processes": 4, "gpu_ids": "2,3",
+        "main_process_port": 29511, "enable_cpu_affinity": True, "fsdp_config": {"fsdp_version": 2},
+        "deepspeed_config": {"zero_stage": 2, "deepspeed_hostfile": "hosts", "gradient_clipping": 1.0},
+    }  # fmt: skip
+    file = tmp_path / "my.yaml"
+    file.write_text(yaml.safe_dump(own))
+    if "config_file" not in launch:
+        monkeypatch.setattr("autotune.report.started.DEFAULT_ACCELERATE_CONFIG", file)
+    how = replace(STARTED.invocation, working_dir=str(tmp_path), command=f"{launch} train.py --bs 8")
+    found = yaml.safe_load(export(pick(CANDIDATES[1]), BASE, "accelerate", 2, replace(STARTED, invocation=how)))
+    section = found.pop("deepspeed_config")
+    assert json.loads(section.pop("deepspeed_config_file")) and not {"fsdp_config", "mixed_precision"} & set(found)
+    assert found["distributed_type"] == "DEEPSPEED" and found["num_processes"] == 2 and found["num_machines"] == 1
+    if launch == "torchrun":
+        assert "gpu_ids" not in found and set(section) == {"zero3_init_flag"}
+    else:
+        assert (
+            found["gpu_ids"] == "2,3" and found["main_process_port"] == 29511 and found["enable_cpu_affinity"] is True
+        )
+        assert set(section) == {"deepspeed_hostfile", "zero3_init_flag"}
+
+
 def test_a_script_of_accelerate_that_used_no_deepspeed_is_launched_so_that_it_does():
     change = (
         "DeepSpeed: the script is run without it; launch it with `accelerate launch --config_file accelerate.yaml`."

@@ -5,6 +5,8 @@ import functools
 import inspect
 import math
 import os
+import re
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from torch.utils import checkpoint as checkpointing
 from autotune.errors import UserError
 from autotune.space.deepspeed import DTYPES, SIDE_EFFECT_KEYS, ZERO, DsConfig, at_path
 from autotune.trial.workload import Workload
+from autotune.worker import project
 from autotune.worker.measure import experts, recompute
 from autotune.worker.measure.gradient_check import GradientWatch, perturb
 from autotune.worker.measure.noise import NoiseMeter
@@ -32,6 +35,8 @@ from autotune.worker.script.patching import patch, patch_everywhere, users_calle
 CHECKPOINT_OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 # Interval of DeepSpeed's progress lines; trials want none.
 NEVER_STEPS = 10**9
+# What makes a model in shards, by DeepSpeed or by transformers; frameworks make it so without a word in the script.
+SHARDING = re.compile(r"\bzero(?:\.| import .*\b)Init\b|DeepSpeedConfig\b")
 
 Rates = tuple[float | None, ...]
 FURTHER = (
@@ -52,7 +57,7 @@ class PreparedModel:
         noise: Measures gradient noise, where the request asks for it.
         gradients: Checks the first gradient, where the request asks for it.
         own_rates: Learning rate of each parameter group as the script sets it.
-        built_bytes: As in `Profile`; None below stage 3, which does not tell whether the script has `zero.Init` there.
+        built_bytes: As in `Profile`.
     """
 
     own_config: DsConfig
@@ -144,7 +149,8 @@ class EngineHooks:
             return PreparedModel(own_config, config_source, workload, blocks, watch)
         self._change_model(model, blocks)
         prepared = PreparedModel(own_config, config_source, workload, blocks, recompute.Recomputations(blocks))
-        prepared.built_bytes = built_bytes(model) if at_path(own, f"{ZERO}stage") == 3 else None
+        if at_path(own, f"{ZERO}stage") == 3 or not (context.family or _names_sharding()):
+            prepared.built_bytes = built_bytes(model)
         request, candidate = context.request, context.candidate
         if request.noise and candidate is not None:
             prepared.noise = NoiseMeter(model, request.world_size, candidate.gradient_accumulation_steps)
@@ -221,6 +227,13 @@ class EngineHooks:
                 f" and the rule asks for {wanted:.3g}: multiply what it sets by {factor:.3g}, as the trial did."
             )
         scale_rate(optimizer, factor)
+
+
+def _names_sharding() -> bool:
+    """Returns whether the user's code may have its model in shards from the start, once it trains with stage 3."""
+    places = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    files = [Path(place) for place in places if project.holds(place) and Path(place).is_file()]
+    return any(SHARDING.search(file.read_text(errors="replace")) for file in files)
 
 
 def scale_rate(optimizer: Any, factor: float) -> None:

@@ -1,6 +1,7 @@
-"""Recomputation that a candidate turns off: the change is noted, and who can make it."""
+"""Recomputation that a candidate turns off, and code that may make its model in shards."""
 
 import importlib.util
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -45,3 +46,21 @@ def test_recomputation_that_the_script_asks_for_is_the_users_to_take_out(skippin
     monkeypatch.setattr(project, "_roots", [])
     project.settle(tmp_path / "train.py")
     assert caller_in(tmp_path)(checkpoint) == 3 and report.unreproducible == []
+
+
+@pytest.mark.parametrize(
+    ("line", "names_it"),
+    [
+        ("with deepspeed.zero.Init(enabled=args.stage == 3):", True),
+        ("from deepspeed.zero import GatheredParameters, Init", True),
+        ("keep = HfDeepSpeedConfig(ds_config)", True),
+        ("from deepspeed.ops.adam import FusedAdam", False),
+        ("zero_point = Initial(3)", False),
+    ],
+)
+def test_code_that_may_make_its_model_in_shards_is_known(line, names_it, tmp_path, monkeypatch):
+    monkeypatch.setattr(project, "_roots", [])
+    project.settle(tmp_path / "train.py")
+    (tmp_path / "sharded.py").write_text(line)
+    monkeypatch.setitem(sys.modules, "sharded", SimpleNamespace(__file__=str(tmp_path / "sharded.py")))
+    assert engine._names_sharding() == names_it

@@ -53,7 +53,7 @@ class NumericsCheck:
         unchecked = [
             m for m in found if not m.numerics_kept and m.verdict is None and not self._sums_right(m, baseline)
         ]
-        others = [m for m in unchecked if self._has_another_loss(m)]
+        others = self.refuse_other_losses(unchecked)
         by_batch: dict[int, list[Measured]] = {}
         for m in unchecked:
             if m not in others:
@@ -124,15 +124,15 @@ class NumericsCheck:
             write_record(records.gate_path(self._state.folder, m.trial), verdict)
         return verdict is not None
 
-    def _has_another_loss(self, m: Measured) -> bool:
-        """Whether a candidate's loss is another one than the baseline's, so that no curves compare; refused if so."""
-        if abs(m.loss_off) < ANOTHER_OBJECTIVE:
-            return False
-        reason = "trains with another loss than the baseline, since it depends on the micro-batch"
-        verdict = GateVerdict(passed=False, reason=reason, batch=m.candidate.global_batch_size(self._world))
-        write_record(records.gate_path(self._state.folder, m.trial), verdict)
-        self._events.say(f"trial {m.trial} {reason}")
-        return True
+    def refuse_other_losses(self, found: Sequence[Measured]) -> list[Measured]:
+        """Refuses the candidates whose loss is another one than the baseline's, so that no curves compare; returns them."""
+        others = [m for m in found if m.verdict is None and abs(m.loss_off) >= ANOTHER_OBJECTIVE]
+        for m in others:
+            reason = "trains with another loss than the baseline, since it depends on the micro-batch"
+            verdict = GateVerdict(passed=False, reason=reason, batch=m.candidate.global_batch_size(self._world))
+            write_record(records.gate_path(self._state.folder, m.trial), verdict)
+            self._events.say(f"trial {m.trial} {reason}")
+        return others
 
     def _verdict(
         self, m: Measured, baseline: Measured, batch: int, reference: TrialResult, replicates: Sequence[TrialResult]

@@ -76,26 +76,31 @@ def test_more_gradients_summed_in_16_bits_are_judged_by_the_trials_own_gradient(
     assert any("sums up more gradients in 16 bits" in reason and "0.20%" in reason for reason in found.reasons)
 
 
-def test_where_the_loss_depends_on_the_micro_batch_no_other_one_drops_in(tmp_path, unhurried):
+@pytest.mark.parametrize("repeats", [0, 1])
+def test_where_the_loss_depends_on_the_micro_batch_no_other_one_drops_in(repeats, tmp_path, unhurried):
     """As a contrastive loss, which begins log 2 higher over twice the samples."""
 
     def contrastive(candidate):
         curve = [np.log(candidate.micro_batch_size) + 2 / (1 + i) for i in range(24)]
+        step_s = 0.6 if candidate.micro_batch_size != 8 else 0.78
         return report(
             candidate,
             losses=curve,
+            step_times_s=[step_s * (1 + 0.1 * np.sin(7 * i)) for i in range(24)],
             gradient=GradientCheck(error=0.0, norm=1.0, n_micro=candidate.gradient_accumulation_steps),
         )
 
     space = [{"micro_batch_size": [4, 8, 16], "gradient_accumulation_steps": [1, 2, 4], "checkpoint_every": [0, 1]}]
     base = Candidate(micro_batch_size=8, gradient_accumulation_steps=2, checkpoint_every=1)
     runner, executor, watcher = run(
-        tmp_path, Instant(contrastive), trials=12, space=space, baseline=base, global_batch="keep", finalists=3
-    )
+        tmp_path, Instant(contrastive), trials=12, space=space, baseline=base, global_batch="keep", finalists=3,
+        repeats=repeats,
+    )  # fmt: skip
     found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
     assert {pick.measured.candidate.micro_batch_size for pick in found.picks.values()} == {8}
     others = [m for m in runner.state.measured() if m.candidate.micro_batch_size != 8]
     assert len(others) == 1 and others[0].doubt and executor.gated == [], "and no further one is tried"
+    assert not others[0].repeats, "nor this one again, as it is refused in any case"
     assert len([text for text in watcher.said if "the loss depends on the micro-batch" in text]) == 1
 
 

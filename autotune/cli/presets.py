@@ -77,7 +77,8 @@ def _studies(storage: str | None) -> list[tuple[str, ...]]:
     database = records.open_storage(url, create=False)
     found = {row["study"]: row for row in reversed(open_history(url, database).recommendations())}
     running, rows = running_studies(STUDIES), list[tuple[str, ...]]()
-    for name in records.study_names(database):
+    begun = () if storage else running  # until its first trial has a row, a study is not in the database
+    for name in sorted({*records.study_names(database), *begun}):
         row = found.get(name)
         answer = "no answer yet" if row is None else f"{answer_words(row)}; {moment(row['at'])}"
         rows.append((name, f"{answer}; process {running[name]} runs it now" if name in running else answer))

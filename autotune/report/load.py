@@ -1,5 +1,6 @@
 """Reads a study from its database and folder and works out what it found, as a `StudyReport`."""
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -19,6 +20,7 @@ from autotune.scoring.measured import Measured
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig
 from autotune.study.budget import measuring_s
+from autotune.study.lock import run_under_way
 from autotune.study.storage import analysed, records
 from autotune.study.storage.database import Storage
 from autotune.study.storage.records import StoreError, StudyRecord
@@ -122,6 +124,7 @@ def _facts(study: Study, kept: StudyRecord, folder: Path, *, n_trials: int) -> d
         "trials_wanted": stated.get("trials"),
         **{name: stated.get(name) for name in records.WATCHED},
         "ended": study.user_attrs.get(records.ENDED_ATTR, ""),
+        "under_way": run_under_way(folder) not in (None, os.getpid()),
         "unreadable": records.unreadable(study),
         "lost": [{"trial": each.number, "reason": each.user_attrs.get("reason", "")} for each in records.lost(study)],
     }

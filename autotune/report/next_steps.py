@@ -16,6 +16,10 @@ SPARE = 1.5
 def next_steps(report: StudyReport) -> list[str]:
     """The next steps, the first one first; commands stand in backticks."""
     name, pick = shlex.quote(report.name), report.picks.get("recommended")
+    if report.study.get("under_way"):
+        return [
+            f"Wait: another process runs the study now. This is its answer so far; `autotune status {name}` follows it."
+        ]
     again, found = reproduce(report), []
     if left := report.trials_left:
         found.append(

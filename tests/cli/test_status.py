@@ -15,6 +15,7 @@ from support.zoo import wait_until
 
 from autotune.cli import status
 from autotune.errors import UserError
+from autotune.report import load
 from autotune.report.progress import ProgressView
 from autotune.study import events
 from autotune.study.lock import note_agent, run_under_way, study_lock
@@ -184,6 +185,11 @@ def test_status_says_it_once_where_that_is_asked_for_or_nothing_runs(tmp_path, m
         ran(tmp_path / "studies", here)
         status.status("s", once=True)
         assert f"process {os.getpid()} runs it now" in capsys.readouterr().out
+        monkeypatch.setattr(load, "run_under_way", lambda _folder: 1)
+        status.status("s", once=True)
+        assert "next: Wait: another process runs the study now" in capsys.readouterr().out
+        monkeypatch.undo()
+        monkeypatch.chdir(tmp_path)
     status.status("s")
     said = capsys.readouterr().out
     assert said.startswith("study s: 8 trials") and "recommended" in said and "runs it now" not in said

@@ -226,6 +226,14 @@ def test_a_search_that_was_stopped_has_one_way_to_go_on():
     assert next_steps(over)[1] == "Until then keep your configuration."
 
 
+def test_a_study_that_another_process_runs_is_not_said_to_be_stopped():
+    """Status and dashboard told to run it again, which that process would not have allowed."""
+    report = study_report()
+    running = replace(report, study=report.study | {"trials_wanted": 41, "ended": "", "under_way": True})
+    (step,) = next_steps(running)
+    assert step.startswith("Wait: ") and f"`autotune status {report.name}` follows it" in step
+
+
 def test_what_reads_better_than_the_answer_has_a_command_that_checks_it():
     """Beside a recommendation of another trial it had none."""
     report = study_report()

@@ -37,7 +37,9 @@ from autotune.system.units import Scale, format_bytes, format_duration
 
 Context = dict[str, Any]
 # Fields of the study that the page shows elsewhere or that only programs need.
-HIDDEN_FIELDS = ("name", "target", "wall_s", "folder", "stored_as", "trials_wanted", "time_budget_s", "max_length")
+HIDDEN_FIELDS = (
+    "name", "target", "wall_s", "folder", "stored_as", "trials_wanted", "time_budget_s", "max_length", "under_way",
+)  # fmt: skip
 # Cards and rows beyond these are in the JSON only.
 MOST_GATED, MOST_KNOBS, MOST_LEVELS = 8, 8, 6
 # Least widths of the table's columns; the configuration's is the style sheet's, as it depends on the screen.

@@ -279,13 +279,13 @@ def _waterfall(name: str, whole: Interval, limit: float, terms: Mapping[str, flo
 
 
 def comparison(advice: Sequence[Advice]) -> Iterator[str]:
-    """Advice on several kinds of devices, one line each."""
-    header = f"{'devices':<26}{'configuration':<62}{'memory':>10}{'fits':>6}{'tokens/s':>12}{'MFU':>6}"
+    """Advice on several kinds of devices, one line each; the configuration, which may be long, is last."""
+    header = f"{'devices':<26}{'memory':>10}{'fits':>6}{'tokens/s':>12}{'MFU':>6}"
     asked, priced = advice[0].tokens is not None, any(one.cost for one in advice)
-    yield header + (f"{'time':>14}" if asked else "") + (f"{'cost':>12}" if priced else "")
+    yield header + (f"{'time':>14}" if asked else "") + (f"{'cost':>12}" if priced else "") + "  configuration"
     for one in advice:
         chosen = one.chosen
-        line = f"{chosen.devices.describe():<26}{in_words(chosen)[:60]:<62}{format_bytes(chosen.total('memory')):>10}"
+        line = f"{chosen.devices.describe():<26}{format_bytes(chosen.total('memory')):>10}"
         line += f"{chosen.fits:>6.0%}{chosen.tokens_per_s:>12,.0f}{one.mfu.value:>6.0%}"
         line += f"{format_duration(one.hours.value * 3600):>14}" if one.hours else ""
-        yield line + (f"{one.cost.value:>12,.0f}" if one.cost else "")
+        yield line + (f"{one.cost.value:>12,.0f}" if one.cost else "") + f"  {in_words(chosen)}"

@@ -49,6 +49,14 @@ def test_cards_are_compared_a_line_each(tmp_path):
     assert [line.split("  ")[0] for line in lines[1:]] == ["8 x A100-80GB", "8 x H100-80GB", "8 x RTX-4090"]
 
 
+def test_a_line_of_a_comparison_holds_the_whole_configuration(tmp_path):
+    """It was cut at 60 signs, so that a bucket of 50,000,000 elements read as one of 5,000,000."""
+    one = called("advise", "8B", "--gpus", "4xA100-40", cwd=tmp_path).stdout
+    best = next(line for line in one.splitlines() if line.startswith("best for throughput")).split(maxsplit=3)[3]
+    said = called("advise", "8B", "--gpus", "4xA100-40", "--compare", "H100", cwd=tmp_path).stdout.splitlines()[1]
+    assert len(best) > 60 and said.endswith(f"  {best}")
+
+
 def test_what_does_not_fit_is_said_and_ends_with_status_1(tmp_path):
     done = called("advise", "70B", "--gpus", "1x4090", cwd=tmp_path)
     assert done.returncode == 1 and "does not fit" in done.stdout

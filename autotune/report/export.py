@@ -339,8 +339,12 @@ FORMATS: dict[str, Callable[[Data, Data, int, Started | None], str]] = {
 }
 
 
-def notes(pick: Data, base: Data, format: str, started: Started | None = None) -> list[str]:  # noqa: A002
-    """What someone who uses the exported text has to know and cannot read in it."""
+def notes(pick: Data, base: Data, format: str, started: Started | None = None, named: str = "") -> list[str]:  # noqa: A002
+    """What someone who uses the exported text has to know and cannot read in it.
+
+    Args:
+        named: The words of `autotune export` that name study and pick, with a blank after them.
+    """
     config, candidate = deepspeed_config(pick, base), Candidate.of(pick["candidate"])
     every, scheduler = candidate.checkpoint_every, at_path(config, "scheduler.params") or {}
     loader = f"The DataLoader needs batch_size={candidate.micro_batch_size}: the JSON states it and does not set it."
@@ -361,7 +365,7 @@ def notes(pick: Data, base: Data, format: str, started: Started | None = None) -
                 True,
                 _written(started, started.exported)
                 if started
-                else f"`autotune export STUDY -o {EXPORTED_CONFIG}` writes the JSON.",
+                else f"`autotune export {named}-o {EXPORTED_CONFIG}` writes the JSON.",
             ),
             (every > 1, newer),
             (steps, f"The JSON fixes the scheduler steps: {fixed}"),
@@ -387,11 +391,11 @@ def export_pick(report: StudyReport, pick: str | None, number: int | None, form:
     chosen, base = pick_or_trial(report, pick, number), report.study["base_config"]
     which = f"--pick {shlex.quote(pick)} " if pick else f"--trial {number} " if number is not None else ""
     begun = started(report, which)
-    text = export(chosen, base, form, report.world_size, begun)
+    text, named = export(chosen, base, form, report.world_size, begun), f"{shlex.quote(report.name)} {which}"
     changes = [] if form == "command" else chosen.get("script_side_changes", [])  # its comments say so
     return Exported(
         text=text,
-        notes=[*_warnings(chosen), *notes(chosen, base, form, begun), *changes],
+        notes=[*_warnings(chosen), *notes(chosen, base, form, begun, named), *changes],
         tuned=base,
         own_files=begun.own_files if begun else frozenset(),
     )

@@ -17,6 +17,7 @@ from autotune.cli.presets import answer_words
 from autotune.errors import UserError
 from autotune.study.lock import study_lock
 from autotune.system.files import shown
+from autotune.system.units import format_seconds
 
 if TYPE_CHECKING:
     from autotune.study.storage.history import Row
@@ -104,7 +105,9 @@ def _history_lines(what: str, rows: Sequence[Row]) -> Iterator[tuple[float, str]
         at = row["began_at"] if what == "decisions" else row["at"]
         name = row["study"] + (f" (re-tuning {row['generation']})" if row["generation"] else "")
         if what == "measurements":
-            step = f", {row['metrics']['step_time_s'] * 1e3:.4g} ms/step" if "step_time_s" in row["metrics"] else ""
+            step = (
+                f", {format_seconds(row['metrics']['step_time_s'])} a step" if "step_time_s" in row["metrics"] else ""
+            )
             where = f"{row['world_size']} ranks, {row['environment'].get('device_name', '')}"
             text = f"trial {row['trial']} {row['role']}: {row['outcome']}{step}; {where}"
         elif what == "recommendations":

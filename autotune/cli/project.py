@@ -12,7 +12,7 @@ import typer
 
 from autotune.cli.options import AsJson, option, read_settings
 from autotune.errors import UserError
-from autotune.system.units import parse_size
+from autotune.system.units import format_quantity, parse_size
 from autotune.trial.folder import read_record
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ def _cells(rows: Sequence[Projected], first: str, names: Sequence[str], *, descr
         low, high = row.efficiency_90
         found.append([
             name, f"{row.samples_per_step:,}", times.number(row.step_time_s.value),
-            times.interval(row.step_time_s.low, row.step_time_s.high), f"{row.samples_per_s:,.4g}",
+            times.interval(row.step_time_s.low, row.step_time_s.high), format_quantity(row.samples_per_s, ""),
             f"{row.communication:.0%}", sizes.number(row.peak_memory_bytes.value), fits,
             *([row.candidate.describe()] if describe else [f"{row.efficiency:.0%}", f"{low:.0%}–{min(high, 9.9):.0%}"]),
         ])  # fmt: skip

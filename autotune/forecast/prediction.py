@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autotune.forecast.words import BINDS, memory_by_part, verdict
 from autotune.scoring.quantiles import Z95
-from autotune.system.units import format_bytes, format_seconds
+from autotune.system.units import format_bytes, format_seconds, scale_for
 
 if TYPE_CHECKING:
     from autotune.forecast.predictor import Forecast
@@ -174,7 +174,8 @@ class Prediction:
             if value >= 0.02 * sum(terms.values()):
                 yield f"  {name:<14}{format_seconds(value):>10}"
         value, low, high = self.samples_per_s
-        yield f"throughput  {value:,.4g} samples/s ({low:,.4g} to {high:,.4g})"
+        scale = scale_for("samples/s", self.samples_per_s)
+        yield f"throughput  {scale.quantity(value)} ({scale.number(low)} to {scale.number(high)})"
         yield ""
         yield f"binds       memory: {self.binds['memory']}"
         yield f"            time: {self.binds['time']}"

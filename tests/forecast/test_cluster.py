@@ -147,6 +147,8 @@ def test_weak_scaling_loses_efficiency_with_every_node_and_gains_throughput():
     assert rows[-1].efficiency < rows[2].efficiency < 1 and rows[-1].samples_per_step == 512
     low, high = rows[-1].efficiency_90
     assert low < rows[-1].efficiency < high and 0 < rows[-1].communication < 1
+    _, cells = project._cells([replace(rows[-1], samples_per_s=123_456.0)], "devices", ["64"])
+    assert cells[4] == "123,456"  # it read 1.235e+05
 
 
 def test_devices_that_train_one_copy_of_the_model_together_read_one_micro_batch():

@@ -9,6 +9,7 @@ import pytest
 
 from autotune.forecast import memory, step_time
 from autotune.forecast.knobs import Knobs
+from autotune.forecast.prediction import Prediction
 from autotune.forecast.predictor import AnalyticPrior, Predictor, probability_below, settings_of
 from autotune.forecast.regression import Data, Design, fit
 from autotune.space.candidate import Candidate
@@ -291,6 +292,18 @@ def test_a_forecast_adds_up_and_its_interval_holds_it():
         assert said.total.low < said.total.value < said.total.high
         assert probability_below(said, said.total.value) == pytest.approx(0.5)
         assert probability_below(said, said.total.high) == pytest.approx(0.95, abs=0.001)
+
+
+def test_a_high_throughput_is_written_out():
+    """It read as 1.235e+04 samples/s."""
+    predictor, candidate = Predictor(PROFILE, GPU), Candidate(micro_batch_size=512, precision="bf16")
+    said = Prediction(
+        configuration=candidate, ranks=1000, data_parallel=1000, memory=predictor.memory(candidate),
+        step_time=predictor.step_time(candidate), device_memory_bytes=1e12, fits_probability=1.0,
+        largest_micro_batch_size=None, largest_tensor_bytes=0.0, tokens_per_sample=None, measured={}, study="",
+        notes=(), device="H100",
+    )  # fmt: skip
+    assert said.samples_per_s.value > 10_000 and f"throughput  {said.samples_per_s.value:,.0f} samples/s (" in str(said)
 
 
 def test_measurements_scale_the_terms_that_are_off_and_narrow_the_interval():

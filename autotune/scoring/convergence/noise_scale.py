@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.system.units import scale_for
 from autotune.trial.result import NoiseTerms
 
 REPLICATES = 1000
@@ -53,9 +54,11 @@ class NoiseScale:
 
     def __str__(self) -> str:
         if not self.resolved:
-            return f"gradient noise scale: more than {self.low:.3g} samples; the run was too short to say more"
+            return f"gradient noise scale: more than {self.low:,.0f} samples; the run was too short to say more"
         growing = ", and still growing, so that smaller batches get no credit for it" if self.growing else ""
-        return f"gradient noise scale: {self.samples:.3g} samples ({self.low:.3g} to {self.high:.3g}){growing}"
+        scale = scale_for("samples", (self.samples, self.low, self.high))
+        ends = f"{scale.number(self.low)} to {scale.number(self.high)}"
+        return f"gradient noise scale: {scale.quantity(self.samples)} ({ends}){growing}"
 
 
 def noise_scale(

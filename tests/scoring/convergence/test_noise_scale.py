@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.scoring.convergence.learning_rate import LearningRate, default_rule
-from autotune.scoring.convergence.noise_scale import efficiency, falling, noise_scale, noise_scale_of
+from autotune.scoring.convergence.noise_scale import NoiseScale, efficiency, falling, noise_scale, noise_scale_of
 from autotune.trial.result import NoiseTerms
 
 POSITIVE = st.floats(0.01, 1e5)
@@ -51,6 +52,13 @@ def test_too_few_samples_for_the_noise_give_a_lower_bound_only() -> None:
     assert not found.resolved
     assert str(found).startswith("gradient noise scale: more than ")
     assert found.low < 20_000
+
+
+def test_large_noise_scales_are_written_out() -> None:
+    """They read as 1.23e+04 samples."""
+    found = NoiseScale(samples=12_345.0, low=8_000.0, high=23_456.0, resolved=True, n_samples=90_000)
+    assert str(found) == "gradient noise scale: 12,345 samples (8,000 to 23,456)"
+    assert "more than 8,000 samples" in str(replace(found, resolved=False))
 
 
 def test_one_micro_batch_a_step_is_refused() -> None:

@@ -27,7 +27,7 @@ def schedule_add(
     on: Annotated[str | None, option("environment-change", "Only if the environment has changed.", "--on")] = None,
     storage: Storage = None,
 ) -> None:
-    """Add a schedule of a study."""
+    """Add a schedule of a study, unless the same one is there."""
     from autotune.retune import schedule
     from autotune.retune.schedule import Schedule
     from autotune.session import open_study
@@ -38,10 +38,12 @@ def schedule_add(
     opened = open_study(study, storage)
     history, _ = opened.history, opened.record  # the record shows that there is such a study
     opened.check_own()
+    rule = {"every_s": every_s, "cron": fields, "on_change": on is not None}
+    if same := next((row for row in history.schedules(study) if {name: row[name] for name in rule} == rule), None):
+        print(f"schedule {same['id']} is there already: study {study} {Schedule.of(same).when}")
+        return
     first = schedule.next_after(every_s, fields, time.time())
-    number = history.add_schedule(
-        study=study, every_s=every_s, cron=fields, on_change=on is not None, next_run_at=first
-    )
+    number = history.add_schedule(study=study, next_run_at=first, **rule)
     added = next(Schedule.of(row) for row in history.schedules(study) if row["id"] == number)
     print(f"schedule {number}: study {study} {added.when}; first at {schedule.moment(first)}")
     print(

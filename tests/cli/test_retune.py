@@ -55,6 +55,8 @@ def known(studies):
 def test_a_schedule_is_added_listed_and_removed(studies, capsys):
     schedule_add("s", "7d", on="environment-change")
     assert "schedule 1: study s every 7 d, if the environment has changed; first at " in capsys.readouterr().out
+    schedule_add("s", "1w", on="environment-change")
+    assert capsys.readouterr().out.startswith("schedule 1 is there already: study s every 7 d, if the environment")
     schedule_list(as_json=True)
     (row,) = json.loads(capsys.readouterr().out)
     assert row["study"] == "s" and row["every_s"] == 7 * 86400 and 0 < row["next_run_at"] - time.time() <= 7 * 86400

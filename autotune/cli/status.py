@@ -81,7 +81,8 @@ def lines(data: Mapping[str, Any]) -> str:
     left = ""
     if data["running"] and not data["process"]:
         left = f"; {data['running']} begun and not told: the next run takes it up, unless another machine runs it now"
-    trials = f"{data['n_trials']} trials in {format_duration(data['wall_s'])}"
+    n = data["n_trials"]
+    trials = f"{n} trial{'s' * (n != 1)} in {format_duration(data['wall_s'])}"
     return f"study {data['name']}: {trials} ({outcomes}){process}{left}"
 
 

@@ -49,7 +49,8 @@ def _cells(line: list[str], row: tables.Row) -> list[str]:
 
 def lead(report: StudyReport) -> str:
     """What was tuned where, in how many trials."""
-    return f"{subject(report)} on {machine(report)}, {len(report.trials)} trials"
+    n = len(report.trials)
+    return f"{subject(report)} on {machine(report)}, {n} trial{'s' * (n != 1)}"
 
 
 def headline(report: StudyReport) -> str:

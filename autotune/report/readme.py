@@ -161,7 +161,7 @@ def _lead(report: StudyReport) -> str:
     n, wall = report.study.get("n_trials", len(report.trials)), report.study.get("wall_s")
     took = f" in {format_duration(wall)}" if wall else ""
     goal = f"the goal `{report.study['goal']}`: " if report.study.get("goal") else ""
-    return f"{_plain(subject(report))}, tuned for {goal}{_and(labels)} on {_plain(machine(report))}: {n} trials{took}."
+    return f"{_plain(subject(report))}, tuned for {goal}{_and(labels)} on {_plain(machine(report))}: {n} trial{'s' * (n != 1)}{took}."
 
 
 def _answer(report: StudyReport) -> str:

@@ -39,6 +39,7 @@ Context = dict[str, Any]
 # Fields of the study that the page shows elsewhere or that only programs need.
 HIDDEN_FIELDS = (
     "name", "target", "wall_s", "folder", "stored_as", "trials_wanted", "time_budget_s", "max_length", "under_way",
+    "unchecked_s", "deepspeed_added",
 )  # fmt: skip
 # Cards and rows beyond these are in the JSON only.
 MOST_GATED, MOST_KNOBS, MOST_LEVELS = 8, 8, 6

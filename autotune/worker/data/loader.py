@@ -263,7 +263,8 @@ def _dataset(target: ModelFile) -> Any:
         name = f"{target.path.name}: data() returned a DataLoader"
         raise WorkloadError(f"{name}; return its dataset, since the tuner chooses the batch size")
     # Without a length it is read in order, as Python iterates over what has positions.
-    if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
+    by_name = isinstance(dataset, Mapping) and 0 not in dataset  # columns or splits, as of a DatasetDict
+    if by_name or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
         raise WorkloadError(
             f"{target.path.name}: data() returned {type(dataset).__name__}; return a Dataset or a list of samples"
         )

@@ -72,6 +72,7 @@ def test_a_function_counts_only_where_the_file_names_it(target, tmp_path):
             r"returned a DataLoader; return its dataset, since the tuner chooses .*",
         ),
         ("3", "returned int; return a Dataset or a list of samples"),
+        ("{'train': [1, 2]}", "returned dict; return a Dataset or a list of samples"),
         ("[]", "is empty"),
     ],
 )

@@ -183,7 +183,6 @@ def scale(
     with ProgressView() as view:
         view.opening(target)
         from autotune.report.page import scaling as page
-        from autotune.scoring import scaling
         from autotune.study.events import Broadcast, Journal
         from autotune.study.setup.capture import wanted_study
         from autotune.study.setup.engine import executor_for
@@ -205,8 +204,7 @@ def scale(
             runs, failures = measure(found, executor, folder, list(ways.values()), rounds, logged)
     noise = noise_samples(wanted.name, wanted.storage, studies)
     scales = _scales(ways, runs, found.workload.n_samples, noise)
-    said = dict.fromkeys(text for each in scales.values() for text in scaling.advice(each))
-    notes = [*filter(None, [note]), *notes, *failures, *said]
+    notes = [*filter(None, [note]), *notes, *failures, *_advice(scales)]
     if any(each[-1].same_loss is None for each in scales.values()):
         notes.append(f"what a larger batch is worth is not known; the study {wanted.name} with a free batch says it")
     _tell(scales, wanted.name, notes, folder.parent / "scaling.html", as_json=as_json)
@@ -226,6 +224,20 @@ def _scales(
         for way, asked in ways.items()
     }
     return {way: each for way, each in compared.items() if each}
+
+
+def _advice(scales: Mapping[Mode, list[Scale]]) -> list[str]:
+    """What to do about the losses; what is said of one of several ways alone names that way."""
+    from autotune.scoring import scaling
+
+    said = {way: scaling.advice(each) for way, each in scales.items()}
+    return list(
+        dict.fromkeys(
+            text if all(text in each for each in said.values()) else f"{way} scaling: {text}"
+            for way, texts in said.items()
+            for text in texts
+        )
+    )
 
 
 def _tell(scales: dict[Mode, list[Scale]], name: str, notes: Sequence[str], path: Path, *, as_json: bool) -> None:

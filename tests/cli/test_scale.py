@@ -14,7 +14,7 @@ from rich.console import Console
 from support.commands import called, one_sentence
 
 from autotune.cli.app import imported
-from autotune.cli.scale import configurations, equal_threads, measure, rank_counts
+from autotune.cli.scale import _advice, configurations, equal_threads, measure, rank_counts
 from autotune.errors import UserError
 from autotune.report.page import scaling as page
 from autotune.report.progress import ProgressView
@@ -121,6 +121,20 @@ def test_each_loss_has_its_name_and_its_remedy_and_together_they_are_what_the_ef
     assert max(found.losses.values()) < 1
     (said,) = advice([found])
     assert said.startswith(f"{name} takes") and said.endswith(LOSSES[name].remedy)
+
+
+def test_what_is_said_of_one_way_of_scaling_names_it():
+    """Two notes gave one loss two shares of a step."""
+    ways = {}
+    for mode, share in (("strong", 0.5), ("weak", 1.0)):
+        parts = {key: value * share + 0.2 * (key == "communication") for key, value in ONE.items()}
+        two = apart(2, 16 if mode == "strong" else 32, 0.96 * share + 0.2, parts)
+        ways[mode] = scaling([apart(1, 16, 0.96, ONE), two], None)
+    assert [text.partition(" takes")[0] for text in _advice(ways)] == [
+        "strong scaling: communication",
+        "weak scaling: communication",
+    ]
+    assert _advice({"weak": ways["weak"], "strong": ways["weak"]}) == advice(ways["weak"])
 
 
 def test_more_ranks_that_are_slower_have_no_share_above_one():

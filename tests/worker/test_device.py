@@ -265,8 +265,13 @@ def test_a_script_that_asks_for_the_cpu_gets_deepspeed_on_one_and_keeps_its_wish
         value=lambda _: None, changed=changes.append,
     )  # fmt: skip
     given = {"cpu": True}
-    accelerate._Adapter(context)._inject_deepspeed(given)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")  # by `accelerate launch --cpu`
+    partial = types.SimpleNamespace(_prepare_backend=None, __init__=None)
+    adapter = accelerate._Adapter(context)
+    adapter.on_state(types.SimpleNamespace(PartialState=partial))
+    adapter._inject_deepspeed(given)
     assert given["cpu"] is not on_cpu and any("leave `cpu=True` out" in text for text in changes) is on_cpu
+    assert any("leave `--cpu`" in text for text in changes) is on_cpu
     arguments = types.SimpleNamespace(
         use_cpu=True, deepspeed="ds.json", max_steps=-1, eval_strategy="no", save_strategy="no"
     )

@@ -21,6 +21,7 @@ NO_DEEPSPEED: DsConfig = {
     "gradient_clipping": "auto",
     "zero_optimization": {"stage": 0},
 }
+WITHOUT_CPU = "Accelerate: leave {}: beside it DeepSpeed is not used."
 # Loading too: a state saved with another ZeRO stage or number of ranks could not be loaded.
 SAVERS = ("save", "save_model", "save_state", "load_state")
 
@@ -54,7 +55,7 @@ def refuse_fsdp(context: ScriptContext) -> NoReturn:
 
 class _Adapter:
     def __init__(self, context: ScriptContext) -> None:
-        self._context, self._injected = context, False
+        self._context, self._injected, self._launched_on_cpu = context, False, False
 
     # On a CPU, which Accelerate does not know as a device of DeepSpeed
 
@@ -62,6 +63,7 @@ class _Adapter:
         if not self._context.memory.on_cpu:
             return
         # Set by `accelerate launch --cpu`: Accelerate would not use DeepSpeed.
+        self._launched_on_cpu = asked_for("CPU")
         os.environ.pop("ACCELERATE_USE_CPU", None)
 
         def prepare_backend(_original: Callable[..., Any], *_args: Any, **_kwargs: Any) -> Any:
@@ -149,9 +151,9 @@ class _Adapter:
             )
         if given.get("cpu") and self._context.memory.on_cpu:
             given["cpu"] = False
-            self._context.changed(
-                "Accelerate: leave `cpu=True` out of `Accelerator(...)`: beside it DeepSpeed is not used."
-            )
+            self._context.changed(WITHOUT_CPU.format("`cpu=True` out of `Accelerator(...)`"))
+        if self._launched_on_cpu:
+            self._context.changed(WITHOUT_CPU.format("`--cpu` (`use_cpu` of its file) out of `accelerate launch`"))
 
     def _clips(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Notes the norm at which the script clips gradients, by an Accelerator or by torch; DeepSpeed's engine will do it."""

@@ -131,7 +131,7 @@ class Teller:
         if result.outcome is Outcome.NOT_APPLIED and self._state.plan.target.kind == "script":
             return replace(result, reason=result.reason + remedy(result.reason))
         if result.outcome is Outcome.TIMEOUT and candidate == self._state.plan.baseline:
-            return replace(result, reason=f"{result.reason}; {failures.MORE_TIME}")
+            return replace(result, reason=f"{result.reason}; {failures.more_time(result.phase)}")
         on_device = self._state.plan.workload.environment.accelerator != "cpu"
         if advice := failures.advice(result.outcome, result.reason, on_device=on_device):
             return replace(result, reason=f"{result.reason}. {advice}")

@@ -61,7 +61,6 @@ _OTHER_DTYPE = (
 )  # fmt: skip
 # How the reason begins where a script is over before its step time is known: it has fewer samples than the steps need.
 FEW_STEPS = "the script ended after"
-MORE_TIME = "--trial-deadline gives it more time, if it takes that long to load"
 HOST_MEMORY = (
     "The host's memory ran out, not the device's: offload less, use fewer loader workers, or give the job more memory"
 )
@@ -141,6 +140,13 @@ def means_lost_peer(text: str) -> bool:
 def means_other_dtype(text: str) -> bool:
     """Returns whether an error message says that a tensor has another type than the 16-bit weights."""
     return any(words in text.lower() for words in _OTHER_DTYPE)
+
+
+def more_time(phase: str) -> str:
+    """Returns advice for what came to no end, by the phase that it was in."""
+    if phase in ("warmup", "measure"):
+        return "it had loaded and begun to train: if it neither hangs nor leaves step() out, --trial-deadline gives it more time"
+    return "--trial-deadline gives it more time, if it takes that long to load"
 
 
 def headline(text: str) -> str:

@@ -76,7 +76,7 @@ def _classify(error: BaseException) -> tuple[Outcome, str]:
         return Outcome.NOT_APPLIED, first
     if isinstance(error, UserError):
         return Outcome.CRASHED, first
-    return Outcome.CRASHED, f"{type(error).__name__}: {first}"[:500]
+    return Outcome.CRASHED, f"{type(error).__name__}: {first}".removesuffix(": ")[:500]
 
 
 def _was_pinning(error: BaseException, text: str, free_share: float | None) -> bool:

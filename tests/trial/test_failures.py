@@ -11,6 +11,7 @@ from autotune.trial.failures import (
     means_lost_peer,
     means_other_dtype,
     means_out_of_memory,
+    more_time,
 )
 from autotune.trial.result import Outcome
 
@@ -390,3 +391,10 @@ def test_nccls_cause_stands_beside_its_headline():
 )
 def test_what_a_message_means(means, text, holds):
     assert means(text) is holds
+
+
+@pytest.mark.parametrize(
+    ("phase", "said"), [("build", "that long to load"), ("warmup", "begun to train"), ("measure", "hangs")]
+)
+def test_what_had_begun_to_train_is_not_said_to_load(phase, said):
+    assert said in more_time(phase)

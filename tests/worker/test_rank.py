@@ -63,6 +63,7 @@ def test_nccl_is_told_the_ranks_device_and_does_not_guess_it(monkeypatch, versio
         (OSError(12, "Cannot allocate memory"), Outcome.OOM, "OSError: [Errno 12] Cannot allocate memory"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), Outcome.OOM,
          "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        (ValueError(), Outcome.CRASHED, "ValueError"),
         (ValueError("a\nb"), Outcome.CRASHED, "ValueError: a"),
         (ValueError("wrong:\n  b"), Outcome.CRASHED, "ValueError: wrong: b"),
         (SystemExit(3), Outcome.CRASHED, "SystemExit: 3"),

@@ -111,7 +111,7 @@ def inspect_workload(
         if result.outcome is Outcome.TIMEOUT and (op := builds.under_way()):
             hint = f": DeepSpeed's {op} was still being compiled; compile it first, with `autotune doctor --build`"
         if result.outcome is Outcome.TIMEOUT and not hint:
-            hint = f"; {failures.MORE_TIME}"
+            hint = f"; {failures.more_time(result.phase)}"
         if executor.cold_reason and "exited with status" in result.reason:  # it may not even import DeepSpeed
             hint = hint or f"; {executor.cold_reason}"
         if not hint and (advice := failures.advice(result.outcome, result.reason, on_device=False)):

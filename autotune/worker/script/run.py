@@ -31,6 +31,8 @@ from autotune.worker.script.steps import StepHooks
 
 # Where click is, and Typer's copy of it.
 CLICK = ("click.core", "typer._click.core")
+# Of a script whose arguments are wrong: its parser has said which.
+USAGE_STATUS = 2
 
 
 def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: int) -> None:
@@ -55,10 +57,23 @@ def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: i
         execute.execute(Path(request.target), context.script)
     except SystemExit as end:
         if end.code not in (None, 0):
-            context.abort(ScriptError(f"the script exited with status {end.code}"))
+            context.abort(_exited(end))
     except BaseException as error:
         context.abort(error)
     steps.script_ended()
+
+
+def _exited(end: SystemExit) -> ScriptError:
+    """Returns the error of a script that ended itself, with what it had caught before, as Hydra's `main` does."""
+    if isinstance(end.code, str):
+        return ScriptError(f"the script ended itself: {end.code}")
+    said = f"the script exited with status {end.code}"
+    caught = end.__context__
+    if end.code == USAGE_STATUS or not isinstance(caught, Exception):
+        return ScriptError(said)
+    error = ScriptError(f"{said} after {type(caught).__name__}: {caught}".removesuffix(": "))
+    error.__cause__ = caught
+    return error
 
 
 def _compile(context: ScriptContext, original: Callable[..., Any], builder: Any, *args: Any, **kwargs: Any) -> Any:

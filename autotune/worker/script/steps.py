@@ -40,7 +40,7 @@ class StepHooks:
         self._total: torch.Tensor | float | None = None
         self._n_backward = 0
         self._tail: ScriptTail | None = None
-        self._begun = self._reached = self._summed = self._plain_backward = False
+        self._begun = self._reached = self._summed = self._plain_backward = self._asked = False
 
     def install(self) -> None:
         """Patches the backward functions that a script may call."""
@@ -81,6 +81,10 @@ class StepHooks:
         self._gather_rest()
         n, needed = len(context.report.step_times_s), min(context.request.max_steps, MIN_STEPS)
         if n < (PROBE_STEPS if context.candidate is None else needed):
+            if not self._asked:
+                raise ScriptError(
+                    "the script ended without calling the engine's step(): its loop leaves that out, or had no steps or data"
+                )
             limits = f" ({', '.join(context.limits)} may be what ends it)" if context.limits else ""
             raise ScriptError(
                 f"{failures.FEW_STEPS} {n} optimizer steps, and {needed} are needed:"
@@ -165,6 +169,7 @@ class StepHooks:
 
     def _stepped(self, loss: Any = None) -> None:
         """Handles a call of the engine's step; `loss` is that of engines whose backward calls are not seen."""
+        self._asked = True
         if loss is not None:
             self._note_loss(loss)
         if not self._meter.batches.step():

@@ -334,7 +334,9 @@ def test_a_file_that_a_script_writes_by_itself_is_told(bench, home):
         ("saves.py", ("--reload",), "best.pt back, but trials do not save the model"),
         ("no_engine.py", (), "without calling deepspeed.initialize"),
         ("dict_config.py", ("--no-such-flag",), "exited with status 2"),
-        ("dict_config.py", ("--steps", "0"), "ended after 0 optimizer steps"),
+        ("dict_config.py", ("--steps", "0"), "ended without calling the engine's step()"),
+        ("exits.py", (), "exited with status 1 after TypeError: .*no_such"),
+        ("exits.py", ("--said",), "the script ended itself: no data in /data"),
         ("stranger.py", (), "the optimizer given to deepspeed.initialize holds none of the model's parameters"),
     ],
 )

@@ -19,12 +19,17 @@ def of(trials: Sequence[Data]) -> list[str]:
     return [*_failures(trials), *_failures_again(trials), *_set_apart(trials)]
 
 
+def without_numbers(text: str) -> str:
+    """What notes that differ in their numbers alone have in common."""
+    return re.sub(r"[0-9.]+", "", text)
+
+
 def _failures(trials: Sequence[Data]) -> list[str]:
     """The trials that ended badly, those that ended alike together, each with a reason."""
     alike: dict[tuple[str, str], list[Data]] = {}
     for trial in trials:
         if trial.get("outcome") in FAILURES and trial["trial"] != 0:
-            words = re.sub(r"[0-9.]+", "", trial.get("reason") or "")
+            words = without_numbers(trial.get("reason") or "")
             alike.setdefault((trial["outcome"], words), []).append(trial)
     found = []
     for (outcome, _), group in alike.items():

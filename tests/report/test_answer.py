@@ -215,6 +215,15 @@ def test_failures_that_differ_in_their_numbers_say_whose_these_are():
     assert "trials 3, 4 ended with diverged: broken" in said
 
 
+def test_a_note_on_the_target_is_not_repeated_for_each_trial_that_differs_in_a_number():
+    report = study_report()
+    note = "the script itself writes files, as in every trial: /out/{}/train.log"
+    trials = [trial | {"caveats": [note.format(trial["trial"]), "busy"]} for trial in report.trials]
+    said = replace(report, workload=dict(report.workload) | {"caveats": [note.format(99)]}, trials=trials).caveats()
+    assert [text for text in said if "itself writes" in text] == [note.format(99)]
+    assert any(text.endswith("busy") for text in said)
+
+
 def test_a_search_that_was_stopped_has_one_way_to_go_on():
     base = study_report().baseline
     report = replace(study_report(), recommended={"picks": {"recommended": base}, "baseline": base})

@@ -61,11 +61,12 @@ class Isolation:
             for folder in sorted(made, key=len, reverse=True):
                 with contextlib.suppress(OSError):
                     os.rmdir(folder)
-        for path in self._files[:MAX_FILES_NAMED]:
-            self._context.once(f"the script itself writes {path}, in every trial")
-        if len(self._files) > MAX_FILES_NAMED:
+        if self._files:  # their names may hold the time of day
+            named = ", ".join(sorted(self._files)[:MAX_FILES_NAMED])
             n_more = len(self._files) - MAX_FILES_NAMED
-            self._context.once(f"the script itself writes {n_more} more files, in every trial")
+            self._context.once(
+                f"the script itself writes files, as in every trial: {named}{f' and {n_more} more' * (n_more > 0)}"
+            )
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Saves into the scratch folder, where `_load` finds it; drops weights, which cost time and space."""

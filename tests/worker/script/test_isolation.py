@@ -32,3 +32,13 @@ def test_a_librarys_cache_in_the_working_folder_is_no_file_of_the_scripts(tmp_pa
     for path in (tmp_path / "cache" / "datasets" / "text_builder.lock", tmp_path / "metrics.json"):
         found._audit("open", (str(path), "w", os.O_WRONLY))
     assert found._files == [str(tmp_path / "metrics.json")]
+
+
+def test_files_that_a_script_writes_are_told_in_one_sentence(tmp_path):
+    found, said = rank(tmp_path), []
+    found._context.once = said.append
+    for i in range(7):
+        found._audit("open", (str(tmp_path / f"{i}.log"), "w", os.O_WRONLY))
+    found.close()
+    (sentence,) = said
+    assert str(tmp_path / "4.log") in sentence and sentence.endswith(" and 2 more")

@@ -324,7 +324,7 @@ def test_what_a_script_saves_for_itself_it_can_read_and_nobody_finds_later(bench
 
 def test_a_file_that_a_script_writes_by_itself_is_told(bench, home):
     found = bench.plan("saves.py", "--log")
-    assert any(f"writes {home}/out/log.txt, in every trial" in note for note in found.notes)
+    assert any(f"writes files, as in every trial: {home}/out/log.txt" in note for note in found.notes)
     shutil.rmtree(home / "out")
 
 

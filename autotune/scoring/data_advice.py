@@ -34,8 +34,9 @@ def _waiting(evidence: Evidence, share: float) -> list[str]:
     hidden = 1 / (1 - min(share, 0.99))
     if own:  # all of them load all the time, and the step waits for them
         n = max(own + 1, math.ceil(own * hidden))
+        load = f"{own} workers load" if own > 1 else "a worker loads"
         return [
-            f"{said}, although {own} workers load it: with {n} or more, as far as there are cores, or samples that are prepared"
+            f"{said}, although {load} it: with {n} or more, as far as there are cores, or samples that are prepared"
             f" beforehand, a step would take up to {hidden:.2f}x less (data.num_workers)"
         ]
     # A worker loads while the device computes: as many as loading takes longer than the rest of the step hide it all.

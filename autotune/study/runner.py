@@ -94,7 +94,13 @@ class Runner:
         self._budget.resume()
         self._baseline.restore()
         if self._leads and (n := self._budget.n_spent()):
-            self._events.say(f"resuming: {n} of {self.state.plan.spec.trials} trials are already there")
+            wanted = self.state.plan.spec.trials
+            there = "trials are already there"
+            self._events.say(
+                f"resuming: {n} of {wanted} {there}"
+                if n <= wanted
+                else f"resuming: {n} {there}, {wanted} were asked for"
+            )
 
     def _restore(self) -> bool:
         if n := restore(self.state, self.proposer, self._teller):

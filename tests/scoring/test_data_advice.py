@@ -16,6 +16,8 @@ def test_waiting_for_data_names_the_workers_that_would_hide_it():
     assert said.startswith("75% of a step is waiting") and "by 4 or more workers" in said and "4.00x" in said
     (said,) = data_notes(replace(EVIDENCE, loader={"num_workers": 4}), 0.75, 0.2)
     assert "although 4 workers" in said and "with 16 or more" in said and "4.00x" in said
+    (said,) = data_notes(replace(EVIDENCE, loader={"num_workers": 1}), 0.75, 0.2)
+    assert "although a worker loads it" in said
     (said,) = data_notes(replace(EVIDENCE, data_cannot={"num_workers": "data() is a stream"}), 0.75, 0.2)
     assert said.endswith("data() is a stream")
 

@@ -24,6 +24,8 @@ def test_a_resumed_study_runs_only_what_is_missing(tmp_path):
     assert [(m.candidate, dict(m.metrics)) for m in after.state.measured()][:4] == first
     assert len(set(candidates(after))) == 6
     assert "resuming: 4 of 6 trials are already there" in watcher.said
+    _, _, watcher = run(tmp_path, trials=5, finalists=0)
+    assert "resuming: 6 trials are already there, 5 were asked for" in watcher.said
 
 
 @pytest.mark.parametrize(

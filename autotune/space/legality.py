@@ -209,7 +209,7 @@ RULES: tuple[Rule, ...] = (
          "global batch {batch}: the data set has only {n_samples} samples", BATCH),
     Rule(lambda c, k, s: s.global_batch is not None
          and not s.global_batch[0] <= c.global_batch_size(s.world_size) <= s.global_batch[1],
-         "global batch {batch} is outside {global_batch}", BATCH),
+         "global batch {batch}: the study keeps to {global_batch}", BATCH),
     Rule(lambda c, k, s: s.only_micro_batch not in (0, c.micro_batch_size),
          "micro-batch {micro_batch_size}: the loss depends on the micro-batch, and is the baseline's with {only_micro_batch} alone",
          ("micro_batch_size",)),

@@ -54,7 +54,9 @@ class NoiseScale:
 
     def __str__(self) -> str:
         if not self.resolved:
-            return f"gradient noise scale: more than {self.low:,.0f} samples; the run was too short to say more"
+            lost = "not to be told, since no gradient shows in the noise"
+            said = lost if self.low >= ENDLESS else f"more than {self.low:,.0f} samples"
+            return f"gradient noise scale: {said}; the run was too short to say more"
         growing = ", and still growing, so that smaller batches get no credit for it" if self.growing else ""
         scale = scale_for("samples", (self.samples, self.low, self.high))
         ends = f"{scale.number(self.low)} to {scale.number(self.high)}"

@@ -61,6 +61,12 @@ def test_large_noise_scales_are_written_out() -> None:
     assert "more than 8,000 samples" in str(replace(found, resolved=False))
 
 
+def test_a_gradient_that_is_lost_in_the_noise_is_said_to_be_without_a_number() -> None:
+    """With random labels: "more than 1e+15 samples"."""
+    found = noise_scale([2.0] * 20, [0.1] * 20, micro_batch_size=4, n_micro=4)
+    assert not found.resolved and "samples" not in str(found) and "no gradient shows in the noise" in str(found)
+
+
 def test_one_micro_batch_a_step_is_refused() -> None:
     with pytest.raises(ValueError, match="at least two micro-batches"):
         noise_scale([1.0] * 9, [1.0] * 9, micro_batch_size=4, n_micro=1)

@@ -1,6 +1,9 @@
 """The committed studies: each can be read, and its model learns."""
 
 import importlib.util
+import os
+import shutil
+import subprocess
 
 import pytest
 import torch
@@ -14,6 +17,18 @@ STUDIES = ROOT / "studies"
 @pytest.mark.parametrize("path", sorted(STUDIES.glob("*/study.yaml")), ids=lambda path: path.parent.name)
 def test_a_committed_study_is_read_without_a_complaint(path):
     assert StudySpec.of(path).name == path.parent.name
+
+
+@pytest.mark.process
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize(("given", "on_cpu"), [([], True), (["STUDY=own.yaml"], False)])
+def test_the_demo_takes_the_cpu_whatever_devices_there_are_and_a_users_own_study_does_not(given, on_cpu):
+    """Its two ranks cannot share one GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "STUDY"}
+    command = ["make", "--dry-run", "--directory", str(ROOT), "demo", *given]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    ran = next(line for line in said.splitlines() if "autotune run" in line)
+    assert ran.startswith("DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} ") is on_cpu
 
 
 def test_the_classifier_of_digits_learns_them():

@@ -33,6 +33,7 @@ from autotune.study.setup.script import (
 )
 from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
+from autotune.system.device import MEAN_CPU
 from autotune.system.machine import check_ranks, why_bf16_is_slow
 from autotune.trial.lengths import expected
 from autotune.trial.request import TrialRequest
@@ -197,7 +198,9 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
     if environment.accelerator != "cpu" and world_size > nodes * environment.n_devices:
         whose = "the launch command" if spec.invocation and spec.invocation.world_size == world_size else "--ranks"
         have = "this machine has" if nodes == 1 else f"each of the {nodes} machines has"
-        raise UserError(f"{whose} asks for {world_size} ranks: {have} {environment.n_devices} devices")
+        raise UserError(
+            f"{whose} asks for {world_size} ranks: {have} {environment.n_devices} devices; ask for fewer, or {MEAN_CPU}"
+        )
     base_config, baseline, setting = grounds(spec, target, workload, world_size)
     space = spec.space
     wanted = degrees.asked(space, baseline)

@@ -44,7 +44,8 @@ def planned(monkeypatch, tmp_path):
 
 def test_a_study_takes_all_devices_and_never_more(planned):
     assert planned(GPUS).world_size == 4
-    with pytest.raises(UserError, match="--ranks asks for 5 ranks: this machine has 4 devices"):
+    said = "--ranks asks for 5 ranks: this machine has 4 devices; ask for fewer, or set DS_ACCELERATOR=cpu"
+    with pytest.raises(UserError, match=said):
         planned(GPUS, ranks=5)
     with pytest.raises(UserError, match="each of the 2 machines has 4 devices"):
         planned(GPUS, ranks=10, executor="slurm", nodes=2)

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.scoring.rates import as_expected, total_rate
 from autotune.trial import lengths, token_budget
-from autotune.worker.data.padding import expected, padding_id, real_lengths
+from autotune.worker.data.padding import Texts, expected, padding_id, real_lengths
 from autotune.worker.data.samples import length_of, real_mask
 
 IDS = torch.tensor([[5, 6, 7, 0], [5, 0, 0, 0]])
@@ -42,6 +43,24 @@ def test_what_a_padding_mask_means_shows_at_the_ends_of_its_longest_row(pads_are
 def test_without_evidence_nothing_is_said_of_padding():
     assert real_lengths(IDS, (IDS,), {}, None) is None
     assert padding_id(nn.Embedding(4, 2)) is None and padding_id(nn.Embedding(4, 2, padding_idx=3)) == 3
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_micro_batch_of_one_row_is_noted_without_a_copy_from_the_host():
+    """A device would be waited for in each of its timed steps."""
+    tokens, texts = torch.arange(8).view(1, 8), Texts(None)
+    with Operations() as seen:
+        assert texts.note(tokens, (tokens,), {}, first=True) == (8, 8) and texts.lengths == [([8], 8)]
+    assert seen.names and not [name for name in seen.names if "lift_fresh" in name]
 
 
 def batches(known: lengths.Table, n: int, micro: int, width=lambda rows: int(rows.max())):

@@ -157,8 +157,8 @@ class StepHooks:
     def _note_loss(self, loss: Any) -> None:
         self._n_backward += 1
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            value = number_in(loss.float())
-            self._total = value if self._total is None else self._total + value
+            # A number of its own from the first micro-batch on: scripts reduce the loss over ranks in place to print it.
+            self._total = number_in(loss.float()) + (0.0 if self._total is None else self._total)
 
     def _engine_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._meter.enter("step")

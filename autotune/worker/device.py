@@ -34,7 +34,7 @@ def found_devices() -> Devices:
     """Returns the devices that trials compute on here; initialises the accelerator.
 
     Raises:
-        UserError: DeepSpeed is told to compute on devices of which none is visible.
+        UserError: DeepSpeed is to compute on devices of which none is visible, or that torch cannot use.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -46,6 +46,9 @@ def found_devices() -> Devices:
     if not each:
         why = f" ({choice})" if (choice := stated_choice(os.environ)) else ""
         raise UserError(f"DeepSpeed is to compute on {kind!r}, but no such device is visible{why}; {MEAN_CPU}")
+    # The management library, by which devices are counted, does not look at the driver's version.
+    if kind == "cuda" and (why := _why_unusable()):
+        raise UserError(f"this machine has {unused_device() or 'a GPU'}, but {why}; or {MEAN_CPU}")
     return Devices(accelerator=kind, each=each, driver=driver_version(), platform=_platform())
 
 
@@ -117,9 +120,14 @@ def _why_cpu() -> str:
     if choice := stated_choice(os.environ):
         why = f"{choice} leaves none visible: name one that is here"
     elif torch.version.cuda or torch.version.hip:
-        try:
-            torch.cuda.init()
-            why = "DeepSpeed does not take it: set DS_ACCELERATOR=cuda"
-        except Exception as error:
-            why = f"torch {torch.__version__} ({_platform()}) cannot use it: {str(error).strip().splitlines()[0]}"
+        why = _why_unusable() or "DeepSpeed does not take it: set DS_ACCELERATOR=cuda"
     return f"this machine has {found}, but {why}; or {MEAN_CPU}"
+
+
+def _why_unusable() -> str:
+    """Why torch cannot start CUDA here, as where the driver is too old for it; empty if it can."""
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        return f"torch {torch.__version__} ({_platform()}) cannot use it: {str(error).strip().splitlines()[0]}"
+    return ""

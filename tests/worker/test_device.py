@@ -7,6 +7,8 @@ import types
 import deepspeed
 import pytest
 import torch
+from support.instant import ENVIRONMENT
+from support.paths import MODELS
 
 from autotune.errors import UserError
 from autotune.system.machine import processor_name
@@ -14,6 +16,7 @@ from autotune.trial.request import TrialRequest
 from autotune.worker import device, rank
 from autotune.worker.agent import preload
 from autotune.worker.measure import gradient_check, trace, witnesses
+from autotune.worker.model import inspect
 from autotune.worker.script.frameworks import accelerate, huggingface, lightning
 
 
@@ -99,6 +102,26 @@ def test_devices_that_nothing_shows_are_an_error_and_neither_a_cpu_nor_one_devic
     monkeypatch.setattr(device.os, "dup2", lambda *_: None)
     monkeypatch.setattr(device.os, "write", lambda _, line: written.append(json.loads(line)))
     assert device.main() == 0 and "no such device is visible" in written[0]["problem"]
+
+
+def test_a_driver_too_old_for_torch_is_told_though_its_devices_can_be_counted(monkeypatch, accelerator):
+    accelerator("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "init", raises)
+    monkeypatch.setattr(device, "unused_device", lambda: "an NVIDIA GPU")
+    with pytest.raises(
+        UserError, match=r"an NVIDIA GPU, but torch .* cannot use it: The NVIDIA driver .* too old .*; or set DS_"
+    ):
+        device.found_devices()
+
+
+@pytest.mark.parametrize(("kind", "looked_at"), [("cpu", ()), ("cuda", (0, 1))])
+def test_devices_are_looked_at_only_where_trials_compute_on_them(monkeypatch, accelerator, kind, looked_at):
+    accelerator(kind, 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(inspect, "free_bytes", tuple)
+    monkeypatch.setattr(inspect, "_environment", lambda: ENVIRONMENT)
+    found = inspect.inspect_model(TrialRequest(target=str(MODELS / "ok.py")))
+    assert found.environment.free_bytes == looked_at
 
 
 def test_a_device_of_another_kind_has_its_own_name(accelerator, monkeypatch):

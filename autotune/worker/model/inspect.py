@@ -29,7 +29,10 @@ CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 def inspect_model(request: TrialRequest) -> Workload:
     """Loads and describes the target of a request, without allocating its weights if the model permits."""
-    free = free_bytes(range(torch.cuda.device_count()))  # the model may be made on a device
+    from deepspeed.accelerator import get_accelerator
+
+    on_cuda = get_accelerator().device_name() == "cuda"  # which the user may not want, though it is here
+    free = free_bytes(range(torch.cuda.device_count())) if on_cuda else ()  # the model may be made on a device
     target = model_file.load(Path(request.target))
     try:
         with torch.device("meta"):

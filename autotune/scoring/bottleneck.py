@@ -374,7 +374,8 @@ def _rates(evidence: Evidence, ranks: Mapping[int, Mapping[str, float]]) -> list
         flops, counted = 6.0 * evidence.n_parameters * evidence.tokens_per_step, "6 x parameters x tokens"
     if flops and evidence.step_s:
         rate = flops / evidence.step_s / max(1, evidence.world_size)
-        of = _share_of_peak(rate, peak, evidence.peak_flops, precision)
+        without = bool(card and "tf32" in card.flops and precision == "fp32" and not evidence.tf32)
+        of = _share_of_peak(rate, peak, evidence.peak_flops, precision, without_tf32=without)
         notes.append(f"a rank computes {rate / 1e9:,.1f} GFLOP/s over the whole step ({counted}){of}")
     update = max(phases["step"] for phases in ranks.values())
     stage = int(evidence.seen.candidate.get("zero_stage") or 0)
@@ -386,11 +387,18 @@ def _rates(evidence: Evidence, ranks: Mapping[int, Mapping[str, float]]) -> list
     return notes
 
 
-def _share_of_peak(rate: float, peak: float | None, probed: float | None, precision: str) -> str:
-    """A rate as a share of the device's peak (MFU), or of what was measured here; never more than all of it."""
+def _share_of_peak(rate: float, peak: float | None, probed: float | None, precision: str, *, without_tf32: bool) -> str:
+    """A rate as a share of the device's peak (MFU), or of what was measured here; never more than all of it.
+
+    Args:
+        without_tf32: The peak is that of fp32 on a device where convolutions take TensorFloat-32 unless they are told
+            not to (`torch.backends.cudnn.allow_tf32`), other than matrix products.
+    """
     if not (of := peak or probed):
         return "; no peak is known of this device, so no MFU: `autotune probe` measures one"
     named = f"its peak in {precision}" if peak else f"the {of / 1e9:,.1f} GFLOP/s that products alone reach here"
+    if rate > of and without_tf32:
+        return f", more than {named}: convolutions compute in TensorFloat-32 there, as torch lets them by default"
     if rate > of:
         wrong = "the operations were counted too high" if peak else "the machine was busy when `autotune probe` ran"
         again = "" if peak else " (`autotune probe --again` measures it anew)"

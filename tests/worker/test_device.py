@@ -308,6 +308,15 @@ def test_a_script_that_asks_for_the_cpu_gets_deepspeed_on_one_and_keeps_its_wish
     assert seen.get("accelerator") == ("cpu" if on_cpu else None) and seen["devices"] == 1
 
 
+def test_lightning_is_told_of_all_machines_whose_ranks_it_counts(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    said = []
+    context = types.SimpleNamespace(request=TrialRequest(target="t", world_size=4, nodes=2), once=said.append)
+    given = {"devices": 2, "num_nodes": 2}
+    lightning._Adapter(context, "lightning")._devices(given)
+    assert given == {"devices": 2, "num_nodes": 2} and said == []
+
+
 @pytest.mark.parametrize(
     ("given", "world_size", "said"),
     [({}, 2, True), ({}, 1, False), ({"use_cpu": True}, 2, False), ({"deepspeed": "ds.json"}, 2, False)],

@@ -67,7 +67,7 @@ class _Adapter:
                 f"the script asks Lightning for {n} device{'s' * (n > 1)}, and trials have"
                 f" {ranks} rank{'s' * (ranks > 1)}: `--ranks {n}` trains as the script does"
             )
-        given |= {"devices": own, "num_nodes": 1}
+        given |= {"devices": own, "num_nodes": ranks // own}  # of which Lightning expects as many ranks as there are
 
     def _inject_deepspeed(self, given: dict[str, Any]) -> None:
         strategy = given.get("strategy", "auto")

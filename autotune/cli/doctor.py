@@ -125,7 +125,11 @@ def _shared_memory() -> Finding:
         held = f"{len(left)} files of dead DeepSpeed runs in /dev/shm hold memory"
         return Finding("warn", what, f"{held}; remove deepspeed_allreduce_buffer_*")
     free = shutil.disk_usage(folder).free
-    return Finding("ok" if free > LEAST_SHARED_BYTES else "warn", what, f"{free / 2**20:,.0f} MiB free in /dev/shm")
+    detail = f"{free / 2**20:,.0f} MiB free in /dev/shm"
+    if free > LEAST_SHARED_BYTES:
+        return Finding("ok", what, detail)
+    few = "too little for data loaders with workers, and for NCCL between GPUs that are not linked"
+    return Finding("warn", what, f"{detail}, {few}: give a container more (`--shm-size=8g` or `--ipc=host`)")
 
 
 def _memory() -> Finding:
@@ -139,6 +143,7 @@ def _trial(folder: Path, *, build: bool) -> Iterator[Finding]:
     """Findings of a warm server, a trial in it, and the ops that it builds."""
     from autotune.executors import base
     from autotune.executors.local import LocalExecutor
+    from autotune.trial import failures
     from autotune.trial.folder import TrialDir, read_record
     from autotune.trial.request import TrialRequest
     from autotune.trial.result import Outcome
@@ -174,6 +179,8 @@ def _trial(folder: Path, *, build: bool) -> Iterator[Finding]:
         result = base.run(executor, folder / "trial", request)
         good = result.outcome is Outcome.COMPLETE
         detail = f"{ranks} rank(s), {result.wall_s:.1f} s" if good else f"{result.outcome}: {result.reason}"
+        if advice := failures.advice(result.outcome, result.reason, on_device=here.accelerator != "cpu"):
+            detail += f". {advice}"
         yield Finding("ok" if good else "fail", "trial", detail)
         for op in OPS:
             if why := here.missing_ops.get(op):

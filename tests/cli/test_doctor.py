@@ -1,0 +1,31 @@
+"""What `doctor` says of a machine that lacks something."""
+
+from types import SimpleNamespace
+
+import pytest
+from support.instant import WORKLOAD
+
+from autotune.cli import doctor
+from autotune.trial.result import Outcome, TrialResult
+
+FULL = "DistBackendError: NCCL error (Last error: Error while creating shared memory segment /dev/shm/nccl-7 (size 33030656))"
+
+
+@pytest.mark.parametrize(("free_mib", "verdict"), [(64, "warn"), (8192, "ok")])
+def test_little_shared_memory_is_named_with_what_gives_a_container_more(monkeypatch, free_mib, verdict):
+    """Docker gives 64 MiB unless it is asked for more."""
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=free_mib << 20))
+    found = doctor._shared_memory()
+    assert found.verdict == verdict and ("--shm-size=8g" in found.detail) is (verdict == "warn")
+
+
+def test_a_trial_that_fails_is_told_with_the_remedy(monkeypatch, tmp_path):
+    server = SimpleNamespace(start=lambda: None, close=lambda: None, cold_reason="")
+    results = iter(
+        [TrialResult(outcome=Outcome.COMPLETE), TrialResult(outcome=Outcome.CRASHED, reason=FULL, wall_s=1.0)]
+    )
+    monkeypatch.setattr("autotune.executors.local.LocalExecutor", lambda *_: server)
+    monkeypatch.setattr("autotune.executors.base.run", lambda *_: next(results))
+    monkeypatch.setattr("autotune.trial.folder.read_record", lambda *_: WORKLOAD)
+    found = {finding.what: finding for finding in doctor._trial(tmp_path, build=False)}
+    assert found["trial"].verdict == "fail" and "--shm-size=8g" in found["trial"].detail

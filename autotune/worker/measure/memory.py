@@ -105,9 +105,10 @@ class Memory:
 
     def _outlive_resets(self) -> None:
         """Keeps the device's peaks where they are reset, as DeepSpeed does while it makes an engine, and many scripts do."""
-        device = getattr(torch, self.accelerator, None)
-        for place in (device, getattr(device, "memory", None)):
-            patch(place, RESET, self._on_reset)
+        # Torch 2.9 brought the same for whatever device there is.
+        for module in (getattr(torch, self.accelerator, None), getattr(torch, "accelerator", None)):
+            for place in (module, getattr(module, "memory", None)):
+                patch(place, RESET, self._on_reset)
 
     def _on_reset(self, reset: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._note()

@@ -214,6 +214,8 @@ def test_peaks_of_a_device_outlive_those_who_reset_them(monkeypatch):
     monkeypatch.setattr(memory.torch.cuda, "max_memory_reserved", lambda *_: counter.peak + 1)
     monkeypatch.setattr(memory.torch.cuda, memory.RESET, lambda *_: vars(counter).update(peak=counter.now))
     monkeypatch.setattr(memory.torch.cuda.memory, memory.RESET, memory.torch.cuda.memory.reset_peak_memory_stats)
+    for module in filter(None, (torch.accelerator, getattr(torch.accelerator, "memory", None))):
+        monkeypatch.setattr(module, memory.RESET, lambda *_: vars(counter).update(peak=counter.now), raising=False)
     for place in ("deepspeed.accelerator.get_accelerator", "deepspeed.runtime.utils.get_accelerator"):
         monkeypatch.setattr(place, lambda: accelerator)
     accelerator = CUDA_Accelerator()
@@ -226,6 +228,9 @@ def test_peaks_of_a_device_outlive_those_who_reset_them(monkeypatch):
     hold(300)
     torch.cuda.reset_peak_memory_stats()  # as a script that prints its peaks
     hold(350)
+    torch.accelerator.reset_peak_memory_stats()  # as one that does so whatever the device is
     watch.enter("steady")
+    hold(360)
     hold(330)
-    assert watch.finish() == {"initialize": 900, "first_step": 400, "steady": 350} and watch.reserved_bytes == 901
+    torch.accelerator.reset_peak_memory_stats()
+    assert watch.finish() == {"initialize": 900, "first_step": 400, "steady": 360} and watch.reserved_bytes == 901

@@ -1,12 +1,46 @@
-"""Activation checkpointing: apply it to blocks, and note which blocks are recomputed."""
+"""Activation checkpointing: apply it to blocks, and note which blocks are recomputed.
+
+What torch's compiler takes into a graph is left as it is: asking there whether a backward pass runs would cut the graph into
+pieces at each block, and with recomputation nothing would be compiled at all. The compiler itself tells of recomputation then.
+"""
 
 import functools
 import types
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, Self
 
 import torch
 from torch import nn
+
+from autotune.worker.script.patching import after_import, patch
+
+# Called for each checkpoint that the compiler traces.
+_on_traced: list[Callable[[], None]] = []
+TRACER = "torch._dynamo.variables.higher_order_ops"
+
+
+def _watch_compiler(module: ModuleType) -> None:
+    kind = getattr(module, "CheckpointHigherOrderVariable", None)
+    name = next((name for name in ("_call_function", "call_function") if name in vars(kind or object)), "")
+
+    def traced(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for note in _on_traced:
+            note()
+        return original(*args, **kwargs)
+
+    patch(kind, name, traced)
+
+
+def _when_traced(note: Callable[[], None]) -> None:
+    if not _on_traced:
+        after_import(TRACER, _watch_compiler)
+    _on_traced.append(note)
+
+
+def _in_backward() -> bool:
+    """Returns whether a backward pass is running, in which what goes forward is recomputed."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class Checkpointer:
@@ -20,6 +54,7 @@ class Checkpointer:
         # Runs and times a recomputation, if set.
         self.timer: Callable[[Callable[[], Any]], Any] | None = None
         self.wrapped = blocks[::every]
+        _when_traced(lambda: _add_another(self.recomputed, len(self.wrapped)))
         for block in self.wrapped:
             block.forward = types.MethodType(self._recomputing(block), block)
 
@@ -33,7 +68,7 @@ class Checkpointer:
             return given(*args, **kwargs) if given is not None else type(module).forward(module, *args, **kwargs)
 
         def observed(*args: Any, **kwargs: Any) -> Any:
-            if torch._C._current_graph_task_id() != -1:  # inside a backward pass: this is the recomputation
+            if _in_backward():  # this is the recomputation
                 self.recomputed.add(key)
                 if self.timer is not None:
                     return self.timer(lambda: forward(*args, **kwargs))
@@ -45,6 +80,12 @@ class Checkpointer:
             return checkpoint(observed, module, *args, use_reentrant=False, **kwargs)
 
         return recomputing
+
+
+def _add_another(recomputed: set[int], most: int) -> None:
+    """Adds one more block of those that are recomputed where it is not known which one it is."""
+    if len(recomputed) < most:
+        recomputed.add(-1 - len(recomputed))
 
 
 def _called(block: nn.Module) -> Iterator[nn.Module]:
@@ -68,6 +109,8 @@ class Recomputations:
     def __init__(self, blocks: list[nn.Module], every: int | None = None) -> None:
         self.recomputed: set[int] = set()
         self._n_blocks, self._every = len(blocks), every
+        self._n_seen = 0
+        _when_traced(self._another)
         # If a block's own forward is checkpointed, its hook runs once only; those of its children run again.
         self._handles = [
             module.register_forward_pre_hook(functools.partial(self._on_forward, id(block)))
@@ -80,8 +123,28 @@ class Recomputations:
         return self
 
     def _on_forward(self, block: int, _module: nn.Module, _args: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        if _in_backward():
             self.recomputed.add(block)
+            self._n_seen += 1
+
+    def _another(self) -> None:
+        if self._handles and self._every is None:
+            _add_another(self.recomputed, self._n_blocks)
+
+    def noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns what a script recomputes, which also tells of a block that was compiled by itself, where no hook runs."""
+        if torch.compiler.is_compiling() or not self._handles:
+            return function
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            again, n_seen = _in_backward(), self._n_seen
+            try:
+                return function(*args, **kwargs)
+            finally:  # it raises where the rest is not needed
+                if again and self._n_seen == n_seen:
+                    self._another()
+
+        return noted
 
     @property
     def every(self) -> int:

@@ -80,6 +80,7 @@ class EngineHooks:
         self._context, self._attach = context, attach
         self._script_recomputes = True
         self._unrecomputed = ""  # caller whose recomputation was skipped
+        self._watch: recompute.Recomputations | None = None
 
     def install(self) -> None:
         """Patches the entry points."""
@@ -148,7 +149,8 @@ class EngineHooks:
             own_config = pipeline.without_stages(own_config)
             return PreparedModel(own_config, config_source, workload, blocks, watch)
         self._change_model(model, blocks)
-        prepared = PreparedModel(own_config, config_source, workload, blocks, recompute.Recomputations(blocks))
+        self._watch = recompute.Recomputations(blocks)
+        prepared = PreparedModel(own_config, config_source, workload, blocks, self._watch)
         if at_path(own, f"{ZERO}stage") == 3 or not (context.family or _names_sharding()):
             prepared.built_bytes = built_bytes(model)
         request, candidate = context.request, context.candidate
@@ -187,7 +189,7 @@ class EngineHooks:
 
     def _checkpoint(self, original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._script_recomputes:
-            return original(function, *args, **kwargs)
+            return original(self._watch.noting(function) if self._watch is not None else function, *args, **kwargs)
         if not self._unrecomputed:
             self._unrecomputed = users_caller() or "a library"
             if self._unrecomputed == "a library":

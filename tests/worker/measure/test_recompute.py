@@ -108,3 +108,66 @@ def test_fewer_bytes_are_saved_for_backward_when_recomputed(blocks):
     plain = saved()
     Checkpointer(list(blocks), 1)
     assert saved() < plain
+
+
+class Chain(nn.Module):
+    """Blocks of which a function runs each."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.run = run
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = self.run(block, x)
+        return x.sum()
+
+
+@pytest.fixture
+def graphs():
+    """Graphs that torch's compiler made, and a backend that notes them."""
+    made = []
+
+    def noted(graph, _inputs):
+        made.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    yield made, noted
+    torch._dynamo.reset()
+
+
+def recomputed(block, x):
+    return checkpoint(block, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(("run", "n"), [(lambda block, x: block(x), 0), (recomputed, 4)])
+def test_a_compiled_model_stays_one_graph_in_which_recomputation_is_seen(graphs, run, n):
+    """A graph that is cut at each block, or none, would be timed in place of what is trained."""
+    (made, backend), net = graphs, Chain(run)
+    watch = Recomputations(list(net.blocks))
+    compiled = torch.compile(net, backend=backend)
+    for _ in range(2):
+        compiled(torch.randn(2, 8)).backward()
+    assert len(made) == 1 and len(watch.recomputed) == n and watch.every == bool(n)
+    watch.stop()
+
+
+def test_blocks_that_are_compiled_one_by_one_and_recomputed_as_wholes_are_seen(graphs):
+    made, backend = graphs
+    net = Chain(lambda block, x: recomputed(watch.noting(block), x))
+    watch = Recomputations(list(net.blocks))
+    for block in net.blocks:
+        block.compile(backend=backend)
+    for _ in range(2):
+        net(torch.randn(2, 8)).backward()
+    assert len(made) <= 4 and len(watch.recomputed) == 4
+    watch.stop()
+
+
+def test_our_own_recomputation_is_part_of_a_compiled_graph(graphs):
+    (made, backend), net = graphs, Chain(lambda block, x: block(x))
+    checkpointer = Checkpointer(list(net.blocks), 2)
+    torch.compile(net, backend=backend)(torch.randn(2, 8)).backward()
+    assert len(made) == 1 and len(checkpointer.recomputed) == 2

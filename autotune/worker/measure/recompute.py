@@ -59,9 +59,9 @@ class Checkpointer:
             block.forward = types.MethodType(self._recomputing(block), block)
 
     def _recomputing(self, block: nn.Module) -> Callable[..., Any]:
-        from torch.utils.checkpoint import checkpoint
+        from torch.utils.checkpoint import checkpoint as named
 
-        checkpoint = getattr(checkpoint, "original", checkpoint)  # a script's own calls may be turned off
+        own = getattr(named, "original", named)  # a script's own calls may be turned off
         key, given = id(block), block.__dict__.get("forward")  # what somebody else has put in place of the class's
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -77,6 +77,7 @@ class Checkpointer:
         def recomputing(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(module, *args, **kwargs)
+            checkpoint = named if torch.compiler.is_compiling() else own  # the compiler knows it by its name
             return checkpoint(observed, module, *args, use_reentrant=False, **kwargs)
 
         return recomputing

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Self
@@ -28,6 +29,7 @@ class ForwardProfile:
     def __init__(self, engine: Any, blocks: list[nn.Module]) -> None:
         self._engine = engine
         self._counter: OpCounter | None = None
+        self._eager: Any = None
         self._done = False
         self._shape: tuple[int, ...] = ()
         self._inside: dict[int, tuple[int, int]] = {}
@@ -51,6 +53,9 @@ class ForwardProfile:
         self._counter = OpCounter(
             [*engine.parameters(), *engine.buffers(), *(a for a in args if isinstance(a, Tensor))]
         )
+        # Operations within what is compiled cannot be counted, and torch refuses a whole graph while they are.
+        if "torch._dynamo" in sys.modules:
+            self._eager = torch.compiler.set_stance("force_eager")
         self._counter.__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self, *_: Any) -> None:
@@ -59,6 +64,8 @@ class ForwardProfile:
         self._done = True
         self._counter.forward_ended(self._engine.parameters())
         self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if self._eager is not None:
+            self._eager.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
 

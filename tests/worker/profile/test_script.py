@@ -131,3 +131,18 @@ def test_weights_that_are_gathered_for_a_forward_are_no_activations():
     sketch = ForwardProfile(engine, [])
     engine(x).square().mean().backward()
     assert sketch.profile(WORKLOAD, {}, len(x)).passes["fp32/0"].kept_bytes == plain
+
+
+def test_a_compiled_model_is_counted_as_it_computes_without_the_compiler():
+    """Torch refuses to compile while operations are counted, and a whole graph (`fullgraph=True`) with an error."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, x, graphs = nn.Sequential(*(Block() for _ in range(3))), torch.randn(SAMPLES, 16, WIDTH), []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    found = sketched(torch.compile(model, backend=backend, fullgraph=True), x)
+    assert found.passes["fp32/0"].flops == sketched(model, x).passes["fp32/0"].flops and graphs
+    torch._dynamo.reset()

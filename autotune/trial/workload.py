@@ -59,12 +59,16 @@ class Environment:
         """Returns the memory of a rank: its device's without that of CUDA's context, NCCL and others; on a CPU its share."""
         if self.accelerator == "cpu":
             return self.device_memory_bytes / ranks
-        held = max(self.held_by_others_bytes(ranks), CUDA_CONTEXT_BYTES) + (NCCL_BYTES if ranks > 1 else 0)
+        held = max(self._held_bytes(ranks), CUDA_CONTEXT_BYTES) + (NCCL_BYTES if ranks > 1 else 0)
         return max(0.0, self.device_memory_bytes - held)
+
+    def _held_bytes(self, ranks: int) -> int:
+        """What was in use of the fullest of the ranks' devices, the context of the process that looked included."""
+        return self.device_memory_bytes - min(self.free_bytes[:ranks], default=self.device_memory_bytes)
 
     def held_by_others_bytes(self, ranks: int) -> float:
         """What other processes hold of the fullest of the ranks' devices, with a context; 0 where it is hardly any."""
-        held = self.device_memory_bytes - min(self.free_bytes[:ranks], default=self.device_memory_bytes)
+        held = self._held_bytes(ranks)
         return float(held) if self.accelerator != "cpu" and held > HELD_SHARE * self.device_memory_bytes else 0.0
 
 

@@ -9,11 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from autotune.errors import SpecError
 from autotune.report.data import StudyReport
 from autotune.space.deepspeed import Scalar
-from autotune.system import files
+from autotune.study.spec.yaml_file import read_yaml
 from autotune.trial.command import EXPORTED_CONFIG, Invocation
 from autotune.trial.workload import ACCELERATE, TRAINER
 
@@ -104,8 +103,8 @@ class Started:
         named += [word.partition("=")[2] for word in words if word.startswith(f"{CONFIG_FLAG}=")]
         path = Path(self.invocation.working_dir, named[-1]) if named else DEFAULT_ACCELERATE_CONFIG.expanduser()
         try:
-            found = yaml.safe_load(files.read_regular(path))
-        except (OSError, ValueError, yaml.YAMLError):  # the template serves without it
+            found = read_yaml(path)
+        except SpecError:  # the template serves without it
             return {}
         return found if isinstance(found, dict) else {}
 

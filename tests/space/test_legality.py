@@ -140,7 +140,7 @@ ILLEGAL = [
     ({"checkpoint_every": 5}, CPU, "only 4 blocks"),
     ({"optimizer.params.lr": 1e-4}, Setting(own_optimizer=True), "makes its own"),
     ({"micro_batch_size": 64}, Setting(world_size=2, n_samples=100), "only 100 samples"),
-    ({"micro_batch_size": 64}, Setting(global_batch=(1, 32)), "outside 1..32"),
+    ({"micro_batch_size": 64}, Setting(global_batch=(1, 32)), "keeps to 1..32"),
     ({"offload_optimizer": "cpu"}, GPUS, "stage 1"),
     ({"offload_param": "cpu", "zero_stage": 2}, GPUS, "stage 3"),
     ({"offload_optimizer": "cpu", "zero_stage": 2}, CPU, "nothing to move"),

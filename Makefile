@@ -119,7 +119,7 @@ test: $(STAMP) ## run the tests that need no service of the machine (unit and pr
 test-unit: $(STAMP) ## only the tests that start no process (three minutes)
 	@$(RUN) -m pytest -m unit -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-test-smoke: engines ## one study on each engine and on stand-in GPUs, PostgreSQL, pages in a browser, every legal pair of settings: the part of test-system that CI runs
+test-smoke: engines ## one study on each engine and on stand-in GPUs, PostgreSQL, pages in a browser, every legal pair of settings, slow runs of trials: the part of test-system that CI runs
 	@$(RUN) -m pytest -m 'system and smoke' $(PYTEST_ARGS)
 
 test-system: engines ## all tests on Slurm, Ray, ssh, PostgreSQL and in a browser, then floors, newest and test-cuda-build (before a release; an hour)

@@ -139,6 +139,8 @@ def test_a_second_run_at_the_same_time_is_refused_with_the_number_of_the_first(f
         assert f"process {os.getpid()}" in one_sentence(called("run", "small.yaml", cwd=folder))
 
 
+@pytest.mark.system
+@pytest.mark.smoke
 def test_the_exported_json_trains_under_torchrun(finished, tmp_path):
     folder, file = finished[0], tmp_path / "ds_config.json"
     assert called("export", "small", "-o", str(file), cwd=folder).returncode == 0

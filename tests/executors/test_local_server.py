@@ -108,6 +108,8 @@ def is_alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.system
+@pytest.mark.smoke
 def test_a_killed_server_loses_its_trial_and_the_next_one_starts_a_new_server(own: Zoo) -> None:
     """Killed twice in one trial, then between two."""
     assert own.run("ok", **CLEAN).outcome is Outcome.COMPLETE

@@ -31,6 +31,8 @@ def test_the_demo_takes_the_cpu_whatever_devices_there_are_and_a_users_own_study
     assert ran.startswith("DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} ") is on_cpu
 
 
+@pytest.mark.system
+@pytest.mark.smoke
 def test_the_classifier_of_digits_learns_them():
     pytest.importorskip(
         "sklearn", reason="scikit-learn, which carries the images, is not installed: pip install scikit-learn"

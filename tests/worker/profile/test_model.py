@@ -139,6 +139,8 @@ def test_states_and_scratch_are_those_of_the_optimizer_that_is_named(zoo):
     assert profile_of(zoo, "tied", optimizer={"type": "Lion", "params": {"lr": 0.1}}).optimizer_bytes == 4
 
 
+@pytest.mark.system
+@pytest.mark.smoke
 def test_a_model_too_large_for_this_machine_is_profiled_without_building_it(zoo, write_model):
     target = write_model("""
         import torch

@@ -270,6 +270,8 @@ def test_a_trial_on_two_ranks_runs_what_was_asked_for(bench, name, changes):
     assert len(result.step_times_s) == 4
 
 
+@pytest.mark.system
+@pytest.mark.smoke
 def test_hooks_change_no_digit_of_the_loss(bench, tmp_path):
     result = bench.applied(bench.plan("dict_config.py"), steps=10)
     own = losses_without_hooks("dict_config.py", "--steps", "10", ranks=1, cwd=tmp_path)

@@ -217,6 +217,22 @@ def connect(request: TrialRequest, rank: int, listener: int, *, cuda: bool) -> N
     dist.init_process_group(backend, store=store, rank=rank, world_size=request.world_size, timeout=timeout, **options)
 
 
+def join_on_host() -> None:
+    """Has collectives of all ranks take tensors in host memory, too, over gloo; all ranks take part.
+
+    torch does so where a script joins the ranks without naming a backend, or names both (distributed_c10d.py,
+    BackendConfig). Groups that DeepSpeed makes stay as they are.
+    """
+    group: Any = dist.group.WORLD
+    host, joined = torch.device("cpu"), dist.distributed_c10d
+    if host in group._device_types:
+        return
+    store = dist.PrefixStore("cpu/", joined._get_default_store())
+    gloo = dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size(), joined.default_pg_timeout)
+    gloo._set_sequence_number_for_group()
+    group._register_backend(host, dist.ProcessGroup.BackendType.GLOO, gloo)
+
+
 def _bound_device(world_size: int) -> torch.device | None:
     """The device that NCCL is told, as DeepSpeed tells it where it starts NCCL itself.
 

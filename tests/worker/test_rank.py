@@ -1,6 +1,7 @@
 """The life of a rank: how ranks meet, and how its failures are classified."""
 
 import asyncio
+import contextlib
 import socket
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from autotune.trial.failures import means_host_memory
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
 from autotune.worker import rank
+from autotune.worker.script import run
 
 
 def keep_timeouts(monkeypatch):
@@ -52,6 +54,37 @@ def test_nccl_is_told_the_ranks_device_and_does_not_guess_it(monkeypatch, versio
     assert (given["backend"], given["device_id"]) == ("nccl", bound)
     # Groups that DeepSpeed makes wait as long as the trial may take.
     assert dist.distributed_c10d._get_default_timeout("nccl").total_seconds() == asked.deadline_s + 60
+
+
+@pytest.fixture
+def joined_on_device():
+    """A group of one rank that takes tensors of a device alone, as NCCL's does."""
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("joined_on_device")
+@pytest.mark.parametrize(
+    ("arguments", "by_deepspeed", "works"),
+    [
+        ((), False, True),
+        (("cpu:gloo,cuda:nccl",), False, True),
+        (("nccl",), False, False),
+        (("cpu:gloo,cuda:nccl",), True, True),
+        ((None,), True, False),
+    ],
+)
+def test_a_script_reduces_tensors_on_the_host_where_it_could_in_a_training(arguments, by_deepspeed, works):
+    metric = torch.ones(2)
+    if by_deepspeed:
+        run._join_by_deepspeed(lambda *_: None, None, *arguments)
+    else:
+        run._join(dist.init_process_group, *arguments)
+    with contextlib.nullcontext() if works else pytest.raises(RuntimeError, match="No backend type"):
+        dist.all_reduce(metric)
+    # Groups as DeepSpeed makes them are those of the device.
+    assert dist.new_group([0])._device_types == [torch.device("cuda")]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from autotune.worker.device import free_bytes
 from autotune.worker.measure import experts
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.measure.stages import stages
-from autotune.worker.rank import connect, identify, prepare_device, set_seed
+from autotune.worker.rank import connect, identify, join_on_host, prepare_device, set_seed
 from autotune.worker.script import execute
 from autotune.worker.script.arguments import Arguments
 from autotune.worker.script.context import ScriptContext, ScriptError
@@ -86,8 +86,22 @@ def _compile(context: ScriptContext, original: Callable[..., Any], builder: Any,
         context.recorder.event(compiling="")
 
 
+def _join(_original: Callable[..., Any], backend: str | None = None, *_args: Any, **_kwargs: Any) -> None:
+    """Stands in for torch's `init_process_group`: the ranks have joined already, on their devices alone."""
+    if backend is None or "gloo" in str(backend).lower():
+        join_on_host()
+
+
+def _join_by_deepspeed(original: Callable[..., Any], comm: Any, backend: str | None, *args: Any, **kwargs: Any) -> None:
+    """The same for `deepspeed.init_distributed`, which takes the device's own backend where none is named."""
+    original(comm, backend, *args, **kwargs)
+    if backend is not None:
+        _join(original, backend)
+
+
 def _install_hooks(context: ScriptContext) -> StepHooks:
     """Patches all entry points before the script can bind them; for good, since the process ends with the trial."""
+    from deepspeed.comm.torch import TorchBackend
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     own = torch_settings.in_words(dict(context.candidate.config)) if context.candidate is not None else []
@@ -111,9 +125,9 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
     for name in CLICK:
         after_import(name, lambda module: patch(module.Command, "parse_args", arguments.parse_click))
     Loaders(context).install()
-    # The ranks have joined already.
-    for name in ("init_process_group", "destroy_process_group"):
-        patch(dist, name, lambda _original, *_args, **_kwargs: None)
+    patch(dist, "init_process_group", _join)
+    patch(dist, "destroy_process_group", lambda _original, *_args, **_kwargs: None)
+    patch(TorchBackend, "init_process_group", _join_by_deepspeed)
     for adapter in (accelerate, huggingface, lightning):
         adapter.install(context)
     Isolation(context).install()

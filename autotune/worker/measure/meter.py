@@ -16,7 +16,7 @@ from autotune.worker.measure import applied, groups, machine_load, witness
 from autotune.worker.measure.batches import BatchObserver
 from autotune.worker.measure.breakdown import Breakdown
 from autotune.worker.measure.gradient_check import GradientWatch
-from autotune.worker.measure.ledger import NotApplied, StepLedger, skips_of
+from autotune.worker.measure.ledger import WINDOW_S, NotApplied, StepLedger, runs_ahead, skips_of
 from autotune.worker.measure.memory import Memory
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.measure.recorder import Recorder
@@ -47,6 +47,8 @@ class Meter:
         self.device = torch.device(engine.device)
         self.data_parallel = groups.data_parallel(engine)
         self.ledger = StepLedger(recorder, request, self.device, self.data_parallel, noise)
+        if runs_ahead(engine):
+            self.ledger.window_s = WINDOW_S["ahead"]
         self.ledger.share = applied.share_of(engine, self.data_parallel)
         breakdown = Breakdown(recorder, request, self.device, memory, checkpointer)
         self.take_apart, self.enter, self.loading = breakdown.take_apart, breakdown.enter, breakdown.loading

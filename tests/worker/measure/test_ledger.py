@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.utils.config import get_timers_config
+from deepspeed.utils.timer import ThroughputTimer
 
 from autotune.trial.folder import TrialDir
 from autotune.trial.request import TrialRequest
@@ -102,6 +104,20 @@ def test_a_device_is_stopped_for_a_comparison_less_often(ledger):
     on_device = ledgers.StepLedger(ledger.recorder, ledger.request, torch.device("cuda"), 2)
     on_device.report.step_times_s = [0.1] * 3
     assert (on_device.window_steps(), ledger.window_steps()) == (5, 2)
+
+
+@pytest.mark.parametrize(
+    ("device", "timers", "ahead"),
+    [
+        ("cuda:0", {}, False),
+        ("cuda:0", {"timers": {"throughput": {"enabled": False}}}, True),
+        ("cuda:0", {"timers": {"throughput": {"synchronized": False}}}, True),
+        ("cpu", {"timers": {"throughput": {"enabled": False}}}, False),
+    ],
+)
+def test_a_device_is_empty_between_steps_unless_the_throughput_timer_is_told_not_to_wait(device, timers, ahead):
+    timer = ThroughputTimer(get_timers_config(timers), batch_size=1)
+    assert ledgers.runs_ahead(SimpleNamespace(device=device, tput_timer=timer)) is ahead
 
 
 def test_what_the_budget_leaves_is_no_more_than_an_interval_needs(ledger):

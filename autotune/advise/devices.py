@@ -8,6 +8,7 @@ from autotune.advise.constants import CONSTANTS, Constants
 from autotune.advise.names import closest
 from autotune.errors import UserError
 from autotune.forecast.communication import NODE_LATENCY_S
+from autotune.space.torch_settings import has_tf32
 from autotune.system.cards import Card, cards, find_card
 from autotune.trial.profile import Machine
 
@@ -88,7 +89,9 @@ class Devices:
         """The rates of these devices as the formulas of step time take them."""
         card = self.card
         reached = c.efficiency.get(GENERATIONS.get(card.capability, "other"), c.efficiency["other"])
-        flops = {name: rate * reached for name, rate in card.flops.items() if name != "tf32"}
+        flops = {name: rate * reached for name, rate in card.flops.items()}
+        if not has_tf32("cuda", card.capability):
+            flops.pop("tf32", None)
         if "bf16" in flops:
             flops["torch_autocast"] = flops["bf16"]
         nvlink = card.link_bytes_per_s >= NVLINK_BYTES_PER_S

@@ -168,9 +168,19 @@ def _within_a_step(machine: Machine) -> Machine:
     )
 
 
+def _rates(knobs: Knobs, profile: Profile, machine: Machine) -> Floats:
+    """FLOP/s of products; of those in fp32 convolutions have the rate of TensorFloat-32."""
+    rates = np.array([machine.flops.get(str(name), machine.flops["fp32"]) for name in knobs.products])
+    plain, tf32 = profile.passes.get("fp32/0"), machine.flops.get("tf32")
+    if plain is None or tf32 is None:
+        return rates
+    mixed = 1.0 / ((1.0 - plain.tf32_share) / rates + plain.tf32_share / tf32)
+    return np.where((knobs.products == "fp32") & (plain.tf32_share > 0), mixed, rates)
+
+
 def _micro_step(knobs: Knobs, profile: Profile, machine: Machine) -> tuple[Floats, Floats, Floats, Floats]:
     """Compute, traffic, recomputation and launches of one micro-step."""
-    rates = np.array([machine.flops.get(str(name), machine.flops["fp32"]) for name in knobs.products])
+    rates = _rates(knobs, profile, machine)
     share = knobs.recomputed_share(profile.n_blocks)
     usual = profile.usual_share(knobs.micro, knobs.packed, knobs.limits)
     if not profile.passes:

@@ -33,6 +33,8 @@ class Pass:
         largest_bytes: Bytes of forward's largest tensor, often the logits.
         flops: FLOPs of matrix products, convolutions and attention, with recomputation.
         moved_bytes: Bytes that all other operations read and write.
+        tf32_share: Share of the FLOPs that take TensorFloat-32 in fp32 without being asked to: those of convolutions, unless
+            the target turns that off.
     """
 
     moments: tuple[tuple[float, float, float], ...]
@@ -41,6 +43,7 @@ class Pass:
     flops: tuple[float, float]
     moved_bytes: tuple[float, float]
     n_ops: float
+    tf32_share: float = 0.0
 
     def scaled(self, factor: float) -> "Pass":
         """Returns the pass in an arithmetic whose numbers are longer by this factor: the same operations on more bytes."""

@@ -87,6 +87,12 @@ def multiplies_in_tf32() -> bool:
     return bool(own == "tf32" if own is not None else torch.get_float32_matmul_precision() != "highest")
 
 
+def convolves_in_tf32() -> bool:
+    """Whether convolutions in fp32 take TensorFloat-32 where the device has it, as cuDNN does by default."""
+    own = getattr(getattr(torch.backends.cudnn, "conv", None), "fp32_precision", None)
+    return not torch.version.hip and bool(own == "tf32" if own is not None else torch.backends.cudnn.allow_tf32)
+
+
 def free_bytes(devices: Iterable[int]) -> tuple[int, ...]:
     """Returns the free memory of CUDA devices, on each of which that starts a context; nothing where torch does not tell."""
     with contextlib.suppress(Exception):

@@ -53,6 +53,11 @@ def test_an_unknown_card_gets_the_nearest_ones():
         device_card("H1000", {})
 
 
+@pytest.mark.parametrize(("card", "has"), [("H100", True), ("V100", False), ("MI300X", False)])
+def test_the_rate_of_tf32_is_that_of_nvidias_cards_from_ampere_on(card, has):
+    assert ("tf32" in Devices(card=device_card(card, {}), count=1, per_node=1).machine().flops) is has
+
+
 def test_more_devices_than_a_lone_node_has_make_nodes_of_eight():
     lone = Devices(card=device_card("4090", {}), count=1, per_node=1)
     assert (lone.of(4).nodes, lone.of(16).nodes, lone.of(16).per_node) == (1, 2, 8)

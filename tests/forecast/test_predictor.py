@@ -208,6 +208,24 @@ def test_a_pass_that_was_not_followed_lies_between_those_that_were():
     assert phase("backward", Candidate(micro_batch_size=10, precision="bf16"), profile=followed)["activations"] == 20e6
 
 
+@pytest.mark.parametrize(
+    ("flops", "precision", "tf32", "times"),
+    [
+        ({"tf32": 8e13}, "fp32", None, 0.5 + 0.5 / 8),
+        ({"tf32": 8e13}, "fp32", True, 1 / 8),
+        ({"tf32": 8e13}, "bf16", None, 1 / 10),
+        ({}, "fp32", None, 1.0),  # a CPU, and what came before Ampere
+    ],
+)
+def test_convolutions_in_fp32_have_the_rate_of_tf32_where_the_device_has_it(flops, precision, tf32, times):
+    """cuDNN takes it by default, other than products of matrices."""
+    half = replace(PROFILE, passes={"fp32/0": replace(a_pass((0, 1e6, 0)), tf32_share=0.5)})
+    candidate = Candidate.of({"micro_batch_size": 8, "precision": precision, "torch.allow_tf32": tf32})
+    machine = replace(GPU, flops={**GPU.flops, **flops})
+    found = of(candidate, terms=step_time.step_time_terms, profile=half, machine=machine)["compute"]
+    assert float(found[0]) == pytest.approx(times * 8e9 / 1e13)
+
+
 def test_activations_are_linear_in_the_micro_batch_and_do_not_see_accumulation():
     found = of(
         *(Candidate(micro_batch_size=b, gradient_accumulation_steps=k) for b, k in ((100, 1), (200, 1), (200, 8)))

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from autotune.trial.profile import Pass
 from autotune.worker.containers import tensors_in
+from autotune.worker.device import convolves_in_tf32
 
 aten = torch.ops.aten
 # Micro-batches and bytes per gradient element for which the instants of highest memory are kept.
@@ -36,6 +37,7 @@ FLOPS: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention(0, 1, 2),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(0, 1, 2, 3),
 }
+CONVOLUTIONS = {packet for packet in flop_registry if "conv" in str(packet)}
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Trace:
         kept_bytes: Bytes alive after forward.
         largest_bytes: Largest storage that forward made.
         flops: Of matrix products, convolutions and attention.
+        tf32_flops: Of these, what may take TensorFloat-32 without being asked to: convolutions.
         moved_bytes: Size of arguments and results of all other operations.
         peak_bytes: Most bytes alive.
     """
@@ -55,6 +58,7 @@ class Trace:
     kept_bytes: int = 0
     largest_bytes: int = 0
     flops: int = 0
+    tf32_flops: int = 0
     moved_bytes: int = 0
     n_ops: int = 0
     peak_bytes: int = 0
@@ -84,7 +88,9 @@ class OpCounter(TorchDispatchMode):
         if count is not None:
             trace.flops += count(*args, **kwargs)
         elif packet in flop_registry:
-            trace.flops += int(flop_registry[packet](*args, **kwargs, out_val=result))
+            flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
+            trace.flops += flops
+            trace.tf32_flops += flops if packet in CONVOLUTIONS and convolves_in_tf32() else 0
         elif not func.is_view:
             trace.moved_bytes += sum(
                 tensor.numel() * tensor.element_size() for tensor in tensors_in((args, kwargs, result))
@@ -166,6 +172,7 @@ def combine(first: Trace, second: Trace, sizes: tuple[int, int]) -> Pass:
         kept_bytes=affine(first.kept_bytes, second.kept_bytes),
         largest_bytes=affine(first.largest_bytes, second.largest_bytes),
         flops=affine(first.flops, second.flops),
+        tf32_share=second.tf32_flops / max(1, second.flops),
         moved_bytes=affine(first.moved_bytes, second.moved_bytes),
         n_ops=float(second.n_ops),
     )

@@ -139,6 +139,7 @@ class ForwardProfile:
             kept_bytes=(0.0, kept * wide),
             largest_bytes=(0.0, trace.largest_bytes * wide),
             flops=(0.0, times * trace.flops / samples),
+            tf32_share=trace.tf32_flops / max(1, trace.flops),
             moved_bytes=(0.0, times * trace.moved_bytes * wide),
             n_ops=times * trace.n_ops,
         )

@@ -57,6 +57,17 @@ def test_one_forward_gives_what_backward_needs_and_a_third_of_the_products():
     assert found.sequence == 16 and found.sizes == ((WIDTH, 3), (4 * WIDTH, 3), (4 * WIDTH * WIDTH, 6))
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_convolutions_are_counted_apart_unless_the_target_keeps_them_from_tf32(monkeypatch, allowed):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
+    model, x = nn.Conv2d(1, 9, 1, bias=False), torch.randn(2, 1, 10, 10)
+    whole = op_counter.follow(model, lambda m, b: m(b).square().mean(), x)
+    assert whole.tf32_flops == (whole.flops if allowed else 0)
+    mixed = nn.Sequential(nn.Conv2d(1, 9, 1, bias=False), nn.Flatten(2), nn.Linear(100, 1, bias=False))
+    wide = sketched(mixed, torch.randn(SAMPLES, 1, 10, 10)).passes["fp32/0"]
+    assert wide.tf32_share == (0.5 if allowed else 0.0)
+
+
 def test_samples_in_one_row_share_what_was_counted():
     torch.manual_seed(0)
     model, x = nn.Sequential(Block(), Block()), torch.randn(SAMPLES, 16, WIDTH)

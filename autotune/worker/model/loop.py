@@ -223,6 +223,8 @@ class _Trainer:
 
     def _draw(self) -> Any:
         batch, n_drawn = self.loader.next()
+        if self.meter.candidate.sequence_degree > 1:
+            sequence.check(batch)
         self.meter.batches.drew(n_drawn, batch)
         return to_device(batch, self.meter.device, self.dtype)
 

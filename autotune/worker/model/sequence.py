@@ -75,19 +75,23 @@ def split_loss(groups: Any) -> Callable[[Any, Any], Tensor]:
     return loss
 
 
-def shard(batch: Any, rank: int, degree: int) -> dict[str, Any]:
-    """Returns a rank's part of a batch of whole sequences, with positions, and labels shifted before they are cut.
+def check(batch: Any) -> None:
+    """Refuses a batch that cannot be split; call it while the batch is on the host, since it reads the mask.
 
     Raises:
         WorkloadError: The batch does not consist of token sequences with labels, or is padded on the left.
     """
     if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor) or "labels" not in batch:
         raise WorkloadError("sequence_parallel_size: batches must be dicts with `input_ids` and `labels`")
-    tokens = batch["input_ids"]
-    n, length = tokens.shape
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and bool((mask[:, 1:] > mask[:, :-1]).any()):
         raise WorkloadError("sequence_parallel_size: sequences padded on the left cannot be split; pad on the right")
+
+
+def shard(batch: Mapping[str, Any], rank: int, degree: int) -> dict[str, Any]:
+    """Returns a rank's part of a batch of whole sequences, with positions, and labels shifted before they are cut."""
+    tokens = batch["input_ids"]
+    n, length = tokens.shape
     whole = dict(batch)
     whole["labels"] = nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:]
     if "position_ids" not in whole:

@@ -8,7 +8,7 @@ from torch import nn
 from autotune.trial.result import Outcome
 from autotune.worker.measure.ledger import NotApplied
 from autotune.worker.model import model_file, split
-from autotune.worker.model.sequence import IGNORED, shard
+from autotune.worker.model.sequence import IGNORED, check, shard
 
 pytestmark = pytest.mark.process
 
@@ -116,4 +116,11 @@ def test_the_shares_of_a_sequence_are_cut_after_the_labels_were_shifted():
         [0, 0, 0],
     ]
     with pytest.raises(model_file.WorkloadError, match="padded on the left"):
-        shard({"input_ids": tokens, "labels": tokens, "attention_mask": mask.flip(1)}, 0, 2)
+        check({"input_ids": tokens, "labels": tokens, "attention_mask": mask.flip(1)})
+
+
+def test_a_batch_is_cut_on_its_device_without_waiting_for_it():
+    """On `meta`, as on a device, nothing can be read at once."""
+    tokens = torch.ones(2, 5, dtype=torch.int64, device="meta")
+    own = shard({"input_ids": tokens, "labels": tokens, "attention_mask": tokens}, 1, 2)
+    assert {value.device.type for value in own.values()} == {"meta"}

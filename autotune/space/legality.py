@@ -299,6 +299,9 @@ RULES: tuple[Rule, ...] = (
          "ZeRO++ quantisation needs a CUDA op of DeepSpeed", QUANTISED),
     Rule(lambda c, k, s: bool(k.get(f"{ZERO}zero_quantized_gradients")) and s.world_size <= s.ranks_per_node,
          "zero_quantized_gradients has no effect on one node", (f"{ZERO}zero_quantized_gradients",)),
+    Rule(lambda c, k, s: bool(k.get(f"{ZERO}zero_quantized_gradients")) and s.idle_devices > 0,
+         "zero_quantized_gradients: DeepSpeed takes each visible device for a rank (coalesced_collectives.py), and {idle_devices} of a"
+         " machine have none: leave those out by CUDA_VISIBLE_DEVICES", (f"{ZERO}zero_quantized_gradients",)),
     Rule(lambda c, k, s: hpz(k) > 1 and (s.world_size % hpz(k) != 0 or hpz(k) >= s.world_size),
          "zero_hpz_partition_size must divide the {world_size} ranks and be smaller", (HPZ,)),
     Rule(lambda c, k, s: s.own_optimizer and any(name.startswith("optimizer.params.") for name in k),

@@ -16,6 +16,7 @@ class Setting:
         deepspeed_version: Installed version, as in 0.19.8.
         world_size: Ranks of a trial; candidates divide their degrees out.
         ranks_per_node: The same on one machine.
+        idle_devices: Devices of a machine that ranks see and none computes on.
         pipeline_stages: Stages of a `PipelineModule` as the target builds it; 0 for another model.
         partition: How it shares its layers out among them.
         partitions: The ways that it can.
@@ -55,6 +56,7 @@ class Setting:
     deepspeed_version: str = "0.19.8"
     world_size: int = 1
     ranks_per_node: int = 1
+    idle_devices: int = 0
     pipeline_stages: int = 0
     partition: str = ""
     partitions: tuple[str, ...] = ()

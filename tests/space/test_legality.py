@@ -176,6 +176,11 @@ ILLEGAL = [
     ({WIRE: "fp16"}, replace(GPUS, fp16=False), "no fp16 on this device"),
     ({f"{ZERO}zero_quantized_weights": True, "zero_stage": 3}, CPU, "CUDA"),
     ({f"{ZERO}zero_quantized_gradients": True, "zero_stage": 3}, NODE, "one node"),
+    (
+        {f"{ZERO}zero_quantized_gradients": True, "zero_stage": 3},
+        replace(GPUS, idle_devices=4),
+        "4 of a machine have none",
+    ),
     ({f"{ZERO}zero_hpz_partition_size": 3, "zero_stage": 3}, GPUS, "16 ranks"),
     ({"micro_batch_size": 8}, Setting(only_micro_batch=4), "is the baseline's with 4 alone"),
     ({"zero_stage": 0}, Setting(plain_backward=True), "refuses loss.backward()"),

@@ -268,6 +268,7 @@ def grounds(
         deepspeed_version=environment.versions["deepspeed"],
         world_size=data_parallel,
         ranks_per_node=max(1, data_parallel // spec.nodes_for(world_size)),
+        idle_devices=max(0, environment.n_devices - world_size // spec.nodes_for(world_size)),
         bf16=environment.bf16,
         fp16=environment.fp16,
         tf32=has_tf32(environment.accelerator, environment.capability),

@@ -51,6 +51,12 @@ def test_a_study_takes_all_devices_and_never_more(planned):
         planned(GPUS, ranks=10, executor="slurm", nodes=2)
 
 
+def test_devices_without_a_rank_are_counted_since_deepspeed_takes_them_for_ranks(planned):
+    assert planned(GPUS, ranks=2).setting.idle_devices == 2
+    assert planned(GPUS, ranks=8, executor="slurm", nodes=2).setting.idle_devices == 0
+    assert planned(ENVIRONMENT, ranks=2).setting.idle_devices == 0
+
+
 @pytest.mark.parametrize(("environment", "fused"), [(GPUS, True), (replace(GPUS, accelerator="xpu"), None)])
 def test_the_default_optimizer_is_fused_where_that_is_known_to_help(planned, environment, fused):
     params = planned(environment).base_config["optimizer"]["params"]

@@ -35,7 +35,7 @@ SILENT_S = 120.0
 GRANTED = "granted.json"
 # Prefixes of the user's variables that are passed on to other machines.
 EXPORTED = (
-    "PYTHON", "AUTOTUNE_", "DS_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "UCX_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_",
+    "PYTHON", "AUTOTUNE_", "DS_", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "UCX_", "FI_", "OFI_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_",
     "TOKENIZERS_", "OMP_", "MKL_", "CUDA_HOME", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_", "LD_LIBRARY_PATH", "TRITON_",
     "XDG_CACHE_HOME",
 )  # fmt: skip

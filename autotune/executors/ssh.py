@@ -1,6 +1,7 @@
 """The engine for the machines of a hostfile, reached over ssh: `--executor local --hostfile FILE`."""
 
 import contextlib
+import os
 import re
 import shlex
 import subprocess
@@ -14,7 +15,7 @@ from autotune.executors.base import Status
 from autotune.executors.cluster import Engine, JobState
 from autotune.executors.local import machine_turn
 from autotune.executors.node_agent import Settings, Spool
-from autotune.system import files
+from autotune.system import device, files
 from autotune.trial.folder import read_record
 
 OPTIONS = {
@@ -26,6 +27,8 @@ OPTIONS = {
 SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 END_TIMEOUT_S = 15.0
 LINK_FAILED = 255
+# Devices as `CUDA_VISIBLE_DEVICES` numbers them.
+NUMBERS = re.compile(r"\d+(\s*,\s*\d+)*")
 # What ssh says of a connection that was there and broke: the host can be reached. A host that cannot has a reason.
 BROKE = re.compile(r"closed by|connection reset|broken pipe|not responding|it said nothing", re.IGNORECASE)
 
@@ -58,7 +61,7 @@ class Hosts(Engine):
         job = uuid.uuid4().hex[:12]
         ssh = shlex.split(self.options.get("ssh", SSH))
         address = shlex.quote(self.options.get("address", self.hosts[0].rpartition("@")[2]))
-        exported = read_record(spool.settings, Settings).exported
+        exported = read_record(spool.settings, Settings).exported | _chosen_devices()
         processes = []
         for node, host in enumerate(self.hosts[:nodes]):
             # A file, because the remote shell would interpret quotation marks in an argument in its own way.
@@ -105,6 +108,12 @@ class Hosts(Engine):
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _chosen_devices() -> dict[str, str]:
+    """Returns the user's choice of devices by number, which no scheduler makes on these hosts; a UUID is one machine's."""
+    names = [name for each in device.CHOOSE.values() for name in each]
+    return {name: value for name in names if NUMBERS.fullmatch(value := os.environ.get(name, ""))}
 
 
 def _log(spool: Spool, node: int) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -274,9 +275,20 @@ def test_other_machines_have_the_settings_of_the_allocator_and_choose_their_own_
     asked = {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "FI_PROVIDER": "efa",
         "CUDA_VISIBLE_DEVICES": "1",
     }
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
     exported = settings_for([], {}, 1.0).exported
-    assert {name for name in asked if name in exported} == {"PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG"}
+    assert {name for name in asked if name in exported} == asked.keys() - {"CUDA_VISIBLE_DEVICES"}
+
+
+@pytest.mark.parametrize(("chosen", "handed_on"), [("2,3", True), ("GPU-5a7e", False), ("", False)])
+def test_over_ssh_nobody_else_chooses_the_devices_that_the_user_numbers(monkeypatch, tmp_path, chosen, handed_on):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: None)
+    spool = Spool(tmp_path)
+    write_record(spool.settings, settings_for([], {}, 1.0))
+    Hosts({}, ["a"]).launch(spool, 1)
+    assert (f"export CUDA_VISIBLE_DEVICES={chosen}\n" in (tmp_path / "start-0.sh").read_text()) is handed_on

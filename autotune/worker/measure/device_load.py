@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import statistics
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +19,8 @@ THROTTLE = {
 }  # fmt: skip
 # The longest time over which NVML averages a device's use, and between two looks.
 REMEMBERED_S, LOOK_S = 1.0, 0.2
+# Seconds between two readings of clock and throttling, which an idle device no longer shows, and the share in which a reason holds.
+SAMPLE_S, LASTING = 0.5, 0.5
 
 
 class DeviceWatch:
@@ -32,6 +36,8 @@ class DeviceWatch:
         self._handle: Any = None
         self._uuid_of_rank = ""
         self._began: tuple[float, float | None] | None = None
+        self._samples: list[tuple[int, int | None]] = []
+        self._ended = threading.Event()
         with contextlib.suppress(Exception):  # not installed, or no driver
             import pynvml
 
@@ -49,14 +55,18 @@ class DeviceWatch:
             return
         self._handle = self._read(lambda nvml: nvml.nvmlDeviceGetHandleByUUID(uuid))
         self._uuid_of_rank, self._began = uuid, (time.monotonic(), self._energy_j())
+        threading.Thread(target=self._sample, daemon=True).start()
 
     def end(self) -> DeviceLoad | None:
-        """Returns the readings; None where there is no NVML. Call it while the device still computes."""
+        """Returns the readings; None where there is no NVML. Call it where the timed steps end."""
+        self._ended.set()
         if self._handle is None or self._began is None:
             return None
         handle, (began, energy_j) = self._handle, self._began
         free, others, used = self._before.get(self._uuid_of_rank, (None, None, None))
         spent_j, seconds = self._energy_j(), time.monotonic() - began
+        samples = list(self._samples) or [self._reading()]
+        clocks = [clock for _, clock in samples if clock is not None]
         watts = self._read(lambda nvml: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3)
         if energy_j is not None and spent_j is not None and seconds > 0:
             watts = (spent_j - energy_j) / seconds  # a mean, where the other is one moment's
@@ -65,9 +75,9 @@ class DeviceWatch:
             free_bytes=free,
             n_others=others,
             used_by_others=used if others else 0.0 if others == 0 else None,
-            sm_clock_mhz=self._read(lambda nvml: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+            sm_clock_mhz=statistics.median_low(clocks) if clocks else None,
             max_sm_clock_mhz=self._read(lambda nvml: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)),
-            throttled_by=self._throttled(),
+            throttled_by=self._throttled([mask for mask, _ in samples]),
             power_w=watts,
             temperature_c=self._read(lambda n: n.nvmlDeviceGetTemperature(handle, n.NVML_TEMPERATURE_GPU)),
         )
@@ -76,12 +86,22 @@ class DeviceWatch:
         joules: float | None = self._read(lambda n: n.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3)
         return joules
 
-    def _throttled(self) -> tuple[str, ...]:
+    def _sample(self) -> None:
+        """Takes readings until the timed steps end: right after them the device is idle."""
+        while not self._ended.wait(SAMPLE_S):
+            self._samples.append(self._reading())
+
+    def _reading(self) -> tuple[int, int | None]:
+        """Returns the reasons for a lower clock, as bits, and the clock."""
         mask = self._read(lambda nvml: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)) or 0
+        return mask, self._read(lambda nvml: nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM))
+
+    def _throttled(self, masks: list[int]) -> tuple[str, ...]:
+        """Returns the reasons that held in most readings."""
         found = []
         for name, why in THROTTLE.items():
             bit = getattr(self._nvml, f"nvmlClocksThrottleReason{name}", 0)
-            found += [why] if mask & bit else []
+            found += [why] if sum(bool(mask & bit) for mask in masks) >= LASTING * len(masks) else []
         return tuple(dict.fromkeys(found))
 
     def _occupation(self, handle: Any, until: float) -> tuple[int | None, int | None, float | None]:

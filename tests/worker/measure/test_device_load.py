@@ -1,6 +1,8 @@
 """What NVIDIA's library tells of a rank's device, and what is left where it does not tell."""
 
+import itertools
 import sys
+import threading
 import types
 
 import pytest
@@ -57,6 +59,25 @@ def test_power_is_the_mean_over_the_timed_steps_and_others_are_those_before_the_
         1980,
         ("the power limit", "heat or power"),
     )
+
+
+def test_clock_and_throttling_are_read_while_the_device_works(nvml, monkeypatch):
+    monkeypatch.setattr(device_load, "SAMPLE_S", 0.001)
+    monkeypatch.setattr(nvml, "nvmlDeviceGetClockInfo", lambda *_: next(clocks))
+    enough = threading.Event()
+
+    def readings():
+        yield from [1200] * 20
+        enough.set()
+        yield from itertools.repeat(1980)
+
+    clocks = readings()
+    watch = DeviceWatch()
+    watch.begin("GPU-a")
+    assert enough.wait(10)
+    nvml.nvmlDeviceGetCurrentClocksThrottleReasons = lambda _: 1  # idle
+    load = watch.end()
+    assert (load.sm_clock_mhz, load.throttled_by) == (1200, ("the power limit", "heat or power"))
 
 
 @pytest.mark.parametrize(("others", "used", "waited"), [([1], 0.05, True), ([], 0.0, False)])

@@ -69,6 +69,8 @@ SECTION_KEYS: dict[str, frozenset[str]] = {
         "torch_autocast": "enabled dtype lower_precision_safe_modules",
         "data_types": "grad_accum_dtype param_dtype buffer_dtype",
         "optimizer": "type params legacy_fusion",
+        "timers": "throughput",
+        "timers.throughput": "enabled synchronized",
         "scheduler": "type params",
         "activation_checkpointing": """
             partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints profile

@@ -7,7 +7,7 @@ NO_EFFECT: dict[str, str] = {
     path: why
     for why, paths in {
         "it only prints or writes, and trials leave it out": f"""
-            tensorboard. wandb. comet. csv_monitor. monitor_config. flops_profiler. comms_logger. timers. autotuning.
+            tensorboard. wandb. comet. csv_monitor. monitor_config. flops_profiler. comms_logger. autotuning.
             wall_clock_breakdown memory_breakdown dump_state steps_per_print log_level {ZERO}log_trace_cache_warnings
         """,
         "it is about saving and loading, and a trial does neither": f"""

@@ -66,6 +66,7 @@ def _lacks_op(op: str, candidate: Candidate, config: Mapping[str, Scalar], setti
     return op in ops_needed(held.get)
 
 
+TIMERS = "timers."
 MESSAGES = tuple(f"{ZERO}{name}" for name in ("overlap_comm", "reduce_bucket_size", "allgather_bucket_size"))
 
 
@@ -318,6 +319,8 @@ RULES: tuple[Rule, ...] = (
          ("precision", MASTER_WEIGHTS, OPTIMIZER_STATES)),
     *DATA_RULES,
     *OP_RULES,
+    Rule(lambda c, k, s: s.accelerator == "cpu" and any(name.startswith(TIMERS) for name in k),
+         f"{TIMERS}* has no effect on a CPU, where DeepSpeed's timer has no device to wait for", (f"{TIMERS}*",)),
     Rule(lambda c, k, s: bool(_ineffective(c)), "{ineffective}", tuple(map(_reads, NO_EFFECT))),
     Rule(lambda c, k, s: bool(_retired(c, s)), "{retired}: no longer taken by DeepSpeed {deepspeed_version}",
          tuple(name for key in sorted(RETIRED_KEYS) for name in (key, f"{key}.*"))),

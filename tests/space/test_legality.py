@@ -61,6 +61,7 @@ LAYERS = replace(
 )  # fmt: skip
 ACCUMULATED, WIRE = {"data_types.grad_accum_dtype": "fp32"}, "communication_data_type"
 ILLEGAL = [
+    ({"timers.throughput.synchronized": False}, CPU, "no device to wait for"),
     ({"torch.allow_tf32": True}, Setting(accelerator="cuda"), "has no TensorFloat-32"),
     (
         {"torch.allow_tf32": True, "precision": "bf16"},
@@ -194,6 +195,8 @@ ILLEGAL = [
 ]
 LEGAL = [
     ({}, CPU),
+    ({}, replace(CPU, base=(("timers.throughput.synchronized", False),))),
+    ({"timers.throughput.synchronized": False}, GPUS),
     ({TENSOR: 2, "zero_stage": 3}, LLAMA),
     ({STAGES: 2, "zero_stage": 1, PARTITION: "uniform"}, LAYERS),
     ({STAGES: 2}, replace(LAYERS, unfit=((2, "uniform", "stage 1 is empty"),))),

@@ -372,6 +372,8 @@ WITNESSES: dict[str, Witness] = {
     "bf16.check_grad_overflow": _overflow_check,
     "data_types.buffer_dtype": _buffer_dtype,
     "torch.allow_tf32": _equal(lambda engine: multiplies_in_tf32()),
+    "timers.throughput.enabled": _equal(lambda engine: engine.tput_timer.config.enabled),
+    "timers.throughput.synchronized": _equal(lambda engine: engine.tput_timer.config.synchronized),
     "disable_python_gc": _equal(lambda engine: not gc.isenabled()),
     "prescale_gradients": _equal(_scaled("postscale_gradients"), lambda value: not value),
     "gradient_predivide_factor": _predivide,

@@ -27,6 +27,7 @@ ACTING: list[tuple[int, str, dict[str, Any]]] = [
     (2, "fp32", {f"{ZERO}reduce_scatter": False, "communication_data_type": "bf16"}),
     (2, "bf16", {"bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True}),
     (0, "fp32", {"communication_data_type": "bf16"}),
+    (0, "fp32", {"timers.throughput.synchronized": False}),
     (3, "bf16", {f"{ZERO}stage3_prefetch_bucket_size": 1024, f"{ZERO}stage3_param_persistence_threshold": 64}),
     (3, "fp32", {f"{ZERO}stage3_max_live_parameters": 9999, f"{ZERO}stage3_max_reuse_distance": 999}),
 ]  # fmt: skip
@@ -147,6 +148,7 @@ UNWITNESSED: dict[str, str] = {
     "scheduler": "it changes the learning rate over a whole training",
     "weight_quantization": "it acts while the model is built",
     "aio": "needs offload to nvme",
+    "timers": "a section of one section",
 }
 
 

@@ -106,8 +106,8 @@ def _left_locks() -> Iterator[Finding]:
 
     They are torch's (torch.utils.file_baton); trials build in a folder apart.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "torch_extensions")
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache).expanduser()
+    cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "torch_extensions")
+    folder = Path(os.path.expanduser(os.environ.get("TORCH_EXTENSIONS_DIR") or cache))
     until = time.time() - LONGEST_BUILD_SECONDS
     for lock in [*folder.glob("*/lock"), *folder.glob("*/*/lock")]:
         with contextlib.suppress(OSError):  # its build ends

@@ -101,7 +101,11 @@ class Started:
             return {}
         named = [pair[1] for pair in itertools.pairwise(words) if pair[0] == CONFIG_FLAG]
         named += [word.partition("=")[2] for word in words if word.startswith(f"{CONFIG_FLAG}=")]
-        path = Path(self.invocation.working_dir, named[-1]) if named else DEFAULT_ACCELERATE_CONFIG.expanduser()
+        path = (
+            Path(self.invocation.working_dir, named[-1])
+            if named
+            else Path(os.path.expanduser(DEFAULT_ACCELERATE_CONFIG))
+        )
         try:
             found = read_yaml(path)
         except SpecError:  # the template serves without it

@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 
 from autotune import __version__
-from autotune.errors import printable
+from autotune.errors import UserError, printable
 from autotune.system import files, machine, redaction
 
 STATUS = 70  # exit status of a command that ends so (EX_SOFTWARE of sysexits.h)
@@ -27,14 +27,14 @@ def keep(error: BaseException) -> str:
     Where no file can be written, the traceback goes to stderr.
     """
     text = redaction.redact(_text(error))
-    folder = machine.cache_dir() / "errors"
-    path = folder / f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{time.monotonic_ns() % 10**9:09}.log"
     try:
+        folder = machine.cache_dir() / "errors"
+        path = folder / f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{time.monotonic_ns() % 10**9:09}.log"
         files.write_text(path, text, private=True)
         for old in sorted(folder.glob("*.log"))[:-MOST_LOGS]:
             with contextlib.suppress(OSError):
                 old.unlink()
-    except OSError:
+    except (OSError, UserError):  # of a user without a home folder
         sys.stderr.write(f"{text}\n")
         return "the traceback is above"
     return f"the traceback is in {path}"

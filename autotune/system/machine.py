@@ -12,9 +12,18 @@ MAX_RANKS_PER_CORE, MIN_COUNTED_CORES = 8, 4
 
 
 def cache_dir() -> Path:
-    """Returns the folder of data that can be computed again: `AUTOTUNE_CACHE`, or `autotune` in the user's cache."""
+    """Returns the folder of data that can be computed again: `AUTOTUNE_CACHE`, or `autotune` in the user's cache.
+
+    Raises:
+        UserError: None is stated, and the user has no home folder, as one of a container that has no name.
+    """
     stated = os.environ.get("AUTOTUNE_CACHE")
-    return Path(stated) if stated else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autotune"
+    if stated:
+        return Path(stated)
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if cache.startswith("~"):
+        raise UserError("This user has no home folder. Set AUTOTUNE_CACHE to a folder that you can write to")
+    return Path(cache) / "autotune"
 
 
 def lock_path() -> Path:

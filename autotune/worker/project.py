@@ -56,7 +56,7 @@ def _is_library(path: Path, root: Path) -> bool:
 
 
 def _project_of(place: Path) -> Path:
-    home = Path.home()
+    home = Path(os.path.expanduser("~"))  # of a user without one it is "~", around no place
     found = (folder for folder in (place, *place.parents) if any((folder / marker).exists() for marker in MARKERS))
     root = next(found, place)
     return place if root in (home, *home.parents) else root

@@ -61,6 +61,14 @@ def test_where_no_file_can_be_written_the_traceback_is_printed(cache, monkeypatc
     assert "invalid literal" in capsys.readouterr().err
 
 
+def test_a_user_without_a_home_folder_gets_the_traceback(monkeypatch, capsys):
+    for name in ("AUTOTUNE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as it returns it where there is none
+    assert "the traceback is above" in error_log.sentence(raised(int, "x"))
+    assert "invalid literal" in capsys.readouterr().err
+
+
 def test_the_last_logs_are_kept(cache, monkeypatch):
     monkeypatch.setattr(error_log, "MOST_LOGS", 2)
     said = [error_log.keep(raised(int, text)) for text in "abc"]

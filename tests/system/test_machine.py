@@ -1,7 +1,10 @@
 """What is known of the machine without asking a rank."""
 
+import os
+
 import pytest
 
+from autotune.errors import UserError
 from autotune.study.setup import profile_cache
 from autotune.system import machine
 
@@ -32,3 +35,13 @@ def test_rates_measured_under_other_instructions_are_not_used_again(monkeypatch)
     before = profile_cache.machine_key(2)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert profile_cache.machine_key(2) != before
+
+
+def test_a_user_without_a_home_folder_is_told_to_name_a_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as it returns it where there is none
+    monkeypatch.delenv("AUTOTUNE_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(UserError, match="no home folder"):
+        machine.cache_dir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert machine.cache_dir() == tmp_path / "autotune"

@@ -35,10 +35,16 @@ def test_the_project_of_the_script_is_the_users_and_libraries_are_not(tree, scri
 
 
 def test_the_working_folder_belongs_to_the_project_and_the_home_folder_is_none(tree, monkeypatch):
-    monkeypatch.setattr(project.Path, "home", lambda: tree)  # with a pyproject.toml of its own
+    monkeypatch.setenv("HOME", str(tree))  # with a pyproject.toml of its own
     project.settle(tree / "scripts" / "train.py", str(tree / "src"))
     assert project.holds(str(tree / "src" / "mine" / "data.py"))
     assert not project.holds(str(tree / "train.py"))
+
+
+def test_a_user_without_a_home_folder_has_a_project(tree, monkeypatch):
+    monkeypatch.setattr(project.os.path, "expanduser", lambda path: path)  # as it returns it where there is none
+    project.settle(tree / "scripts" / "train.py")
+    assert project.holds(str(tree / "train.py"))
 
 
 def test_a_script_that_is_itself_in_a_library_folder_is_the_users(tree):

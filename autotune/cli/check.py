@@ -46,6 +46,7 @@ def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = Fals
     from autotune.study.setup.engine import executor_for
     from autotune.study.setup.plan import plan
     from autotune.study.setup.request import studies_folder
+    from autotune.trial import failures
     from autotune.trial.folder import TrialDir
     from autotune.trial.result import Outcome
 
@@ -70,6 +71,9 @@ def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = Fals
         raise
     if result.outcome is Outcome.COMPLETE:  # else its logs are shown
         shutil.rmtree(folder, ignore_errors=True)
+    on_device = found.workload.environment.accelerator != "cpu"
+    if advice := failures.advice(result.outcome, result.reason, on_device=on_device):
+        result = replace(result, reason=f"{result.reason}. {advice}")
     data = check_data(found, result, TrialDir(folder / "trials" / "check").log(result.failed_rank or 0))
     if as_json:
         print(json.dumps(data, indent=1))

@@ -75,6 +75,8 @@ _REMEDIES = (
     (r"stack expects each tensor to be equal size",
      "Samples differ in size: pad them to one where they are put together, by a function collate(samples) in model.py or the"
      " loader's collate_fn"),
+    (r"DeepSpeedEngine' object (is not subscriptable|has no attribute 'logits')|, not DeepSpeedEngine",
+     "A model.py's loss(model, batch) gets the model, not its output: call the model in it, as `output = model(batch[0])`"),
     (r"No space left on device|\[Errno 28\]|file write failed", "A disk is full: free space, or move the study or the cache"),
     (r"quota exceeded", "The disk quota is used up: free space, or move the study or the cache"),
     (r"Too many open files|0 items of ancdata",

@@ -239,6 +239,14 @@ def test_check_of_a_broken_model_names_a_log_that_is_still_there(models, warm):
     shutil.rmtree(log.parents[2])
 
 
+def test_check_of_a_baseline_that_crashes_says_what_to_do(warm):
+    """The loss was given the model where its author took an output, and DeepSpeed's words named neither."""
+    (warm / "ok.py").open("a").write("\n\ndef loss(output, batch):\n    return output[0].mean()\n")
+    done = called("check", "ok.py", "--ranks", "1", cwd=warm)
+    assert done.returncode == 1 and "is not subscriptable. A model.py's loss(model, batch)" in done.stdout
+    shutil.rmtree(Path(re.search(r"see (.*)", done.stdout)[1]).parents[2])
+
+
 def test_a_model_that_loads_longer_than_a_trial_may_take_is_told_what_gives_it_more_time(warm):
     (warm / "slow.py").write_text(
         "import time\n\n\ndef model():\n    time.sleep(60)\n\n\ndef data():\n    return [1]\n"

@@ -334,6 +334,12 @@ def test_the_hosts_memory_is_told_from_the_devices(text):
         ("received 0 items of ancdata", "ulimit -n"),
         ("unable to open shared memory object </t> in read-write mode: Too many open files (24)", "ulimit -n"),
         ("can't start new thread", "ulimit -u"),
+        ("stack expects each tensor to be equal size, but got [3, 24, 24] at entry 0", "collate(samples)"),
+        ("TypeError: 'DeepSpeedEngine' object is not subscriptable", "loss(model, batch)"),
+        (
+            "TypeError: cross_entropy_loss(): argument 'input' (position 1) must be Tensor, not DeepSpeedEngine",
+            "loss(model, batch)",
+        ),
         ("CUDA error: an illegal memory access was encountered", "CUDA_LAUNCH_BLOCKING"),
         ("CUDA error: device-side assert triggered", "out of range"),
         ("CUDA error: uncorrectable ECC error encountered", "faulty"),

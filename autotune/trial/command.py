@@ -214,7 +214,7 @@ def _environment(
         replaced: A launcher that was asked for takes the place of the user's.
     """
     own = invocation.environment
-    # `accelerate launch` hands on none of its own settings of torch.compile where it starts DeepSpeed.
+    # Where `accelerate launch` starts DeepSpeed, it hands on none of its settings of torch.compile.
     compiled = own.get(f"{COMPILATION}BACKEND", "NO").upper() != "NO"
     kept = {name: value for name, value in own.items() if compiled and replaced and name.startswith(COMPILATION)}
     if start is None:

@@ -191,16 +191,10 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
     first_ranks = 1 if target.kind == "model" else spec.stated_ranks or 1
     workload = inspect_workload(spec, executor, trials / "inspect", first_ranks, doing)
     environment = workload.environment
-    nodes = spec.n_nodes
-    world_size = spec.stated_ranks or nodes * (environment.n_devices if environment.accelerator != "cpu" else 1)
+    world_size = spec.stated_ranks or spec.n_nodes * (environment.n_devices if environment.accelerator != "cpu" else 1)
     if target.kind == "script" and world_size > first_ranks:  # its configuration may depend on the ranks
         workload = inspect_workload(spec, executor, trials / "inspect", world_size, doing)
-    if environment.accelerator != "cpu" and world_size > nodes * environment.n_devices:
-        whose = "the launch command" if spec.invocation and spec.invocation.world_size == world_size else "--ranks"
-        have = "this machine has" if nodes == 1 else f"each of the {nodes} machines has"
-        raise UserError(
-            f"{whose} asks for {world_size} ranks: {have} {environment.n_devices} devices; ask for fewer, or {MEAN_CPU}"
-        )
+    _check_devices(spec, environment, world_size)
     base_config, baseline, setting = grounds(spec, target, workload, world_size)
     space = spec.space
     wanted = degrees.asked(space, baseline)
@@ -243,6 +237,17 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
         spec=spec, target=target, workload=workload, world_size=world_size, base_config=base_config, baseline=baseline,
         space=pruned, full_space=space, setting=setting, notes=notes,
     )  # fmt: skip
+
+
+def _check_devices(spec: StudySpec, environment: Environment, world_size: int) -> None:
+    """Refuses more ranks than there are devices."""
+    if environment.accelerator == "cpu" or world_size <= spec.n_nodes * environment.n_devices:
+        return
+    whose = "the launch command" if spec.invocation and spec.invocation.world_size == world_size else "--ranks"
+    have = "this machine has" if spec.n_nodes == 1 else f"each of the {spec.n_nodes} machines has"
+    raise UserError(
+        f"{whose} asks for {world_size} ranks: {have} {environment.n_devices} devices; ask for fewer, or {MEAN_CPU}"
+    )
 
 
 def held_by_others(environment: Environment, ranks: int) -> list[str]:

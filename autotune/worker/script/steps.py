@@ -26,6 +26,7 @@ from autotune.worker.script.tail import ScriptTail
 PROBE_STEPS = 3
 # Where the samples of a step vary: their mean is the micro-batch that is stated.
 UNEVEN_PROBE_STEPS = 16
+NO_STEP = "the script ended without calling the engine's step(): its loop leaves that out, or had no steps or data"
 
 
 class StepHooks:
@@ -82,9 +83,7 @@ class StepHooks:
         n, needed = len(context.report.step_times_s), min(context.request.max_steps, MIN_STEPS)
         if n < (PROBE_STEPS if context.candidate is None else needed):
             if not self._asked:
-                raise ScriptError(
-                    "the script ended without calling the engine's step(): its loop leaves that out, or had no steps or data"
-                )
+                raise ScriptError(NO_STEP)
             limits = f" ({', '.join(context.limits)} may be what ends it)" if context.limits else ""
             raise ScriptError(
                 f"{failures.FEW_STEPS} {n} optimizer steps, and {needed} are needed:"
@@ -157,7 +156,7 @@ class StepHooks:
     def _note_loss(self, loss: Any) -> None:
         self._n_backward += 1
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            # A number of its own from the first micro-batch on: scripts reduce the loss over ranks in place to print it.
+            # A copy from the first micro-batch on, since scripts reduce the loss over ranks in place to print it.
             self._total = number_in(loss.float()) + (0.0 if self._total is None else self._total)
 
     def _engine_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

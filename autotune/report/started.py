@@ -24,7 +24,7 @@ CARRIED_BY_TRAINING_ARGUMENTS = ("TrainingArguments:", "Activation checkpointing
 # What names the config of `accelerate launch`, and the one that it reads by itself (accelerate.commands.config.config_args).
 CONFIG_FLAG = "--config_file"
 HF_HOME = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
-DEFAULT_ACCELERATE_CONFIG = Path(HF_HOME, "accelerate", "default_config.yaml")
+DEFAULT_ACCELERATE_CONFIG = Path(os.path.expanduser(HF_HOME), "accelerate", "default_config.yaml")
 # A longer word of a command names no file.
 LONGEST_PATH = 4096
 
@@ -101,11 +101,7 @@ class Started:
             return {}
         named = [pair[1] for pair in itertools.pairwise(words) if pair[0] == CONFIG_FLAG]
         named += [word.partition("=")[2] for word in words if word.startswith(f"{CONFIG_FLAG}=")]
-        path = (
-            Path(self.invocation.working_dir, named[-1])
-            if named
-            else Path(os.path.expanduser(DEFAULT_ACCELERATE_CONFIG))
-        )
+        path = Path(self.invocation.working_dir, named[-1]) if named else DEFAULT_ACCELERATE_CONFIG
         try:
             found = read_yaml(path)
         except SpecError:  # the template serves without it

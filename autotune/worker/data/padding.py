@@ -49,9 +49,7 @@ class Texts:
             self.row = (args, kwargs, tokens) if tokens.shape[0] == 1 else None
         rows = real_lengths(tokens, args, kwargs, self._padding)
         if rows is None and tokens.shape[0] == 1:  # packed, or a single sample: nothing to pad to
-            rows = tokens.new_full(
-                (1,), tokens.shape[1]
-            )  # made on the device: a copy to it would wait for it in each step
+            rows = tokens.new_full((1,), tokens.shape[1])  # on the device: a copy would wait for it in each step
         if rows is None:
             return tokens.numel(), tokens.numel()
         if first and len(self.lengths) < N_LENGTHS:

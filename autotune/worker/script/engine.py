@@ -151,7 +151,9 @@ class EngineHooks:
         self._change_model(model, blocks)
         self._watch = recompute.Recomputations(blocks)
         prepared = PreparedModel(own_config, config_source, workload, blocks, self._watch)
-        if at_path(own, f"{ZERO}stage") == 3 or not (context.family or _names_sharding()):
+        if context.candidate is None and (  # a probe, which alone reads it
+            at_path(own, f"{ZERO}stage") == 3 or not (context.family or _names_sharding())
+        ):
             prepared.built_bytes = built_bytes(model)
         request, candidate = context.request, context.candidate
         if request.noise and candidate is not None:

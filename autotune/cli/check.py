@@ -108,9 +108,9 @@ def print_check(data: Mapping[str, Any], console: Console) -> None:
     if data["baseline"]["log"]:
         console.print(f"           see {data['baseline']['log']}")
     about = "" if data["exact"] else "about "
-    console.print(
-        f"\n{about}{data['n_legal']:,} candidates can run here, of {data['n_candidates']:,} in the space. Tuned:\n"
-    )
+    # A crash says nothing of the others, which may all crash with it.
+    what = "candidates can run here" if data["baseline"]["log"] is None else "candidates would be proposed"
+    console.print(f"\n{about}{data['n_legal']:,} {what}, of {data['n_candidates']:,} in the space. Tuned:\n")
     knobs = [knob for knob in data["knobs"] if knob["n_values"] > 1]
     width = max(len(knob["name"]) for knob in knobs)
     for knob in knobs:

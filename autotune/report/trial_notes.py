@@ -10,8 +10,8 @@ from autotune.scoring.measured import set_apart
 from autotune.trial.result import FAILURES
 
 Data: TypeAlias = Mapping[str, Any]
-# Characters of a failed trial's reason that are shown beside the answer.
-MOST_REASON = 200
+# Characters of a failed trial's reason that are shown beside the answer: of its begin, and of its end, which says what to do.
+FIRST, LAST = 140, 160
 
 
 def of(trials: Sequence[Data]) -> list[str]:
@@ -34,7 +34,7 @@ def _failures(trials: Sequence[Data]) -> list[str]:
     found = []
     for (outcome, _), group in alike.items():
         numbers = ", ".join(str(trial["trial"]) for trial in group)
-        reason = textwrap.shorten(printable(group[0].get("reason") or ""), MOST_REASON, placeholder=" ...")
+        reason = _shortened(group[0].get("reason") or "")
         # Alike but for their numbers: these are the first one's.
         whose = f", as trial {group[0]['trial']}" if len({trial.get("reason") for trial in group}) > 1 else ""
         found.append(f"trial{'s' * (len(group) > 1)} {numbers} ended with {outcome}{whose}: {reason}")
@@ -44,10 +44,18 @@ def _failures(trials: Sequence[Data]) -> list[str]:
 def _failures_again(trials: Sequence[Data]) -> list[str]:
     """The trials that ended badly when they were measured again, each with the reason."""
     return [
-        f"trial {trial['trial']} ended badly when it was measured again: "
-        + textwrap.shorten(printable(trial["failed_again"]), MOST_REASON, placeholder=" ...")
-        for trial in trials if trial.get("failed_again")
-    ]  # fmt: skip
+        f"trial {trial['trial']} ended badly when it was measured again: {_shortened(trial['failed_again'])}"
+        for trial in trials
+        if trial.get("failed_again")
+    ]
+
+
+def _shortened(reason: str) -> str:
+    """A reason in one line; of a long one its begin and its end, in whole words."""
+    words = " ".join(printable(reason).split())
+    if len(words) <= FIRST + LAST:
+        return words
+    return f"{textwrap.shorten(words, FIRST, placeholder='')} ... {words[-LAST:].partition(' ')[2]}"
 
 
 def _set_apart(trials: Sequence[Data]) -> list[str]:

@@ -337,7 +337,9 @@ class Machine:
             rates = {"fp32": 3e10 * max(1.0, n_cores / world_size)}
             memory_bytes_per_s, link_alpha_s, link_bytes_per_s = 1e10, 2e-4, 2e9
         else:
-            rates = {"fp32": 6e13, "bf16": 3e14, "fp16": 3e14, "torch_autocast": 2e14, "torch_autocast_fp16": 2e14}
+            rates = {
+                "fp32": 6e13, "tf32": 1.5e14, "bf16": 3e14, "fp16": 3e14, "torch_autocast": 2e14, "torch_autocast_fp16": 2e14
+            }  # fmt: skip
             memory_bytes_per_s, link_alpha_s, link_bytes_per_s = 2e12, 2e-5, 1e11
         return cls(
             accelerator=accelerator, world_size=world_size, flops=rates, memory_bytes_per_s=memory_bytes_per_s,

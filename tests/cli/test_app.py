@@ -244,6 +244,7 @@ def test_check_of_a_baseline_that_crashes_says_what_to_do(warm):
     (warm / "ok.py").open("a").write("\n\ndef loss(output, batch):\n    return output[0].mean()\n")
     done = called("check", "ok.py", "--ranks", "1", cwd=warm)
     assert done.returncode == 1 and "is not subscriptable. A model.py's loss(model, batch)" in done.stdout
+    assert "can run here" not in done.stdout and "would be proposed" in done.stdout
     shutil.rmtree(Path(re.search(r"see (.*)", done.stdout)[1]).parents[2])
 
 

@@ -215,6 +215,13 @@ def test_failures_that_differ_in_their_numbers_say_whose_these_are():
     assert "trials 3, 4 ended with diverged: broken" in said
 
 
+def test_a_long_reason_keeps_its_end_which_says_what_to_do():
+    report, remedy = study_report(), "Shorten the sequences, or leave zero_stage 3 out of the space."
+    trials = [dict(report.trials[1]) | {"outcome": "crashed", "reason": f"RuntimeError: {'many words ' * 60}. {remedy}"}]
+    (said,) = [note for note in replace(report, trials=trials).caveats() if "ended with crashed" in note]
+    assert "RuntimeError: many words" in said and said.endswith(remedy) and " ... " in said and len(said) < 360
+
+
 def test_a_note_on_the_target_is_not_repeated_for_each_trial_that_differs_in_a_number():
     report = study_report()
     note = "the script itself writes files, as in every trial: /out/{}/train.log"

@@ -252,6 +252,7 @@ def with_movable(
         caveats.append(_of_own_size(probed.uneven, micro))
     adds_up = _adds_up(result_in(path.with_name("inspect")), results["gradient_accumulation_steps"])
     caveats += [ADDS_UP] if adds_up else []
+    caveats += _left_open(spec, baseline)
     for name, result in results.items():
         changes += [change for change in result.side_changes if change not in changes]
         word, was = SCRIPT_BATCH[name], getattr(baseline, name)
@@ -268,6 +269,17 @@ def with_movable(
         probed, movable=tuple(movable), moved_by=tuple(changes), flags=probed.flags | flags, adds_up=adds_up
     )
     return replace(workload, script=probed, caveats=caveats)
+
+
+def _left_open(spec: StudySpec, baseline: Candidate) -> list[str]:
+    """Returns a note where the user's command states no batch, so that the baseline has a default of ours."""
+    how = spec.how()
+    given = templates_in([*how.arguments, *how.environment.values()])
+    by_config = DS_CONFIG in given and not spec.batch_is_configured
+    ours = [f"{SCRIPT_BATCH[n]} {getattr(baseline, n)}" for n in SCRIPT_BATCH if by_config or n in given]
+    own = "; if you train with another, state it in base_config" if by_config else ""
+    words = "the command leaves the batch to autotune, so the baseline, which gains are compared with, has"
+    return [f"{words} {' and '.join(ours)}{own}"] if ours else []
 
 
 def _to_move(micro: int, steps: int, *, keeps: bool) -> dict[str, int]:

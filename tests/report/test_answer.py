@@ -217,7 +217,9 @@ def test_failures_that_differ_in_their_numbers_say_whose_these_are():
 
 def test_a_long_reason_keeps_its_end_which_says_what_to_do():
     report, remedy = study_report(), "Shorten the sequences, or leave zero_stage 3 out of the space."
-    trials = [dict(report.trials[1]) | {"outcome": "crashed", "reason": f"RuntimeError: {'many words ' * 60}. {remedy}"}]
+    trials = [
+        dict(report.trials[1]) | {"outcome": "crashed", "reason": f"RuntimeError: {'many words ' * 60}. {remedy}"}
+    ]
     (said,) = [note for note in replace(report, trials=trials).caveats() if "ended with crashed" in note]
     assert "RuntimeError: many words" in said and said.endswith(remedy) and " ... " in said and len(said) < 360
 

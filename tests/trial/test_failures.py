@@ -340,6 +340,13 @@ def test_the_hosts_memory_is_told_from_the_devices(text):
             "TypeError: cross_entropy_loss(): argument 'input' (position 1) must be Tensor, not DeepSpeedEngine",
             "loss(model, batch)",
         ),
+        ("Adam does not support sparse gradients, please consider SparseAdam instead", "sparse=True"),
+        ("NotImplementedError: \"add_out_sparse_cpu\" not implemented for 'BFloat16'", "sparse=True"),
+        ("NotImplementedError: Could not run 'aten::view' with arguments from the 'SparseCPU' backend.", "sparse=True"),
+        (
+            "copy_() between dense and sparse Tensors is not implemented! Found self type = torch.FloatTensor",
+            "sparse=True",
+        ),
         ("CUDA error: an illegal memory access was encountered", "CUDA_LAUNCH_BLOCKING"),
         ("CUDA error: device-side assert triggered", "out of range"),
         ("CUDA error: uncorrectable ECC error encountered", "faulty"),

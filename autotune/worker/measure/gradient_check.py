@@ -59,7 +59,8 @@ class GradientWatch:
 
     def _sampled(self, i: int, gradient: Tensor) -> Tensor:
         chosen = self._parameters[i][1].to(gradient.device)
-        return gradient.detach().flatten()[chosen].float()
+        whole = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+        return whole.flatten()[chosen].float()
 
     def backward(self, engine: Any) -> None:
         """Ends a micro-batch, and at the end of the first optimizer step compares; all ranks take part.

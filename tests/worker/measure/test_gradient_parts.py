@@ -36,18 +36,16 @@ def test_a_gradient_is_read_only_where_every_rank_finds_its_part(monkeypatch, or
 
 
 @pytest.fixture
-def watched(monkeypatch):
-    """Takes a step of a model whose inputs are given; returns its watch, and whether that is done."""
+def stepped(monkeypatch):
+    """Takes a step of a model on a batch; returns the watch that was set on it."""
     utils = SimpleNamespace(safe_get_full_grad=lambda parameter: parameter.grad)
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(utils=utils))
     monkeypatch.setitem(sys.modules, "deepspeed.utils", utils)
     monkeypatch.setattr(gradient_check.dist, "all_reduce", lambda _: None)
-    model = nn.Linear(3, 2)
-    watch = gradient_check.GradientWatch(model, world_size=1)
 
-    def step(value: float, **optimizer: object) -> gradient_check.GradientWatch:
+    def step(watch, model, batch, **optimizer: object) -> gradient_check.GradientWatch:
         model.zero_grad()
-        model(torch.full((4, 3), value)).sum().backward()
+        model(batch).sum().backward()
         watch.backward(
             SimpleNamespace(
                 device="cpu", is_gradient_accumulation_boundary=lambda: True, optimizer=SimpleNamespace(**optimizer)
@@ -56,6 +54,21 @@ def watched(monkeypatch):
         return watch
 
     return step
+
+
+@pytest.fixture
+def watched(stepped):
+    """Takes steps of one model whose inputs are given; returns its watch."""
+    model = nn.Linear(3, 2)
+    watch = gradient_check.GradientWatch(model, world_size=1)
+    return lambda value, **optimizer: stepped(watch, model, torch.full((4, 3), value), **optimizer)
+
+
+def test_a_sparse_gradient_is_compared_as_the_dense_one_that_it_stands_for(stepped):
+    """The look at it ended every trial of a model whose embedding has sparse gradients."""
+    model = nn.Embedding(9, 2, sparse=True)
+    watch = stepped(gradient_check.GradientWatch(model, world_size=1), model, torch.tensor([3, 3, 5]))
+    assert watch.found.error == 0 and watch.found.norm == pytest.approx((2 * 2**2 + 2 * 1**2) ** 0.5)
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,9 @@ def goodput(result: TrialResult, reference: Reference | None) -> Estimate | None
 
     The interval joins that of the throughput with that of the noise scale, as if they met at their worst. At the
     baseline's own batch goodput is the throughput, whatever the noise. None at another batch where the noise scale is
-    not resolved. Where it still grew, a smaller batch is worth no more than the baseline's: near the initial weights
-    small batches look better than they are.
+    not known. Where only its lower end is, that is taken, at which a larger batch is worth least. Where it still grew, or
+    may be larger, a smaller batch is worth no more than the baseline's: near the initial weights small batches look
+    better than they are.
     """
     rate, batch = METRICS["samples_per_s"].of(result, reference), result.samples_per_step
     if rate is None or not batch or reference is None or not reference.batch:
@@ -47,10 +48,11 @@ def goodput(result: TrialResult, reference: Reference | None) -> Estimate | None
     if batch == reference.batch:
         return rate
     noise = reference.noise
-    if noise is None or not noise.resolved:
+    if noise is None or not noise.compares:
         return None
-    most = 1.0 if noise.growing else math.inf
-    shares = [min(most, efficiency(phi, batch, reference.batch)) for phi in (noise.low, noise.samples, noise.high)]
+    most = math.inf if noise.resolved and not noise.growing else 1.0
+    middle = noise.samples if noise.resolved else noise.low
+    shares = [min(most, efficiency(phi, batch, reference.batch)) for phi in (noise.low, middle, noise.high)]
     return Estimate(value=rate.value * shares[1], low=rate.low * min(shares), high=rate.high * max(shares))
 
 

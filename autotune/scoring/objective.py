@@ -180,7 +180,7 @@ def check_measurable(
 
 
 def _why_missing(metric: str, reference: Reference | None) -> str:
-    if metric == GOODPUT and reference is not None and not (reference.noise and reference.noise.resolved):
+    if metric == GOODPUT and reference is not None and not (reference.noise and reference.noise.compares):
         return reference.noise_problem
     if metric == "time_to_loss_s" and (reference is None or reference.problem):
         return reference.problem if reference else "there is no baseline to compare with"

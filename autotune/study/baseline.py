@@ -215,7 +215,7 @@ class BaselineTrial:
         noise = noise_scale_of(result.noise) if result.noise is not None else None
         if noise is None:
             return f"its probe ended with {result.outcome}: {result.reason}"
-        if not noise.resolved:
+        if not noise.compares:
             return str(noise)
         self._events.say(str(noise))
         state.settle(replace(reference, noise=noise), state.objectives)

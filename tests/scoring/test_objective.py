@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from autotune.scoring.convergence.noise_scale import NoiseScale
+from autotune.scoring.convergence.noise_scale import ENDLESS, NoiseScale
 from autotune.scoring.convergence.time_to_loss import Reference, time_to_loss
 from autotune.scoring.metrics import METRICS, goodput, measure
 from autotune.scoring.objective import Constraint, Objective, ObjectiveError, check_measurable, score
@@ -273,7 +273,20 @@ def test_where_the_noise_scale_still_grows_a_smaller_batch_is_worth_no_more_than
     assert goodput(large, growing) == goodput(large, known(48.0))
 
 
-def test_an_unresolved_noise_scale_leaves_only_the_question_at_the_same_batch():
-    assert goodput(trial(samples_per_step=64), known(48.0, resolved=False)) is None
-    assert goodput(trial(samples_per_step=16), known(48.0, resolved=False)) is not None
+def test_a_noise_scale_known_from_below_gives_larger_batches_their_least_worth_and_smaller_ones_no_credit():
+    """The baseline's batch was kept for the whole study, where eight times as large a one was surely worth trying."""
+    below, large, small = known(48.0, resolved=False), trial(samples_per_step=64), trial(samples_per_step=8)
+    rate, found = METRICS["samples_per_s"].of(large, None), goodput(large, below)
+    assert (
+        found.value == pytest.approx(rate.value * (40 + 16) / (40 + 64))
+        and found.high > goodput(large, known(40.0)).value
+    )
+    assert goodput(small, below).value == pytest.approx(METRICS["samples_per_s"].of(small, None).value)
+
+
+@pytest.mark.parametrize("low", [0.0, ENDLESS])
+def test_an_unknown_noise_scale_leaves_only_the_question_at_the_same_batch(low):
+    unknown = replace(known(48.0), noise=replace(known(48.0).noise, low=low, high=ENDLESS, resolved=False))
+    assert goodput(trial(samples_per_step=64), unknown) is None
+    assert goodput(trial(samples_per_step=16), unknown) is not None
     assert goodput(trial(samples_per_step=16), None) is None

@@ -36,7 +36,7 @@ class NoiseScale:
         samples: tr(Sigma) / |G|^2; `ENDLESS` where the gradient is lost in the noise.
         low: Lower end of its 95 % interval.
         high: Upper end; `ENDLESS` if the interval has none.
-        resolved: The interval is narrow enough to compare batches by it; else only `low` may be believed.
+        resolved: The interval is narrow enough to compare batches by all of it; else only `low` may be believed.
         growing: It grew during the measurement, as it does near the initial weights; later it will be larger.
     """
 
@@ -48,15 +48,22 @@ class NoiseScale:
     growing: bool = False
 
     @property
+    def compares(self) -> bool:
+        """Whether batches may be compared by it: where it is known from below alone, larger ones by their least worth."""
+        return self.resolved or 0 < self.low < ENDLESS
+
+    @property
     def precise(self) -> bool:
         """Whether more samples would change no decision: it is constant, and known to a factor of 1.5."""
         return self.resolved and not self.growing and self.high <= 1.5 * self.low
 
     def __str__(self) -> str:
+        if not self.compares:
+            lost = "no gradient shows in the noise" if self.low >= ENDLESS else "no noise shows in the gradient"
+            return f"gradient noise scale: not to be told, since {lost}; the run was too short to say more"
         if not self.resolved:
-            lost = "not to be told, since no gradient shows in the noise"
-            said = lost if self.low >= ENDLESS else f"more than {self.low:,.0f} samples"
-            return f"gradient noise scale: {said}; the run was too short to say more"
+            credit = "the run was too short to say more, so larger batches get the credit that is sure, and smaller ones none"
+            return f"gradient noise scale: more than {self.low:,.0f} samples; {credit}"
         growing = ", and still growing, so that smaller batches get no credit for it" if self.growing else ""
         scale = scale_for("samples", (self.samples, self.low, self.high))
         ends = f"{scale.number(self.low)} to {scale.number(self.high)}"

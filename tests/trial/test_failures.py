@@ -347,6 +347,7 @@ def test_the_hosts_memory_is_told_from_the_devices(text):
             "copy_() between dense and sparse Tensors is not implemented! Found self type = torch.FloatTensor",
             "sparse=True",
         ),
+        ("AssertionError: attempting to reduce an unsupported grad type: torch.complex64", "view_as_complex"),
         ("CUDA error: an illegal memory access was encountered", "CUDA_LAUNCH_BLOCKING"),
         ("CUDA error: device-side assert triggered", "out of range"),
         ("CUDA error: uncorrectable ECC error encountered", "faulty"),

@@ -116,6 +116,13 @@ def _retired(candidate: Candidate, setting: Setting) -> list[str]:
 
 
 OFFLOAD_PATHS = {f"{ZERO}{name}.": name for name in ("offload_optimizer", "offload_param")}
+WIRE = "communication_data_type"
+
+
+def _travel_in_fp16(candidate: Candidate, config: Mapping[str, Scalar], setting: Setting) -> bool:
+    """Whether all gradients of a candidate travel in fp16; under autocast each has the type of its layer."""
+    stated = {**dict(setting.base), **config}.get(WIRE) or candidate.precision
+    return not candidate.precision.startswith("torch_autocast") and str(stated).lower() == "fp16"
 
 
 def _asked(config: Mapping[str, Scalar], name: str) -> Scalar:
@@ -281,6 +288,9 @@ RULES: tuple[Rule, ...] = (
          ("zero_stage", "precision", "offload_optimizer", GRAD_ACCUM_DTYPE, *UNREAD_BY_BF16_OPTIMIZER)),
     Rule(lambda c, k, s: k.get("communication_data_type") is not None and s.world_size == 1,
          "communication_data_type: one rank communicates nothing", ("communication_data_type",)),
+    Rule(lambda c, k, s: k.get("communication_data_type") is not None and c.zero_stage > 0 and c.precision.startswith("torch_autocast"),
+         "communication_data_type: under {precision} ZeRO sends each gradient in the type of its layer, and does not read it",
+         ("communication_data_type", "precision", "zero_stage")),
     Rule(lambda c, k, s: k.get("communication_data_type") == "fp16" and not s.fp16 and s.accelerator != "cpu",
          "communication_data_type fp16: no fp16 on this device", ("communication_data_type",)),
     # On a CPU a study of one rank tries out what more ranks will do; on a device it is the training itself.
@@ -300,6 +310,14 @@ RULES: tuple[Rule, ...] = (
          "ZeRO++ quantisation needs a CUDA op of DeepSpeed", QUANTISED),
     Rule(lambda c, k, s: bool(k.get(f"{ZERO}zero_quantized_gradients")) and s.world_size <= s.ranks_per_node,
          "zero_quantized_gradients has no effect on one node", (f"{ZERO}zero_quantized_gradients",)),
+    # all_to_all_quant_reduce (runtime/comm/coalesced_collectives.py) hands any gradient to `ds_swizzle_quant`, which reads fp16
+    # (csrc/quantization/pt_binding.cpp); for weights CUDAQuantizer casts.
+    Rule(lambda c, k, s: bool(k.get(f"{ZERO}zero_quantized_gradients")) and not _travel_in_fp16(c, k, s),
+         "zero_quantized_gradients: DeepSpeed's kernel takes the bits of every gradient for fp16, which ruins other types; use"
+         " precision fp16, or communication_data_type fp16 with fp32 or bf16", (f"{ZERO}zero_quantized_gradients", "precision", WIRE)),
+    Rule(lambda c, k, s: bool(k.get(f"{ZERO}zero_quantized_weights")) and c.precision.startswith("torch_autocast"),
+         "{precision}: DeepSpeed refuses zero_quantized_weights under it; use bf16 or fp16",
+         (f"{ZERO}zero_quantized_weights", "precision")),
     Rule(lambda c, k, s: bool(k.get(f"{ZERO}zero_quantized_gradients")) and s.idle_devices > 0,
          "zero_quantized_gradients: DeepSpeed takes each visible device for a rank (coalesced_collectives.py), and {idle_devices} of a"
          " machine have none: leave those out by CUDA_VISIBLE_DEVICES", (f"{ZERO}zero_quantized_gradients",)),

@@ -60,6 +60,7 @@ LAYERS = replace(
     partitions=("parameters", "uniform"),
 )  # fmt: skip
 ACCUMULATED, WIRE = {"data_types.grad_accum_dtype": "fp32"}, "communication_data_type"
+QGZ = {"zero_stage": 3, "precision": "fp16", f"{ZERO}zero_quantized_gradients": True}
 ILLEGAL = [
     ({"timers.throughput.synchronized": False}, CPU, "no device to wait for"),
     ({"torch.allow_tf32": True}, Setting(accelerator="cuda"), "has no TensorFloat-32"),
@@ -176,12 +177,18 @@ ILLEGAL = [
     ),
     ({WIRE: "fp16"}, replace(GPUS, fp16=False), "no fp16 on this device"),
     ({f"{ZERO}zero_quantized_weights": True, "zero_stage": 3}, CPU, "CUDA"),
-    ({f"{ZERO}zero_quantized_gradients": True, "zero_stage": 3}, NODE, "one node"),
+    (QGZ, NODE, "one node"),
+    (QGZ, replace(GPUS, idle_devices=4), "4 of a machine have none"),
+    ({**QGZ, "precision": "bf16"}, GPUS, "takes the bits of every gradient for fp16"),
+    ({**QGZ, "precision": "fp32"}, GPUS, "takes the bits of every gradient for fp16"),
+    ({**QGZ, WIRE: "bf16"}, GPUS, "takes the bits of every gradient for fp16"),
+    ({**QGZ, "precision": "torch_autocast_fp16"}, GPUS, "takes the bits of every gradient for fp16"),
     (
-        {f"{ZERO}zero_quantized_gradients": True, "zero_stage": 3},
-        replace(GPUS, idle_devices=4),
-        "4 of a machine have none",
+        {f"{ZERO}zero_quantized_weights": True, "zero_stage": 3, "precision": "torch_autocast"},
+        GPUS,
+        "refuses zero_quantized_weights under it",
     ),
+    ({WIRE: "bf16", "precision": "torch_autocast", "zero_stage": 1}, GPUS, "in the type of its layer"),
     ({f"{ZERO}zero_hpz_partition_size": 3, "zero_stage": 3}, GPUS, "16 ranks"),
     ({"micro_batch_size": 8}, Setting(only_micro_batch=4), "is the baseline's with 4 alone"),
     ({"zero_stage": 0}, Setting(plain_backward=True), "refuses loss.backward()"),
@@ -223,10 +230,11 @@ LEGAL = [
     ),
     ({"micro_batch_size": 32}, Setting(global_batch=(32, 32), n_samples=32)),
     ({"micro_batch_size": 4}, Setting(only_micro_batch=4)),
-    (
-        {"zero_stage": 3, "offload_param": "cpu", "offload_optimizer": "cpu", f"{ZERO}zero_quantized_gradients": True},
-        GPUS,
-    ),
+    ({**QGZ, "offload_param": "cpu", "offload_optimizer": "cpu"}, GPUS),
+    ({**QGZ, "precision": "fp32", WIRE: "fp16"}, GPUS),
+    ({**QGZ, "precision": "bf16"}, replace(GPUS, base=((WIRE, "fp16"),))),
+    ({f"{ZERO}zero_quantized_weights": True, "zero_stage": 3, "precision": "bf16"}, GPUS),
+    ({WIRE: "bf16", "precision": "torch_autocast"}, GPUS),
 ]
 
 

@@ -17,6 +17,7 @@ from autotune.space.deepspeed import (
     SECTIONS,
     STAGE_3_PREFIXES,
     TOP_LEVEL_KEYS,
+    ZERO,
     ZERO_OPTIMIZERS,
     ConfigError,
     DsConfig,
@@ -39,6 +40,7 @@ from autotune.space.degree import (
     configured_degrees,
     ranks_per_replica,
 )
+from autotune.space.ineffective import STAGES_1_AND_2
 
 # The precision that computes in the same 16 bits and mixes types where an operation needs it.
 AUTOCAST = {"bf16": "torch_autocast", "fp16": "torch_autocast_fp16"}
@@ -245,13 +247,16 @@ class Candidate:
         zero = config.pop("zero_optimization", {})
         if self.zero_stage == 0:
             return
-        zero = {
-            key: value for key, value in zero.items() if self.zero_stage == 3 or not key.startswith(STAGE_3_PREFIXES)
-        }
+        if self.zero_stage == 3:  # where `compute_grad_norm: false` is refused
+            zero = {key: value for key, value in zero.items() if ZERO + key not in STAGES_1_AND_2}
+        else:
+            zero = {key: value for key, value in zero.items() if not key.startswith(STAGE_3_PREFIXES)}
         for section, device in (("offload_optimizer", self.offload_optimizer), ("offload_param", self.offload_param)):
             kept = zero.pop(section, None) or {}
             if device != "none":
                 zero[section] = {**(kept if kept.get("device") == device else {}), "device": device}
+                if self.zero_stage < 3:  # where another one than 1 is refused
+                    zero[section].pop("ratio", None)
         config["zero_optimization"] = {"stage": self.zero_stage, **{k: v for k, v in zero.items() if k != "stage"}}
         # An optimizer that DeepSpeed has not tested itself is refused under ZeRO without this, also one that the JSON names.
         if str((config.get("optimizer") or {}).get("type", "")).lower() not in ZERO_OPTIMIZERS:

@@ -122,7 +122,8 @@ def test_candidates_differ_in_the_knobs_whose_values_do():
 
 
 ZERO_3 = {"stage": 3, "stage3_max_live_parameters": 5, "overlap_comm": True}
-ON_CPU = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+ON_CPU = {"stage": 2, "offload_optimizer": {"device": "cpu", "buffer_count": 5}}
+IN_PART = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
 CUT, Z = {"enabled": True, "loss_scale": 8}, "zero_optimization"
 # What of the user's own configuration a candidate keeps and what it replaces: knobs, the user's, and the outcome.
 MERGED = {
@@ -154,6 +155,14 @@ MERGED = {
     "and stay with it": ({"zero_stage": 3}, {Z: ZERO_3}, {Z: ZERO_3}),
     "details of offloading stay with the device": ({"zero_stage": 2, "offload_optimizer": "cpu"}, {Z: ON_CPU}, {Z: ON_CPU}),
     "and go with it": ({"zero_stage": 2}, {Z: ON_CPU}, {Z: {"stage": 2}}),
+    "a part is offloaded at stage 3": ({"zero_stage": 3, "offload_optimizer": "cpu"}, {Z: IN_PART}, {Z: IN_PART}),
+    "and all of it at others": (
+        {"zero_stage": 2, "offload_optimizer": "cpu"}, {Z: IN_PART}, {Z: {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+    ),
+    "settings of stages 1 and 2 go with them": (
+        {"zero_stage": 3}, {Z: {"stage": 2, "compute_grad_norm": False, "overlap_comm": True}},
+        {Z: {"stage": 3, "overlap_comm": True}},
+    ),
     "another device has its own": (
         {"zero_stage": 2, "offload_optimizer": "nvme"}, {Z: ON_CPU},
         {Z: {"stage": 2, "offload_optimizer": {"device": "nvme"}}},

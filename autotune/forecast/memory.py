@@ -152,8 +152,27 @@ def _in_loading(knobs: Knobs, profile: Profile, machine: Machine, fixed: Terms) 
 
 
 def _both(knobs: Knobs) -> Mask:
-    """BF16_Optimizer: 16-bit gradients of a backward beside fp32 sums."""
-    return np.asarray((knobs.stage == 1) & (knobs.weight_bytes == 2.0) & (knobs.gradient_bytes > 2.0), dtype=bool)
+    """BF16_Optimizer: 16-bit gradients of a backward beside fp32 sums.
+
+    DeepSpeed takes it neither for fp16 nor with an offloaded optimizer (runtime/engine.py, `_do_optimizer_sanity_check`).
+    """
+    on_device = (knobs.precision == "bf16") & (knobs.offload_optimizer == 0)
+    return np.asarray((knobs.stage == 1) & on_device & (knobs.gradient_bytes > 2.0), dtype=bool)
+
+
+def _apart(knobs: Knobs) -> Mask:
+    """The optimizer of stages 1 and 2 with sums in another type than the weights.
+
+    Stage 1 then has all gradients in the type of the sums; and the own part of the sums stays on the device even where
+    the optimizer is offloaded (zero/stage_1_and_2.py, `use_grad_accum_attribute`, `_build_compact_grad_partition_buffer`).
+    """
+    other = (knobs.weight_bytes == 2.0) & (knobs.gradient_bytes > 2.0) & ~_both(knobs)
+    return np.asarray(other & ((knobs.stage == 1) | (knobs.stage == 2)), dtype=bool)
+
+
+def _whole_bytes(knobs: Knobs) -> Floats:
+    """Bytes of a gradient that was not reduced yet."""
+    return np.where((knobs.stage == 1) & _apart(knobs), knobs.gradient_bytes, knobs.weight_bytes)
 
 
 def _where(*cases: tuple[Mask, Floats | float], otherwise: Floats | float) -> Floats:
@@ -170,13 +189,27 @@ def _bucket(knobs: Knobs, profile: Profile, machine: Machine) -> Floats:
     return np.asarray(size if machine.accelerator == "cpu" else knobs.reduce_bucket, dtype=float)
 
 
+def _bucket_bytes(knobs: Knobs, profile: Profile, machine: Machine) -> Floats:
+    """Bytes of the contiguous buckets from stage 1 on, without the second of each that overlapping takes.
+
+    There is one for each type that gradients travel in, each of the whole size: under autocast those of linear and
+    convolutional layers travel in 16 bits, others in 32 (runtime/torch_autocast.py, `get_all_comm_dtypes`). Stages 1 and 2
+    hold both in fp32 (zero/stage_1_and_2.py, `setup_buckets`), stage 3 each in its type. On a CPU both together are
+    touched as far as one would be.
+    """
+    size, at_3 = _bucket(knobs, profile, machine), knobs.stage == 3
+    two = (knobs.arithmetic == "autocast") & (machine.accelerator != "cpu")
+    one = np.where(at_3, _stage_3_bytes(knobs), _whole_bytes(knobs))
+    return np.asarray(size * (one + np.where(two, knobs.weight_bytes, 0.0)), dtype=float)
+
+
 def _in_backward(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     """Activations and temporaries at their highest, with the gradients that are complete by then."""
     Pt, N = float(profile.n_trainable), float(machine.world_size)
-    w, g, stage = knobs.weight_bytes, knobs.gradient_bytes, knobs.stage
-    on_device = 1.0 - knobs.offload_optimizer
+    w, g, stage, whole = knobs.weight_bytes, knobs.gradient_bytes, knobs.stage, _whole_bytes(knobs)
+    on_device = np.where(_apart(knobs), 1.0, 1.0 - knobs.offload_optimizer)
     several, keeps_all = knobs.accumulation > 1, stage < 2
-    bucket, filled = _bucket(knobs, profile, machine), np.minimum(knobs.reduce_bucket, Pt)
+    bucket, filled = _bucket_bytes(knobs, profile, machine), np.minimum(knobs.reduce_bucket, Pt)
     waits = filled >= Pt
     # On a CPU a bucket that nothing overflows is touched as gradients come into it, not before.
     on_cpu = np.full(len(w), machine.accelerator == "cpu")
@@ -187,16 +220,16 @@ def _in_backward(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     waiting = (stage == 2) & (grows | (waits & (knobs.contiguous == 0)))
     early = _where(
         (keeps_all & several, 0.0),
-        (keeps_all, w),
+        (keeps_all, whole),
         (waiting, w),
         ((stage == 2) & ~waits, g / N * on_device),
         otherwise=0.0,
     )
-    settled = _where((keeps_all & several, w * Pt), ((stage == 2) & several, g * Pt / N * on_device), otherwise=0.0)
+    settled = _where((keeps_all & several, whole * Pt), ((stage == 2) & several, g * Pt / N * on_device), otherwise=0.0)
     # Stage 1 too allocates its bucket when the first gradient comes, and fills it at the end.
     flat = (knobs.contiguous > 0) & ~(on_cpu & (waits | (stage == 1)))
     in_bucket = _where(
-        ((stage == 0) | _both(knobs), 0.0), (stage == 3, bucket * _stage_3_bytes(knobs)), (flat, bucket * w * (1.0 + knobs.overlap)),
+        ((stage == 0) | _both(knobs), 0.0), (stage == 3, bucket), (flat, bucket * (1.0 + knobs.overlap)),
         ((stage == 2) & ~waits, filled * w), otherwise=0.0,
     )  # fmt: skip
     activations, complete = _activations(knobs, profile, early)
@@ -256,15 +289,15 @@ def _stage_3_bytes(knobs: Knobs) -> Floats:
 def _in_reduction(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     """The end of backward: complete gradients, the last bucket, and its flat copy in the type that travels."""
     Pt, N = float(profile.n_trainable), float(machine.world_size)
-    w, g, stage = knobs.weight_bytes, knobs.gradient_bytes, knobs.stage
-    both, on_device = _both(knobs), 1.0 - knobs.offload_optimizer
-    bucket, filled = _bucket(knobs, profile, machine), np.minimum(knobs.reduce_bucket, Pt)
-    reduced = np.where(both, g, w)
+    w, g, stage, whole = knobs.weight_bytes, knobs.gradient_bytes, knobs.stage, _whole_bytes(knobs)
+    both, on_device = _both(knobs), np.where(_apart(knobs), 1.0, 1.0 - knobs.offload_optimizer)
+    bucket, filled = _bucket_bytes(knobs, profile, machine), np.minimum(knobs.reduce_bucket, Pt)
+    reduced = np.where(both, g, whole)
     # Stages 1 and 2 move gradients into the bucket and their own part out of it; at stage 1 the rest stays.
-    own = np.where(stage == 2, np.maximum(g, w), w) * Pt / N * on_device
+    own = np.where(stage == 2, np.maximum(g, w), whole) * Pt / N * on_device
     gradients = _where(
         ((stage == 0) | both, w * Pt),
-        (stage == 1, np.where(filled < Pt, w * (Pt - filled), 0.0) + own),
+        (stage == 1, np.where(filled < Pt, whole * (Pt - filled), 0.0) + own),
         (stage == 2, own),
         otherwise=0.0,
     )
@@ -274,10 +307,10 @@ def _in_reduction(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     e = _stage_3_bytes(knobs)
     copies = np.where(stage == 3, flat * (e * (2.0 + 1.0 / N) + np.where(g != e, g / N, 0.0)), copies)
     # Without a contiguous buffer the gradients themselves wait.
-    kept = np.where(knobs.contiguous > 0, bucket * (1.0 + knobs.overlap), filled)
-    held = _where(((stage == 0) | both, 0.0), (stage == 3, bucket * e), otherwise=kept * w)
-    whole = np.maximum(_small_elements(knobs, profile), float(profile.largest_module))
-    return {"gradients": gradients, "buckets": copies + held, "gathered": np.where(stage == 3, w * whole, 0.0)}
+    kept = np.where(knobs.contiguous > 0, bucket * (1.0 + knobs.overlap), filled * whole)
+    held = _where(((stage == 0) | both, 0.0), (stage == 3, bucket), otherwise=kept)
+    gathered = np.maximum(_small_elements(knobs, profile), float(profile.largest_module))
+    return {"gradients": gradients, "buckets": copies + held, "gathered": np.where(stage == 3, w * gathered, 0.0)}
 
 
 def _in_step(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
@@ -294,7 +327,7 @@ def _in_step(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     copy = np.where(((stage == 0) & (w == 4.0)) | _both(knobs), 0.0, master * tile)
     single = np.where(stage == 0, Pt if profile.scratch_for_all else float(profile.largest_parameter), tile)
     scratch = profile.optimizer_scratch * master / 4.0 * single
-    bucket = np.where(stage == 3, _bucket(knobs, profile, machine) * _stage_3_bytes(knobs), 0.0)
+    bucket = np.where(stage == 3, _bucket_bytes(knobs, profile, machine), 0.0)
     return {"gradients": left, "step": (copy + scratch) * on_device, "buckets": bucket}
 
 

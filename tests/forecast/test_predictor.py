@@ -97,6 +97,31 @@ def test_a_device_holds_the_whole_bucket_even_for_a_smaller_model(settings, elem
     assert found["buckets"][0] == 2 * elements
 
 
+@pytest.mark.parametrize(("stage", "per_element"), [(1, 4 + 4), (2, 4 + 4), (3, 2 + 4)])
+def test_under_autocast_a_device_holds_a_bucket_for_each_type_that_gradients_travel_in(stage, per_element):
+    """Those of linear layers travel in 16 bits, those of norms and embeddings in 32."""
+    autocast = Candidate(micro_batch_size=1, zero_stage=stage, precision="torch_autocast")
+    assert phase("backward", autocast)["buckets"] == per_element * 5e8
+    on_cpu = phase("backward", autocast, replace(GPU, accelerator="cpu", world_size=1))["buckets"]
+    assert on_cpu <= 4 * P  # what is touched
+
+
+@pytest.mark.parametrize("settings", [{"precision": "fp16"}, {"precision": "bf16", "offload_optimizer": "cpu"}])
+def test_fp32_sums_at_stage_1_without_bf16_optimizer_are_whole_and_fill_a_bucket(settings):
+    summed = {"micro_batch_size": 1, "zero_stage": 1, "data_types.grad_accum_dtype": "fp32", **settings}
+    found = phase("backward", Candidate.of({**summed, "gradient_accumulation_steps": 2}))
+    assert (found["gradients"], found["buckets"]) == (4 * P, 4 * 5e8)
+    # What is not in the bucket, and the own part of the sums; the bucket, its flat copy and what travels of it.
+    small = phase("reduce", Candidate.of({**summed, ZERO + "reduce_bucket_size": P // 2}))
+    assert (small["gradients"], small["buckets"]) == (4 * P / 2 + 4 * P / N, (4 + 4 + 2) * P / 2)
+
+
+def test_fp32_sums_of_stage_2_stay_on_the_device_where_the_optimizer_is_offloaded():
+    assert states(
+        zero_stage=2, precision="bf16", offload_optimizer="cpu", **{"data_types.grad_accum_dtype": "fp32"}
+    ) == [2, 4 / N, 0, 0]
+
+
 def phase(name, candidate, machine=GPU, profile=PROFILE):
     return {
         key: float(column[0])

@@ -67,6 +67,7 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
       its halves;
     * optimizer: 12 bytes a parameter and twice its states (28 for Adam) over its rate; from stage 1 on over N ranks, with
       34 bytes more for what ZeRO does to its shard;
+    * offload: what crosses between device and host, see `_offloaded_bytes`;
     * launches: a fixed cost of each operation; the same of what ZeRO does for each tensor in Python, at stages 1 and 2
       (bookkeeping) and at stage 3 (partitioning); on a GPU what the device's own work does not hide; to the bookkeeping
       its copies into buckets and out of them are added;
@@ -82,9 +83,9 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
     moved = moved + np.where(stage >= 1, SHARD_BYTES, 0.0)
     rate = machine.optimizer_bytes_per_s or machine.memory_bytes_per_s
     optimizer = moved * shard / np.where(knobs.offload_optimizer > 0, machine.host_memory_bytes_per_s, rate)
-    # Gradients to the host and weights back, once a step; parameters in for forward and backward of each micro-step.
+    # Parameters come in for forward and backward of each micro-step.
     offload = (
-        knobs.offload_optimizer * 2.0 * knobs.weight_bytes * shard / machine.host_bytes_per_s
+        knobs.offload_optimizer * _offloaded_bytes(knobs) * shard / machine.host_bytes_per_s
         + knobs.offload_param * 2.0 * K * knobs.weight_bytes * P / N / machine.host_bytes_per_s
     )
     return {
@@ -106,6 +107,20 @@ def spreads(profile: Profile) -> dict[str, float]:
     if profile.passes:
         return SPREADS
     return SPREADS | dict.fromkeys(("launches", "bookkeeping", "partitioning"), UNCOUNTED_SPREAD)
+
+
+def _offloaded_bytes(knobs: Knobs) -> Floats:
+    """Bytes that cross between device and host in a step for each parameter of an offloaded optimizer's shard.
+
+    The gradient in the type of the master weights, and the weight back. Gradients are summed up on the device, so that their
+    sums come to it and go again: at stage 3 in each micro-step, also in a lone one (zero/stage3.py, `partition_grads`); at stage 2 in
+    each but the first, which only sends, and at stage 1 where they are reduced, if there are several (zero/stage_1_and_2.py,
+    `async_accumulate_grad_in_cpu_via_gpu`). Sums in another type than the weights stay on the device at stages 1 and 2.
+    """
+    K, w, g, several = knobs.accumulation, knobs.weight_bytes, knobs.gradient_bytes, knobs.accumulation > 1
+    at_2 = np.where(several & (g == w), w * np.where(knobs.stage == 2, 2.0 * K - 1.0, 2.0), 0.0)
+    sums = np.where(knobs.stage == 3, 2.0 * K * g, at_2)
+    return sums + np.where(knobs.master_16 > 0, 2.0, 4.0) + w
 
 
 def _on_the_host(

@@ -295,6 +295,24 @@ def test_over_gloo_a_scatter_is_an_all_reduce():
     assert on_cpu == pytest.approx(4 / 3 * slower * seconds("communication", **flat))
 
 
+@pytest.mark.parametrize(
+    ("stage", "settings", "once", "eight"),
+    [
+        (1, {"precision": "bf16"}, 4 + 2, 4 + 2 + 2 * 2),
+        (2, {"precision": "bf16"}, 4 + 2, 4 + 2 + 15 * 2),
+        (3, {"precision": "bf16"}, 4 + 2 + 2 * 2, 4 + 2 + 16 * 2),
+        (2, {}, 4 + 4, 4 + 4 + 15 * 4),
+        (2, {"precision": "bf16", "data_types.grad_accum_dtype": "fp32"}, 4 + 2, 4 + 2),
+    ],
+)
+def test_an_offloaded_optimizer_moves_sums_of_gradients_in_each_micro_step(stage, settings, once, eight):
+    for steps, each in ((1, once), (8, eight)):
+        said = seconds(
+            "offload", zero_stage=stage, offload_optimizer="cpu", gradient_accumulation_steps=steps, **settings
+        )
+        assert said == pytest.approx(each * P / N / GPU.host_bytes_per_s)
+
+
 def test_small_buckets_send_more_messages():
     small, large = (
         seconds("messages", **{"zero_stage": 2, ZERO + "reduce_bucket_size": size}) for size in (10_000, 1_000_000)

@@ -164,11 +164,9 @@ def _between_ranks(knobs: Knobs, profile: Profile, machine: Machine, compute: Fl
     per_block = np.where(stage == 3, gathers * K * max(profile.n_blocks, 1), np.where(stage >= 1, 1.0, 0.0))
     gather_s, gather_latency_s = collective_s(links, gathered, per_block, halves=np.ones(len(K)))
     wire_s, messages = reduce_s + gather_s, reduce_latency_s + gather_latency_s
-    if machine.ranks_per_node:
-        # The second copy of the weights (hpZ) is gathered from its own node.
-        wire_s = wire_s + np.where(
-            (stage == 3) & (knobs.hpz > 1), within_node_s(links, K * P * gather_bytes, knobs.hpz), 0.0
-        )
+    # The second copy of the weights (hpZ) is gathered within its group, on one node as on several.
+    second = (stage == 3) & (knobs.hpz > 1)
+    wire_s = wire_s + np.where(second, within_node_s(links, K * P * gather_bytes, knobs.hpz), 0.0)
     hidden = np.minimum((1 - EXPOSED_AT_LEAST) * wire_s, 0.6 * np.where(stage >= 2, K, 1.0) * compute) * knobs.overlap
     return wire_s - hidden, messages
 

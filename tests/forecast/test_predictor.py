@@ -277,6 +277,15 @@ def test_communication_follows_the_table_of_volumes(stage, volumes):
         )
 
 
+def test_a_second_copy_of_the_weights_is_gathered_within_its_group_on_one_node_too():
+    settings = {"zero_stage": 3, ZERO + "overlap_comm": False}
+    volumes = [
+        seconds("communication", **settings, **more) * GPU.link_bytes_per_s / step_time.WITHIN_A_STEP["cuda"] / P / 4
+        for more in ({}, {ZERO + "zero_hpz_partition_size": 2})
+    ]
+    assert volumes == pytest.approx([3 * (N - 1) / N, 2 * (N - 1) / N + 1 / 2])
+
+
 def test_on_a_gpu_the_host_costs_only_what_the_device_does_not_hide_and_on_a_cpu_all():
     counted = replace(PROFILE, passes={"fp32/0": a_pass((0, 1e6, 0))}, sizes=((1000, 50),))
     few, many = Candidate(micro_batch_size=1, zero_stage=3), Candidate(micro_batch_size=4096, zero_stage=3)

@@ -286,6 +286,17 @@ def _stage_3_bytes(knobs: Knobs) -> Floats:
     return np.where(knobs.arithmetic == "autocast", 2.0, knobs.weight_bytes)
 
 
+def wire_bytes(knobs: Knobs, machine: Machine) -> Floats:
+    """Bytes of a gradient between ranks.
+
+    From stage 1 on each has the type of its layer under autocast, whatever `communication_data_type` says
+    (runtime/base_optimizer.py, `get_param_comm_dtype`): 16 bits for linear and convolutional ones, which nearly all are. On
+    a CPU the casts take what shorter messages save: as if none were made, the trials of benchmarks/truth are nearer.
+    """
+    of_layers = (knobs.arithmetic == "autocast") & (knobs.stage >= 1) & (machine.accelerator != "cpu")
+    return np.where(of_layers, 2.0, knobs.wire_bytes)
+
+
 def _in_reduction(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     """The end of backward: complete gradients, the last bucket, and its flat copy in the type that travels."""
     Pt, N = float(profile.n_trainable), float(machine.world_size)
@@ -302,7 +313,8 @@ def _in_reduction(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
         otherwise=0.0,
     )
     flat = np.where((stage == 0) | both, min(Pt, ALLREDUCE_ELEMENTS), filled)
-    copies = reduced * flat + np.where(knobs.wire_bytes != reduced, knobs.wire_bytes * flat, 0.0)
+    sent = wire_bytes(knobs, machine)
+    copies = reduced * flat + np.where(sent != reduced, sent * flat, 0.0)
     # Stage 3 flattens once more for the scatter, receives its part, and casts that to the type of the sums.
     e = _stage_3_bytes(knobs)
     copies = np.where(stage == 3, flat * (e * (2.0 + 1.0 / N) + np.where(g != e, g / N, 0.0)), copies)

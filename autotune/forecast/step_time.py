@@ -6,7 +6,7 @@ import numpy as np
 
 from autotune.forecast.communication import collective_s, within_node_s
 from autotune.forecast.knobs import Knobs
-from autotune.forecast.memory import QUANTIZED_BYTES
+from autotune.forecast.memory import QUANTIZED_BYTES, wire_bytes
 from autotune.trial.profile import Floats, Machine, Profile
 
 # Standard deviation of the logarithm of each term, before anything was measured.
@@ -151,14 +151,17 @@ def _on_the_host(
 def _between_ranks(knobs: Knobs, profile: Profile, machine: Machine, compute: Floats) -> tuple[Floats, Floats]:
     """Seconds on the links that backward does not hide, and the latencies of all messages."""
     P, Pt, K, stage = float(profile.n_parameters), float(profile.n_trainable), knobs.accumulation, knobs.stage
-    gather_bytes = np.where(knobs.quantized_weights > 0, 1.0, knobs.weight_bytes)
+    sent = wire_bytes(knobs, machine)
+    # Stage 3 gathers weights in the type of their layers, too (zero/partition_parameters.py, `get_allgather_dtype`).
+    whole_bytes = np.where(knobs.arithmetic == "autocast", sent, knobs.weight_bytes)
+    gather_bytes = np.where(knobs.quantized_weights > 0, 1.0, whole_bytes)
     gathers = np.where(knobs.hpz > 1, 1.0, 2.0)
     reductions = np.where(stage >= 2, K, 1.0)
     buckets = np.ceil(Pt / np.where(stage == 0, 5e8, np.maximum(knobs.reduce_bucket, 1.0)))
     scatters = (stage == 3) & (machine.accelerator != "cpu")
     links = _within_a_step(machine)
     reduce_s, reduce_latency_s = collective_s(
-        links, reductions * Pt * knobs.wire_bytes, reductions * buckets, halves=np.where(scatters, 1.0, 2.0)
+        links, reductions * Pt * sent, reductions * buckets, halves=np.where(scatters, 1.0, 2.0)
     )
     gathered = np.where(stage == 3, gathers * K * P * gather_bytes, np.where(stage >= 1, Pt * knobs.weight_bytes, 0.0))
     per_block = np.where(stage == 3, gathers * K * max(profile.n_blocks, 1), np.where(stage >= 1, 1.0, 0.0))

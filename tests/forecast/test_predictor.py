@@ -286,6 +286,14 @@ def test_a_second_copy_of_the_weights_is_gathered_within_its_group_on_one_node_t
     assert volumes == pytest.approx([3 * (N - 1) / N, 2 * (N - 1) / N + 1 / 2])
 
 
+@pytest.mark.parametrize(("stage", "bytes_sent"), [(0, 2 * 4), (1, 2 * 2 + 4), (2, 2 * 2 + 4), (3, 3 * 2)])
+def test_under_autocast_zero_sends_gradients_and_stage_3_weights_in_16_bits(stage, bytes_sent):
+    """As counted with two ranks over gloo; stages 1 and 2 gather the weights in the 32 bits that they have."""
+    settings = {"zero_stage": stage, "precision": "torch_autocast"} | ({ZERO + "overlap_comm": False} if stage else {})
+    at_rate = step_time.WITHIN_A_STEP["cuda"] * P * (N - 1) / N / GPU.link_bytes_per_s
+    assert seconds("communication", **settings) == pytest.approx(bytes_sent * at_rate)
+
+
 def test_on_a_gpu_the_host_costs_only_what_the_device_does_not_hide_and_on_a_cpu_all():
     counted = replace(PROFILE, passes={"fp32/0": a_pass((0, 1e6, 0))}, sizes=((1000, 50),))
     few, many = Candidate(micro_batch_size=1, zero_stage=3), Candidate(micro_batch_size=4096, zero_stage=3)

@@ -51,6 +51,16 @@ def bounds() -> Mapping[str, Mapping[str, float]]:
     return found
 
 
+@functools.cache
+def pins_by_default() -> bool:
+    """Whether DeepSpeed pins what it offloads to the host unless told otherwise, as it began to do in 2026."""
+    for node in ast.walk(ast.Module(body=_body(OFFLOAD), type_ignores=[])):
+        match node:
+            case ast.AnnAssign(target=ast.Name(id="pin_memory"), value=ast.Constant(value=value)):
+                return bool(value)
+    return False
+
+
 def _fields(model: ast.ClassDef) -> Iterator[tuple[str, dict[str, float]]]:
     """Yields the bounded fields of a pydantic model, by alias where they have one."""
     for node in model.body:

@@ -26,6 +26,7 @@ from autotune.space.torch_settings import TF32
 INHERITED_PATHS = (
     "data_types.grad_accum_dtype", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states",
     "zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path",
+    "zero_optimization.offload_optimizer.pin_memory", "zero_optimization.offload_param.pin_memory",
     "optimizer.type", "optimizer.params.torch_adam", "zero_optimization.stage", *DEGREES, EXPERTS_SPLIT,
     # Only forecasts look at these.
     "communication_data_type", "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm",
@@ -116,6 +117,7 @@ def _retired(candidate: Candidate, setting: Setting) -> list[str]:
 
 
 OFFLOAD_PATHS = {f"{ZERO}{name}.": name for name in ("offload_optimizer", "offload_param")}
+PINNED = tuple(f"{path}pin_memory" for path in OFFLOAD_PATHS)
 WIRE = "communication_data_type"
 
 
@@ -254,6 +256,11 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: any(getattr(c, of) == "none" and any(name.startswith(at) for name, _ in c.config)
                              for at, of in OFFLOAD_PATHS.items()),
          "settings of an offload have no effect without it", (*OFFLOAD_PATHS.values(), *map(_reads, OFFLOAD_PATHS))),
+    Rule(lambda c, k, s: s.pins and any(k.get(path) is True and dict(s.base).get(path) is not False for path in PINNED),
+         "pin_memory: DeepSpeed {deepspeed_version} pins what it offloads anyway", PINNED),
+    Rule(lambda c, k, s: k.get(f"{ZERO}contiguous_gradients") is False and c.zero_stage < 3 and c.offload_optimizer != "none",
+         "contiguous_gradients: with an offloaded optimizer DeepSpeed keeps them contiguous all the same",
+         ("zero_stage", "offload_optimizer", f"{ZERO}contiguous_gradients")),
     Rule(lambda c, k, s: "nvme" not in (c.offload_optimizer, c.offload_param)
          and any(name.startswith("aio.") for name, _ in c.config),
          "aio settings have no effect without offload to nvme", ("offload_optimizer", "offload_param", "aio.*")),

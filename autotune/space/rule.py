@@ -39,6 +39,7 @@ class Setting:
         data_cannot: Settings of the data that the target cannot follow, each with the reason.
         fewest_in_row: Least samples of mean length whose tokens make a row that holds the longest sample; 0 where rows need not.
         steps_grouped: Optimizer steps whose samples are sorted together where samples are grouped by length.
+        pins: DeepSpeed pins what it offloads to the host unless told otherwise.
         missing_ops: DeepSpeed's compiled ops that cannot be built, each with why and the remedy.
         heads: Attention heads of the model; 0 if unknown.
         kv_heads: Its heads of keys and values; 0 if unknown.
@@ -78,6 +79,7 @@ class Setting:
     data_cannot: tuple[tuple[str, str], ...] = ()
     fewest_in_row: int = 0
     steps_grouped: int = 1
+    pins: bool = False
     missing_ops: tuple[tuple[str, str], ...] = ()
     heads: int = 0
     kv_heads: int = 0

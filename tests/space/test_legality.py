@@ -60,6 +60,7 @@ LAYERS = replace(
     partitions=("parameters", "uniform"),
 )  # fmt: skip
 ACCUMULATED, WIRE = {"data_types.grad_accum_dtype": "fp32"}, "communication_data_type"
+OFFLOADED, PIN = {"zero_stage": 2, "offload_optimizer": "cpu"}, f"{ZERO}offload_optimizer.pin_memory"
 QGZ = {"zero_stage": 3, "precision": "fp16", f"{ZERO}zero_quantized_gradients": True}
 ILLEGAL = [
     ({"timers.throughput.synchronized": False}, CPU, "no device to wait for"),
@@ -147,6 +148,8 @@ ILLEGAL = [
     ({"offload_param": "cpu", "zero_stage": 2}, GPUS, "stage 3"),
     ({"offload_optimizer": "cpu", "zero_stage": 2}, CPU, "nothing to move"),
     ({"offload_optimizer": "nvme", "zero_stage": 3}, GPUS, "nvme_path"),
+    ({**OFFLOADED, PIN: True}, replace(GPUS, pins=True), "pins what it offloads anyway"),
+    ({**OFFLOADED, f"{ZERO}contiguous_gradients": False}, GPUS, "contiguous all the same"),
     ({f"{ZERO}overlap_comm": True}, GPUS, "stage 0"),
     ({f"{ZERO}overlap_comm": True, "zero_stage": 1}, CPU, "no streams"),
     ({f"{ZERO}stage3_max_live_parameters": 1, "zero_stage": 2}, GPUS, "stage 3"),
@@ -213,7 +216,11 @@ LEGAL = [
     ({**BF16, MASTER: True, STATES: True}, CPU),
     ({**BF16, **ACCUMULATED, f"{ZERO}reduce_bucket_size": 9, f"{ZERO}contiguous_gradients": True}, CPU),
     ({**BF16, **ACCUMULATED, "zero_stage": 2, f"{ZERO}contiguous_gradients": False}, CPU),
-    ({**BF16, **ACCUMULATED, "offload_optimizer": "cpu", f"{ZERO}contiguous_gradients": False}, GPUS),
+    ({**BF16, **ACCUMULATED, "offload_optimizer": "cpu", f"{ZERO}round_robin_gradients": True}, GPUS),
+    ({**OFFLOADED, PIN: True}, GPUS),
+    ({**OFFLOADED, PIN: True}, replace(GPUS, pins=True, base=((PIN, False),))),
+    ({**OFFLOADED, PIN: False}, replace(GPUS, pins=True)),
+    ({**OFFLOADED, "zero_stage": 3, f"{ZERO}contiguous_gradients": False}, GPUS),
     ({"precision": "torch_autocast"}, Setting(deepspeed_version="0.17.2")),
     ({WIRE: "fp16"}, CPU),
     ({"precision": "fp16", "zero_stage": 1}, GPUS),

@@ -17,6 +17,7 @@ from autotune.space import feasibility
 from autotune.space.candidate import Candidate, from_deepspeed
 from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, at_path, check_retired, set_path
 from autotune.space.degree import EXPERT_DEGREE, EXPERTS_SPLIT, PIPELINE_DEGREE, configured_degrees, ranks_per_replica
+from autotune.space.installed import pins_by_default
 from autotune.space.legality import inherited_settings, why_illegal
 from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
@@ -285,6 +286,7 @@ def grounds(
         # The optimizer of a configuration takes the place of a model.py's, and gives way to a script's.
         own_optimizer=workload.client_optimizer and (workload.script is not None or "optimizer" not in base_config),
         base=inherited_settings(base_config),
+        pins=pins_by_default(),
         missing_ops=tuple(environment.missing_ops.items()),
         **degrees.facts(workload, base_config, world_size),
         **_of_data(workload),

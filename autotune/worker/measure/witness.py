@@ -12,7 +12,7 @@ from autotune.worker.measure.witnesses import SECTIONS, SEEN_BY_OBSERVED, WITNES
 # Where DeepSpeed keeps its parsed sections, and what it takes where other keys are left out.
 PARSED = {"zero_optimization": "zero_config", "bf16": "bfloat16_config", "fp16": "float16_config"}
 DEFAULTS: dict[str, Scalar] = {
-    "gradient_clipping": 0.0, "prescale_gradients": False, "gradient_predivide_factor": 1.0, "disable_python_gc": False,
+    "prescale_gradients": False, "gradient_predivide_factor": 1.0, "disable_python_gc": False,
     "sequence_parallel_size": 1, "tensor_parallel.autotp_size": 0, "gradient_allreduce_op": "mean",
     "use_data_before_expert_parallelism": False, "managed_gradient_accumulation": True,
 }  # fmt: skip
@@ -83,11 +83,18 @@ def _in_effect(engine: Any, name: str, value: Scalar) -> Scalar:
         return value
     if name == f"{ZERO}overlap_comm":
         return bool(engine.zero_optimization_stage() == 3)
-    section, _, key = name.partition(".")
-    if section not in PARSED:
+    if name == "gradient_clipping":
+        from deepspeed.runtime import constants  # 0 once, 1 in 0.19.8
+
+        return float(constants.GRADIENT_CLIPPING_DEFAULT)
+    section, *rest = name.split(".")
+    if section not in PARSED or not rest:
         return DEFAULTS.get(name)
-    config = getattr(engine, "_config", None)
-    fields = getattr(type(getattr(config, PARSED[section], None)), "model_fields", {})
+    *inner, key = rest
+    parsed = getattr(getattr(engine, "_config", None), PARSED[section], None)
+    for part in inner:
+        parsed = getattr(parsed, part, None)
+    fields = getattr(type(parsed), "model_fields", {})
     found = fields.get(key) or next((field for field in fields.values() if field.alias == key), None)
     default = found.default if found is not None else None
     return default if isinstance(default, str | int | float) else None

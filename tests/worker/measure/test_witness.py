@@ -12,6 +12,7 @@ from support.paths import ROOT
 from support.zoo import CLEAN, Zoo
 from yaml import safe_load
 
+from autotune.space import installed
 from autotune.space.candidate import FIELDS
 from autotune.space.deepspeed import OWNED_PATHS, RETIRED_KEYS, SECTION_KEYS, TOP_LEVEL_KEYS
 from autotune.space.ineffective import why_no_effect
@@ -113,11 +114,30 @@ def test_what_nothing_shows_is_unwitnessed(zoo: Zoo) -> None:
 def test_a_key_left_out_is_judged_by_the_value_it_had() -> None:
     class Engine:
         def gradient_clipping(self) -> float:
-            return 1.0
+            return 0.5
 
-    same = witness.judge(Engine(), {"gradient_clipping": None}, {"gradient_clipping": 1.0})
+    same = witness.judge(Engine(), {"gradient_clipping": None}, {"gradient_clipping": 0.5})
     other = witness.judge(Engine(), {"gradient_clipping": None}, {"gradient_clipping": 2.0})
-    assert "same as with 1.0" in same.inert["gradient_clipping"] and not other.inert
+    assert "same as with 0.5" in same.inert["gradient_clipping"] and not other.inert
+
+
+def test_a_key_left_out_has_the_default_of_the_installed_deepspeed() -> None:
+    from deepspeed.runtime import constants
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    zero = DeepSpeedZeroConfig(stage=2, offload_optimizer={"device": "cpu"})
+    pins = zero.offload_optimizer.pin_memory
+    engine = SimpleNamespace(
+        _config=SimpleNamespace(zero_config=zero), zero_optimization_stage=lambda: 2, gradient_clipping=lambda: 0.25,
+        optimizer=SimpleNamespace(cpu_offload_pin_memory=not pins),
+    )  # fmt: skip
+    for name, usual, other in (
+        (f"{ZERO}offload_optimizer.pin_memory", pins, not pins),
+        ("gradient_clipping", float(constants.GRADIENT_CLIPPING_DEFAULT), 0.25),
+    ):
+        same, acted = (witness.judge(engine, {name: value}, {name: None}) for value in (usual, other))
+        assert "the same without the key" in same.inert[name] and not acted.inert
+    assert installed.pins_by_default() == pins
 
 
 # Settings that nothing shows, with the reason: a trial with one is measured and is never a pick.

@@ -311,21 +311,25 @@ def _estimated(
     """
     moved = math.log(step_s / m.metrics[STEP])
     own_reach, (exceeds, rate_sd) = _log_half_width(m, STEP), rate
-    # What is no longer open of the width of its rate, and so of all that follows from it.
-    settled = max(0.0, _log_half_width(m, RATE) - own_reach - Z95 * rate_sd)
+    # What is still open of the width of its rate, and so of all that follows from it.
+    wider = max(0.0, _log_half_width(m, RATE) - own_reach)
+    left = min(wider, Z95 * rate_sd)
     metrics, ci95 = dict(m.metrics), dict(m.ci95)
     for name, value in m.metrics.items():
         if name in TIMED and value > 0:
             metrics[name] = value * math.exp(improvement((exceeds if name != STEP else 0.0) - moved, name))
-            more = max(0.0, _log_half_width(m, name) - own_reach - settled) if name != STEP else 0.0
+            more = max(0.0, _log_half_width(m, name) - own_reach)
+            # The samples to the target are those of all trials' curves: they hold nothing of its rate's width.
+            more = math.hypot(more, left) if name == TO_TARGET else max(0.0, more - (wider - left))
             beyond[m.trial, name] = more
             wide = math.hypot(reach, more)
             ci95[name] = metrics[name] * math.exp(-wide), metrics[name] * math.exp(wide)
         elif name in METRICS and value > 0:
             seen = [value, *(again[name] for again in m.repeats.values() if again.get(name, 0) > 0)]
             metrics[name] = value if len(seen) == 1 else math.exp(sum(map(math.log, seen)) / len(seen))
-            # Memory is the same in every run, or else as the readings differ; a time is as noisy as the step time.
-            wide = math.exp(noise / math.sqrt(len(seen))) if METRICS[name].unit == "s" else 1.0
+            # Memory is the same in every run, or else as the readings differ; a time, and the energy that goes with it, is as
+            # noisy as the step time.
+            wide = math.exp(noise / math.sqrt(len(seen))) if METRICS[name].unit in ("s", "J") else 1.0
             low, high = m.ci95.get(name, (value, value))
             ci95[name] = min(low, *seen, metrics[name] / wide), max(high, *seen, metrics[name] * wide)
             beyond[m.trial, name] = math.log(ci95[name][1] / ci95[name][0]) / 2 if ci95[name][0] > 0 else 0.0

@@ -1,11 +1,12 @@
 """One estimate for each figure, from all measurements of a study."""
 
+import math
 from dataclasses import replace
 
 import pytest
 from support.made_up import measured
 
-from autotune.scoring.estimates import estimate
+from autotune.scoring.estimates import TO_TARGET, estimate
 
 
 def with_rate(m, factor, low=0.7, high=1.3):
@@ -35,3 +36,18 @@ def test_what_a_trial_loses_to_long_steps_in_every_reading_stays_its_own():
     again = {n: {**uneven.metrics} for n in (1, 2)}
     _, rates = throughputs(measured(0, 0.1, rounds=[0.1, 0.1]), replace(uneven, repeats=again), measured(2, 0.1))
     assert rates[1] == pytest.approx(64, rel=0.02) and rates[2] == pytest.approx(80, rel=0.02)
+
+
+@pytest.mark.parametrize("rate_half", [0.02, 0.1])
+def test_a_rate_that_other_trials_settle_leaves_open_what_the_loss_curves_do(rate_half):
+    """The width of an unsteady rate was taken off that of the loss curve, which then was known exactly."""
+
+    def with_curve(m, half=0.2):
+        ends = 100 * math.exp(-math.hypot(half, rate_half)), 100 * math.exp(math.hypot(half, rate_half))
+        return replace(m, metrics={**m.metrics, TO_TARGET: 100.0}, ci95={**m.ci95, TO_TARGET: ends})
+
+    wide = [with_rate(measured(n), 1.0, math.exp(-rate_half), math.exp(rate_half)) for n in range(3)]
+    found = estimate([with_curve(m) for m in wide])
+    (low, high), timed = found.measured[0].ci95[TO_TARGET], found.measured[0].ci95["samples_per_s"]
+    curve = math.log(high / low) ** 2 - math.log(timed[1] / timed[0]) ** 2
+    assert math.sqrt(max(0.0, curve)) / 2 == pytest.approx(0.12, abs=0.03)

@@ -424,11 +424,13 @@ def test_the_interval_covers_what_rounds_disagree_about():
     assert low < 1.75 and high > 2.15
 
 
-def test_a_time_that_no_step_time_decides_is_as_noisy_as_the_step_time():
+@pytest.mark.parametrize("metric", ["cpu_s_per_step", "joules_per_sample"])
+def test_a_time_that_no_step_time_decides_is_as_noisy_as_the_step_time(metric):
+    """And the energy that goes with it: of 60 studies in which all trials were equal 34 recommended a change for less of it."""
     base, slower, twice = measured(0, 0.1), measured(1, 0.1), measured(2, 0.1)
-    cpu = {0: 1.0, 1: 1.03, 2: 2.0}
-    found = estimate([replace(m, metrics={**m.metrics, "cpu_s_per_step": cpu[m.trial]}) for m in (base, slower, twice)])
-    gains = [found.gains(m)["cpu_s_per_step"].told for m in found.measured]
+    read = {0: 1.0, 1: 1.03, 2: 2.0}
+    found = estimate([replace(m, metrics={**m.metrics, metric: read[m.trial]}) for m in (base, slower, twice)])
+    gains = [found.gains(m)[metric].told for m in found.measured]
     assert gains == [False, False, True] and not found.gains(found.measured[1])["peak_memory_bytes"].told
 
 

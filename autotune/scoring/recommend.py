@@ -103,7 +103,7 @@ def figures(measured: Measured, estimates: Estimates) -> dict[str, Any]:
         "speedup": speedup.factor if speedup else None,
         "speedup_ci95": [speedup.low, speedup.high] if speedup else None,
         "measurements": 1 + len(measured.repeats),
-        "doubt": measured.doubt if estimates.baseline is not None else "",
+        "doubt": "" if _sound(measured, estimates.baseline) else measured.doubt,
     }
 
 
@@ -135,14 +135,14 @@ def finalists(estimates: Estimates, objectives: Sequence[Objective], n: int, wor
     # A branch may refute the best one's batch.
     wanted = [*hopeful[:1], *[m for m in hopeful if not m.branch_wanted][:1], *[m for m in hopeful if not m.doubt][:1]]
     if baseline is not None:
-        wanted += [m for m in ranked if drops_in(m, baseline, world_size)][:1]
-    wanted += sorted(ranked, key=lambda m: -(m.metrics.get("samples_per_s") or 0.0))[:1]
+        wanted += [m for m in hopeful if drops_in(m, baseline, world_size)][:1]
+    wanted += sorted(hopeful, key=lambda m: -(m.metrics.get("samples_per_s") or 0.0))[:1]
     unique = {m.trial: m for m in [*wanted, *hopeful]}
     return list(unique.values())[:n]
 
 
 def recommend(estimates: Estimates, objectives: Sequence[Objective], world_size: int) -> Recommendation:
-    """Picks from all measurements; with a baseline, only trials that passed every check they need.
+    """Picks from all measurements, of the trials that passed every check they need; without a baseline those that take none.
 
     Args:
         estimates: What all measurements say of every told trial.
@@ -155,7 +155,7 @@ def recommend(estimates: Estimates, objectives: Sequence[Objective], world_size:
     reference = baseline or ranked[0]
     rows = [[improvement(log_ratio(m, reference, o.metric), o.metric) for o in objectives] for m in ranked]
     front = sorted((ranked[i] for i in pareto.front(rows)), key=lambda m: m.trial)
-    sound = [m for m in ranked if baseline is None or not m.doubt]
+    sound = [m for m in ranked if _sound(m, baseline)]
     if not sound:
         return Recommendation(estimates=estimates, baseline=own, front=front, picks={}, unchecked=ranked[:1])
     best, why = _best(sound, estimates, objectives)
@@ -175,7 +175,7 @@ def recommend(estimates: Estimates, objectives: Sequence[Objective], world_size:
     picks |= extremes
     picks["recommended"].reasons.extend(_better_by_one(best, extremes, known=ranked[0]))
     apart = max(
-        (m for m in everything if m.unreproducible and (baseline is None or not m.doubt)),
+        (m for m in everything if m.unreproducible and _sound(m, baseline)),
         key=lambda m: log_gain(m, reference, objectives),
         default=None,
     )
@@ -183,6 +183,11 @@ def recommend(estimates: Estimates, objectives: Sequence[Objective], world_size:
         missing = [f"no flag, constant or line of yours makes this: {text}" for text in apart.unreproducible]
         picks[OUT_OF_REACH] = _pick(apart, estimates, ["only a trial can run it, so it is ranked apart", *missing])
     return Recommendation(estimates=estimates, baseline=own, front=front, picks=picks, unchecked=unchecked)
+
+
+def _sound(measured: Measured, baseline: Measured | None) -> bool:
+    """Whether nothing speaks against a trial; where no baseline ran, the checks that compare with it are not asked for."""
+    return not (measured.doubt if baseline is not None else measured.unwitnessed or measured.unfit)
 
 
 def _pick(measured: Measured, estimates: Estimates, reasons: Sequence[str]) -> Pick:

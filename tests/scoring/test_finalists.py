@@ -6,6 +6,7 @@ from dataclasses import replace
 from support.made_up import LATENCY, MEMORY, PASSED, THROUGHPUT, measured
 
 from autotune.scoring import recommend
+from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.convergence.quality_gate import GateVerdict
 from autotune.scoring.estimates import estimate
 from autotune.scoring.racing import next_round, race
@@ -45,6 +46,14 @@ def test_where_the_best_must_not_be_recommended_the_best_that_may_is_measured_ag
     assert trials(finalists([base, *open_, slow, wider], [LATENCY], 3)) == [5, 1, 4]
     undecided = replace(open_[0], verdict=GateVerdict(passed=None, reason="too few steps"))
     assert trials(finalists([base, undecided, *open_[1:], slow], [LATENCY], 2)) == [2, 4]
+
+
+def test_what_failed_a_check_is_neither_the_fastest_nor_the_best_of_the_same_batch_among_the_finalists():
+    base, best = measured(0, 0.1), measured(1, 0.02, zero_stage=1)
+    refuted = replace(measured(2, 0.03, micro=64), branch_wanted=True, branch=Branch(confirmed=False, reason="refuted"))
+    silent = replace(measured(3, 0.01), unwitnessed=["zero_optimization.overlap_comm"])
+    fill = [measured(n, 0.04 + n / 1000, zero_stage=1) for n in (4, 5)]
+    assert trials(finalists([base, best, refuted, silent, *fill], [LATENCY], 3)) == [1, 4, 5]
 
 
 def turn(*found, objectives=(LATENCY,), finalists=(1, 2, 3), n=3, least=1):

@@ -321,6 +321,15 @@ def test_without_a_baseline_there_is_a_recommendation_but_no_speedup():
     assert chosen(recommend([measured(3, 0.1)], [LATENCY])) == 3
 
 
+@pytest.mark.parametrize("fault", [{"unwitnessed": ["zero_stage"]}, {"unfit": "ran out of memory in evaluation"}])
+def test_what_needs_no_baseline_to_be_refuted_is_not_picked_where_none_ran(fault):
+    lost, other = measured(0, outcome=Outcome.CRASHED), measured(2, 0.07)
+    found = recommend([lost, replace(measured(1, 0.06), **fault), other], [LATENCY])
+    assert chosen(found) == chosen(found, "lowest_latency") == 2 and "trial 1 reads better" in reasons(found)
+    assert point(found.estimates.measured[1], found.estimates)["doubt"]
+    assert not recommend([lost, replace(measured(1, 0.06), **fault)], [LATENCY]).picks
+
+
 def test_a_bound_bars_a_trial_and_a_baseline_from_being_picked_but_not_from_being_compared_with():
     base, best = measured(0, 0.1), measured(1, 0.01, 10e6, feasible=False)
     found = recommend([base, best, measured(2, 0.09)], [LATENCY, MEMORY])

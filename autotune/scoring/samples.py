@@ -17,6 +17,8 @@ from autotune.trial.profile import Floats
 # (E_min (1 + B / B_noise), McCandlish et al., 1812.06162), and what other numerics change. Twice the batch needs between as many
 # samples and twice as many: the curve is about the middle.
 LEVEL_SD, CURVE_SD, DOUBLINGS, NUMERICS_SD, SLOPE = 3.0, 1.0, 4.0, 0.1, 0.5
+# Batches within this (of the logarithm) are one: each is worked out of a trial's own time and rate, which are noisy.
+ALIKE = 0.01
 # What one trial's loss curve may be off by, before the trials say how much: median and standard deviation of the
 # logarithm.
 NOISE, NOISE_PRIOR = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32), (0.05, 1.0)
@@ -78,7 +80,7 @@ class _Kinds:
 
     @classmethod
     def of(cls, log_batch: Floats, numerics: Sequence[Hashable]) -> "_Kinds":
-        kind_of = list(zip(log_batch.tolist(), numerics, strict=True))
+        kind_of = list(zip((ALIKE * np.round(log_batch / ALIKE)).tolist(), numerics, strict=True))
         kinds = {kind: n for n, kind in enumerate(dict.fromkeys(kind_of))}
         same = np.array([[a == b for _, b in kinds] for _, a in kinds], dtype=float)
         batches = np.array([batch for batch, _ in kinds])

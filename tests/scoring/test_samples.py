@@ -7,7 +7,7 @@ import pytest
 from support.made_up import CONVERGENCE, measured
 
 from autotune.scoring.estimates import estimate
-from autotune.scoring.samples import pooled
+from autotune.scoring.samples import _Kinds, pooled
 
 pytestmark = pytest.mark.unit
 
@@ -42,6 +42,13 @@ def test_an_extrapolated_reading_bounds_the_estimate_from_below():
     found = pooled(read, log_batch, ["fp32"] * 2, np.array([0.02, 0.02]), np.array([0.02, 1.0]))
     assert found.mean[1] > np.log(200.0)
     assert found.above[1] > 1.5 * found.below[1]
+
+
+def test_trials_of_one_batch_are_one_kind_although_each_reads_it_from_a_clock():
+    """Of 1,000 trials with five batches each was a kind of its own: four seconds for each estimate."""
+    rng = np.random.default_rng(2)
+    log_batch = np.log(2.0) * rng.integers(2, 7, 1000) + rng.normal(0, 0.002, 1000)
+    assert len(_Kinds.of(log_batch, ["bf16"] * 1000).prior) <= 15
 
 
 def test_a_lucky_loss_curve_does_not_make_a_trial_the_best():

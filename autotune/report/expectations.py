@@ -37,7 +37,7 @@ class Expectations:
         if kept is None:
             raise StoreError(f"study {study.study_name!r} in this database was not made by autotune")
         search, self._setting = kept.search, kept.search.setting
-        self._space, sampler = analysed.search_of(study.study_name, kept)
+        self._space, sampler = analysed.search_of(study, kept)
         self.baseline = Candidate.from_key(kept.baseline)
         self.objectives: Sequence[Objective] = kept.objectives
         self._guide, self._bounds = sampler.guide, search.bounds

@@ -79,6 +79,7 @@ class PhysicsSampler(LegalSampler):
         self.goal_only = self.quick = False
         self.drops_in: Callable[[Candidate], bool] | None = None  # see `CandidateOptimizer`
         self.refused: Collection[int] = ()  # trials that a check has refused, by number
+        self.later: Mapping[int, str] = {}  # what stands in place of a told trial's result, by number
         self._whole = self.proposes = self.cautious = True
 
     @property
@@ -181,7 +182,7 @@ class PhysicsSampler(LegalSampler):
 
     def _as_told(self, trial: FrozenTrial) -> Observation:
         candidate, attrs = self._candidate_of(trial), trial.user_attrs
-        if (text := trial.system_attrs.get(MEASURED_ATTR)) is not None:
+        if (text := self.later.get(trial.number, trial.system_attrs.get(MEASURED_ATTR))) is not None:
             return observed(candidate, _parsed(text), self._setting)
         if trial.state is TrialState.PRUNED or trial.values is None:
             return Observation(candidate=candidate, outcome=Outcome(attrs.get("outcome", "oom")))

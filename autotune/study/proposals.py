@@ -20,7 +20,7 @@ from autotune.study.budget import Budget
 from autotune.study.events import STOPPED, EventSink
 from autotune.study.parallel import ClaimedTrial
 from autotune.study.state import StudyState
-from autotune.study.storage import records
+from autotune.study.storage import analysed, records
 from autotune.study.tell import Teller
 from autotune.study.warm_start import WarmStart
 from autotune.system.signals import undisturbed
@@ -65,8 +65,15 @@ class Proposer:
         seed = spec.seed + len(state.trials())
         if not self._leads:  # coordinators that join together must not draw alike
             seed += zlib.crc32(str(state.leases.owner).encode())
+        advisor = self.advisor()
+        advisor.later = analysed.measured_later(state.told())
+        # What failed a check can be no answer, and what has its settings will hardly be one; also of this run's own checks,
+        # after which the search may go on.
+        advisor.refused = {
+            m.trial for m in state.measured() if m.barred and not (m.branch and m.branch.confirmed is None)
+        }
         if spec.sampler == "physics":
-            self._sampler = self.advisor()
+            self._sampler = advisor
         else:
             self._sampler = LegalSampler(spec.sampler, plan.space, plan.baseline, plan.setting, seed)
         state.study.sampler = self._sampler
@@ -93,10 +100,6 @@ class Proposer:
             # A quick study with time for its checks tries the fewest trials that decide.
             if not spec.quick or spec.time_budget_s is not None:
                 self._physics.drops_in = plan.drops_in
-            # What failed a check of an earlier run can be no answer, and what has its settings will hardly be one.
-            self._physics.refused = {
-                m.trial for m in state.measured() if m.barred and not (m.branch and m.branch.confirmed is None)
-            }
             self._physics.proposes, self._physics.cautious = spec.sampler == "physics", spec.memory_filter
         return self._physics
 

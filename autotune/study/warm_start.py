@@ -104,7 +104,7 @@ def from_study(storage: Storage, name: str, relation: str, doubt: float = transf
         return None
     if kept is None:
         return None
-    _, sampler = analysed.search_of(name, kept)
+    _, sampler = analysed.search_of(study, kept)
     sampler.proposes = False  # it only judges
     told = sampler.told(study)
     if sum(t.outcome in RAN for t in told) < transfer.ENOUGH:

@@ -8,6 +8,7 @@ from support.studies import run, states
 
 from autotune.errors import UserError
 from autotune.report import load
+from autotune.report.expectations import Expectations
 from autotune.space.candidate import Candidate
 from autotune.study.events import EventSink
 from autotune.study.setup.script import remedy
@@ -68,6 +69,15 @@ def test_a_baseline_that_crashed_is_measured_once_more_so_that_speed_ups_are_sta
     assert not any("did not complete" in text for text in found.caveats())
     again, executor, _ = run(tmp_path, trials=4)  # what was measured later is there in a later run, too
     assert not executor.ran and again.state.measured()[0].outcome is Outcome.COMPLETE
+
+
+def test_the_search_and_explain_know_a_baseline_that_was_measured_later(tmp_path):
+    """They took its settings for such as crash, in each later run."""
+    run(tmp_path, Instant(Flaky(is_baseline, 1)), trials=4)
+    again, *_ = run(tmp_path, trials=6, stop_below=0.0)
+    first = again.proposer.advisor().told(again.study)[0]
+    assert first.outcome is Outcome.COMPLETE and first.metrics["step_time_s"] > 0
+    assert Expectations(again.study).told[0] == first
 
 
 def test_objectives_that_a_crashed_baseline_cost_are_named_when_it_completes(tmp_path):

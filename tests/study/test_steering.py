@@ -281,6 +281,18 @@ def test_what_a_check_has_refused_is_tried_no_further_by_a_later_run(tmp_path):
     assert {m.candidate.precision for m in again.state.measured()[8:]} == {"fp32"}
 
 
+def test_a_search_that_goes_on_after_the_checks_of_its_own_run_knows_what_they_refused(tmp_path):
+    """Only what an earlier run had refused was known, so the time that was left went to settings that could be no answer."""
+    space = [{"precision": ["fp32", "bf16"], "checkpoint_every": [0, 1, 2]}]
+    runner, *_ = run(tmp_path, space=space, objectives=["throughput"], trials=4, sampler="physics", **NEVER)
+    of_bf16 = {m.trial for m in runner.state.measured() if m.candidate.precision == "bf16"}
+    for number in of_bf16:
+        write_record(records.gate_path(runner.state.folder, number), GateVerdict(passed=False, reason="trains worse"))
+    runner.proposer.start()
+    told = runner.proposer.advisor().told(runner.study)
+    assert of_bf16 and {n for n, t in enumerate(told) if not t.eligible} == of_bf16
+
+
 def test_bounds_are_held_by_what_all_measurements_say(tmp_path):
     """The first reading was within the bound, and the three that followed were not."""
     n_ran = Counter()

@@ -75,14 +75,22 @@ def _apart_by_micro_batch(found: Sequence[Measured], baseline: Candidate, most: 
     ]
 
 
-def search_of(name: str, kept: StudyRecord) -> tuple[SearchSpace, PhysicsSampler]:
+def search_of(study: Study, kept: StudyRecord) -> tuple[SearchSpace, PhysicsSampler]:
     """The space that a study searches, and the sampler that judges its candidates."""
     search, weights = kept.search, {each.metric: each.weight for each in kept.objectives}
-    space = replace(SearchSpace.parse(search.space, f"study {name}"), samples_per_rank=search.samples_per_rank)
-    return space, PhysicsSampler(
+    where = f"study {study.study_name}"
+    space = replace(SearchSpace.parse(search.space, where), samples_per_rank=search.samples_per_rank)
+    sampler = PhysicsSampler(
         space, Candidate.from_key(kept.baseline), search.setting, 0, prior=generic_prior(kept.workload, search.setting),
         metrics=weights, memory_limit_bytes=search.memory_limit_bytes, bounds=search.bounds,
     )  # fmt: skip
+    sampler.later = measured_later(records.told_trials(study))
+    return space, sampler
+
+
+def measured_later(told: Sequence[FrozenTrial]) -> dict[int, str]:
+    """The result of the baseline by its number, as JSON: of one that crashed at first, what it measured later."""
+    return {each.number: each.system_attrs[records.MEASURED_ATTR] for each in told[:1] if not each.number}
 
 
 def _sittings(told: Sequence[FrozenTrial], kept: StudyRecord) -> list[int]:

@@ -248,16 +248,21 @@ def _shifted(then: EarlierRatio, logs: Sequence[float], common: Mapping[str, Any
     """The equivalence test of the log ratios of today's rounds against the earlier ones."""
     shift = statistics.fmean(logs) - statistics.fmean(then.logs)
     before = ASSUMED_SPREAD * math.sqrt(2) if then.across else _spread(logs, then.logs) / math.sqrt(len(then.logs))
-    se = math.hypot(_se(logs, then.logs), before)
+    now = _se(logs, then.logs)
+    se = math.hypot(now, before)
+    # By Student's t: a few rounds tell little of their own spread. What is assumed of two trials is known.
+    t = t95(_degrees(logs, then.logs))
+    reach = math.hypot(t * now, (Z95 if then.across else t) * before)
     moved = abs(shift) + UNMOVED_Z * se >= math.log1p(MARGIN)
     if not moved:
         reason = f"its step time against the baseline's is what it was, within {MARGIN:.0%}"
-    elif abs(shift) > Z95 * se:
+    elif abs(shift) > reach:
         reason = f"against the baseline, what is in use is {_pace(shift)} than it was"
     else:
         reason = f"the noise ({se:.1%}) hides whether what is in use has moved against the baseline"
-    interval = (shift - Z95 * se, shift + Z95 * se)
-    return DriftCheck(moved=moved, reason=reason, shift=shift, shift_ci95=interval, **common)
+    return DriftCheck(
+        moved=moved, reason=reason, shift=shift, shift_ci95=(shift - reach, shift + reach), **common
+    )  # fmt: skip
 
 
 def _pace(log: float) -> str:
@@ -361,12 +366,16 @@ def _log_ratio(
 
 def _spread(logs: Sequence[float], earlier: Sequence[float] = ()) -> float:
     """Standard deviation of one log ratio, pooled over what was measured then and now."""
-    groups = [list(group) for group in (logs, earlier) if len(group) > 1]
-    degrees = sum(len(group) - 1 for group in groups)
+    degrees = _degrees(logs, earlier)
     if not degrees:
         return ASSUMED_SPREAD * math.sqrt(2)
-    squares = sum((value - statistics.fmean(group)) ** 2 for group in groups for value in group)
+    squares = sum((value - statistics.fmean(group)) ** 2 for group in (logs, earlier) for value in group)
     return max(LEAST_SPREAD, math.sqrt(squares / degrees))
+
+
+def _degrees(*groups: Sequence[float]) -> int:
+    """Degrees of freedom of a spread that is pooled over groups."""
+    return sum(max(0, len(group) - 1) for group in groups)
 
 
 def _se(logs: Sequence[float], earlier: Sequence[float] = ()) -> float:

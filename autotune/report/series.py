@@ -153,7 +153,7 @@ def has_steps(report: StudyReport) -> bool:
 
 
 def progress(report: StudyReport) -> list[ProgressPoint]:
-    """Every trial in order, with its gain over the baseline as its own trial measured it."""
+    """Every trial in order, with its gain over the baseline by all measurements."""
     base = next((trial for trial in report.trials if report.is_baseline(trial)), None)
     spent_s, found = 0.0, []
     for trial in report.trials:

@@ -137,7 +137,7 @@ class CostModel:
             if amount <= 0:
                 continue
             mean, sd = self.cost(rows, metric)
-            sign = -1.0 if metric == GOODPUT else _sign(metric)
+            sign = _sign(metric)
             limit = sign * (math.log(amount) - math.log(self.per_sample.get(metric, 1.0)))
             below = (end == "max") == (sign > 0)
             z = (limit - mean) / sd

@@ -38,7 +38,7 @@ def goodput(result: TrialResult, reference: Reference | None) -> Estimate | None
 
     The interval joins that of the throughput with that of the noise scale, as if they met at their worst. At the
     baseline's own batch goodput is the throughput, whatever the noise. None at another batch where the noise scale is
-    not known. Where only its lower end is, that is taken, at which a larger batch is worth least. Where it still grew, or
+    not known. Where only its lower end is, that is taken: what a larger batch is surely worth. Where it still grew, or
     may be larger, a smaller batch is worth no more than the baseline's: near the initial weights small batches look
     better than they are.
     """
@@ -51,8 +51,8 @@ def goodput(result: TrialResult, reference: Reference | None) -> Estimate | None
     if noise is None or not noise.compares:
         return None
     most = math.inf if noise.resolved and not noise.growing else 1.0
-    middle = noise.samples if noise.resolved else noise.low
-    shares = [min(most, efficiency(phi, batch, reference.batch)) for phi in (noise.low, middle, noise.high)]
+    scales = (noise.low, noise.samples, noise.high) if noise.resolved else (noise.low,) * 3
+    shares = [min(most, efficiency(phi, batch, reference.batch)) for phi in scales]
     return Estimate(value=rate.value * shares[1], low=rate.low * min(shares), high=rate.high * max(shares))
 
 

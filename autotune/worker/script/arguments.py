@@ -8,6 +8,8 @@ from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from autotune.space.deepspeed import is_int
+
 # Common names of these flags; the first whose value is the one that ran is taken.
 DESTINATIONS = {
     "micro_batch_size": """per_device_train_batch_size train_micro_batch_size_per_gpu train_micro_batch_size
@@ -41,6 +43,7 @@ class Arguments:
         changed: Notes a change, given as a sentence.
         flags: Filled with the flags that hold a candidate's field.
         limits: Filled with the flags that may end the script after few steps.
+        left_out: Filled with the names of DeepSpeed's own flag for the configuration, if the command leaves it out.
         draw_sizes: If the script cuts up its loader's batches, their samples in the untouched script and in the trial.
     """
 
@@ -51,20 +54,28 @@ class Arguments:
         changed: Callable[..., None],
         flags: dict[str, list[str]],
         limits: list[str],
+        left_out: list[str],
         draw_sizes: tuple[int, int] | None = None,
     ) -> None:
         self._draw_sizes = draw_sizes
         self._value, self._ds_config, self._changed, self._flags = value, ds_config, changed, flags
-        self._limits = limits
+        self._limits, self._left_out = limits, left_out
+        self._parsers: list[argparse.ArgumentParser] = []  # that are parsing, a command's within its parent's
 
     def parse(self, original: Callable[..., Any], parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
         """Parses as `parse_known_args` does, and sets the candidate's values."""
-        parsed, rest = original(parser, *args, **kwargs)
+        self._parsers.append(parser)
+        if len(self._parsers) > 1:  # of a command: the parent gets all values
+            return original(parser, *args, **kwargs)
+        try:
+            parsed, rest = original(parser, *args, **kwargs)
+        finally:
+            parsers, self._parsers = self._parsers, []
         if isinstance(getattr(parsed, "local_rank", ""), int | None):
             parsed.local_rank = int(os.environ["LOCAL_RANK"])  # as the deepspeed launcher passes it
         own = args[0] if args else kwargs.get("args")
-        named = [(action.dest, action.option_strings) for action in parser._actions]
-        self._move(vars(parsed), named, typed=own is None or list(own) == sys.argv[1:])
+        named = [(action.dest, action.option_strings) for each in parsers for action in each._actions]
+        self._move(vars(parsed), named, typed=own is None or _is_of_line(list(own)))
         return parsed, rest
 
     def parse_click(self, original: Callable[..., Any], command: Any, context: Any, args: list[str]) -> Any:
@@ -91,18 +102,21 @@ class Arguments:
             if field == "micro_batch_size" and self._draw_sizes is not None:
                 change = self._draw_sizes
             names = [*known, *(filter(BATCH.search, values) if field == "micro_batch_size" else ())]
-            name = next((name for name in names if change and values.get(name) in (change[0], str(change[0]))), None)
+            name = next((name for name in names if change and _holds(values.get(name), change[0])), None)
             if change and name:
                 values[name] = type(values[name])(change[1])  # a script may keep texts until it needs a number
                 self._moved(_options(named, name), field, name, *change, typed=typed)
         for name in CONFIG_DESTINATIONS:
             given = isinstance(values.get(name), str) and values[name].endswith(".json")
-            if typed and (given or (name in values and name == "deepspeed_config")):
+            if typed and given:
                 self._flags["ds_config"] = _options(named, name)
+            elif typed and name == "deepspeed_config" and name in values:
+                self._left_out[:] = _options(named, name)
             # The adapter of transformers sees to its flag, `deepspeed`.
             if given and self._ds_config is not None and name != "deepspeed":
                 values[name] = str(self._ds_config)  # a script may open the file itself
-        if typed and {"per_device_train_batch_size", "deepspeed"} <= values.keys():
+        # A switch of that name is DeepSpeed's own, and takes no path.
+        if typed and "per_device_train_batch_size" in values and not isinstance(values.get("deepspeed", False), bool):
             self._flags.update({name: found for name in TRAINING_ARGUMENTS if (found := _options(named, name))})
         self._limits[:] = [
             f"`{options[0]} {value}`"
@@ -122,6 +136,23 @@ class Arguments:
             self._changed(text)
         else:
             self._changed(f"Arguments: `{name}` is {wanted} instead of {was} once they are parsed.")
+
+
+def _holds(value: Any, number: int) -> bool:
+    """Returns whether a flag's value is a number; true and 1.0 are none that counts samples."""
+    return value == str(number) or (is_int(value) and value == number)
+
+
+def _is_of_line(words: list[str]) -> bool:
+    """Returns whether words are the user's command line, as far as the script goes by it.
+
+    It may take some words out, as TRL does `--config FILE`, or put those of a file before them, as transformers does.
+    """
+    line = sys.argv[1:]
+    if words == line or (line and words[-len(line) :] == line):
+        return True
+    left = iter(line)
+    return bool(words or "--config" in line) and all(word in left for word in words)
 
 
 def _options(named: Sequence[tuple[str, Sequence[str]]], name: str) -> list[str]:

@@ -47,6 +47,7 @@ class ScriptContext:
         in_backward: An engine's backward pass is running.
         at_end: Functions to call before the process ends.
         limits: Arguments that may end the script after few steps, as code.
+        left_out: Names of DeepSpeed's own flag for the configuration, if the command leaves it out.
         feed_worst: Makes its loaders yield the worst batch from now on; returns that batch, None where none was drawn.
         latest_loader: Returns the iterator of its DataLoader; None without one.
         steps_grouped: Optimizer steps whose samples are sorted together where samples are grouped by length.
@@ -73,6 +74,7 @@ class ScriptContext:
         self.in_backward = False
         self.at_end: list[Callable[[], None]] = []
         self.limits: list[str] = []
+        self.left_out: list[str] = []
         self.feed_worst: Callable[[TailCheck], Any] = lambda _: None
         self.latest_loader: Callable[[], Any] = lambda: None
         self.steps_grouped = 1

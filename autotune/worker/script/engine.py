@@ -98,7 +98,9 @@ class EngineHooks:
         namespace: Any = given.get("args")
         if getattr(namespace, "device_rank", 0) is None:  # Lightning's, where the device is a CPU
             namespace.device_rank = int(os.environ["LOCAL_RANK"])
-        source = given.get("config") or given.get("config_params") or ds_config.config_flag(namespace)
+        source = given.get("config") or given.get("config_params")
+        if not source and (source := ds_config.config_flag(namespace)) and context.left_out:
+            context.report.flags["ds_config"] = context.left_out  # beside another source DeepSpeed refuses the flag
         try:
             own = ds_config.read(source)
             if given.get("optimizer") is None and "optimizer" not in own:

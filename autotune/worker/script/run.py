@@ -119,6 +119,7 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
         context.changed,
         context.report.flags,
         context.limits,
+        context.left_out,
         context.drawn() if context.script.draw_sizes else None,
     )
     patch(argparse.ArgumentParser, "parse_known_args", arguments.parse)

@@ -34,6 +34,7 @@ def main():
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--local_rank", type=int, default=-1)
+    deepspeed.add_config_arguments(parser)
     args = parser.parse_args()
     deepspeed.init_distributed()
     torch.manual_seed(0)

@@ -1,7 +1,6 @@
 """A script's own flags, as argparse has parsed them."""
 
 import argparse
-import functools
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -20,15 +19,18 @@ from autotune.worker.script.run import CLICK
 def parse(monkeypatch):
     """Parses a command line as in a trial; returns the arguments, the changes noted, and the flags of fields."""
 
-    def run(parser, line, *, own=False, limits=None, ds_config=Path("/trial/ds_config.json"), **moves):
+    def run(parser, line, *, own=None, limits=None, ds_config=Path("/trial/ds_config.json"), **moves):
         changes, flags = [], {}
-        hooked = Arguments(moves.get, ds_config, changes.append, flags, [] if limits is None else limits)
-        original = parser.parse_known_args
-        parser.parse_known_args = functools.partial(hooked.parse, lambda parser, *args: original(*args), parser)
-        monkeypatch.setattr(sys, "argv", ["train.py", *([] if own else line.split())])
-        return parser.parse_args(line.split() if own else None), changes, flags
+        hooked = Arguments(moves.get, ds_config, changes.append, flags, [] if limits is None else limits, [])
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", PARSE)  # put back after the test
+        patch(argparse.ArgumentParser, "parse_known_args", hooked.parse)
+        monkeypatch.setattr(sys, "argv", ["train.py", *line.split()])
+        return parser.parse_args(own), changes, flags
 
     return run
+
+
+PARSE = argparse.ArgumentParser.parse_known_args
 
 
 def parser_of(*flags, **defaults):
@@ -69,8 +71,48 @@ def test_other_names_of_the_batch_are_known(parse, flag):
 
 
 def test_a_list_in_the_code_is_not_the_users_command_line(parse):
-    _, changes, flags = parse(parser_of("--batch_size"), "--batch_size 8", own=True, micro_batch_size=(8, 2))
+    _, changes, flags = parse(parser_of("--batch_size"), "", own=["--batch_size", "8"], micro_batch_size=(8, 2))
     assert flags == {} and "a list that it makes" in changes[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "own"),
+    [
+        ("--config sft.yaml --batch_size 8", ["--batch_size", "8"]),
+        ("--config sft.yaml", []),
+        ("run --batch_size 8", ["--batch_size", "8"]),
+        ("--batch_size 8", ["--batch_size", "4", "--batch_size", "8"]),
+    ],
+    ids=["TRL's file", "nothing beside it", "a command that the script takes out", "words of a file before it"],
+)
+def test_a_line_of_which_a_script_takes_some_words_is_the_users(parse, line, own):
+    _, changes, flags = parse(parser_of("--batch_size"), line, own=own, micro_batch_size=(8, 2))
+    assert flags == {"micro_batch_size": ["--batch_size"]}
+    assert changes == ["Command line: `--batch_size 2` instead of 8."]
+
+
+def test_the_flags_of_a_command_are_known_and_moved_once(parse):
+    """Its own parser is called within the parent's, with a list of its own."""
+    parser, limits = argparse.ArgumentParser(), []
+    train = parser.add_subparsers().add_parser("train")
+    for flag in ("--batch-size", "--steps"):
+        train.add_argument(flag, type=int, default=8)
+    train.add_argument("--deepspeed_config")
+    line = "train --batch-size 4 --deepspeed_config my.json"
+    found, changes, flags = parse(parser, line, limits=limits, micro_batch_size=(4, 8))
+    assert (found.batch_size, found.steps, found.deepspeed_config) == (8, 8, "/trial/ds_config.json")
+    assert changes == ["Command line: `--batch-size 8` instead of 4."] and limits == ["`--steps 8`"]
+    assert flags == {"micro_batch_size": ["--batch-size"], "ds_config": ["--deepspeed_config"]}
+
+
+def test_what_is_on_or_a_share_is_no_batch_of_one(parse):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch_norm", action="store_true")
+    parser.add_argument("--gradient_accumulation", action="store_true")
+    parser.add_argument("--batch_share", type=float, default=1.0)
+    line = "--batch_norm --gradient_accumulation"
+    found, changes, _ = parse(parser, line, micro_batch_size=(1, 2), gradient_accumulation_steps=(1, 2))
+    assert changes == [] and (found.batch_norm, found.gradient_accumulation, found.batch_share) == (True, True, 1.0)
 
 
 @pytest.mark.parametrize("in_trial", [True, False])
@@ -90,6 +132,17 @@ def test_transformers_arguments_are_known_where_they_are_parsed(parse):
     found, _, flags = parse(parser, "--deepspeed zero2.json", micro_batch_size=(8, 1))
     assert (found.deepspeed, found.per_device_train_batch_size) == ("zero2.json", 1)
     assert {"deepspeed", "bf16", "fp16", "micro_batch_size", "ds_config"} == flags.keys()
+
+
+def test_a_switch_that_turns_deepspeed_on_takes_no_path(parse):
+    """DeepSpeed's own `--deepspeed`, as in DeepSpeed-Chat; its `--deepspeed_config` is refused beside a dict in the code."""
+    parser = parser_of("--per_device_train_batch_size")
+    parser.add_argument("--deepspeed", action="store_true")
+    for flag in ("--deepspeed_config", "--gradient_checkpointing"):
+        parser.add_argument(flag)
+    assert parse(parser, "--deepspeed", micro_batch_size=(8, 1))[2] == {
+        "micro_batch_size": ["--per_device_train_batch_size"]
+    }
 
 
 def test_a_rank_is_told_its_number_as_the_deepspeed_launcher_does(parse, monkeypatch):
@@ -118,7 +171,7 @@ def test_arguments_of_click_and_typer_are_moved(monkeypatch, package, line, chan
     changes, found, limits, ran = [], {}, [], []
     command = {"click": click.Command, "typer": typer.core.TyperCommand.__bases__[0]}[package]
     assert command.__module__ in CLICK  # where trials wait for it
-    hooked = Arguments({"micro_batch_size": (4, 2)}.get, None, changes.append, found, limits)
+    hooked = Arguments({"micro_batch_size": (4, 2)}.get, None, changes.append, found, limits, [])
     monkeypatch.setattr(command, "parse_args", command.parse_args)  # put back after the test
     patch(command, "parse_args", hooked.parse_click)
     monkeypatch.setattr(sys, "argv", ["train.py", *(line or "train").split()])

@@ -24,6 +24,8 @@ from autotune.system import files, redaction
 from autotune.trial.command import (
     DS_CONFIG,
     EXPORTED_CONFIG,
+    STATED,
+    SWITCHES,
     has_flag,
     pasted,
     template_values,
@@ -258,10 +260,10 @@ def _with_training_flags(
 ) -> tuple[str, ...]:
     """The arguments with the flags of TrainingArguments that the pick needs, and without those of the baseline."""
     flags = started.flags
-    for name in ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing"):
+    for name in SWITCHES:
         arguments = without_flag(arguments, flags.get(name, ()))
     in_rows = "token_budget" in Candidate.of(pick["candidate"]).data_changes  # then a micro-batch is one row
-    for flag, *rest in _training_flags(Candidate.of(pick["candidate"]), deepspeed_config(pick, base)):
+    for flag, *rest in _training_flags(Candidate.of(pick["candidate"]), deepspeed_config(pick, base), started):
         field = TRAINING_FIELDS.get(flag, "")
         stays = started.baseline.get(field) == values.get(field, "") and not (in_rows and rest == ["1"])
         if not stays or has_flag(arguments, (flag,)):
@@ -287,29 +289,31 @@ def _hf_args(pick: Data, base: Data, _: int, started: Started | None) -> str:
     _check_family(started, "hf-args", "no TrainingArguments")
     candidate = Candidate.of(pick["candidate"])
     config = deepspeed_config(pick, base)
-    flags = _training_flags(candidate, config)
+    flags = _training_flags(candidate, config, started)
     flags += [(f"--{name}", str(value)) for name, value in _hf_twins(config)]
     flags.append(("--deepspeed", started.exported if started else EXPORTED_CONFIG))
     return "\n".join(shlex.join(flag) for flag in flags) + "\n"
 
 
-def _training_flags(candidate: Candidate, config: DsConfig) -> list[tuple[str, ...]]:
+def _training_flags(candidate: Candidate, config: DsConfig, started: Started | None) -> list[tuple[str, ...]]:
     """What TrainingArguments must say of a candidate besides the JSON."""
+    stated = started.flags.get(STATED, ()) if started is not None else ()
     # A script whose batches vary in size keeps the number that it states.
     micro_batch_size = config.get("train_micro_batch_size_per_gpu", candidate.micro_batch_size)
     flags: list[tuple[str, ...]] = [
         ("--per_device_train_batch_size", str(micro_batch_size)),
         ("--gradient_accumulation_steps", str(candidate.gradient_accumulation_steps)),
     ]
-    if candidate.precision in DTYPES:
-        flags.append((f"--{candidate.precision}",))
-    if candidate.checkpoint_every == 1:
-        flags.append(("--gradient_checkpointing",))
-    elif candidate.checkpoint_every > 1:
-        flags += [
-            ("--activation_checkpointing",),
-            ("--activation_checkpointing_kwargs", json.dumps({"every_n_layers": candidate.checkpoint_every})),
-        ]
+    every = candidate.checkpoint_every
+    on = {f"--{candidate.precision}"} & {f"--{name}" for name in DTYPES}
+    on |= {"--gradient_checkpointing" if every == 1 else "--activation_checkpointing"} if every else set()
+    for flag in (f"--{name}" for name in SWITCHES):
+        if flag in on:
+            flags.append((flag, "True") if flag in stated else (flag,))
+        elif flag in stated and not (every and "checkpointing" in flag):  # either of these two turns it on
+            flags.append((flag, "False"))
+    if every > 1:
+        flags.append(("--activation_checkpointing_kwargs", json.dumps({"every_n_layers": every})))
     changes = candidate.data_changes
     return flags + [(f"--{flag}", str(changes[name])) for name, flag in TRAINER_ARGUMENTS.items() if name in changes]
 

@@ -130,7 +130,7 @@ def learning_rate_changes(
 
 def _checkpointing(every: int, block_class: str, family: str) -> str:
     if every == 0 and family == TRAINER:
-        return "Activation checkpointing: off, without `--gradient_checkpointing`."
+        return "Activation checkpointing: off, without `--gradient_checkpointing` (in TRL: `--gradient_checkpointing False`)."
     if every == 0:
         return (
             f"Activation checkpointing: off; no longer recompute `{block_class}` (transformers: drop"

@@ -24,6 +24,9 @@ MAPPED_KEYS |= {name: name for name in FIELDS}
 # To run a launch command once, each template is replaced by a number, so large that it occurs nowhere else.
 FIRST_NUMBER, NUMBER_STEP = 715_000_003, 1_000_003
 EXPORTED_CONFIG = "ds_config.json"
+# Flags of transformers' TrainingArguments that are on or off; and the key, beside their names, of those that have to be stated
+# either way: they are on by default, as in TRL or by its `--config`, or need a value.
+SWITCHES, STATED = ("bf16", "fp16", "gradient_checkpointing", "activation_checkpointing"), "stated"
 THREADS, COMPILATION = "OMP_NUM_THREADS", "ACCELERATE_DYNAMO_"
 # A command with one of these is for a shell and is not split into words.
 SHELL_SIGNS = re.compile(r"[&|;<>()$`*?\n#~]")

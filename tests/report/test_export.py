@@ -17,7 +17,7 @@ from autotune.report.started import Started
 from autotune.space.candidate import Candidate, from_deepspeed
 from autotune.space.deepspeed import check_config
 from autotune.study.storage import records
-from autotune.trial.command import Invocation
+from autotune.trial.command import STATED, Invocation
 from autotune.trial.result import Outcome
 from autotune.trial.workload import ACCELERATE, TRAINER
 
@@ -333,6 +333,25 @@ def test_training_arguments_are_those_of_the_winner_and_no_others():
     assert "--bf16" in export(pick(CANDIDATES[1]), BASE, "command", 2, started).splitlines()[-1]
     # What is the script's default already is not said.
     assert "accumulation" not in export(pick(CANDIDATES[2]), BASE, "command", 2, started)
+
+
+@pytest.mark.parametrize(
+    ("values", "flags"),
+    [
+        (CANDIDATES[0], "--bf16 False --gradient_checkpointing False"),
+        (CANDIDATES[1], "--bf16 True --gradient_checkpointing False"),
+        (CANDIDATES[2], "--bf16 True --gradient_checkpointing True"),
+        (CANDIDATES[3], "--bf16 False --fp16 --activation_checkpointing --activation_checkpointing_kwargs"),
+    ],
+)
+def test_switches_that_trl_turns_on_by_itself_are_stated_either_way(values, flags):
+    """Left out they stayed on: a winner that recomputes nothing was exported as one that does."""
+    how = replace(STARTED.invocation, arguments=("--gradient_checkpointing", "True", "--bf16=True"))
+    stated = {STATED: ["--bf16", "--gradient_checkpointing"]}
+    started = replace(STARTED, flags=HF | stated, invocation=how, family=TRAINER)
+    for form in ("command", "hf-args"):
+        text = export(pick(values), BASE, form, 2, started).replace("\n", " ")
+        assert flags in text and text.count("--gradient_checkpointing") == flags.count("--gradient_checkpointing")
 
 
 def test_changes_of_the_data_that_flags_carry_are_in_the_command():

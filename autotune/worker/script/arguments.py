@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.space.deepspeed import is_int
+from autotune.trial.command import STATED, SWITCHES
 
 # Common names of these flags; the first whose value is the one that ran is taken.
 DESTINATIONS = {
@@ -25,9 +26,7 @@ BATCH = re.compile(
 # Names of the flag with the path of DeepSpeed's JSON: DeepSpeed's, transformers', and common ones.
 CONFIG_DESTINATIONS = "deepspeed_config deepspeed ds_config ds_config_file deepspeed_config_file".split()
 # Further flags of transformers' TrainingArguments that a configuration needs.
-TRAINING_ARGUMENTS = (
-    "deepspeed bf16 fp16 gradient_checkpointing activation_checkpointing activation_checkpointing_kwargs".split()
-)
+TRAINING_ARGUMENTS = ("deepspeed", *SWITCHES, "activation_checkpointing_kwargs")
 
 # Names of flags that may end a run, and values that may do so after few steps.
 LIMIT = re.compile(r"^(?!save|eval|log|warmup|grad|accum)(.*_)?(step|iter|iteration|epoch|sample|batch)(e?s)?$")
@@ -74,8 +73,11 @@ class Arguments:
         if isinstance(getattr(parsed, "local_rank", ""), int | None):
             parsed.local_rank = int(os.environ["LOCAL_RANK"])  # as the deepspeed launcher passes it
         own = args[0] if args else kwargs.get("args")
-        named = [(action.dest, action.option_strings) for each in parsers for action in each._actions]
+        actions = [action for each in parsers for action in each._actions]
+        named = [(action.dest, action.option_strings) for action in actions]
         self._move(vars(parsed), named, typed=own is None or _is_of_line(list(own)))
+        if "bf16" in self._flags and "bf16" in parsed:
+            self._flags[STATED] = _stated(actions)
         return parsed, rest
 
     def parse_click(self, original: Callable[..., Any], command: Any, context: Any, args: list[str]) -> Any:
@@ -153,6 +155,12 @@ def _is_of_line(words: list[str]) -> bool:
         return True
     left = iter(line)
     return bool(words or "--config" in line) and all(word in left for word in words)
+
+
+def _stated(actions: Sequence[argparse.Action]) -> list[str]:
+    """Returns the switches of TrainingArguments that need a value, or are on by default."""
+    found = [each for each in actions if each.nargs is None or (each.nargs == "?" and each.default is True)]
+    return [flag for name in SWITCHES if any((flag := f"--{name}") in each.option_strings for each in found)]
 
 
 def _options(named: Sequence[tuple[str, Sequence[str]]], name: str) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 import typer
 import typer.core
 
+from autotune.trial.command import STATED
 from autotune.worker.script.arguments import Arguments
 from autotune.worker.script.patching import patch
 from autotune.worker.script.run import CLICK
@@ -131,7 +132,7 @@ def test_transformers_arguments_are_known_where_they_are_parsed(parse):
         parser.add_argument(flag)
     found, _, flags = parse(parser, "--deepspeed zero2.json", micro_batch_size=(8, 1))
     assert (found.deepspeed, found.per_device_train_batch_size) == ("zero2.json", 1)
-    assert {"deepspeed", "bf16", "fp16", "micro_batch_size", "ds_config"} == flags.keys()
+    assert {"deepspeed", "bf16", "fp16", "micro_batch_size", "ds_config", STATED} == flags.keys()
 
 
 def test_a_switch_that_turns_deepspeed_on_takes_no_path(parse):
@@ -143,6 +144,17 @@ def test_a_switch_that_turns_deepspeed_on_takes_no_path(parse):
     assert parse(parser, "--deepspeed", micro_batch_size=(8, 1))[2] == {
         "micro_batch_size": ["--per_device_train_batch_size"]
     }
+
+
+def test_switches_that_are_on_by_default_or_need_a_value_are_known(parse):
+    """TRL turns recomputation and bf16 on, and its `--bf16` alone is an error."""
+    parser = parser_of("--per_device_train_batch_size")
+    parser.add_argument("--deepspeed")
+    parser.add_argument("--bf16", type=bool, default=None)
+    parser.add_argument("--fp16", type=bool, default=False, nargs="?", const=True)
+    parser.add_argument("--gradient_checkpointing", type=bool, default=True, nargs="?", const=True)
+    parser.add_argument("--no_gradient_checkpointing", action="store_false", dest="gradient_checkpointing")
+    assert parse(parser, "")[2][STATED] == ["--bf16", "--gradient_checkpointing"]
 
 
 def test_a_rank_is_told_its_number_as_the_deepspeed_launcher_does(parse, monkeypatch):

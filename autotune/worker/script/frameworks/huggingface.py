@@ -59,6 +59,11 @@ def install(context: ScriptContext) -> None:
     after_import("safetensors.torch", adapter.on_safetensors)
 
 
+def _is_off(kind: Any, name: str) -> bool:
+    """Returns whether a class of arguments leaves a switch off; TRL's turn bf16 on where nothing is said."""
+    return bool(kind.__dataclass_fields__[name].default is False)
+
+
 def recompute(model: torch.nn.Module, every: int) -> bool:
     """Recomputes every k-th layer of transformers models by their own method.
 
@@ -151,7 +156,8 @@ class _Adapter:
         for name in ("bf16", "fp16"):
             if bool(getattr(arguments, name)) != (name == wanted):
                 setattr(arguments, name, name == wanted)
-                instead = f"add `--{name}`" if name == wanted else f"leave out `--{name}`"
+                off = f"leave out `--{name}`" if _is_off(type(arguments), name) else f"`--{name} False`"
+                instead = f"add `--{name}`" if name == wanted else off
                 if name == wanted and self._context.memory.on_cpu and wanted != self._context.script.precision:
                     refused = (
                         f"On a CPU transformers refuses `--{name}` beside DeepSpeed; the trial made it accept that."

@@ -3,6 +3,7 @@
 import pytest
 from support.paths import SCRIPTS
 
+from autotune.trial.command import STATED
 from autotune.trial.request import TailCheck
 from autotune.trial.result import Outcome
 from autotune.trial.target import inspect_target
@@ -29,6 +30,7 @@ def test_a_token_budget_is_trls_packing_with_as_many_samples_a_step_on_average(b
     found = bench.plan("trl_sft.py", "--max_length", "128", "--per_device_train_batch_size", "8")
     data, cannot = found.workload.data, dict(found.setting.data_cannot)
     assert not {"packing", "token_budget", "max_length", "pad_to_multiple_of"} & set(cannot)
+    assert found.workload.script.flags[STATED] == ["--bf16", "--gradient_checkpointing"]
     mean = sum(length * n for length, n in data.table) / data.n_seen
     result = bench.measure(
         found, steps=8, tail=TailCheck(longest_at=data.longest_at), lengths=data.table, zero_stage=2,

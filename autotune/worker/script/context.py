@@ -43,6 +43,7 @@ class ScriptContext:
         casts_inputs: Convert floating-point inputs to the type of 16-bit weights; off where a framework does so.
         sums_losses: The framework divides the loss: backward calls get parts of a step's loss, not micro-batch losses.
         clipping: The norm at which a script without DeepSpeed clips gradients; None where it was not seen to.
+        trains_on_draws: Samples are those that a loader draws; else a trainer generates from them what goes forward.
         batch_factor: Micro-batches in a loader's batch, for frameworks that split batches between ranks.
         in_backward: An engine's backward pass is running.
         at_end: Functions to call before the process ends.
@@ -70,6 +71,7 @@ class ScriptContext:
         self.casts_inputs = True
         self.sums_losses = False
         self.clipping: float | None = None
+        self.trains_on_draws = True
         self.batch_factor = 1
         self.in_backward = False
         self.at_end: list[Callable[[], None]] = []

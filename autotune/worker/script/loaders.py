@@ -133,7 +133,7 @@ class Loaders:
         in_rows = self._context.in_rows and iterator is self.trained
         if in_rows:
             n_samples = samples_in(batch)
-        if meter is not None:
+        if meter is not None and self._context.trains_on_draws:
             varies = in_rows or (_vary(iterator, n_samples) and iterator is self.trained)
             meter.batches.drew(n_samples, batch, varies=varies)
         return batch

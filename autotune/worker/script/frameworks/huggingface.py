@@ -179,6 +179,8 @@ class _Adapter:
         ) -> Any:
             if resume_from_checkpoint:
                 self._context.once("trials train from the script's first weights, not from its checkpoint")
+            # TRL's GRPO and RLOO draw what they generate from again for each of several micro-batches.
+            self._context.trains_on_draws = not hasattr(trainer.args, "steps_per_generation")
             self.data.begin(trainer)
             self._lift_epochs(trainer)
             return original(trainer, None, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Scripts of TRL's own SFTTrainer, which packs samples into rows."""
+"""Scripts of TRL's SFTTrainer, which packs samples into rows, and of its GRPOTrainer, which generates what it trains on."""
 
 import pytest
 from support.paths import SCRIPTS
@@ -43,3 +43,13 @@ def test_a_token_budget_is_trls_packing_with_as_many_samples_a_step_on_average(b
     assert result.observed.samples_per_step == 8 == pytest.approx(result.expected["samples"], rel=0.05)
     assert result.taken_in["tokens"] == result.taken_in["real_tokens"] and len(set(result.taken_in["samples"])) > 1
     assert result.tail["length"] == tokens and result.expected["tokens"] == pytest.approx(tokens, rel=0.05)
+
+
+def test_what_is_generated_from_a_draw_is_counted_where_it_is_trained_on(bench):
+    """Each micro-batch draws the prompts of a whole step again, and was taken for as many samples."""
+    batch = "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --num_generations 4"
+    found = bench.plan("trl_grpo.py", *batch.split(), "--max_completion_length", "4", "--bf16", "False")
+    assert (found.baseline.micro_batch_size, found.baseline.gradient_accumulation_steps) == (4, 2)
+    assert set(found.workload.script.movable) == {"micro_batch_size", "gradient_accumulation_steps"}
+    result = bench.applied(found, micro_batch_size=8, gradient_accumulation_steps=1, tail=TailCheck())
+    assert result.samples_per_step == 8 and not result.expected

@@ -18,6 +18,8 @@ from autotune.worker.script.patching import after_import, patch, users_caller
 SAVERS = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
 TRACKERS_OFF = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "MLFLOW_TRACKING_URI": ""}
 MAX_FILES_NAMED = 5
+# Files of a checkpoint of DeepSpeed's that hold the script's own state, without and with ZeRO 3.
+CLIENT_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 # Variables that hold the folders of libraries' caches.
 CACHES = """HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_MODULES_CACHE TRANSFORMERS_CACHE TORCH_HOME TRITON_CACHE_DIR
     XDG_CACHE_HOME""".split()
@@ -42,6 +44,7 @@ class Isolation:
         os.environ |= {name: value or scratch for name, value in TRACKERS_OFF.items()}
         for name in SAVERS:
             patch(deepspeed.DeepSpeedEngine, name, self._context.saver(f"engine.{name}"))
+        patch(deepspeed.DeepSpeedEngine, "load_checkpoint", self._load_checkpoint)
         patch(torch, "save", self._save)
         patch(torch, "load", self._load)
         for name in ("rename", "replace"):
@@ -92,6 +95,19 @@ class Isolation:
             if os.path.abspath(source) in self._unsaved and not os.path.exists(source):
                 self._context.abort(UserError(f"the script reads {source} back, but trials do not save the model"))
         return original(*args, **kwargs)
+
+    def _load_checkpoint(
+        self, original: Callable[..., Any], engine: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Reads what the script itself put into a checkpoint; weights that another stage or more ranks saved cannot be loaded."""
+        latest = Path(load_dir, "latest_universal" if engine.load_universal_checkpoint() else "latest")
+        folder = Path(load_dir, str(tag or (latest.read_text().strip() if latest.is_file() else "")))
+        file = next((folder / name for name in CLIENT_STATES if (folder / name).is_file()), None)
+        if file is None:
+            return original(engine, load_dir, tag, *args, **kwargs)  # which says that there is none
+        self._context.once("trials train from the script's first weights, not from those of engine.load_checkpoint")
+        saved = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+        return str(file), {name: value for name, value in saved.items() if name not in ("module", "optimizer")}
 
     def _rename(self, original: Callable[..., Any], source: Any, target: Any, **kwargs: Any) -> Any:
         """Follows a file that is written under another name and then moved into its place."""

@@ -4,6 +4,9 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+
+from autotune.worker.script import isolation
 from autotune.worker.script.isolation import Isolation
 
 
@@ -42,3 +45,24 @@ def test_files_that_a_script_writes_are_told_in_one_sentence(tmp_path):
     found.close()
     (sentence,) = said
     assert str(tmp_path / "4.log") in sentence and sentence.endswith(" and 2 more")
+
+
+def test_a_script_that_goes_on_from_a_checkpoint_gets_what_it_saved_there_and_no_weights(tmp_path):
+    """Weights and optimizer were loaded, which failed for each other stage of ZeRO and number of ranks."""
+    found, said = rank(tmp_path), []
+    found._context.once = said.append
+    engine = SimpleNamespace(load_universal_checkpoint=lambda: False)
+
+    def load(tag=None):
+        return found._load_checkpoint(lambda *_: (None, None), engine, str(tmp_path), tag)
+
+    assert load() == (None, None) and not said
+    saved = {"module": {"weight": torch.ones(2)}, "optimizer": {}, "step": 7}
+    for name, file in zip(("one", "three"), isolation.CLIENT_STATES, strict=True):
+        (tmp_path / name).mkdir()
+        torch.save(saved, tmp_path / name / file)
+    (tmp_path / "latest").write_text("one\n")
+    for tag in (None, "three"):
+        path, state = load(tag)
+        assert Path(path).parent.name == (tag or "one") and state == {"step": 7}
+    assert "engine.load_checkpoint" in said[0]

@@ -1,5 +1,6 @@
 """transformers' Trainer: HfArgumentParser, a subclass, evaluation, saving and tracking on; prints its losses."""
 
+import math
 import os
 import sys
 from dataclasses import dataclass, field
@@ -57,6 +58,7 @@ def main():
     trainer = PrintingTrainer(model=model, args=training_args, train_dataset=Tokens(2048), eval_dataset=Tokens(16))
     if "--deepspeed" not in sys.argv:  # with DeepSpeed transformers cannot save before it trains
         trainer.save_model("untrained")
+        print(f"perplexity {math.exp(trainer.evaluate()['eval_loss']):.1f}")  # with DeepSpeed only at ZeRO 3
     result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model()
     trainer.save_metrics("train", result.metrics)

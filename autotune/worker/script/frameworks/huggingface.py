@@ -94,6 +94,13 @@ def recompute(model: torch.nn.Module, every: int) -> bool:
     return bool(found) and able
 
 
+class Unmeasured(dict[str, float]):
+    """Metrics of an evaluation that did not take place, of whatever name."""
+
+    def __missing__(self, _name: str) -> float:
+        return math.nan
+
+
 class _Adapter:
     def __init__(self, context: ScriptContext) -> None:
         self._context = context
@@ -187,8 +194,17 @@ class _Adapter:
 
         patch(module.Trainer, "__init__", init)
         patch(module.Trainer, "train", train)
+        patch(module.Trainer, "evaluate", self._evaluate)
         for name in TRAINER_SAVERS:
             patch(module.Trainer, name, self._context.saver(f"Trainer.{name.lstrip('_')}"))
+
+    def _evaluate(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Leaves out an evaluation before the training, which transformers refuses beside DeepSpeed below stage 3."""
+        if trainer.is_in_train:
+            return original(trainer, *args, **kwargs)
+        self._context.once("Trainer.evaluate is not carried out in trials: its metrics are no numbers there")
+        prefix = kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else "eval")
+        return Unmeasured({f"{prefix}_loss": math.nan})
 
     def _lift_epochs(self, trainer: Any) -> None:
         """Trains further epochs where the script's have too few steps to be measured."""

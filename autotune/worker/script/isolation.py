@@ -3,7 +3,9 @@
 import contextlib
 import hashlib
 import os
+import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ TRACKERS_OFF = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "MLFLOW_TRAC
 MAX_FILES_NAMED = 5
 # Files of a checkpoint of DeepSpeed's that hold the script's own state, without and with ZeRO 3.
 CLIENT_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+# Endings of files that hold weights.
+CHECKPOINTS = (".bin", ".ckpt", ".pt", ".pth", ".safetensors")
 # Variables that hold the folders of libraries' caches.
 CACHES = """HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_MODULES_CACHE TRANSFORMERS_CACHE TORCH_HOME TRITON_CACHE_DIR
     XDG_CACHE_HOME""".split()
@@ -35,6 +39,8 @@ class Isolation:
         self._files: list[str] = []
         self._made = context.scratch / "made-folders"
         self._unsaved: set[str] = set()
+        self._kept: set[str] = set()
+        self._began = time.time()
 
     def install(self) -> None:
         """Patches functions that save, move and load files."""
@@ -51,6 +57,8 @@ class Isolation:
             patch(os, name, self._rename)
         for name in ("remove", "unlink"):
             patch(os, name, self._remove)
+        patch(shutil, "rmtree", self._remove_tree)
+        patch(os, "mkdir", self._make_folder)
         writer = "torch.utils.tensorboard.writer"
         after_import(writer, lambda module: patch(module.SummaryWriter, "__init__", self._summary_writer))
         sys.addaudithook(self._audit)
@@ -119,12 +127,38 @@ class Isolation:
         return original(source, target, **kwargs)
 
     def _remove(self, original: Callable[..., Any], path: Any, **kwargs: Any) -> Any:
-        if isinstance(path, str | os.PathLike):
+        if isinstance(path, str | os.PathLike) and not kwargs:  # else it may not be one of the working folder
             if self._in_scratch(path).exists():
                 return original(self._in_scratch(path))
-            if os.path.abspath(path) in self._unsaved and not os.path.lexists(path):
+            if os.path.abspath(path) in self._unsaved:  # of that name there may be one of an earlier training
                 return None
+            old = os.path.isfile(path) and os.path.getmtime(path) < self._began
+            if old and os.fspath(path).endswith(CHECKPOINTS) and users_caller():
+                return self._keep(path)
         return original(path, **kwargs)
+
+    def _remove_tree(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Leaves folders that were there before, as the checkpoints of an earlier training; a trial saves none in their place."""
+        if isinstance(path, str | os.PathLike) and os.path.isdir(path) and users_caller() and not self._is_made(path):
+            return self._keep(path)
+        return original(path, *args, **kwargs)
+
+    def _make_folder(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> None:
+        """Makes a folder, unless the script takes it for removed."""
+        if not isinstance(path, str | os.PathLike) or os.path.abspath(path) not in self._kept:
+            original(path, *args, **kwargs)
+
+    def _keep(self, path: str | os.PathLike[str]) -> None:
+        self._kept.add(os.path.abspath(path))
+        self._context.once(f"the script removes {path}, which was there before; trials leave it where it is")
+
+    def _is_made(self, path: str | os.PathLike[str]) -> bool:
+        """Returns whether the trial has made a folder, or one around it."""
+        found = os.path.abspath(path)
+        with contextlib.suppress(OSError):
+            made = self._made.read_text(errors="surrogateescape").splitlines()
+            return self._is_ours(found) or any(f"{found}{os.sep}".startswith(f"{folder}{os.sep}") for folder in made)
+        return self._is_ours(found)
 
     def _in_scratch(self, path: str | os.PathLike[str]) -> Path:
         """Returns the path of a file in the trial's folder; ranks share it, so that one may write what others read."""

@@ -1,6 +1,7 @@
-"""Raw DeepSpeed: rank 0 caches data for all ranks; folders are made, weights and a log are written during training."""
+"""Raw DeepSpeed: rank 0 caches data for all ranks; old checkpoints are removed, weights and a log written during training."""
 
 import os
+import shutil
 import sys
 
 import deepspeed
@@ -8,6 +9,7 @@ import torch
 from common import Net, config, dataset
 
 deepspeed.init_distributed()
+shutil.rmtree("out/checkpoints", ignore_errors=True)
 os.makedirs("out/checkpoints", exist_ok=True)
 if int(os.environ["RANK"]) == 0:
     torch.save(dataset().tensors, "out/cache.pt")

@@ -1,9 +1,11 @@
 """Files and folders that the ranks of a script make: removed, or told."""
 
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from autotune.worker.script import isolation
@@ -66,3 +68,35 @@ def test_a_script_that_goes_on_from_a_checkpoint_gets_what_it_saved_there_and_no
         path, state = load(tag)
         assert Path(path).parent.name == (tag or "one") and state == {"step": 7}
     assert "engine.load_checkpoint" in said[0]
+
+
+@pytest.fixture
+def removing(tmp_path, monkeypatch):
+    """A rank whose script removes what an earlier training has left."""
+    monkeypatch.setattr(isolation, "users_caller", lambda: "train.py:1")
+    found = rank(tmp_path)
+    found._context.once = lambda _: None
+    found._began = 10**10  # what is there now was there before
+    return found
+
+
+def test_folders_of_an_earlier_training_stay_and_those_of_the_trial_go(tmp_path, removing):
+    old, own = tmp_path / "checkpoint-1", tmp_path / "cache"
+    old.mkdir()
+    removing._audit("os.mkdir", (str(own),))
+    (own / "part").mkdir(parents=True)
+    for folder in (old, own / "part", own):
+        removing._remove_tree(shutil.rmtree, folder)
+    assert old.exists() and not own.exists()
+    removing._make_folder(os.mkdir, old)  # the script makes anew what it takes for removed
+    with pytest.raises(FileExistsError):
+        removing._make_folder(os.mkdir, tmp_path)
+
+
+def test_weights_of_an_earlier_training_stay(tmp_path, removing):
+    """One is of the name under which the trial has left out to save."""
+    removing._unsaved.add(str(tmp_path / "last"))
+    for name in ("last", "epoch-1.pt", "flag"):
+        (tmp_path / name).touch()
+        removing._remove(os.remove, tmp_path / name)
+    assert {path.name for path in tmp_path.iterdir()} == {"last", "epoch-1.pt"}

@@ -325,8 +325,11 @@ def test_what_a_script_saves_for_itself_it_can_read_and_nobody_finds_later(bench
     assert not bench.folder.scratch.exists()
 
 
-def test_a_file_that_a_script_writes_by_itself_is_told(bench, home):
+def test_a_file_that_a_script_writes_by_itself_is_told_and_an_earlier_checkpoint_stays(bench, home):
+    old = home / "out" / "checkpoints" / "epoch-1"
+    old.mkdir(parents=True)
     found = bench.plan("saves.py", "--log")
+    assert old.exists() and any("removes out/checkpoints, which was there before" in note for note in found.notes)
     assert any(f"writes files, as in every trial: {home}/out/log.txt" in note for note in found.notes)
     shutil.rmtree(home / "out")
 

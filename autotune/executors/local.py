@@ -16,7 +16,7 @@ from pathlib import Path
 
 from autotune.errors import UserError
 from autotune.executors.base import BUILD_DEADLINE_S, Executor, Status
-from autotune.system import device, files, shared_memory
+from autotune.system import device, files, shared_memory, temporary
 from autotune.system.machine import lock_path
 from autotune.system.processes import MARK, new_mark, sweep
 from autotune.system.toolkit import build_environment, extensions_dir, is_built
@@ -153,6 +153,7 @@ class LocalExecutor(Executor):
             server.wait()
         sweep(self.mark)
         if server.returncode:  # it did not clean up after its trial
+            temporary.remove_left(self.mark)
             for path in shared_memory.abandoned(self._shared_before):
                 with contextlib.suppress(OSError):
                     path.unlink()

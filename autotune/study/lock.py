@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from autotune.errors import UserError
-from autotune.system import files, shared_memory
+from autotune.system import files, shared_memory, temporary
 from autotune.system.processes import run_mark, sweep
 
 LOCK_TRIES = 25  # processes that only check whether a study runs hold its lock for a moment
@@ -74,6 +74,7 @@ def _clear_away(folder: Path, file: IO[str]) -> None:
         mark = None
     if mark:
         sweep(mark)
+        temporary.remove_left(mark)
         for path in shared_memory.abandoned(since=os.fstat(file.fileno()).st_mtime):
             with contextlib.suppress(OSError):
                 path.unlink()

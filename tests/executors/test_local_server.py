@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,22 @@ from support.zoo import CLEAN, Zoo, shared_memory, wait_until
 
 from autotune.errors import UserError
 from autotune.executors.local import LocalExecutor
-from autotune.system import processes
+from autotune.system import processes, temporary
 from autotune.trial.folder import TrialDir, write_record
 from autotune.trial.result import Outcome
 
 pytestmark = pytest.mark.process
+
+
+def test_what_a_killed_server_left_in_the_temporary_folder_is_removed(tmp_path, monkeypatch) -> None:
+    """It had made a folder for the trial's temporary files, which stayed for ever."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    executor = LocalExecutor([], tmp_path / "server.log")
+    (left := tmp_path / f"{temporary.prefix(executor.mark)}x").mkdir()
+    executor._server = server = subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    server.kill()
+    executor.close()
+    assert not left.exists()
 
 
 def test_two_executors_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

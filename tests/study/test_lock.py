@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from support.zoo import wait_until
 
 from autotune.errors import UserError
 from autotune.study.lock import note_agent, run_under_way, study_lock
-from autotune.system import signals
+from autotune.system import signals, temporary
 from autotune.system.processes import MARK, new_mark, run_mark
 from autotune.system.signals import Terminated, status_of, undisturbed
 
@@ -80,6 +81,17 @@ def test_shared_memory_of_a_killed_run_is_removed(tmp_path):
     finally:
         for path in (left, alive):
             path.unlink(missing_ok=True)
+
+
+def test_temporary_folders_of_a_killed_run_are_removed(tmp_path, monkeypatch):
+    """Where driver and server were killed together nobody else did."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed_run(tmp_path / "s", "a" * 32)
+    left, other = (tmp_path / f"{temporary.prefix(f'{digit * 32}.00000000')}x" for digit in "ab")
+    for folder in (left, other):
+        folder.mkdir()
+    with study_lock(tmp_path / "s"):
+        assert not left.exists() and other.exists()
 
 
 def test_drafts_of_a_killed_run_are_removed(tmp_path):

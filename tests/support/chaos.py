@@ -372,6 +372,7 @@ class Play:
             and all(map(lockable, (self.folder / "tmp").glob("autotune-*.lock"))),
             "no compiler's lock is left": not list(extensions_dir().glob("**/lock")),
             "nothing is left in /dev/shm": not self.left_in_shared_memory(),
+            "no temporary folder is left": not list((self.folder / "tmp").glob("autotune-*/")),
             "files are whole": not broken_files(self.folder / "studies"),
             "the database is whole": is_whole(storage),
         }

@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
+from autotune.system import temporary
+from autotune.system.processes import MARK
 from autotune.worker import project
 
 # The path of a Unix socket has at most 107 bytes; multiprocessing and torch put theirs up to 34 bytes below TMPDIR.
@@ -23,7 +25,7 @@ OWN_MODULES = ("autotune", "__main__", "__mp_main__", "transformers_modules")
 def make_folder() -> Path | None:
     """Makes the folder; None if there is no place for it, or if sockets in it would have too long a path."""
     with contextlib.suppress(OSError):
-        path = Path(tempfile.mkdtemp(prefix="autotune-"))
+        path = Path(tempfile.mkdtemp(prefix=temporary.prefix(os.environ.get(MARK, ""))))
         if len(os.fsencode(path)) <= MAX_PATH_BYTES:
             return path
         path.rmdir()

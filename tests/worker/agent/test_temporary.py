@@ -4,6 +4,8 @@ import importlib
 import sys
 import tempfile
 
+from autotune.system import processes
+from autotune.system import temporary as names
 from autotune.worker import project
 from autotune.worker.agent import temporary
 
@@ -41,3 +43,10 @@ def test_a_rank_leaves_the_names_of_the_libraries_that_it_imported_and_not_of_th
     assert temporary.noted_imports(None) == temporary.noted_imports(tmp_path / "nowhere") == []
     for name in ("of_the_user", "of_a_library"):
         del sys.modules[name]
+
+
+def test_the_folder_is_named_for_its_server_so_that_a_driver_finds_that_of_a_killed_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(temporary, "MAX_PATH_BYTES", 1000)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("AUTOTUNE_AGENT", mark := processes.new_mark())
+    assert temporary.make_folder().name.startswith(names.prefix(mark))

@@ -209,6 +209,7 @@ def tune(
                 found, logged = _planned(request, heard, began_s)
                 if fresh:
                     _forget(wanted.name, storage, folder, request.executor)
+                    fresh = False  # what is there from now on is this run's
                 with parallel.executors_for(found, request.executor, folder, view.say) as slots:
                     runner = recorded_runner(found, request.executor, folder, held, logged, slots, learn=learn)
                     _keep_spec(request)
@@ -222,7 +223,7 @@ def tune(
             except base.TimeOver:
                 refused = UserError(_too_little_time(wanted.time_budget_s or 0.0, folder, began_at))
     with records.failing_in_words(url):
-        if wanted.name in records.study_names(storage):
+        if not fresh and wanted.name in records.study_names(storage):
             return _answered(storage, url, request, Tuned(report=None, stopped=interrupted, refused=refused))
     if refused is not None:
         raise refused

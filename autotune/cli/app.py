@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from autotune import __version__
 from autotune.cli.options import HELP_COLUMNS, command_of
 from autotune.errors import UserError
+from autotune.system.signals import terminable
 
 # By command: its module in this package, whose function has the command's name, and its help.
 COMMANDS = {
@@ -129,7 +130,8 @@ def main() -> None:
     """Run a command; an error ends as one sentence and its status, an interrupt as status 130 or 143."""
     sys.unraisablehook = _unraised
     try:
-        app(standalone_mode=True)
+        with terminable():
+            app(standalone_mode=True)
     except SystemExit as error:
         if (stop := _stop_behind(error)) is None:
             raise

@@ -153,11 +153,11 @@ def _trial(folder: Path, *, build: bool) -> Iterator[Finding]:
     target.write_text(PROBE)
     executor = LocalExecutor(["torch"], folder / "server.log")
     try:
-        executor.start()
-    except UserError as error:
-        yield Finding("fail", "server", str(error))
-        return
-    try:
+        try:
+            executor.start()
+        except UserError as error:
+            yield Finding("fail", "server", str(error))
+            return
         result = base.run(executor, folder / "inspect", TrialRequest(target=str(target), mode="inspect"))
         if result.outcome is not Outcome.COMPLETE:
             yield Finding("fail", "worker", result.reason)

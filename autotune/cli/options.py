@@ -2,6 +2,7 @@
 
 import glob
 import inspect
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -211,6 +212,14 @@ def _joined(key: str, given: Any) -> Any:
     if isinstance(given, list) and key in ("space", "objectives"):
         return ",".join(given) or None
     return given if given or not isinstance(given, list) else None
+
+
+def same_command(*left_out: str) -> str:
+    """The command of this process as a user may type it again, without some of its options."""
+    from autotune.system import redaction
+
+    arguments = [argument for argument in sys.argv[1:] if argument not in left_out]
+    return shlex.join(["autotune", *redaction.redact(arguments)])
 
 
 def read_settings(settings: Sequence[str]) -> dict[str, str | int | float | bool | None]:

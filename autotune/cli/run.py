@@ -1,6 +1,5 @@
 """The commands `run` (tune a target and print the answer) and `submit` (do so inside an engine, driver and trials)."""
 
-import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -10,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from autotune.cli.answer import print_answer
-from autotune.cli.options import AsJson, Target, option, takes_settings
+from autotune.cli.options import AsJson, Target, option, same_command, takes_settings
 from autotune.errors import UserError, unknown
-from autotune.system import processes, redaction
+from autotune.system import processes
 from autotune.system.files import shown
 from autotune.system.signals import status_of
 
@@ -51,14 +50,23 @@ def run(
     from autotune.report.progress import ProgressView
 
     began_s = time.monotonic() - processes.age_s()
-    with ProgressView() as view:
-        view.opening(target)
-        from autotune.study.setup.request import requested
+    opened = False
+    try:
+        with ProgressView() as view:
+            view.opening(target)
+            from autotune.study.setup.request import requested
 
-        with requested(target, settings, view) as request:
-            from autotune.session import NOTHING_KEPT, tune  # takes a second, in which the engine starts
+            with requested(target, settings, view) as request:
+                opened = True
+                from autotune.session import NOTHING_KEPT, tune  # takes a second, in which the engine starts
 
-            tuned = tune(request, fresh=fresh, learn=not no_history, view=view, began_s=began_s)
+                tuned = tune(request, fresh=fresh, learn=not no_history, view=view, began_s=began_s)
+    except KeyboardInterrupt as stop:  # the second one, or one at the very end
+        if not opened:
+            raise
+        kept = "stopped at once; what was measured is kept. To go on, run"
+        print(f"autotune: {kept}: {same_command('--fresh')}", file=sys.stderr)
+        return status_of(stop)
     if tuned.report is None:
         print(f"autotune: {NOTHING_KEPT.format('command')}", file=sys.stderr)
         assert tuned.stopped is not None
@@ -67,9 +75,7 @@ def run(
     if tuned.refused is not None:
         raise tuned.refused
     if tuned.stopped is not None:
-        arguments = [argument for argument in sys.argv[1:] if argument != "--fresh"]
-        again = shlex.join(["autotune", *redaction.redact(arguments)])
-        print(f"autotune: stopped; this is the best so far. To go on, run: {again}", file=sys.stderr)
+        print(f"autotune: stopped; this is the best so far. To go on, run: {same_command('--fresh')}", file=sys.stderr)
         return status_of(tuned.stopped)
     if not tuned.report.recommended["picks"]:
         print(f"autotune: {tuned.report.why_nothing}, so there is nothing to recommend", file=sys.stderr)

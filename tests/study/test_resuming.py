@@ -3,13 +3,15 @@
 import shutil
 
 import pytest
-from support.instant import SPACE, Instant, Watcher, failed, report, runner_of
+from support.instant import SPACE, Instant, Watcher, answered, failed, report, runner_of, spec_of
+from support.paths import MODELS
 from support.studies import candidates, run, states
 
 from autotune import session
 from autotune.errors import UserError
 from autotune.space.candidate import Candidate
 from autotune.study.events import UNFINISHED
+from autotune.study.setup.request import StudyRequest
 from autotune.study.storage import analysed, records
 from autotune.trial import result
 from autotune.trial.folder import TrialDir, write_record
@@ -220,3 +222,18 @@ def test_files_of_another_study_are_not_taken_up(tmp_path):
     other = runner_of(tmp_path, again, trials=2, finalists=0, seed=1)
     other.run()
     assert len(again.ran) == 2 and not other.state.trial_path(2).exists()
+
+
+def test_a_run_that_was_to_begin_anew_and_is_stopped_before_tells_no_old_answer(tmp_path, monkeypatch):
+    """It printed the answer of the trials that it was to forget, and went on with them."""
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    studies = answered(tmp_path / "studies")
+    monkeypatch.setattr(session, "_planned", stopped)
+    wanted = StudyRequest(
+        spec=spec_of(), target=MODELS / "ok.py", overrides={}, folder=studies / "s", executor=Instant()
+    )
+    assert session.tune(wanted, fresh=True, learn=False).report is None
+    assert session.tune(wanted, fresh=False, learn=False).report is not None

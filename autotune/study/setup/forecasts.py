@@ -176,17 +176,28 @@ def _known(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workload, 
         found = profile_cache.known(workload, target.path, _base_config(spec, workload), _ranks(spec, workload)[1])
         if found.profile is not None and found.machine is not None:
             return found, list(found.profile.caveats)
-    folder = Path(tempfile.mkdtemp(prefix="autotune-predict-"))  # kept on failure, for its logs
     view.doing(f"{'running' if script else 'profiling'} {target.path.name}, once")
-    with executor_for(spec, folder) as executor:
-        most = len(device.here().each) or max(2, len(os.sched_getaffinity(0)))
-        ranks, trials = min(spec.ranks or 1, most) if script else 1, folder / "trials"
-        workload = inspect_workload(spec, executor, trials / "inspect", ranks)
-        found, notes = profile_cache.measure_missing(
-            workload, target.path, _base_config(spec, workload), _ranks(spec, workload)[1], executor, trials
-        )
+    found, notes = _profiled(spec, target)
     if script:
         profile_cache.save(replace(found, machine=None), key)
+    return found, notes
+
+
+def _profiled(spec: StudySpec, target: Target) -> tuple[Workload, list[str]]:
+    """Returns the workload with profile and rates, from ranks, and notes."""
+    folder = Path(tempfile.mkdtemp(prefix="autotune-predict-"))  # kept on failure, for its logs
+    try:
+        with executor_for(spec, folder) as executor:
+            most = len(device.here().each) or max(2, len(os.sched_getaffinity(0)))
+            script, trials = target.kind == "script", folder / "trials"
+            ranks = min(spec.ranks or 1, most) if script else 1
+            workload = inspect_workload(spec, executor, trials / "inspect", ranks)
+            found, notes = profile_cache.measure_missing(
+                workload, target.path, _base_config(spec, workload), _ranks(spec, workload)[1], executor, trials
+            )
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     shutil.rmtree(folder, ignore_errors=True)
     return found, notes
 

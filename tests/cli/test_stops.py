@@ -1,0 +1,74 @@
+"""Ctrl-C and SIGTERM: whichever command they meet, it says how to go on, and leaves nothing."""
+
+import os
+import shutil
+import signal
+import tempfile
+
+import pytest
+from support.commands import called
+from support.instant import WORKLOAD
+from support.paths import MODELS
+
+from autotune import session
+from autotune.cli import doctor
+from autotune.executors.local import LocalExecutor
+from autotune.study.setup import forecasts, profile_cache
+from autotune.system.signals import Terminated
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with a model, whose temporary folder it is, too."""
+    monkeypatch.setattr(LocalExecutor, "launch", lambda _: None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    shutil.copyfile(MODELS / "ok.py", tmp_path / "model.py")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("stop", "status"), [(KeyboardInterrupt, 130), (Terminated, 143)])
+def test_a_second_stop_of_a_run_says_how_to_go_on_too(place, monkeypatch, stop, status):
+    """It said only `stopped`."""
+
+    def stopped(*_, **__):
+        raise stop
+
+    monkeypatch.setattr(session, "tune", stopped)
+    done = called("run", "model.py", "--trials", "3", "--fresh", cwd=place)
+    assert done.returncode == status
+    assert done.stderr.endswith("what was measured is kept. To go on, run: autotune run model.py --trials 3\n")
+
+
+def test_sigterm_ends_each_command_in_a_sentence(place, monkeypatch):
+    """Commands without a handler of their own were ended by it at once, and left their temporary folders."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    monkeypatch.setattr(session, "open_history", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        done = called("history", cwd=place)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (done.returncode, done.stderr) == (143, "autotune: stopped\n")
+
+
+def test_a_forecast_that_is_stopped_leaves_no_folder(place, monkeypatch):
+    def stopped(_, folder):
+        assert folder.parent == place
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(forecasts, "executor_for", stopped)
+    monkeypatch.setattr(profile_cache, "load", lambda *_: WORKLOAD)
+    monkeypatch.setattr(profile_cache, "known", lambda workload, *_: workload)
+    assert called("predict", "model.py", cwd=place).returncode == 130
+    assert [path.name for path in place.iterdir() if path.name.startswith("autotune-")] == []
+
+
+def test_the_doctor_ends_its_server_where_it_is_stopped_while_that_starts(place, monkeypatch):
+    def stopped(_):
+        raise KeyboardInterrupt
+
+    ended = []
+    monkeypatch.setattr(LocalExecutor, "start", stopped)
+    monkeypatch.setattr(LocalExecutor, "close", lambda _: ended.append(True))
+    with pytest.raises(KeyboardInterrupt):
+        list(doctor._trial(place, build=False))
+    assert ended

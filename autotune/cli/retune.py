@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autotune.cli.options import AsJson, Storage, StudyName, option
+from autotune.cli.options import AsJson, Storage, StudyName, option, same_command
 from autotune.errors import Unavailable, UserError
 from autotune.study.lock import study_lock
 from autotune.system.files import shown
@@ -51,10 +51,14 @@ def changes(
         found = fingerprint.quick_changes(kept, opened.target)
     else:
         wanted = opened.spec()
-        with ProgressView() as view, terminable():
-            view.doing(f"loading {shown(wanted.target)}, to see what it is today")
-            with executor_for(wanted, look) as executor:
-                now = Fingerprint.now(plan(wanted, executor, look))
+        try:
+            with ProgressView() as view, terminable():
+                view.doing(f"loading {shown(wanted.target)}, to see what it is today")
+                with executor_for(wanted, look) as executor:
+                    now = Fingerprint.now(plan(wanted, executor, look))
+        except KeyboardInterrupt:  # what failed leaves its logs
+            shutil.rmtree(look, ignore_errors=True)
+            raise
         shutil.rmtree(look, ignore_errors=True)
         found = fingerprint.changes(Fingerprint.of(kept), now)
     if as_json:
@@ -108,7 +112,7 @@ def retune(
         print(f"autotune: {error}", file=sys.stderr)
         return STATUS["failed"]
     except KeyboardInterrupt as stop:
-        print(f"autotune: stopped; it goes on where it was with: autotune retune {study}", file=sys.stderr)
+        print(f"autotune: stopped; it goes on where it was with: {same_command()}", file=sys.stderr)
         return status_of(stop)
     if decision is None:
         if as_json:
@@ -166,7 +170,7 @@ def _decided(run: Retuning, wanted: StudySpec, view: EventSink) -> Decision:
         with executor_for(wanted, run.path) as executor:
             found = profiled(plan(wanted, executor, run.path), executor, run.path, view.waiting)
             return run.run(found, executor)
-    except MachinesGone:
+    except (MachinesGone, KeyboardInterrupt):  # only what was killed counts as an attempt
         run.excuse()
         raise
     except (Unavailable, records.StoreError, GoneError):  # none of them is a decision

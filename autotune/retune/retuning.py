@@ -162,6 +162,8 @@ class Retuning:
                     f"re-tuning {self.generation} of study {self.name!r}: {reason}. The next one starts anew"
                 )
             self.observer.say(f"going on with re-tuning {self.generation}, which was interrupted")
+            if left["cause"] == "forced":  # also where a schedule takes it up
+                self.asked = replace(self.asked, cause="forced")
             self._note(attempts=attempts)
             return
         self.number = self.history.begin(self.name, self.asked.cause)
@@ -171,7 +173,7 @@ class Retuning:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def excuse(self) -> None:
-        """Do not count this attempt: its machines were taken away."""
+        """Do not count this attempt: its machines were taken away, or the user stopped it."""
         self._note(attempts=int(self.evidence.get("attempts", 1)) - 1)
 
     def run(self, found: Plan, executor: Executor) -> Decision:
@@ -226,8 +228,8 @@ class Retuning:
         later = found.spec.from_checkpoint is not None
         if not standing.moved and not opens and not later and not self.asked.forced:
             return Decision(verdict=RetuneVerdict.UNCHANGED, reason=f"{standing.reason}; no search was started", **made)
-        opened = "something better may exist now" if opens else "the training has gone on" if later else "as asked for"
-        why = standing.reason if standing.moved else opened
+        asked = "the training has gone on" if later else "--force asks for it"
+        why = standing.reason if standing.moved else "something better may exist now" if opens else asked
         self.observer.say(
             f"searching, since {why}: {runner.state.plan.spec.trials} trials, starting from study {self.current.study_name}"
         )

@@ -62,7 +62,7 @@ def settled(
     if not now.settled(below) or not (guide.quick or guide.outlook(told[:-1], busy).settled(below)):
         return None
     if now.loss < below:
-        return f"more trials are expected to improve the answer by {now.loss:.1%}, less than {100 * below:.3g}% (--stop-below)"
+        return f"more trials are expected to improve the answer by {now.loss:.1%}, less than {100 * below:.3g}% (stop_below)"
     return (
         f"no further trial is expected to improve the answer by more than {now.next_gain:.2%} (all of them together by"
         f" {now.loss:.1%})"

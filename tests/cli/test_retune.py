@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy
-from support.instant import Instant, answered, recorded
+from support.instant import Instant, answered, recorded, spec_of
 from support.paths import MODELS
 
 from autotune import session
@@ -20,6 +20,7 @@ from autotune.cli.schedule import schedule_add, schedule_export, schedule_list, 
 from autotune.errors import UserError
 from autotune.retune import fingerprint
 from autotune.study.lock import study_lock
+from autotune.study.setup import engine
 from autotune.study.setup.request import StudyRequest
 from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import records
@@ -173,6 +174,33 @@ def test_retune_takes_the_ranks_to_tune_for(studies, monkeypatch):
     with pytest.raises(UserError, match="far enough"):
         retune("s", ranks=3)
     assert asked == [{"ranks": 3, "from_checkpoint": None}]
+
+
+def test_one_that_the_user_stops_goes_on_with_the_same_options_however_often(studies, monkeypatch, capsys):
+    """It was to go on without --force, which then searched nothing; and the fourth attempt failed as if it had been killed."""
+
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session.OpenStudy, "spec", lambda *_: None)
+    monkeypatch.setattr(engine, "executor_for", stopped)
+    monkeypatch.setattr("sys.argv", ["autotune", "retune", "s", "--force", "--trials", "3"])
+    for _ in range(5):
+        assert retune("s", force=True, trials=3) == 130
+        assert "goes on where it was with: autotune retune s --force --trials 3\n" in capsys.readouterr().err
+    assert len(known(studies).decisions("s")) == 1 and known(studies).interrupted("s") is not None
+
+
+def test_a_look_at_what_changed_that_is_stopped_leaves_nothing(studies, monkeypatch):
+    def stopped(_, folder):
+        folder.mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session.OpenStudy, "spec", lambda _: spec_of())
+    monkeypatch.setattr(engine, "executor_for", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        changes("s")
+    assert not (studies / "s" / "retunes" / "look").exists()
 
 
 def test_a_deleted_study_leaves_no_row_and_keeps_its_small_files(studies, capsys):

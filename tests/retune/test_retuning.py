@@ -251,6 +251,13 @@ def test_one_that_is_killed_again_and_again_counts_as_failed(tmp_path):
     assert retune(tmp_path, Instant()).generation == 2
 
 
+def test_whoever_takes_up_a_forced_one_searches_too(tmp_path):
+    retuning(tmp_path, cause="forced").begin()
+    later = retuning(tmp_path, cause="due")
+    later.begin()
+    assert later.asked.forced
+
+
 def test_a_study_that_is_deleted_meanwhile_leaves_no_row_and_ends_with_a_sentence(tmp_path):
     assert rows(tmp_path)["autotune_measurement"] > 12
 

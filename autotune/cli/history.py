@@ -14,6 +14,7 @@ import typer
 
 from autotune.cli.options import AsJson, OnlyStudy, Storage, StudyName, option
 from autotune.cli.presets import answer_words
+from autotune.cli.status import SCALING
 from autotune.errors import UserError
 from autotune.study.lock import study_lock
 from autotune.system.files import shown
@@ -82,18 +83,22 @@ def delete(
     if study not in records.study_names(storage_):
         records.load_study(storage_, study)  # raises, and lists the studies
     opened.check_own()
-    with contextlib.nullcontext() if not folder.is_dir() else study_lock(folder):
+    with contextlib.ExitStack() as stack:
+        for used in (folder, folder / SCALING):  # by `run` and `retune`, and by `scale`
+            if used.is_dir():
+                stack.enter_context(study_lock(used, study))
         if not yes:
             raise UserError(
                 f"delete: {study!r} and everything measured for it would be gone; say so with --yes:"
                 f" {shlex.join(['autotune', 'delete', study, '--yes'])}"
             )
-        records.delete_study(storage_, study)
-        History(storage_.engine).forget(study, schedules=True)
+        # The database last: until then the same command finds the study, and removes the rest.
+        for name in (records.RECORD_FILE, "report.html"):
+            (folder / name).unlink(missing_ok=True)
         for name in ("trials", "retunes", "scaling"):
             shutil.rmtree(folder / name, ignore_errors=True)
-        for name in ("report.html", records.RECORD_FILE):
-            (folder / name).unlink(missing_ok=True)
+        History(storage_.engine).forget(study, schedules=True)
+        records.delete_study(storage_, study)
     print(f"study {study} is deleted" + (f"; {shown(folder)} keeps its small files" if folder.is_dir() else ""))
 
 

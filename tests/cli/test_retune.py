@@ -203,6 +203,27 @@ def test_a_look_at_what_changed_that_is_stopped_leaves_nothing(studies, monkeypa
     assert not (studies / "s" / "retunes" / "look").exists()
 
 
+def test_a_deletion_that_is_stopped_is_ended_by_the_same_command(studies, monkeypatch):
+    """Its rows went first, so that the same command found no study, and the next run took up the trials of its folder."""
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "delete_study", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            delete("s", yes=True)
+    assert records.kept_in(studies / "s") is None
+    delete("s", yes=True)
+    assert records.study_names(records.open_storage(records.default_url(studies))) == []
+
+
+def test_a_study_whose_scaling_is_measured_now_is_not_deleted(studies):
+    with study_lock(studies / "s" / "scaling"), pytest.raises(UserError, match="is being run by process"):
+        delete("s", yes=True)
+    assert (studies / "s" / "trials").exists()
+
+
 def test_a_deleted_study_leaves_no_row_and_keeps_its_small_files(studies, capsys):
     schedule_add("s", "7d")
     delete("s", yes=True)

@@ -77,7 +77,8 @@ def follow(folder: Path, pid: int, sink: EventSink) -> None:
 def lines(data: Mapping[str, Any]) -> str:
     """The state of a study in one line."""
     outcomes = ", ".join(f"{count} {outcome.replace('_', ' ')}" for outcome, count in data["outcomes"].items())
-    process = f"; process {data['process']} runs it now" if data["process"] else ""
+    does = "re-tunes" if data.get("retuned") else "runs"
+    process = f"; process {data['process']} {does} it now" if data["process"] else ""
     left = ""
     if data["running"] and not data["process"]:
         left = f"; {data['running']} begun and not told: the next run takes it up, unless another machine runs it now"

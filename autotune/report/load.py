@@ -23,6 +23,7 @@ from autotune.study.budget import measuring_s
 from autotune.study.lock import run_under_way
 from autotune.study.storage import analysed, records
 from autotune.study.storage.database import Storage
+from autotune.study.storage.history import History
 from autotune.study.storage.records import StoreError, StudyRecord
 from autotune.trial import workload
 from autotune.trial.folder import result_in
@@ -55,10 +56,13 @@ def from_storage(storage: Storage, name: str, folder: Path) -> StudyReport:
     study = records.load_study(storage, name)
     later = records.current(study)
     if later == name:
-        return read(study, folder)
-    generation = records.generation_of(later)[1]
-    found = read(records.load_study(storage, later), folder / "retunes" / f"{generation:04d}")
-    return replace(found, study={**found.study, "name": name})
+        found = read(study, folder)
+    else:
+        generation = records.generation_of(later)[1]
+        found = read(records.load_study(storage, later), folder / "retunes" / f"{generation:04d}")
+    under_way = _is_under_way(folder)
+    retuned = under_way and History(storage.engine).interrupted(name) is not None
+    return replace(found, study={**found.study, "name": name, "under_way": under_way, "retuned": retuned})
 
 
 def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
@@ -124,10 +128,15 @@ def _facts(study: Study, kept: StudyRecord, folder: Path, *, n_trials: int) -> d
         "trials_wanted": stated.get("trials"),
         **{name: stated.get(name) for name in records.WATCHED},
         "ended": study.user_attrs.get(records.ENDED_ATTR, ""),
-        "under_way": run_under_way(folder) not in (None, os.getpid()),
+        "under_way": _is_under_way(folder),
         "unreadable": records.unreadable(study),
         "lost": [{"trial": each.number, "reason": each.user_attrs.get("reason", "")} for each in records.lost(study)],
     }
+
+
+def _is_under_way(folder: Path) -> bool:
+    """Whether another process runs or re-tunes the study of a folder now."""
+    return run_under_way(folder) not in (None, os.getpid())
 
 
 def _days(study: Study) -> list[str]:

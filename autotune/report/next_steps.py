@@ -16,6 +16,9 @@ SPARE = 1.5
 def next_steps(report: StudyReport) -> list[str]:
     """The next steps, the first one first; commands stand in backticks."""
     name, pick = shlex.quote(report.name), report.picks.get("recommended")
+    if report.study.get("retuned"):
+        said = f"A re-tuning runs now, and this answer stands until it ends; `autotune status {name}` follows it."
+        return [said, *([] if pick is None or report.is_baseline(pick) else _with_answer(report, name))]
     if report.study.get("under_way"):
         return [
             f"Wait: another process runs the study now. This is its answer so far; `autotune status {name}` follows it."

@@ -20,6 +20,7 @@ from autotune.report.progress import ProgressView
 from autotune.study import events
 from autotune.study.lock import note_agent, run_under_way, study_lock
 from autotune.study.storage import records
+from autotune.study.storage.history import History
 from autotune.trial.result import Outcome
 
 
@@ -190,6 +191,10 @@ def test_status_says_it_once_where_that_is_asked_for_or_nothing_runs(tmp_path, m
         monkeypatch.setattr(load, "run_under_way", lambda _folder: 1)
         status.status("s", once=True)
         assert "next: Wait: another process runs the study now" in capsys.readouterr().out
+        History(records.open_storage(records.default_url(tmp_path / "studies")).engine).begin("s", "asked")
+        status.status("s", once=True)
+        said = capsys.readouterr().out
+        assert "re-tunes it now" in said and "next: A re-tuning runs now" in said and "so far" not in said
         monkeypatch.undo()
         monkeypatch.chdir(tmp_path)
     status.status("s")

@@ -252,6 +252,13 @@ def test_a_study_that_another_process_runs_is_not_said_to_be_stopped():
     assert step.startswith("Wait: ") and f"`autotune status {report.name}` follows it" in step
 
 
+def test_an_answer_that_is_being_retuned_stands_meanwhile():
+    """It was called the answer so far of a study that runs."""
+    report = study_report()
+    first, second, *_ = next_steps(replace(report, study=report.study | {"under_way": True, "retuned": True}))
+    assert "this answer stands until it ends" in first and second.startswith("Train with it: ")
+
+
 def test_what_reads_better_than_the_answer_has_a_command_that_checks_it():
     """Beside a recommendation of another trial it had none."""
     report = study_report()

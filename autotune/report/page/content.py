@@ -38,7 +38,7 @@ from autotune.system.units import Scale, format_bytes, format_duration
 Context = dict[str, Any]
 # Fields of the study that the page shows elsewhere or that only programs need.
 HIDDEN_FIELDS = (
-    "name", "target", "wall_s", "folder", "stored_as", "trials_wanted", "time_budget_s", "max_length", "under_way",
+    "name", "target", "wall_s", "folder", "stored_as", "trials_wanted", "time_budget_s", "max_length", "under_way", "retuned",
     "unchecked_s", "deepspeed_added",
 )  # fmt: skip
 # Cards and rows beyond these are in the JSON only.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from apscheduler.triggers.cron import CronTrigger
+from optuna.exceptions import StorageInternalError
 from sqlalchemy.exc import SQLAlchemyError
 
 from autotune.errors import UserError
@@ -229,6 +230,7 @@ class Daemon:
         # Until when, by a monotonic clock, a schedule is not started again.
         self._held_until: dict[int, float] = {}
         self._took_up_at = -RETRY_S
+        self._away = False  # whether the last look found no database
 
     def run(self) -> None:
         """Serve until SIGTERM or Ctrl-C; then the runs under way are stopped, and go on another time."""
@@ -261,9 +263,12 @@ class Daemon:
             if leads:
                 self._take_up()
                 self._start_due()
-        except SQLAlchemyError as error:
+            self._away = False
+        except (SQLAlchemyError, StorageInternalError, records.StoreError) as error:
             self.leads = None
-            self.say(f"the database does not answer, so nothing is started: {str(error).splitlines()[0]}")
+            if not self._away:  # an outage may last for hours
+                self.say(f"the database does not answer, so nothing is started: {str(error).splitlines()[0]}")
+            self._away = True
 
     def _start_due(self) -> None:
         now, steady = time.time(), time.monotonic()

@@ -257,6 +257,20 @@ def test_a_database_that_does_not_answer_starts_nothing(history, tmp_path, monke
     assert len(begun) == 1 and not one.leads
 
 
+def test_a_database_that_is_away_for_long_is_said_once_and_does_not_end_the_daemon(history, tmp_path):
+    """A file that was moved away ended it; of a server it was said every two seconds."""
+    said, file = [], tmp_path / "studies" / "autotune.db"
+    one = Daemon(records.default_url(tmp_path / "studies"), tmp_path / "studies", said.append)
+    one.look()
+    file.rename(tmp_path / "away")
+    one.look()
+    one.look()
+    (tmp_path / "away").rename(file)
+    one.look()
+    leads, away, again = said
+    assert leads == again == "this daemon leads" and "the file was removed" in away
+
+
 @pytest.mark.process
 def test_what_could_not_begin_is_tried_again_after_a_while(history, tmp_path, monkeypatch):
     clock = [0.0]

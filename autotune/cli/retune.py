@@ -151,8 +151,8 @@ def _retuned(opened: OpenStudy, asked: RetuneRequest, overrides: Mapping[str, An
             due = found
         view = Broadcast(Journal(opened.folder), stack.enter_context(ProgressView()))
         stack.enter_context(terminable())
+        wanted = opened.spec(overrides)  # a study that cannot be read stays due
         schedule.started(opened.history, due)
-        wanted = opened.spec(overrides)
         run = Retuning(name=opened.name, folder=opened.folder, url=opened.url, asked=asked, observer=view)
         run.begin()
         return _decided(run, wanted, view)

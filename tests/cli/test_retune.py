@@ -94,6 +94,15 @@ def test_what_is_not_due_is_over_at_once(studies, capsys):
     assert known(studies).decisions() == []
 
 
+def test_a_study_that_cannot_be_read_stays_due(studies):
+    """Its schedule went on to the next period, so that a model.py that was broken for an hour cost a week."""
+    schedule_add("s", "7d")
+    known(studies).update_schedule(1, next_run_at=0.0)
+    with pytest.raises(UserError, match=r"study\.yaml is missing"):
+        retune("s", if_due=True)
+    assert known(studies).schedules()[0]["next_run_at"] == 0.0 and known(studies).decisions("s") == []
+
+
 def test_what_is_due_on_a_change_waits_for_one_and_is_due_again_a_period_later(studies, capsys, monkeypatch):
     schedule_add("s", "7d", on="environment-change")
     known(studies).update_schedule(1, next_run_at=0.0)

@@ -5,7 +5,7 @@ import importlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +36,7 @@ from autotune.study.spec.spec import StudySpec
 from autotune.study.spec.yaml_file import read_yaml
 from autotune.study.state import forget_runs
 from autotune.study.storage import leases, project, records
-from autotune.study.storage.database import Storage
+from autotune.study.storage.database import Storage, StoreMissing
 from autotune.study.storage.history import History
 from autotune.study.storage.leases import StudyLeases
 from autotune.study.storage.records import StudyRecord
@@ -88,18 +88,27 @@ class OpenStudy:
     @cached_property
     def storage(self) -> Storage:
         """The database; a `StoreError` if it is not there, or does not answer."""
-        return records.open_storage(self.url, create=False)
+        with self._naming_what_the_folder_holds():
+            return records.open_storage(self.url, create=False)
 
     @cached_property
     def study(self) -> Study:
         """The Optuna study of that name; a `StoreError` if it is not in the database."""
+        storage = self.storage
+        with self._naming_what_the_folder_holds():
+            return records.load_study(storage, self.name)
+
+    @contextlib.contextmanager
+    def _naming_what_the_folder_holds(self) -> Iterator[None]:
+        """Add to the error of a database that is lost how the study's trials are taken up again, if they are there."""
         try:
-            return records.load_study(self.storage, self.name)
-        except records.StoreError as error:
+            yield
+        except StoreMissing as error:
             if records.kept_in(self.folder) is None:
                 raise
             again = f"autotune run {files.shown(self.folder / 'study.yaml')}"
-            raise records.StoreError(f"{error} Its folder holds its trials: `{again}` takes them up again") from None
+            holds = f"The folder of {self.name} holds its trials: `{again}` takes them up again"
+            raise StoreMissing(f"{str(error).rstrip('.')}. {holds}") from None
 
     def is_own(self) -> bool:
         """Whether the study is this project's, where several share the database."""

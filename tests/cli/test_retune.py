@@ -212,6 +212,12 @@ def test_a_look_at_what_changed_that_is_stopped_leaves_nothing(studies, monkeypa
     assert not (studies / "s" / "retunes" / "look").exists()
 
 
+def test_a_study_whose_database_is_lost_is_told_how_its_trials_are_taken_up_again(studies):
+    (studies / "autotune.db").unlink()
+    with pytest.raises(UserError, match=r"no database .*`autotune run studies/s/study.yaml` takes them up again"):
+        _ = session.open_study("s").study
+
+
 def test_a_deletion_that_is_stopped_is_ended_by_the_same_command(studies, monkeypatch):
     """Its rows went first, so that the same command found no study, and the next run took up the trials of its folder."""
 

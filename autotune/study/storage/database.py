@@ -55,6 +55,10 @@ class StoreError(UserError):
     """The database cannot be used, or lacks the study."""
 
 
+class StoreMissing(StoreError):
+    """The database, or the study in it, is not there."""
+
+
 class StoreAway(StoreError, Unavailable):
     """The database's server has not answered for `PATIENCE_S`."""
 
@@ -203,9 +207,22 @@ def _hint(url: str, error: BaseException) -> str:
         return "Free some space"
     if isinstance(error, RuntimeError):  # of Optuna, about its table of versions
         return "Another release of optuna made it: install that, or `optuna storage upgrade --storage URL`; or restore a copy"
+    if urls.is_sqlite(url) and (folder := _unwritable(url)):
+        return (
+            f"SQLite writes beside it even to read: make {folder} writable for you, or copy it to where you can write"
+        )
     if isinstance(error, DBAPIError) and not urls.is_sqlite(url):
         return "Is the server running, and are host and port right?"
     return "Pass a SQLAlchemy URL, for example sqlite:///studies/autotune.db or postgresql://user@host/database"
+
+
+def _unwritable(url: str) -> Path | None:
+    """The folder of an SQLite database that is there, where this user may not write to it."""
+    with contextlib.suppress(sqlalchemy.exc.ArgumentError, ValueError):
+        name = sqlalchemy.make_url(url).database
+        if name and os.path.exists(name) and not os.access(Path(name).parent, os.W_OK):
+            return Path(name).parent
+    return None
 
 
 def _check_file(url: str, *, create: bool) -> None:
@@ -218,7 +235,7 @@ def _check_file(url: str, *, create: bool) -> None:
         gone = "it would be gone at the end of the run; name a file, for example sqlite:///studies/autotune.db"
         raise StoreError(f"storage {urls.redact_url(url)}: {gone}")
     if not create and not os.path.exists(name):
-        raise StoreError(f"no database at {name}: nothing has been tuned there yet (or pass --storage URL)")
+        raise StoreMissing(f"no database at {name}: nothing has been tuned there yet (or pass --storage URL)")
     try:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -229,6 +246,7 @@ def _check_file(url: str, *, create: bool) -> None:
 
 
 UNKNOWN = (-1, -1)
+OR_LOST = ", and run the same command again; where it is lost, `autotune run` takes up the trials in the study's folder"
 
 
 class _File:
@@ -250,9 +268,7 @@ class _File:
 
     def _before(self, *_: object) -> None:
         if _identity(self._path) is None:  # SQLite would create an empty one
-            raise StoreError(
-                f"storage {self._storage.shown}: the file is gone. Put it back, and run the same command again"
-            )
+            raise StoreError(f"storage {self._storage.shown}: the file is gone. Put it back{OR_LOST}")
 
     def _connected(self, _: object, record: Any) -> None:
         record.info["file"] = _identity(self._path)
@@ -263,7 +279,7 @@ class _File:
             return
         if now is None or self._storage.patience_s > 0:
             how = "removed" if now is None else "replaced by another file"
-            said = f"the file was {how} while it was in use. Put the old one back, and run the same command again"
+            said = f"the file was {how} while it was in use. Put the old one back{OR_LOST}"
             raise StoreError(f"storage {self._storage.shown}: {said}")
         if now != record.info["file"]:
             raise sqlalchemy.exc.DisconnectionError("the file was replaced")

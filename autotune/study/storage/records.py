@@ -80,7 +80,7 @@ def load_study(storage: Storage, name: str) -> Study:
     except KeyError:
         names = study_names(storage)
         known = f"Known: {', '.join(names)}." if names else "There is none yet."
-        raise StoreError(f"no study {name!r} in {storage.shown}.{nearest(name, names)} {known}") from None
+        raise database.StoreMissing(f"no study {name!r} in {storage.shown}.{nearest(name, names)} {known}") from None
 
 
 def create_study(storage: Storage, name: str, directions: Sequence[Direction], metric_names: Sequence[str]) -> Study:

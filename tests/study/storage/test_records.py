@@ -203,6 +203,17 @@ def test_a_database_that_is_replaced_while_a_study_runs_ends_it_with_a_sentence(
         runner_of(tmp_path, executor, trials=6, finalists=0).run()
 
 
+def test_a_database_in_a_folder_that_cannot_be_written_to_is_not_taken_for_a_wrong_url(url, monkeypatch):
+    """SQLite's words for it, `unable to open database file`, are those for a file that is not there."""
+    begin(url)
+    monkeypatch.setattr(database.os, "access", lambda *_: False)
+    monkeypatch.setattr(database, "_made", lambda *_: sqlite3.connect("/nowhere/at/all.db"))
+    with pytest.raises(
+        StoreError, match=r"unable to open database file\. SQLite writes beside it even to read: make .*/studies"
+    ):
+        records.open_storage(url, create=False)
+
+
 def test_who_only_reads_sees_a_new_file_and_makes_none(url):
     path = Path(url.removeprefix(records.SQLITE))
     begin(url, "one")

@@ -19,6 +19,7 @@ import typer
 from autotune.cli.options import AsJson
 from autotune.errors import UserError
 from autotune.system.machine import why_bf16_is_slow
+from autotune.system.shared_memory import FOLDER
 
 if TYPE_CHECKING:
     from autotune.executors.local import LocalExecutor
@@ -118,13 +119,13 @@ def _left_locks() -> Iterator[Finding]:
 
 
 def _shared_memory() -> Finding:
-    folder, what = Path("/dev/shm"), "shared memory"
-    if not folder.is_dir():
+    what = "shared memory"
+    if not FOLDER.is_dir():
         return Finding("warn", what, "/dev/shm is missing: data loaders with workers will fail")
-    if left := list(folder.glob("deepspeed_allreduce_buffer_*")):
+    if left := list(FOLDER.glob("deepspeed_allreduce_buffer_*")):
         held = f"{len(left)} files of dead DeepSpeed runs in /dev/shm hold memory"
         return Finding("warn", what, f"{held}; remove deepspeed_allreduce_buffer_*")
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(FOLDER).free
     detail = f"{free / 2**20:,.0f} MiB free in /dev/shm"
     if free > LEAST_SHARED_BYTES:
         return Finding("ok", what, detail)

@@ -12,9 +12,12 @@ FULL = "DistBackendError: NCCL error (Last error: Error while creating shared me
 
 
 @pytest.mark.parametrize(("free_mib", "verdict"), [(64, "warn"), (8192, "ok")])
-def test_little_shared_memory_is_named_with_what_gives_a_container_more(monkeypatch, free_mib, verdict):
+def test_little_shared_memory_is_named_with_what_gives_a_container_more(monkeypatch, tmp_path, free_mib, verdict):
     """Docker gives 64 MiB unless it is asked for more."""
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=free_mib << 20))
+    monkeypatch.setattr(
+        doctor, "FOLDER", tmp_path
+    )  # other programs of this machine may have left files in the real one
     found = doctor._shared_memory()
     assert found.verdict == verdict and ("--shm-size=8g" in found.detail) is (verdict == "warn")
 

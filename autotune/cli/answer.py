@@ -13,7 +13,6 @@ import typer
 from autotune.cli.options import AsJson, Storage, StudyName, option
 from autotune.errors import UserError
 from autotune.system.files import shown
-from autotune.system.signals import terminable
 
 if TYPE_CHECKING:
     from autotune.report.data import StudyReport
@@ -145,7 +144,7 @@ def diagnose(
     folder = Path(report.study["folder"])
     if profile:
         environment = report.invocation.fixed_environment if report.invocation else {}
-        with ProgressView() as view, terminable():
+        with ProgressView() as view:
             view.doing(f"running trial {row['trial']} again, {tracing.TRACED_STEPS} steps of it traced")
             tracing.run(folder, row["trial"], environment, view.waiting, view.tick)
     found = diagnosis.of_trial(report, folder, row["trial"])

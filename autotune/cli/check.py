@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.cli.options import AsJson, Target, takes_settings
 from autotune.system.files import shown
-from autotune.system.signals import terminable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,7 +55,7 @@ def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = Fals
         around.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=".check-" if around else "autotune-check-", dir=around))
     try:
-        with ProgressView() as view, terminable():
+        with ProgressView() as view:
             view.doing(f"loading {shown(wanted.target)}")
             with executor_for(wanted, folder, view.waits) as executor:
                 found = plan(wanted, executor, folder, view)

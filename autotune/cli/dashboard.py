@@ -7,7 +7,6 @@ from typing import Annotated
 
 from autotune.cli.options import Storage, option
 from autotune.errors import UserError
-from autotune.system.signals import terminable
 
 TOKEN_VARIABLE = "AUTOTUNE_DASHBOARD_TOKEN"
 
@@ -39,5 +38,5 @@ def dashboard(
                 "The connection is not encrypted; in an untrusted network keep to the loopback and use ssh -L.",
                 file=sys.stderr,
             )
-        with terminable(), contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt):
             served.run()

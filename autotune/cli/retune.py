@@ -16,7 +16,7 @@ from autotune.cli.options import AsJson, Storage, StudyName, option, same_comman
 from autotune.errors import Unavailable, UserError
 from autotune.study.lock import study_lock
 from autotune.system.files import shown
-from autotune.system.signals import status_of, terminable
+from autotune.system.signals import status_of
 
 if TYPE_CHECKING:
     from autotune.retune.decision import Decision
@@ -52,7 +52,7 @@ def changes(
     else:
         wanted = opened.spec()
         try:
-            with ProgressView() as view, terminable():
+            with ProgressView() as view:
                 view.doing(f"loading {shown(wanted.target)}, to see what it is today")
                 with executor_for(wanted, look) as executor:
                     now = Fingerprint.now(plan(wanted, executor, look))
@@ -150,7 +150,6 @@ def _retuned(opened: OpenStudy, asked: RetuneRequest, overrides: Mapping[str, An
                 return None
             due = found
         view = Broadcast(Journal(opened.folder), stack.enter_context(ProgressView()))
-        stack.enter_context(terminable())
         wanted = opened.spec(overrides)  # a study that cannot be read stays due
         schedule.started(opened.history, due)
         run = Retuning(name=opened.name, folder=opened.folder, url=opened.url, asked=asked, observer=view)

@@ -19,7 +19,6 @@ from autotune.cli.status import SCALING
 from autotune.errors import UserError
 from autotune.study.lock import study_lock
 from autotune.system.files import shown
-from autotune.system.signals import terminable
 
 if TYPE_CHECKING:
     from autotune.executors.base import Executor
@@ -192,7 +191,7 @@ def scale(
         wanted, notes = wanted_study(target, {**settings, "ranks": max(counts)}, view)
     studies = studies_folder(Path(target))
     folder, on_each = studies / wanted.name / SCALING, max(counts) // wanted.nodes_for(max(counts))
-    with ProgressView() as view, terminable(), equal_threads(on_each) as threads, study_lock(folder, wanted.name):
+    with ProgressView() as view, equal_threads(on_each) as threads, study_lock(folder, wanted.name):
         shutil.rmtree(folder / "trials", ignore_errors=True)
         logged = Broadcast(Journal(folder), view)
         logged.doing(f"scaling of {wanted.name}: importing torch and DeepSpeed once")

@@ -16,7 +16,7 @@ from autotune.errors import UserError
 from autotune.study.lock import run_under_way
 from autotune.system import device
 from autotune.system.files import shown
-from autotune.system.signals import status_of, terminable
+from autotune.system.signals import status_of
 from autotune.system.units import format_duration
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def _watch(what: str, name: str, folder: Path, pid: int) -> KeyboardInterrupt | 
     """Show a process live until it ends; returns the interrupt of a user who stopped watching before."""
     from autotune.report.progress import ProgressView
 
-    with ProgressView() as view, terminable():
+    with ProgressView() as view:
         view.say(f"{what} {name}, run by process {pid}; Ctrl-C ends the watching, not the {what}")
         try:
             follow(folder, pid, view)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.cli.options import StudyName, takes_settings
 from autotune.errors import UserError
-from autotune.system import signals
 from autotune.system.files import shown
 from autotune.system.signals import status_of
 
@@ -54,7 +53,7 @@ def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
     storage.patience_s = records.PATIENCE_S
     ledger = leases.StudyLeases(storage, study)
     scratch = folder / "trials" / f"worker-{re.sub(r'[^A-Za-z0-9.-]', '-', platform.node())}-{os.getpid()}"
-    with ProgressView() as view, signals.terminable(), records.failing_in_words(url):
+    with ProgressView() as view, records.failing_in_words(url):
         try:
             kept, stated = _joined(storage, ledger, view)
             found = _planned(folder, kept, {**stated, **settings, "storage": url}, scratch, view)

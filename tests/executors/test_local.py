@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -198,18 +199,22 @@ def test_a_stranger_is_not_killed_with_a_trial(zoo: Zoo) -> None:
         stranger.wait()
 
 
-def test_a_build_lock_of_a_killed_rank_is_removed(zoo: Zoo, write_model: Callable[[str], Path]) -> None:
+def test_a_build_lock_of_a_killed_rank_is_removed(
+    tmp_path: Path, write_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))  # trials of other test workers sweep the common folder of ops
     locking = """
         if self.calls == 3:
             lock = os.path.join(os.environ["TORCH_EXTENSIONS_DIR"], "an_op", "lock")
             os.makedirs(os.path.dirname(lock), exist_ok=True)
             os.open(lock, os.O_CREAT)
             os.kill(os.getpid(), signal.SIGKILL)"""
-    result = zoo.run(write_model(in_forward(locking)))
-    assert result.outcome is Outcome.CRASHED
-    assert str(extensions_dir() / "an_op" / "lock") in read_record(zoo.folder.exit, Exit).swept
-    assert build_locks() == []
-    (extensions_dir() / "an_op").rmdir()
+    with contextlib.closing(LocalExecutor([], tmp_path / "server.log")) as executor:
+        zoo = Zoo(executor, tmp_path / "trials")
+        result = zoo.run(write_model(in_forward(locking)))
+        assert result.outcome is Outcome.CRASHED
+        assert str(extensions_dir() / "an_op" / "lock") in read_record(zoo.folder.exit, Exit).swept
+        assert build_locks() == []
 
 
 def test_trials_leak_no_descriptor_of_the_server(zoo: Zoo) -> None:

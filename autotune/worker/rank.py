@@ -53,7 +53,7 @@ def abort(recorder: Recorder, error: BaseException) -> NoReturn:
     with contextlib.suppress(Exception):  # the user's code may have closed standard error
         traceback.print_exception(error)
     with contextlib.suppress(OSError):  # a full disk; the exit status tells as much
-        recorder.fail(*_classify(error))
+        recorder.fail(*classify(error))
     _leave(OOM_EXIT_CODE if recorder.report.outcome is Outcome.OOM else 1)
 
 
@@ -64,7 +64,8 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)  # interpreter teardown costs seconds and may hang in native threads
 
 
-def _classify(error: BaseException) -> tuple[Outcome, str]:
+def classify(error: BaseException) -> tuple[Outcome, str]:
+    """Returns the outcome of a trial that ends with an error, and the reason."""
     text = str(error).strip()
     first, free = headline(text), _free_share()
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or means_out_of_memory(text, free):

@@ -104,7 +104,7 @@ def test_a_script_reduces_tensors_on_the_host_where_it_could_in_a_training(argum
     ],
 )  # fmt: skip
 def test_failures_are_classified(error, outcome, reason):
-    assert rank._classify(error) == (outcome, reason)
+    assert rank.classify(error) == (outcome, reason)
 
 
 @pytest.mark.parametrize(("answer", "outcome"), [((1 << 20, 80 << 30), Outcome.OOM), ((40 << 30, 80 << 30), Outcome.CRASHED),
@@ -117,7 +117,7 @@ def test_a_fault_after_which_cuda_answers_nothing_is_no_full_device(monkeypatch,
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
-    assert rank._classify(RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"))[0] is outcome
+    assert rank.classify(RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"))[0] is outcome
 
 
 def failed(call):
@@ -147,6 +147,6 @@ def test_pinned_memory_that_the_host_lacks_is_not_taken_for_the_devices(monkeypa
         lambda function: DeepSpeedAccelerator._torch_pin_memory(None, SimpleNamespace(pin_memory=function))
     )
     other = failed(lambda function: function())
-    told = [rank._classify(error) for error in (pinning, other, RuntimeError(THREAD))]
+    told = [rank.classify(error) for error in (pinning, other, RuntimeError(THREAD))]
     assert {outcome for outcome, _ in told} == {Outcome.OOM}
     assert [means_host_memory(reason) for _, reason in told] == [True, False, free > 8 << 30]

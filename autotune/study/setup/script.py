@@ -112,6 +112,8 @@ def inspect_workload(
             hint = f": DeepSpeed's {op} was still being compiled; compile it first, with `autotune doctor --build`"
         if result.outcome is Outcome.TIMEOUT and not hint:
             hint = f"; {failures.more_time(result.phase)}"
+        if result.outcome is Outcome.OOM and is_script:
+            hint = ". Give the script a batch that fits: memory that runs out ends a trial, also where the script would lower it"
         if executor.cold_reason and "exited with status" in result.reason:  # it may not even import DeepSpeed
             hint = hint or f"; {executor.cold_reason}"
         if not hint and (advice := failures.advice(result.outcome, result.reason, on_device=False)):

@@ -12,6 +12,7 @@ from autotune.errors import UserError
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import OWNED_PATHS, DsConfig
 from autotune.trial.request import TailCheck, TrialRequest
+from autotune.trial.result import Outcome
 from autotune.trial.workload import DataShape
 from autotune.worker import rank
 from autotune.worker.containers import DTYPES, tensors_in, to_device
@@ -163,9 +164,20 @@ class ScriptContext:
         """Marks an engine's backward pass, so that calls in it do not count as the script's own passes."""
         before, self.in_backward = self.in_backward, True
         try:
-            yield
+            with self.memory_errors_end_it():
+                yield
         finally:
             self.in_backward = before
+
+    @contextlib.contextmanager
+    def memory_errors_end_it(self) -> Iterator[None]:
+        """Ends the trial where memory runs out, since a script may catch that and go on with a smaller batch."""
+        try:
+            yield
+        except Exception as error:
+            if rank.classify(error)[0] is Outcome.OOM:
+                self.abort(error)
+            raise
 
     def changed(self, text: str, *, reproducible: bool = True) -> None:
         """Notes a change that the trial needs besides the DeepSpeed configuration.

@@ -26,6 +26,10 @@ from autotune.worker.script.tail import ScriptTail
 PROBE_STEPS = 3
 # Where the samples of a step vary: their mean is the micro-batch that is stated.
 UNEVEN_PROBE_STEPS = 16
+UNCALLED = (
+    "the script trains without calling the engine, whose calls count its batches: call `engine(batch)` in place of"
+    " `engine.module(batch)` or of a method of the model, as DeepSpeed's autocast needs it too"
+)
 NO_STEP = "the script ended without calling the engine's step(): its loop leaves that out, or had no steps or data"
 
 
@@ -42,6 +46,7 @@ class StepHooks:
         self._n_backward = 0
         self._tail: ScriptTail | None = None
         self._begun = self._reached = self._summed = self._plain_backward = self._asked = False
+        self._called = False  # as `engine(...)`, whose hooks have run
 
     def install(self) -> None:
         """Patches the backward functions that a script may call."""
@@ -66,6 +71,7 @@ class StepHooks:
             engine.register_forward_pre_hook(self._on_forward, with_kwargs=True, prepend=True)
             if context.candidate is None and not getattr(engine, "is_compiled", False):
                 self._profile = ForwardProfile(engine, prepared.blocks)
+            engine.forward = functools.partial(self._engine_forward, engine.forward)
             engine.backward = functools.partial(self._engine_backward, engine.backward)
             if hasattr(engine, "_backward_prologue"):
                 engine._backward_prologue = functools.partial(self._on_prologue, engine._backward_prologue)
@@ -104,11 +110,19 @@ class StepHooks:
     # Forward, backward, step
 
     def _on_forward(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        self._called = True
         if torch.is_grad_enabled() and engine.training:
             self._meter.enter("forward")
             if self._tail is not None:
                 self._tail.forward(args, kwargs)
         return self._context.cast(engine, args, kwargs)
+
+    def _engine_forward(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if not self._called:  # `engine.forward(...)`, past the hooks
+            return self._meter.engine(*args, **kwargs)
+        self._called = False
+        with self._context.memory_errors_end_it():
+            return original(*args, **kwargs)
 
     def _any_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._context.inside_backward():  # of any engine: a critic's passes do not count
@@ -161,7 +175,8 @@ class StepHooks:
 
     def _engine_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._meter.enter("step")
-        result = self._meter.update(functools.partial(original, *args, **kwargs))
+        with self._context.memory_errors_end_it():
+            result = self._meter.update(functools.partial(original, *args, **kwargs))
         self._stepped()
         self._meter.enter("script")
         return result
@@ -206,6 +221,8 @@ class StepHooks:
         """Ends the warm-up or the trial when enough steps were seen."""
         meter, n = self._meter, len(self._context.report.step_times_s)
         if self._context.candidate is None:
+            if not (meter.batches.sizes() or hasattr(meter.engine, "train_batch")):
+                raise ScriptError(UNCALLED)
             meter.batches.uneven = meter.ledger.uneven
             if n >= (UNEVEN_PROBE_STEPS if meter.ledger.uneven else PROBE_STEPS):
                 self._end()
@@ -255,7 +272,7 @@ class StepHooks:
         """Writes what was measured and ends the process; all ranks get here at the same step."""
         context, meter, prepared = self._context, self._meter, self._prepared
         assert prepared is not None
-        self._compare_data(meter)
+        compare_data(context, meter)
         context.clean_up()
         if context.candidate is not None:
             meter.finish()
@@ -267,14 +284,15 @@ class StepHooks:
                 folder.write_record(context.recorder.folder.workload, found)
         rank.complete(context.recorder)
 
-    def _compare_data(self, meter: Meter) -> None:
-        """Notes it if all ranks were fed the same batches."""
-        # Only the first stages of a pipeline take in data.
-        checksums = meter.batches.checksums if getattr(meter.engine, "stage_id", 0) == 0 else []
-        own = torch.tensor((checksums + [0] * N_CHECKSUMS)[:N_CHECKSUMS], dtype=torch.float64)
-        rows = [torch.empty_like(own, device=meter.device) for _ in range(self._context.request.world_size)]
-        dist.all_gather(rows, own.to(meter.device))
-        rows = [row for row in rows if row.any()]
-        if len(rows) > 1 and all(torch.equal(row, rows[0]) for row in rows) and self._context.report.rank == 0:
-            text = "all ranks are fed the same data: no DistributedSampler, or one seed for all of them"
-            self._context.report.caveats.append(text)
+
+def compare_data(context: ScriptContext, meter: Meter) -> None:
+    """Notes it if all ranks were fed the same batches."""
+    # Only the first stages of a pipeline take in data.
+    checksums = meter.batches.checksums if getattr(meter.engine, "stage_id", 0) == 0 else []
+    own = torch.tensor((checksums + [0] * N_CHECKSUMS)[:N_CHECKSUMS], dtype=torch.float64)
+    rows = [torch.empty_like(own, device=meter.device) for _ in range(context.request.world_size)]
+    dist.all_gather(rows, own.to(meter.device))
+    rows = [row for row in rows if row.any()]
+    if len(rows) > 1 and all(torch.equal(row, rows[0]) for row in rows) and context.report.rank == 0:
+        text = "all ranks are fed the same data: no DistributedSampler, or one seed for all of them"
+        context.report.caveats.append(text)

@@ -131,7 +131,16 @@ def test_the_flags_that_carry_something_are_known_by_all_their_names(bench):
     [
         *(
             (style, {}, (8, 2, BOTH))
-            for style in ("workers", "batch sampler", "packed", "critic", "another model", "evaluates", "text flag")
+            for style in (
+                "workers",
+                "batch sampler",
+                "packed",
+                "critic",
+                "another model",
+                "evaluates",
+                "text flag",
+                "by name",
+            )
         ),
         ("own sampler", {}, (8, 2, ACCUM)),
         ("iterable", {}, (8, 2, ACCUM)),
@@ -304,6 +313,13 @@ def test_a_plain_backward_is_not_tried_at_stage_0_where_deepspeed_refuses_it(ben
     assert bench.measure(found, legal=False, zero_stage=0).outcome is Outcome.CRASHED
 
 
+def test_memory_that_runs_out_ends_a_trial_whose_script_would_go_on_with_a_smaller_batch(bench):
+    """The smaller batch ran, and its trial was called one that does not apply its batch."""
+    found = bench.plan("styles.py", "halves", script_set=["BATCH=4"])
+    result = bench.measure(found, gradient_accumulation_steps=1, micro_batch_size=8, legal=False)
+    assert result.outcome is Outcome.OOM and "out of memory" in result.reason
+
+
 def test_a_study_of_another_command_line_is_another_study(bench):
     found = bench.plan("dict_config.py"), bench.plan("dict_config.py", "--batch_size", "4")
     assert found[0].fingerprint()["script"] != found[1].fingerprint()["script"]
@@ -343,6 +359,8 @@ def test_a_file_that_a_script_writes_by_itself_is_told_and_an_earlier_checkpoint
         ("dict_config.py", ("--steps", "0"), "ended without calling the engine's step()"),
         ("exits.py", (), "exited with status 1 after TypeError: .*no_such"),
         ("exits.py", ("--said",), "the script ended itself: no data in /data"),
+        ("styles.py", ("module",), "trains without calling the engine"),
+        ("styles.py", ("halves",), "out of memory.*Give the script a batch that fits"),
         ("stranger.py", (), "the optimizer given to deepspeed.initialize holds none of the model's parameters"),
     ],
 )

@@ -33,6 +33,7 @@ def install(context: ScriptContext) -> None:
     after_import("accelerate.utils.deepspeed", adapter.on_config)
     after_import("accelerate.utils.dataclasses", adapter.on_plugin)
     after_import("accelerate.accelerator", adapter.on_accelerator)
+    after_import("accelerate.utils.memory", adapter.on_memory)
 
 
 def mixed_precision(context: ScriptContext) -> str:
@@ -107,6 +108,14 @@ class _Adapter:
             plugin.zero3_init_flag = plugin.zero_stage == 3
 
         patch(module.DeepSpeedPlugin, "__post_init__", post_init)
+
+    def on_memory(self, module: ModuleType) -> None:
+        def should_reduce(original: Callable[..., Any], error: Exception) -> bool:
+            if original(error):  # `find_executable_batch_size` would go on with a smaller one
+                self._context.abort(error)
+            return False
+
+        patch(module, "should_reduce_batch_size", should_reduce)
 
     # The accelerator
 

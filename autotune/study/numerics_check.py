@@ -109,7 +109,7 @@ class NumericsCheck:
     def _sums_right(self, m: Measured, baseline: Measured) -> bool:
         """Whether a candidate differs in sums of 16 bits alone, and its trial showed that they are right; kept if so."""
         alike = m.candidate.other_numerics == baseline.candidate.other_numerics
-        other_sum = self._state.plan.workload.adds_up_otherwise(m.candidate, baseline.candidate)
+        other_sum = self._state.plan.workload.scales_otherwise(m.candidate, baseline.candidate)
         if (
             not alike
             or other_sum

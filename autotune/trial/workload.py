@@ -136,6 +136,7 @@ class Script:
         draw_sizes: If it cuts the loader's batches up: their samples in the unchanged script and in this trial.
         uneven: The samples of its batches vary, and count as they come.
         adds_up: It adds up the losses of its micro-batches, so that its gradient grows with their number.
+        divides: It divides them by their number, as DeepSpeed does again, so that its gradient falls with that number.
         precision: Value in the unchanged script.
         checkpoint_every: Value in the unchanged script, if it recomputes activations itself.
         learning_rates: Values in the unchanged script, by parameter group.
@@ -153,6 +154,7 @@ class Script:
     draw_sizes: tuple[int, int] | None = None
     uneven: bool = False
     adds_up: bool = False
+    divides: bool = False
     precision: str = ""
     checkpoint_every: int = 0
     learning_rates: tuple[float | None, ...] = ()
@@ -188,6 +190,7 @@ class Probed:
         uneven: Samples of its smallest and its largest micro-batch, where they vary from step to step.
         configured_micro_batch_size: Samples in the engine's configuration; None if it was not read.
         adds_up: It adds up the losses of its micro-batches, so that its gradient grows with their number.
+        divides: It divides them by their number, as DeepSpeed does again, so that its gradient falls with that number.
     """
 
     ds_config: DsConfig
@@ -213,6 +216,7 @@ class Probed:
     uneven: tuple[int, int] | None = None
     configured_micro_batch_size: int | None = None
     adds_up: bool = False
+    divides: bool = False
 
     def draw_sizes(self, candidate: Candidate) -> tuple[int, int] | None:
         """Returns the samples that the loader draws at once, without and with a candidate; None if that is no matter.
@@ -385,10 +389,10 @@ class Workload:
         """Returns the ranks without those of a script's own groups; candidates divide out their own degrees."""
         return world_size // (self.script.model_parallel_size if self.script else 1)
 
-    def adds_up_otherwise(self, candidate: Candidate, baseline: Candidate) -> bool:
-        """Returns whether a script's loss is a sum over another number of micro-batches than in the baseline."""
-        adds_up = self.script is not None and self.script.adds_up
-        return adds_up and candidate.gradient_accumulation_steps != baseline.gradient_accumulation_steps
+    def scales_otherwise(self, candidate: Candidate, baseline: Candidate) -> bool:
+        """Returns whether a script's gradient, which depends on the accumulation, has another scale than in the baseline."""
+        scales = self.script is not None and (self.script.adds_up or self.script.divides)
+        return scales and candidate.gradient_accumulation_steps != baseline.gradient_accumulation_steps
 
     def ds_config(self, candidate: Candidate, base_config: DsConfig) -> DsConfig:
         """Returns the complete DeepSpeed configuration of a candidate over the user's own."""

@@ -119,7 +119,7 @@ def trains_alike(
     return (
         keeps_numerics(config, own)
         and candidate.other_numerics == baseline.other_numerics
-        and not workload.adds_up_otherwise(candidate, baseline)
+        and not workload.scales_otherwise(candidate, baseline)
     )
 
 

@@ -38,6 +38,10 @@ ADDS_UP = (
     " its gradient grows with the accumulation, so that each other accumulation is checked, and none is drop-in. Losses are"
     " shown per micro-batch"
 )
+DIVIDES = (
+    "the script divides the loss by the accumulation, and DeepSpeed does so again: its gradient falls with the accumulation, so"
+    " that each other accumulation is checked, and none is drop-in. Leave the division out; losses are shown without it"
+)
 # Advice where the tuner cannot move a knob.
 REMEDY = {
     name: f"To tune it, pass it by a flag (`--flag {{{name}}}` on the command line) or a constant of the script"
@@ -159,9 +163,10 @@ def script_request(
     fillers = template_values(values)
     arguments, changes = tuple(fill(argument, fillers) for argument in how.arguments), []
     moved = {name: value for name, value in values.items() if candidate is not None and value != before.get(name)}
-    adds_up = probed is not None and probed.adds_up
-    if adds_up and candidate is not None and baseline is not None:
-        changes += _of_other_sum(candidate.gradient_accumulation_steps / baseline.gradient_accumulation_steps)
+    adds_up, divides = probed is not None and probed.adds_up, probed is not None and probed.divides
+    if candidate is not None and baseline is not None and (adds_up or divides):
+        times = candidate.gradient_accumulation_steps / baseline.gradient_accumulation_steps
+        changes += _of_other_sum(times, "adds up") if adds_up else _of_other_sum(1 / times, "divides")
     shown = templates_in([*how.arguments, *how.environment.values()])
     changes += [
         f"Command line: `{{{n}}}` in it is {value} instead of {before[n]}." for n, value in moved.items() if n in shown
@@ -186,6 +191,7 @@ def script_request(
         draw_sizes=probed.draw_sizes(candidate) if probed and candidate else None,
         uneven=probed is not None and probed.uneven is not None,
         adds_up=adds_up,
+        divides=divides,
         precision=precision_of(without_auto(probed.ds_config)) if probed else "",
         checkpoint_every=probed.checkpoint_every if probed else 0,
         learning_rates=probed.learning_rates if probed else (),
@@ -250,11 +256,12 @@ def with_movable(
         name: both if both.observed is not None else run([name], f"{path.name}-{name}", probed) for name in tried
     }
     movable, changes, caveats = [], list[str](), list(workload.caveats)
-    if probed.uneven is not None:
-        caveats.append(_of_own_size(probed.uneven, micro))
-    adds_up = _adds_up(result_in(path.with_name("inspect")), results["gradient_accumulation_steps"])
-    caveats += [ADDS_UP] if adds_up else []
-    caveats += _left_open(spec, baseline)
+    caveats += [_of_own_size(probed.uneven, micro)] if probed.uneven is not None else []
+    first, moved = result_in(path.with_name("inspect")), results["gradient_accumulation_steps"]
+    if _growth(first, moved) < 0:  # as the loss of some does with the micro-batch alone
+        moved = run(["gradient_accumulation_steps"], f"{path.name}-alone", probed)
+    growth = _growth(first, moved)
+    caveats += {1: [ADDS_UP], -1: [DIVIDES]}.get(growth, []) + _left_open(spec, baseline)
     for name, result in results.items():
         changes += [change for change in result.side_changes if change not in changes]
         word, was = SCRIPT_BATCH[name], getattr(baseline, name)
@@ -267,10 +274,8 @@ def with_movable(
             caveats.append(f"with a {word} of {wanted[name]} the script ended with {end}; so it stays {was}")
     flags = {name: names for result in results.values() for name, names in result.flags.items()}
     flags |= {name: [flag] for name, flag in mapped_flags(spec, probed).items()}
-    probed = replace(
-        probed, movable=tuple(movable), moved_by=tuple(changes), flags=probed.flags | flags, adds_up=adds_up
-    )
-    return replace(workload, script=probed, caveats=caveats)
+    probed = replace(probed, adds_up=growth > 0, divides=growth < 0, flags=probed.flags | flags)
+    return replace(workload, script=replace(probed, movable=tuple(movable), moved_by=tuple(changes)), caveats=caveats)
 
 
 def _left_open(spec: StudySpec, baseline: Candidate) -> list[str]:
@@ -294,24 +299,31 @@ def _to_move(micro: int, steps: int, *, keeps: bool) -> dict[str, int]:
     }
 
 
-def _adds_up(first: TrialResult | None, moved: TrialResult) -> bool:
-    """Returns whether the loss of each step grew as the number of its micro-batches did; one alone may do so by chance."""
+def _growth(first: TrialResult | None, moved: TrialResult) -> int:
+    """Returns 1 if the loss of each step grew as the number of its micro-batches did, -1 if it fell so, else 0.
+
+    One alone may do so by chance.
+    """
     if first is None or first.observed is None or moved.observed is None:
-        return False
+        return 0
     steps = [seen.gradient_accumulation_steps or 0 for seen in (first.observed, moved.observed)]
     pairs = [(one or 0.0, other or 0.0) for one, other in zip(first.losses, moved.losses, strict=False)]
     if not pairs or min(map(min, pairs)) <= 0 or min(steps) <= 0 or steps[0] == steps[1]:
-        return False
+        return 0
     more = math.log(steps[1] / steps[0])
-    return all(abs(math.log(other / one) - more) < SAME_GROWTH * abs(more) for one, other in pairs)
+    grown = {
+        next((way for way in (1, -1) if abs(math.log(other / one) - way * more) < SAME_GROWTH * abs(more)), 0)
+        for one, other in pairs
+    }
+    return grown.pop() if len(grown) == 1 else 0
 
 
-def _of_other_sum(times: float) -> list[str]:
+def _of_other_sum(times: float, what: str) -> list[str]:
     """Returns what another number of micro-batches changes in training, as side changes."""
     if times == 1:
         return []
     return [
-        f"Gradient: it is {times:.3g} times as large, since the script adds up its micro-batches' losses: multiply the norm"
+        f"Gradient: it is {times:.3g} times as large, since the script {what} its micro-batches' losses: multiply the norm"
         f" that gradients are clipped at by {times:.3g}, and unless the optimizer is an Adam divide the learning rate by it."
     ]
 

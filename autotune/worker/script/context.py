@@ -42,7 +42,7 @@ class ScriptContext:
         recomputers: Frameworks' functions that recompute every k-th block of a model (none for 0); each returns whether
             it could.
         casts_inputs: Convert floating-point inputs to the type of 16-bit weights; off where a framework does so.
-        sums_losses: The framework divides the loss: backward calls get parts of a step's loss, not micro-batch losses.
+        sums_losses: The framework or the script divides the loss: backward calls get parts of a step's loss, not micro-batch losses.
         clipping: The norm at which a script without DeepSpeed clips gradients; None where it was not seen to.
         trains_on_draws: Samples are those that a loader draws; else a trainer generates from them what goes forward.
         batch_factor: Micro-batches in a loader's batch, for frameworks that split batches between ranks.
@@ -70,7 +70,7 @@ class ScriptContext:
         self.family = ""
         self.recomputers: list[Callable[[torch.nn.Module, int], bool]] = []
         self.casts_inputs = True
-        self.sums_losses = False
+        self.sums_losses = self.script.divides
         self.clipping: float | None = None
         self.trains_on_draws = True
         self.batch_factor = 1

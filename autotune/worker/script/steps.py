@@ -103,10 +103,6 @@ class StepHooks:
         assert self._context.meter is not None
         return self._context.meter
 
-    @property
-    def _adds_up(self) -> bool:
-        return self._context.script.adds_up
-
     # Forward, backward, step
 
     def _on_forward(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -130,13 +126,8 @@ class StepHooks:
 
     def _engine_backward(self, original: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
         # A framework that scales micro-batches itself passes parts of the step's loss.
-        self._summed = self._context.sums_losses or kwargs.get("scale_wrt_gas") is False
-        if self._meter.gradients is not None:
-            n_micro = self._meter.engine.gradient_accumulation_steps()
-            self._meter.gradients.divided_by = n_micro if self._context.sums_losses else 1
-            if self._adds_up:  # stated per micro-batch, as its losses
-                self._meter.gradients.divided_by = 1 / n_micro
-        self._meter.enter("backward")
+        self._summed = kwargs.get("scale_wrt_gas") is False
+        self._begin_backward()
         with self._context.inside_backward():
             result = original(loss, *args, **kwargs)
         self._went_backward(loss)
@@ -148,13 +139,21 @@ class StepHooks:
             return original(tensor, *args, **kwargs)
         # DeepSpeed calls the prologue when a pass reaches the engine's output; versions without one count every pass.
         self._reached = not hasattr(meter.engine, "_backward_prologue")
-        meter.enter("backward")
+        self._begin_backward()
         with self._context.inside_backward():
             result = original(tensor, *args, **kwargs)
         if self._reached:
             self._plain_backward = True
             self._went_backward(tensor)
         return result
+
+    def _begin_backward(self) -> None:
+        if self._meter.gradients is not None:
+            n_micro = self._meter.engine.gradient_accumulation_steps()
+            self._meter.gradients.divided_by = n_micro if self._context.sums_losses else 1
+            if self._context.script.adds_up:  # stated per micro-batch, as its losses
+                self._meter.gradients.divided_by = 1 / n_micro
+        self._meter.enter("backward")
 
     def _on_prologue(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._reached = True
@@ -207,7 +206,8 @@ class StepHooks:
         meter, window = self._meter, self._window
         assert window is not None
         total = self._total if self._total is not None else math.nan
-        loss = total / (1 if self._summed and not self._adds_up else max(1, self._n_backward))
+        summed = (self._summed or self._context.sums_losses) and not self._context.script.adds_up
+        loss = total / (1 if summed else max(1, self._n_backward))
         self._total, self._n_backward = None, 0
         window.add(loss, meter.batches.last)
         if not window.full:

@@ -92,6 +92,10 @@ def train(style, batch, accum, arguments):
                 loss = called(x, y)
             except RuntimeError:  # as scripts do that halve what does not fit
                 loss = called(x[:4], y[:4])
+            if style == "divides":
+                loss = loss / engine.gradient_accumulation_steps()
+            if style == "by rows":
+                loss = loss * len(x)
             if style == "critic":
                 critic.backward(critic(x, y))
                 critic.step()

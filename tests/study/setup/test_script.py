@@ -2,7 +2,7 @@
 
 import pytest
 
-from autotune.study.setup.script import _adds_up
+from autotune.study.setup.script import _growth
 from autotune.trial.result import Observed, Outcome, TrialResult
 
 
@@ -15,14 +15,16 @@ def ran(steps, losses):
 
 
 @pytest.mark.parametrize(
-    ("before", "moved", "adds_up"),
+    ("before", "moved", "growth"),
     [
-        ([3.0, 2.9, 2.8, 2.7], [6.0, 5.7], True),
-        ([3.0, 2.9, 2.8, 2.7], [3.0, 2.9], False),
-        ([3.63, 5.55, 4.10, 5.15], [6.43, 6.40], False),  # other weights and samples in each run
-        ([], [6.0], False),
-        ([None, 2.9], [6.0, 5.8], False),
+        ([3.0, 2.9, 2.8, 2.7], [6.0, 5.7], 1),
+        ([3.0, 2.9, 2.8, 2.7], [3.0, 2.9], 0),
+        ([3.63, 5.55, 4.10, 5.15], [6.43, 6.40], 0),  # other weights and samples in each run
+        ([3.0, 2.9, 2.8, 2.7], [1.5, 1.4], -1),
+        ([3.0, 2.9, 2.8, 2.7], [1.5, 5.8], 0),
+        ([], [6.0], 0),
+        ([None, 2.9], [6.0, 5.8], 0),
     ],
 )
-def test_a_script_adds_up_its_micro_batches_only_where_each_step_says_so(before, moved, adds_up):
-    assert _adds_up(ran(4, before), ran(8, moved)) is adds_up
+def test_a_loss_grows_or_falls_with_the_accumulation_only_where_each_step_says_so(before, moved, growth):
+    assert _growth(ran(4, before), ran(8, moved)) == growth

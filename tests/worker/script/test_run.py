@@ -320,6 +320,17 @@ def test_memory_that_runs_out_ends_a_trial_whose_script_would_go_on_with_a_small
     assert result.outcome is Outcome.OOM and "out of memory" in result.reason
 
 
+def test_losses_that_a_script_divides_as_deepspeed_does_again_are_compared_undivided(bench):
+    """Each other accumulation read as another loss, and the fastest configurations were refused for it."""
+    found = bench.plan("styles.py", "divides")
+    assert found.workload.script.divides and any("divides the loss" in note for note in found.notes)
+    assert not bench.plan("styles.py", "by rows", global_batch="keep").workload.script.divides
+    results = [bench.applied(found, gradient_accumulation_steps=n) for n in (1, 4)]
+    losses = [result.losses[0] for result in results]
+    assert max(losses) < 1.5 * min(losses)
+    assert "Gradient: it is 2 times as large" in str(results[0].side_changes)
+
+
 def test_a_study_of_another_command_line_is_another_study(bench):
     found = bench.plan("dict_config.py"), bench.plan("dict_config.py", "--batch_size", "4")
     assert found[0].fingerprint()["script"] != found[1].fingerprint()["script"]

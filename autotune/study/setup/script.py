@@ -23,7 +23,7 @@ from autotune.trial.folder import TrialDir, events, read_record, result_in
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Observed, Outcome, TrialResult
 from autotune.trial.target import module_constants
-from autotune.trial.workload import Probed, Script, Workload
+from autotune.trial.workload import ACCELERATE, Probed, Script, Workload
 
 DEFAULT_MICRO_BATCH = 8
 # An op that takes longer than this to load is being compiled.
@@ -258,9 +258,9 @@ def with_movable(
     movable, changes, caveats = [], list[str](), list(workload.caveats)
     caveats += [_of_own_size(probed.uneven, micro)] if probed.uneven is not None else []
     first, moved = result_in(path.with_name("inspect")), results["gradient_accumulation_steps"]
-    if _growth(first, moved) < 0:  # as the loss of some does with the micro-batch alone
-        moved = run(["gradient_accumulation_steps"], f"{path.name}-alone", probed)
     growth = _growth(first, moved)
+    if growth < 0:  # as the loss of some does with the micro-batch alone
+        growth = _growth(first, run(["gradient_accumulation_steps"], f"{path.name}-alone", probed), off=0.5)
     caveats += {1: [ADDS_UP], -1: [DIVIDES]}.get(growth, []) + _left_open(spec, baseline)
     for name, result in results.items():
         changes += [change for change in result.side_changes if change not in changes]
@@ -295,14 +295,17 @@ def _to_move(micro: int, steps: int, *, keeps: bool) -> dict[str, int]:
     # Else each must change without the other.
     return {
         "micro_batch_size": micro // 2 if micro > 1 else 2,
-        "gradient_accumulation_steps": halves if keeps else steps + 1,
+        "gradient_accumulation_steps": halves if keeps else steps + max(1, steps // 2),
     }
 
 
-def _growth(first: TrialResult | None, moved: TrialResult) -> int:
+def _growth(first: TrialResult | None, moved: TrialResult, off: float = SAME_GROWTH) -> int:
     """Returns 1 if the loss of each step grew as the number of its micro-batches did, -1 if it fell so, else 0.
 
     One alone may do so by chance.
+
+    Args:
+        off: Share by which the logarithms of both factors may differ; up to a half it is no loss that stays.
     """
     if first is None or first.observed is None or moved.observed is None:
         return 0
@@ -312,7 +315,7 @@ def _growth(first: TrialResult | None, moved: TrialResult) -> int:
         return 0
     more = math.log(steps[1] / steps[0])
     grown = {
-        next((way for way in (1, -1) if abs(math.log(other / one) - way * more) < SAME_GROWTH * abs(more)), 0)
+        next((way for way in (1, -1) if abs(math.log(other / one) - way * more) < off * abs(more)), 0)
         for one, other in pairs
     }
     return grown.pop() if len(grown) == 1 else 0
@@ -344,6 +347,10 @@ def _unmoved(spec: StudySpec, probed: Probed, name: str) -> str:
         return (
             f"the script makes {times} micro-batches of each batch. To tune it, pass {times} times its value:"
             f" {multiplied} in a flag on the command line, or for a constant `--set NAME={{{name}}}*{times}`"
+        )
+    if probed.family == ACCELERATE and name == "gradient_accumulation_steps":
+        return (
+            "the script steps in each backward. To tune it, put `with accelerator.accumulate(model):` around the step"
         )
     return f"no flag, constant or DataLoader moves it. {REMEDY[name]}"
 

@@ -5,17 +5,20 @@ import os
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, set_seed
+from accelerate.utils import DataLoaderConfiguration, find_executable_batch_size, set_seed
 from common import Net, dataset
 
 
-def main():
+@find_executable_batch_size(starting_batch_size=8)
+def main(_batch_size):
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
     parser.add_argument("--mixed_precision", default=None)
     parser.add_argument("--split_batches", action="store_true")
     parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--largest", type=int, default=64, help="the samples that fit")
+    parser.add_argument("--by_hand", action="store_true", help="accumulate two micro-batches unknown to Accelerate")
     parser.add_argument("--clip", choices=["accelerator", "torch", "no"], default="accelerator")
     args = parser.parse_args()
     accelerator = Accelerator(
@@ -36,10 +39,14 @@ def main():
     model, optimizer, train, held_out, schedule = accelerator.prepare(model, optimizer, train, held_out, schedule)
     for _ in range(args.epochs):
         model.train()
-        for x, y in train:
+        for n, (x, y) in enumerate(train):
             with accelerator.accumulate(model):
                 loss = model(x, y)
+                if len(x) > args.largest:
+                    raise RuntimeError("CUDA out of memory.")
                 accelerator.backward(loss)
+                if args.by_hand and n % 2 == 0:
+                    continue
                 if args.clip == "accelerator":
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 elif args.clip == "torch":

@@ -22,6 +22,11 @@ NO_DEEPSPEED: DsConfig = {
     "zero_optimization": {"stage": 0},
 }
 WITHOUT_CPU = "Accelerate: leave {}: beside it DeepSpeed is not used."
+BY_HAND = (
+    "the script calls accelerator.backward more than once for an optimizer.step(), but with DeepSpeed Accelerate updates the weights"
+    " in each backward, so that {}; to accumulate, write `Accelerator(gradient_accumulation_steps=N)` and put `with"
+    " accelerator.accumulate(model):` around forward, backward and step"
+)
 # Loading too: a state saved with another ZeRO stage or number of ranks could not be loaded.
 SAVERS = ("save", "save_model", "save_state", "load_state")
 
@@ -57,6 +62,7 @@ def refuse_fsdp(context: ScriptContext) -> NoReturn:
 class _Adapter:
     def __init__(self, context: ScriptContext) -> None:
         self._context, self._injected, self._launched_on_cpu = context, False, False
+        self._unanswered = False  # an update that no `optimizer.step()` has followed yet
 
     # On a CPU, which Accelerate does not know as a device of DeepSpeed
 
@@ -93,6 +99,24 @@ class _Adapter:
             config.set_stage_and_offload()
 
         patch(module.HfDeepSpeedConfig, "__init__", init)
+        if self._context.candidate is None:
+            patch(module.DeepSpeedEngineWrapper, "backward", self._backward)
+            patch(module.DeepSpeedOptimizerWrapper, "step", self._step)
+
+    def _backward(self, original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        """Looks for updates within a script's own accumulation, which DeepSpeed knows nothing of."""
+        if self._unanswered and self._injected:
+            self._context.abort(UserError(BY_HAND.format("it trains otherwise than without DeepSpeed")))
+        if self._unanswered and self._context.family == ACCELERATE:
+            self._context.once(BY_HAND.format("it does not accumulate"))
+        n_updates = wrapper.engine.global_steps
+        result = original(wrapper, *args, **kwargs)
+        self._unanswered = wrapper.engine.global_steps > n_updates
+        return result
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._unanswered = False
+        return original(*args, **kwargs)
 
     def on_plugin(self, module: ModuleType) -> None:
         def post_init(original: Callable[..., Any], plugin: Any) -> None:

@@ -147,6 +147,19 @@ def test_a_script_without_deepspeed_keeps_the_norm_at_which_it_clips_gradients(b
     assert found.ds_config(replace(found.baseline, zero_stage=1))["gradient_clipping"] == norm
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--by_hand", "--gradient_accumulation_steps", "1"), "with DeepSpeed Accelerate updates the weights in each backward"),
+        (("--largest", "4"), "CUDA out of memory.*Give the script a batch that fits"),
+    ],
+)  # fmt: skip
+def test_what_deepspeed_would_train_otherwise_and_what_does_not_fit_is_no_baseline(bench, arguments, said):
+    """An accumulation of its own was read as none; a batch that does not fit was lowered by the script."""
+    with pytest.raises(UserError, match=said):
+        bench.plan("accelerate_loop.py", *arguments)
+
+
 @pytest.mark.system
 def test_the_exported_json_trains_with_accelerate_as_the_trial_did(bench, tmp_path, monkeypatch):
     found = bench.plan("accelerate_loop.py")

@@ -105,6 +105,9 @@ _REMEDIES = (
     (r"self\.dim\(\) cannot be 0 to view \w+ as Byte",
      "DeepSpeed, with which every trial trains, fails on parameters without dimensions, at each ZeRO stage: give them the shape [1],"
      " as `nn.Parameter(torch.ones(1))` in place of `nn.Parameter(torch.tensor(1.0))`"),
+    (r"Torch not compiled with CUDA|_cuda_setDevice|No CUDA GPUs are available|Found no NVIDIA driver",
+     "It asks for a GPU, and its process sees none: run it where it trains, or have it use one only where"
+     " torch.cuda.is_available()"),
     (r"invalid device ordinal", "There are more ranks than visible devices: lower `ranks`, or widen CUDA_VISIBLE_DEVICES"),
     (r"no socket interface found", "NCCL found no network interface: name one by NCCL_SOCKET_IFNAME"),
 )  # fmt: skip
@@ -151,6 +154,8 @@ def means_other_dtype(text: str) -> bool:
 
 def more_time(phase: str) -> str:
     """Returns advice for what came to no end, by the phase that it was in."""
+    if phase == "first_evaluation":
+        return "it was evaluating, and had not begun to train: leave that out while it is tuned, or give it more time (--trial-deadline)"
     if phase in ("warmup", "measure"):
         return "it had loaded and begun to train: if it neither hangs nor leaves step() out, --trial-deadline gives it more time"
     return "--trial-deadline gives it more time, if it takes that long to load"

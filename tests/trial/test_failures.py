@@ -408,7 +408,13 @@ def test_what_a_message_means(means, text, holds):
 
 
 @pytest.mark.parametrize(
-    ("phase", "said"), [("build", "that long to load"), ("warmup", "begun to train"), ("measure", "hangs")]
+    ("phase", "said"),
+    [
+        ("first_evaluation", "not begun to train"),
+        ("build", "that long to load"),
+        ("warmup", "begun to train"),
+        ("measure", "hangs"),
+    ],
 )
 def test_what_had_begun_to_train_is_not_said_to_load(phase, said):
     assert said in more_time(phase)

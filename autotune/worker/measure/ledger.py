@@ -234,11 +234,16 @@ class Window:
         self._counts: list[StepCount] = []
         # Between windows ranks do unequal work (one writes events): here they wait for the last, not in a timed step.
         dist.barrier()
-        self._laps, self._cpu_start = Laps(ledger.device), time.process_time()
-        self._laps.start()
+        self._laps = Laps(ledger.device)
+        self.restart()
 
     def __len__(self) -> int:
         return len(self._losses)
+
+    def restart(self) -> None:
+        """Starts the clock, also again after what belongs to no step."""
+        self._cpu_start = time.process_time()
+        self._laps.start()
 
     @property
     def full(self) -> bool:

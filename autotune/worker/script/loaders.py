@@ -15,7 +15,7 @@ from autotune.worker.data import worst
 from autotune.worker.data.samples import is_map_style, samples_in
 from autotune.worker.data.witness import watch
 from autotune.worker.script.context import ScriptContext
-from autotune.worker.script.patching import patch, users_caller
+from autotune.worker.script.patching import expression, patch, users_caller, users_frame
 
 
 class Loaders:
@@ -83,7 +83,7 @@ class Loaders:
 
     def _init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(*args, **kwargs)
-        place, change = users_caller(), self._context.drawn()
+        place, change, frame = users_caller(), self._context.drawn(), users_frame()
         if place and change:
             was, wanted = change
             sampler = bound.arguments.get("batch_sampler")
@@ -95,7 +95,11 @@ class Loaders:
             elif sampler is None and bound.arguments.get("batch_size", 1) == was:
                 bound.arguments["batch_size"] = wanted
                 _tell_lightning(bound.arguments["self"], wanted)
-                self._context.changed(f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}.")
+                own = expression(frame, "batch_size", 1) if frame is not None else ""
+                from_ = f", which is `{own}` there" if own else ""
+                self._context.changed(
+                    f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}{from_}."
+                )
         changes = self._context.candidate.data_changes if self._context.candidate is not None else {}
         for name, value in changes.items():
             # A loader of the script's own does not look at what its framework was told.

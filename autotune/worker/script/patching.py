@@ -1,5 +1,6 @@
 """Monkey-patching: replace functions now, or right after their module is first imported; and find the user's calls."""
 
+import ast
 import functools
 import importlib.abc
 import sys
@@ -112,3 +113,22 @@ def users_frame() -> FrameType | None:
             return frame if project.holds(frame.f_code.co_filename) else None
         frame = frame.f_back
     return None
+
+
+def expression(frame: FrameType, name: str, at: int) -> str:
+    """Returns what a user's call has for an argument, as `cfg.train.batch_size`; empty for a constant or if not found.
+
+    Args:
+        frame: The user's frame at the call.
+        name: The argument's name; without it in the call, its value is the one at position `at`.
+    """
+    try:
+        tree = ast.parse(Path(frame.f_code.co_filename).read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return ""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    here = [call for call in calls if call.lineno <= frame.f_lineno <= (call.end_lineno or call.lineno)]
+    named = [word.value for call in here for word in call.keywords if word.arg == name]
+    placed = [call.args[at] for call in here if len(call.args) > at and ast.unparse(call.func).endswith("DataLoader")]
+    found = next(iter([*reversed(named), *reversed(placed)]), None)
+    return "" if found is None or isinstance(found, ast.Constant) else ast.unparse(found)

@@ -26,11 +26,15 @@ from autotune.worker.script.engine import EngineHooks
 from autotune.worker.script.frameworks import accelerate, huggingface, lightning
 from autotune.worker.script.isolation import Isolation
 from autotune.worker.script.loaders import Loaders
-from autotune.worker.script.patching import after_import, patch
+from autotune.worker.script.patching import after_import, patch, patch_everywhere
 from autotune.worker.script.steps import StepHooks
 
 # Where click is, and Typer's copy of it.
 CLICK = ("click.core", "typer._click.core")
+SPAWNS = (
+    "the script starts its ranks itself, by torch.multiprocessing, where no trial sees them: let torchrun start them, and call the"
+    " function that they run with `int(os.environ['LOCAL_RANK'])`"
+)
 # Of a script whose arguments are wrong: its parser has said which.
 USAGE_STATUS = 2
 
@@ -128,6 +132,8 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
     Loaders(context).install()
     patch(dist, "init_process_group", _join)
     patch(dist, "destroy_process_group", lambda _original, *_args, **_kwargs: None)
+    for name in ("spawn", "start_processes"):
+        patch_everywhere(torch.multiprocessing, name, lambda *_args, **_kwargs: context.abort(ScriptError(SPAWNS)))
     patch(TorchBackend, "init_process_group", _join_by_deepspeed)
     for adapter in (accelerate, huggingface, lightning):
         adapter.install(context)

@@ -20,6 +20,7 @@ from autotune.worker.profile.script import ForwardProfile
 from autotune.worker.script import pipeline, probe
 from autotune.worker.script.context import ScriptContext, ScriptError
 from autotune.worker.script.engine import PreparedModel
+from autotune.worker.script.evaluation import FirstEvaluation
 from autotune.worker.script.patching import patch
 from autotune.worker.script.tail import ScriptTail
 
@@ -46,6 +47,7 @@ class StepHooks:
         self._n_backward = 0
         self._tail: ScriptTail | None = None
         self._begun = self._reached = self._summed = self._plain_backward = self._asked = False
+        self._evaluation = FirstEvaluation(context)
         self._called = False  # as `engine(...)`, whose hooks have run
 
     def install(self) -> None:
@@ -88,13 +90,7 @@ class StepHooks:
         self._gather_rest()
         n, needed = len(context.report.step_times_s), min(context.request.max_steps, MIN_STEPS)
         if n < (PROBE_STEPS if context.candidate is None else needed):
-            if not self._asked:
-                raise ScriptError(NO_STEP)
-            limits = f" ({', '.join(context.limits)} may be what ends it)" if context.limits else ""
-            raise ScriptError(
-                f"{failures.FEW_STEPS} {n} optimizer steps, and {needed} are needed:"
-                f" give it more steps or more data{limits}"
-            )
+            raise _too_few(context, n, needed) if self._asked else ScriptError(NO_STEP)
         context.report.caveats.append(f"the script ended by itself after {n} optimizer steps")
         self._end()
 
@@ -107,7 +103,9 @@ class StepHooks:
 
     def _on_forward(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         self._called = True
-        if torch.is_grad_enabled() and engine.training:
+        trains = torch.is_grad_enabled() and engine.training
+        self._evaluation.forward(self._window, trains=trains)
+        if trains:
             self._meter.enter("forward")
             if self._tail is not None:
                 self._tail.forward(args, kwargs)
@@ -283,6 +281,13 @@ class StepHooks:
             if context.report.rank == 0:
                 folder.write_record(context.recorder.folder.workload, found)
         rank.complete(context.recorder)
+
+
+def _too_few(context: ScriptContext, n: int, needed: int) -> ScriptError:
+    limits = f" ({', '.join(context.limits)} may be what ends it)" if context.limits else ""
+    return ScriptError(
+        f"{failures.FEW_STEPS} {n} optimizer steps, and {needed} are needed: give it more steps or more data{limits}"
+    )
 
 
 def compare_data(context: ScriptContext, meter: Meter) -> None:

@@ -1,13 +1,16 @@
-"""Ends itself by sys.exit: with the status 1 after an error that it shows, as Hydra's `main` does, or with a message."""
+"""Starts its ranks itself, or ends by sys.exit: with a message, or with status 1 after an error, as Hydra's `main` does."""
 
 import sys
 import traceback
 
 import deepspeed
+import torch
 from common import Net
 
 if "--said" in sys.argv:
     sys.exit("no data in /data")
+if "--spawns" in sys.argv:
+    torch.multiprocessing.spawn(print, nprocs=2)
 try:
     engine, *_ = deepspeed.initialize(model=Net(no_such=1))
     engine.backward(None)

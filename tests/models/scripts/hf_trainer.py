@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer,
 class ModelArguments:
     n_layer: int = field(default=4, metadata={"help": "Layers of the model."})
     adds_up: bool = field(default=False, metadata={"help": "A loss that Trainer does not divide."})
+    predicts: bool = field(default=False, metadata={"help": "Predict before training."})
     half: bool = field(
         default=False, metadata={"help": "Weights in bfloat16, as checkpoints of large models have them."}
     )
@@ -59,6 +60,8 @@ def main():
     if "--deepspeed" not in sys.argv:  # with DeepSpeed transformers cannot save before it trains
         trainer.save_model("untrained")
         print(f"perplexity {math.exp(trainer.evaluate()['eval_loss']):.1f}")  # with DeepSpeed only at ZeRO 3
+    if model_args.predicts:
+        trainer.predict(Tokens(16))
     result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model()
     trainer.save_metrics("train", result.metrics)

@@ -1,6 +1,7 @@
 """The loops of `styles.py`."""
 
 import argparse
+import time
 
 import deepspeed
 import torch
@@ -77,6 +78,13 @@ def train(style, batch, accum, arguments):
     rival_optimizer = torch.optim.SGD(rival.parameters(), lr=1e-3)
     loader = loader_of(style, int(args.bsz) if style == "text flag" else batch)
     held_out = iter(torch.utils.data.DataLoader(dataset(10**5), batch_size=64))
+    if style == "evaluates first":
+        engine.eval()
+        for x, y in torch.utils.data.DataLoader(dataset(8 * 16), batch_size=8):
+            with torch.no_grad():
+                engine(x, y)
+            time.sleep(0.05)
+        engine.train()
     n = 0
     while True:
         for batch_of_samples in loader:

@@ -15,6 +15,7 @@ from autotune.space.legality import why_illegal
 from autotune.study.setup import plan
 from autotune.study.spec.spec import StudySpec
 from autotune.trial.command import Invocation
+from autotune.trial.folder import events
 from autotune.trial.request import TailCheck
 from autotune.trial.result import Outcome
 
@@ -300,6 +301,8 @@ def test_what_carried_the_batch_is_told(bench):
         ("own_loader.py", "DataLoader at own_loader.py:15 with `batch_size=3` instead of 8"),
     ):
         assert said in str(bench.applied(bench.plan(name), micro_batch_size=3).side_changes)
+    changes = bench.applied(bench.plan("styles.py", "workers"), micro_batch_size=3).side_changes
+    assert "with `batch_size=3` instead of 8, which is `batch` there." in str(changes)
 
 
 def test_nothing_that_was_not_seen_is_scored(bench):
@@ -318,6 +321,13 @@ def test_memory_that_runs_out_ends_a_trial_whose_script_would_go_on_with_a_small
     found = bench.plan("styles.py", "halves", script_set=["BATCH=4"])
     result = bench.measure(found, gradient_accumulation_steps=1, micro_batch_size=8, legal=False)
     assert result.outcome is Outcome.OOM and "out of memory" in result.reason
+
+
+def test_an_evaluation_before_the_training_takes_no_time_of_the_steps(bench):
+    """It used up the time budget, and the fewest steps were timed."""
+    result = bench.measure(bench.plan("styles.py", "evaluates first"))
+    began = {event["phase"]: event["time"] for event in events(bench.folder) if "phase" in event}
+    assert sum(result.step_times_s) < began["warmup"] - began["first_evaluation"]
 
 
 def test_losses_that_a_script_divides_as_deepspeed_does_again_are_compared_undivided(bench):
@@ -368,6 +378,7 @@ def test_a_file_that_a_script_writes_by_itself_is_told_and_an_earlier_checkpoint
         ("no_engine.py", (), "without calling deepspeed.initialize"),
         ("dict_config.py", ("--no-such-flag",), "exited with status 2"),
         ("dict_config.py", ("--steps", "0"), "ended without calling the engine's step()"),
+        ("exits.py", ("--spawns",), "starts its ranks itself"),
         ("exits.py", (), "exited with status 1 after TypeError: .*no_such"),
         ("exits.py", ("--said",), "the script ended itself: no data in /data"),
         ("styles.py", ("module",), "trains without calling the engine"),

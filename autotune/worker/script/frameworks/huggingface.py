@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from autotune.errors import UserError
 from autotune.trial.workload import TRAINER
 from autotune.worker.measure.ledger import MIN_STEPS
 from autotune.worker.script.context import ScriptContext
@@ -42,6 +43,10 @@ HUB_VERBS = ("create_", "upload_", "delete_", "update_", "move_")
 APART = (
     "each process of the command trains its own model on all samples: on a CPU transformers joins the processes with"
     " `--use_cpu`, or with DeepSpeed, as in the trials"
+)
+PREDICTS = (
+    "the script calls Trainer.predict before it trains, which transformers refuses beside DeepSpeed below ZeRO 3: leave that out"
+    " while it is tuned"
 )
 
 
@@ -195,6 +200,7 @@ class _Adapter:
         patch(module.Trainer, "__init__", init)
         patch(module.Trainer, "train", train)
         patch(module.Trainer, "evaluate", self._evaluate)
+        patch(module.Trainer, "predict", self._predict)
         for name in TRAINER_SAVERS:
             patch(module.Trainer, name, self._context.saver(f"Trainer.{name.lstrip('_')}"))
 
@@ -205,6 +211,12 @@ class _Adapter:
         self._context.once("Trainer.evaluate is not carried out in trials: its metrics are no numbers there")
         prefix = kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else "eval")
         return Unmeasured({f"{prefix}_loss": math.nan})
+
+    def _predict(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Refuses a prediction before the training, whose outputs nothing could stand in for."""
+        if not trainer.is_in_train:
+            self._context.abort(UserError(PREDICTS))
+        return original(trainer, *args, **kwargs)
 
     def _lift_epochs(self, trainer: Any) -> None:
         """Trains further epochs where the script's have too few steps to be measured."""

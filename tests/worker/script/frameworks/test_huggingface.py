@@ -148,16 +148,18 @@ def test_a_script_without_deepspeed_keeps_the_norm_at_which_it_clips_gradients(b
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("name", "arguments", "said"),
     [
-        (("--by_hand", "--gradient_accumulation_steps", "1"), "with DeepSpeed Accelerate updates the weights in each backward"),
-        (("--largest", "4"), "CUDA out of memory.*Give the script a batch that fits"),
+        ("accelerate_loop.py", ("--by_hand", "--gradient_accumulation_steps", "1"),
+         "with DeepSpeed Accelerate updates the weights in each backward"),
+        ("accelerate_loop.py", ("--largest", "4"), "CUDA out of memory.*Give the script a batch that fits"),
+        ("hf_trainer.py", ("--predicts",), "Trainer.predict before it trains"),
     ],
 )  # fmt: skip
-def test_what_deepspeed_would_train_otherwise_and_what_does_not_fit_is_no_baseline(bench, arguments, said):
-    """An accumulation of its own was read as none; a batch that does not fit was lowered by the script."""
+def test_what_trials_would_train_otherwise_is_refused_in_a_sentence(bench, name, arguments, said):
+    """An accumulation by hand was read as none; a batch that does not fit was lowered by the script."""
     with pytest.raises(UserError, match=said):
-        bench.plan("accelerate_loop.py", *arguments)
+        bench.plan(name, *arguments)
 
 
 @pytest.mark.system

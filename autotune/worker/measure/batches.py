@@ -120,6 +120,7 @@ class BatchObserver:
         self._elements = self._n_backward = 0
         self._seen: dict[tuple[MicroBatch, ...], None] = {}
         self._n_first = self._n_every = 0
+        self._every_fits = True  # all forward calls made up the draws at the end of each step
         # The latest micro-batches, and whether the draws of one epoch vary.
         self._latest: collections.deque[MicroBatch] = collections.deque(maxlen=N_LATEST)
         self._draws_vary, self._ends_said = False, 0
@@ -197,6 +198,7 @@ class BatchObserver:
             return False
         self._steps = self._engine.global_steps
         micro = tuple(self._micro)
+        self._every_fits = self._every_fits and self._n_every in (self._n_drawn - self._latest_draw, self._n_drawn)
         way = self._way(micro)
         samples = sum(getattr(one, way) for one in micro)
         ragged = Ragged.NO if self.uneven else self._ragged(samples, {getattr(one, way) for one in micro})
@@ -272,7 +274,7 @@ class BatchObserver:
             # The calls of all but a first one are micro-batches' too if only so the draws add up.
             return "every" if self._n_first <= behind < self._n_every <= self._n_drawn else "first"
         if self._ahead and self._n_first < self._n_every:
-            return "every" if self._n_every in (behind, self._n_drawn) else "by_draw"
+            return "every" if self._every_fits else "by_draw"
         if self._ahead and self._n_first in (behind, self._n_drawn):
             return "first"  # several draws make a micro-batch
         # If draws differ and tensors do not, something else drew in between, unless the loader's own draws differ.

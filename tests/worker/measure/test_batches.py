@@ -270,6 +270,17 @@ def test_two_views_of_a_draw_are_not_twice_the_samples():
     assert loop.samples == [8] * 8
 
 
+def test_what_a_thread_draws_ahead_is_no_part_of_a_step():
+    """Draws and calls added up by chance once, and a micro-batch read as twice its samples."""
+    engine = FakeEngine(accumulation=1)
+    for ahead in (3, 1, 1):
+        for _ in range(ahead):
+            engine.observer.drew(4, torch.zeros(4, 3))
+        engine.go(torch.zeros(4, 3), torch.zeros(4, 3))
+    engine.observer.drew(4, torch.zeros(4, 3))
+    assert engine.observer.samples_per_step == {4}
+
+
 def test_what_is_drawn_and_left_out_was_not_trained():
     loop = Loop()
     for _ in range(3):

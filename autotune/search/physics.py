@@ -96,7 +96,8 @@ class PhysicsSampler(LegalSampler):
                 bounds=self._bounds, reference=default, knobs=values,
             )  # fmt: skip
             self._guide.cautious, self._guide.goal_only = self.cautious, self.goal_only
-            self._guide.quick, self._guide.drops_in = self.quick, self.drops_in
+            self._guide.quick = self.quick
+        self._guide.drops_in = self.drops_in  # which a check that refused a trial calls for
         return self._guide
 
     def _chosen(self, study: Study, trial: FrozenTrial) -> Candidate | None:

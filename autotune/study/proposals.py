@@ -69,15 +69,20 @@ class Proposer:
         advisor.later = analysed.measured_later(state.told())
         # What failed a check can be no answer, and what has its settings will hardly be one; also of this run's own checks,
         # after which the search may go on.
-        advisor.refused = {
-            m.trial for m in state.measured() if m.barred and not (m.branch and m.branch.confirmed is None)
-        }
+        advisor.refused = self.refused()
+        # A quick study with time for its checks tries the fewest trials that decide, until a check has refused one.
+        if not spec.quick or spec.time_budget_s is not None or advisor.refused:
+            advisor.drops_in = plan.drops_in
         if spec.sampler == "physics":
             self._sampler = advisor
         else:
             self._sampler = LegalSampler(spec.sampler, plan.space, plan.baseline, plan.setting, seed)
         state.study.sampler = self._sampler
         return self._sampler
+
+    def refused(self) -> set[int]:
+        """The trials that a check has refused."""
+        return {m.trial for m in self._state.measured() if m.barred and not (m.branch and m.branch.confirmed is None)}
 
     def advisor(self) -> PhysicsSampler:
         """The physics sampler, which judges candidates also where another sampler proposes them."""
@@ -97,9 +102,6 @@ class Proposer:
             )
             self._physics.goal_only = warm is not None and warm.compromise
             self._physics.quick = spec.quick
-            # A quick study with time for its checks tries the fewest trials that decide.
-            if not spec.quick or spec.time_budget_s is not None:
-                self._physics.drops_in = plan.drops_in
             self._physics.proposes, self._physics.cautious = spec.sampler == "physics", spec.memory_filter
         return self._physics
 

@@ -12,11 +12,14 @@ from threadpoolctl import threadpool_limits
 
 from autotune.executors import base
 from autotune.executors.base import Executor, MachinesGone
+from autotune.scoring import recommend
+from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE
+from autotune.scoring.estimates import estimate
 from autotune.search import check_sampler
 from autotune.space.candidate import Candidate
 from autotune.study.baseline import BaselineTrial
 from autotune.study.budget import Budget
-from autotune.study.events import OUT_OF_TIME, UNFINISHED, EventSink
+from autotune.study.events import OUT_OF_TIME, STOPPED, UNFINISHED, EventSink
 from autotune.study.finalists import Finalists
 from autotune.study.measure import TrialMeasurer
 from autotune.study.parallel import ClaimedTrial, TrialPool
@@ -124,21 +127,33 @@ class Runner:
             self.state.keep_branches()
             try:
                 self._baseline.run_again(self._teller)  # which an earlier run left crashed
-                why = self._searched()
-                while why.startswith(OUT_OF_TIME) and not self._cut and self._budget.resumes_search():
-                    self._events.say("the checks left time for further trials: the search goes on")
-                    why = self._searched()
+                why, goes_on = self._searched()
+                while goes_on:
+                    self._events.say(f"{goes_on}: the search goes on")
+                    why, goes_on = self._searched()
                 records.note_end(self.state.study, why)
             finally:
                 self._budget.keep()
 
-    def _searched(self) -> str:
-        """Searches, and confirms what was found; returns why the search ended."""
+    def _searched(self) -> tuple[str, str]:
+        """Searches, and confirms what was found; returns why the search ended, and why it is to go on, if it is."""
         why = self._search()
         self._baseline.run_again(self._teller)
         self._budget.search_ended()
+        leader = self._leader()
         self._end_search()
-        return why
+        if self._cut:
+            return why, ""
+        if why.startswith(OUT_OF_TIME):
+            return why, "the checks left time for further trials" if self._budget.resumes_search() else ""
+        # Nothing was worth a trial beside that one; without it the answer would be the baseline.
+        stopped_for = why.startswith(STOPPED) and leader in self.proposer.refused() and self._leader() == 0
+        return why, f"a check refused trial {leader}" if stopped_for else ""
+
+    def _leader(self) -> int | None:
+        """The best trial so far, of those that trained with the baseline's loss and that no check has refused."""
+        found = recommend.rank(estimate(self.state.measured()), self.state.objectives)
+        return next((m.trial for m in found if not m.barred and abs(m.loss_off) < ANOTHER_OBJECTIVE), None)
 
     def _end_search(self) -> None:
         """Checks and measures the best again, until the time budget ends that."""

@@ -188,14 +188,14 @@ class Teller:
         return self._stood
 
     def _first_losses_off(self, candidate: Candidate, result: TrialResult) -> float:
-        """By what share the first losses lie off the baseline's although only the micro-batch differs; said once."""
+        """By what share the first losses lie off the baseline's because of the micro-batch; said once."""
         state, baseline = self._state, self._state.plan.baseline
-        if candidate.micro_batch_size == baseline.micro_batch_size or not state.plan.drops_in(candidate):
+        if candidate.micro_batch_size == baseline.micro_batch_size or not state.plan.same_samples(candidate):
             return 0.0
         first = result_in(state.trial_path(0)) if result.outcome is Outcome.COMPLETE else None
         if first is None:
             return 0.0
-        off = first_losses_off(result.losses, first.losses)
+        off = first_losses_off(result.losses, first.losses, same_numerics=state.plan.drops_in(candidate))
         if off and not any(records.told_data(told).get("loss_off") for told in state.told()):
             rest = "" if abs(off) >= ANOTHER_OBJECTIVE else ". Other micro-batches have to pass the quality gate"
             self._events.say(

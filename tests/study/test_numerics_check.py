@@ -11,6 +11,7 @@ from autotune.scoring import recommend
 from autotune.scoring.convergence.quality_gate import LEAST_STEPS
 from autotune.scoring.estimates import estimate
 from autotune.space.candidate import Candidate
+from autotune.space.rule import Setting
 from autotune.study.numerics_check import with_batch
 from autotune.trial.folder import read_record
 from autotune.trial.request import TrialRequest
@@ -102,6 +103,41 @@ def test_where_the_loss_depends_on_the_micro_batch_no_other_one_drops_in(repeats
     assert len(others) == 1 and others[0].doubt and executor.gated == [], "and no further one is tried"
     assert not others[0].repeats, "nor this one again, as it is refused in any case"
     assert len([text for text in watcher.said if "the loss depends on the micro-batch" in text]) == 1
+
+
+def test_that_the_loss_depends_on_the_micro_batch_shows_in_another_precision_too(tmp_path, unhurried):
+    def contrastive(candidate):
+        curve = [np.log(candidate.micro_batch_size) + 2 / (1 + i) for i in range(24)]
+        step_s = 1.0 / candidate.micro_batch_size**0.5 * (0.5 if candidate.precision == "bf16" else 1.0)
+        return report(candidate, losses=curve, step_times_s=[step_s * (1 + 0.1 * np.sin(7 * i)) for i in range(24)])
+
+    space = [{"micro_batch_size": [2, 4, 8], "gradient_accumulation_steps": [1, 2, 4], "precision": ["fp32", "bf16"]}]
+    base = Candidate(micro_batch_size=2, gradient_accumulation_steps=4)
+    runner, _, watcher = run(tmp_path, Instant(contrastive), trials=6, space=space, baseline=base, global_batch="keep")
+    assert [text for text in watcher.said if "the loss depends on the micro-batch" in text]
+    found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1).picks["recommended"]
+    assert found.measured.candidate == replace(base, precision="bf16")
+
+
+def test_a_quick_study_whose_leader_is_refused_goes_on(tmp_path, unhurried):
+    """It had stopped because of that trial."""
+
+    def behaviour(candidate):
+        step_s = 0.05 * (1 + candidate.gradient_accumulation_steps) * (0.3 if candidate.precision == "bf16" else 1.0)
+        return replace(
+            trains(bf16=9.0)(candidate), step_times_s=[step_s * (1 + 0.01 * np.sin(7 * i)) for i in range(24)]
+        )
+
+    space = [{"micro_batch_size": [2, 8], "gradient_accumulation_steps": [1, 4], "precision": ["fp32", "bf16"]}]
+    same_batch = Setting(n_blocks=4, n_samples=4096, global_batch=(8, 8))
+    runner, _, watcher = run(
+        tmp_path, Instant(behaviour), trials=12, space=[*space, "zero"], quick=True, repeats=0, stop_below=0.03,
+        baseline=Candidate(micro_batch_size=2, gradient_accumulation_steps=4), sampler="physics",
+        objectives=["throughput"], planned={"setting": same_batch},
+    )  # fmt: skip
+    assert "a check refused trial 1: the search goes on" in watcher.said, watcher.said
+    found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1).picks["recommended"]
+    assert (found.measured.candidate.micro_batch_size, found.measured.candidate.precision) == (8, "fp32")
 
 
 def test_a_resumed_study_checks_nothing_twice(tmp_path):

@@ -18,12 +18,16 @@ SURE = 2.0
 ANOTHER_OBJECTIVE = 0.15
 
 
-def first_losses_off(losses: Sequence[float | None], baseline: Sequence[float | None]) -> float:
+def first_losses_off(
+    losses: Sequence[float | None], baseline: Sequence[float | None], *, same_numerics: bool = True
+) -> float:
     """Returns the share by which the first losses of a trial differ from the baseline's; 0 where that may be chance.
 
     Args:
         losses: The trial's loss of each step; the trial starts from the baseline's weights and trains on its samples.
         baseline: The baseline's loss of each step.
+        same_numerics: Whether both train in the same numerics. Where they do not, only another objective counts, and it
+            has to show in the first step: rounding moves no loss that far before the weights have moved.
     """
     n = min(len(losses), len(baseline), MOST_STEPS)
     own, other = (np.array(each[:n], dtype=float) for each in (losses, baseline))  # None becomes nan
@@ -31,5 +35,7 @@ def first_losses_off(losses: Sequence[float | None], baseline: Sequence[float | 
         return 0.0
     difference, scale = own - other, float(np.abs(other).mean())
     reach = SURE * t95(n - 1) * float(difference.std(ddof=1)) / math.sqrt(n)
-    off = float(difference.mean())
-    return off / scale if abs(off) > max(reach, LEAST_OFF * scale) else 0.0
+    off, least = float(difference.mean()), LEAST_OFF if same_numerics else ANOTHER_OBJECTIVE
+    if not same_numerics and difference[0] * math.copysign(1.0, off) < least * scale:
+        return 0.0
+    return off / scale if abs(off) > max(reach, least * scale) else 0.0

@@ -92,6 +92,15 @@ class Plan:
             and trains_alike(candidate, own, self.ds_config(candidate), self.ds_config(own), self.workload)
         )
 
+    def same_samples(self, candidate: Candidate) -> bool:
+        """Returns whether a step of a candidate trains on the samples of a step of the baseline, in whatever precision."""
+        own, world = self.baseline, self.data_parallel
+        return (
+            candidate.global_batch_size(world) == own.global_batch_size(world)
+            and candidate.other_numerics == own.other_numerics
+            and not self.workload.adds_up_otherwise(candidate, own)
+        )
+
     def learning_rate(self) -> LearningRate:
         """How the learning rate follows the batch in this study's trials."""
         rule: str = self.spec.learning_rate_rule

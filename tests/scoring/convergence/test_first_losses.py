@@ -25,3 +25,11 @@ def test_a_sure_but_small_difference_is_of_no_account_and_a_curve_of_two_steps_t
     assert first_losses_off([2 * loss for loss in CURVE[:2]], CURVE) == 0
     assert first_losses_off([], []) == 0
     assert first_losses_off([None, *CURVE[1:]], CURVE) == 0
+
+
+def test_between_numerics_only_another_loss_from_the_first_step_on_counts():
+    """What rounding does shows later, and only where training goes astray."""
+    other = [loss + np.log(2) for loss in CURVE]
+    assert first_losses_off(other, CURVE, same_numerics=False) == pytest.approx(0.22, abs=0.01)
+    assert first_losses_off([1.1 * loss for loss in CURVE], CURVE, same_numerics=False) == 0
+    assert first_losses_off([CURVE[0], *other[1:]], CURVE, same_numerics=False) == 0

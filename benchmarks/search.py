@@ -33,9 +33,10 @@ import common
 import numpy as np
 import truth
 import yaml
+from support.priors import flat
 
 from autotune.executors.replay import ReplayExecutor, Row, read_table
-from autotune.forecast.features import PriorPrediction, flat
+from autotune.forecast.features import PriorPrediction
 from autotune.forecast.predictor import AnalyticPrior
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.pareto import front as front_of

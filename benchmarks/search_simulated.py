@@ -25,8 +25,9 @@ import numpy as np
 import optuna
 from search_known import rows_of_study
 from simulator import DIRECTIONS, KINDS, METRICS, NOISES, Noise, Table, World, measure, micro_steps, redrawn, worlds
+from support.priors import flat
 
-from autotune.forecast.features import PriorPrediction, flat
+from autotune.forecast.features import PriorPrediction
 from autotune.forecast.predictor import AnalyticPrior
 from autotune.search.physics import MEASURED_ATTR, PhysicsSampler
 from autotune.search.samplers import LegalSampler

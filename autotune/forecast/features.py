@@ -1,7 +1,7 @@
 """Candidates as numeric columns for the cost models, and the interface `Prior` of a cost forecast."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,8 +24,6 @@ SIZE_SD, MOST_SIZES = 0.15, 16
 MEMORY_SHRINK = 0.6
 # A change of level is as far as a few doublings of the batch.
 LEVEL_DISTANCE, DOUBLING = 0.6, 0.4
-# Where nothing predicts the costs, all differences between candidates are left to the features.
-NO_OPINION = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,29 +53,10 @@ class PriorPrediction:
 
 
 class Prior(Protocol):
-    """Anything that predicts step time and memory of candidates: a formula, a table, another model, or nothing (`flat`)."""
+    """Anything that predicts step time and memory of candidates: a formula, a table, or another model."""
 
     def __call__(self, candidates: Sequence[Candidate]) -> PriorPrediction:
         """The prediction, one row for each candidate."""
-
-
-def flat(candidates: Sequence[Candidate]) -> PriorPrediction:
-    """No opinion: every candidate costs the same."""
-    return replace(
-        from_logs(np.zeros(len(candidates)), np.zeros(len(candidates)), memory_scale_sd=30.0), doubt=NO_OPINION
-    )
-
-
-def from_logs(log_step_time: Floats, log_memory: Floats, memory_scale_sd: float = 1.0) -> PriorPrediction:
-    """A prediction from logarithms alone."""
-    none = np.zeros(1)
-    return PriorPrediction(
-        time_terms=np.exp(np.asarray(log_step_time, dtype=float))[:, None],
-        memory_terms=np.exp(np.asarray(log_memory, dtype=float))[:, None],
-        time_spread=none,
-        memory_spread=none,
-        memory_scale_sd=memory_scale_sd,
-    )
 
 
 class FeatureTable:

@@ -104,7 +104,7 @@ class CandidateOptimizer:
 
     Args:
         candidates: What may be proposed, all of it legal; `add` takes more.
-        prior: Predicts step time and memory; `forecast.features.flat` for none.
+        prior: Predicts step time and memory.
         metrics: The objectives, as in `objective.METRICS`, in order; a mapping holds their weights in the goal, which is
             the weighted mean of their logarithms (without one all weigh alike).
         memory_limit_bytes: What a rank may use; None if that is not known.

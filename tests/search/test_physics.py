@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import optuna
 import pytest
+from support.priors import flat, from_logs
 
-from autotune.forecast.features import PriorPrediction, flat, from_logs
+from autotune.forecast.features import PriorPrediction
 from autotune.forecast.predictor import AnalyticPrior
 from autotune.forecast.regression import probability_below
 from autotune.search.observation import Observation

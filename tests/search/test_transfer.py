@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.priors import flat
 
-from autotune.forecast.features import flat
 from autotune.forecast.predictor import AnalyticPrior
 from autotune.search.observation import Observation
 from autotune.search.optimizer import CandidateOptimizer

@@ -193,12 +193,6 @@ class SearchSpace:
         template = self.template(default)
         return (self.build(values, *template) for values in self.assignments(default))
 
-    def sample(self, rng: random.Random, default: Candidate) -> Candidate:
-        """A random candidate, legal or not: each active parameter uniformly."""
-        return self.build(
-            self.suggest(lambda parameter: rng.choice(parameter.all_values()), default), *self.template(default)
-        )
-
     def draw(self, rng: random.Random, default: Candidate, n: int) -> Iterator[Candidate]:
         """`n` random candidates, legal or not, each candidate of the space equally likely (with repetition)."""
         template = self.template(default)

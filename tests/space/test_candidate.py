@@ -58,7 +58,8 @@ def test_a_sampled_candidate_is_refused_with_a_reason_or_means_a_json_that_means
     rng = random.Random(seed)
     baseline = Candidate(micro_batch_size=4)
     for _ in range(25):
-        candidate = whole_space().sample(rng, baseline)
+        space = whole_space()
+        candidate = space.candidate(space.suggest(lambda knob: rng.choice(knob.all_values()), baseline), baseline)
         reason = why_illegal(candidate, setting)
         if reason is not None:
             assert reason.strip() and "{" not in reason

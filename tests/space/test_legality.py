@@ -284,7 +284,9 @@ def structure(candidate: Candidate) -> tuple[object, ...]:
 def drawn() -> list[Candidate]:
     space, rng = every_preset(), random.Random(0)
     baseline = Candidate(micro_batch_size=8)
-    return [space.sample(rng, baseline) for _ in range(SAMPLES)]
+    # Each knob uniformly, and not each candidate, so that rare structures are among them.
+    chosen = (space.suggest(lambda knob: rng.choice(knob.all_values()), baseline) for _ in range(SAMPLES))
+    return [space.candidate(values, baseline) for values in chosen]
 
 
 def test_every_refusal_has_a_reason(drawn):

@@ -38,25 +38,6 @@ def count_legal(space: SearchSpace, default: Candidate, setting: Setting, limit:
     return round(alive.size(default) * legal / DRAWS), False
 
 
-def refusals(space: SearchSpace, default: Candidate, setting: Setting, limit: int = DRAWS) -> dict[str, float]:
-    """Why candidates are not proposed: each reason's share of all candidates, largest first.
-
-    A candidate counts for the first rule that it breaks; the reason is worded for one of those candidates. Above
-    `limit` different kinds the shares are estimated from `DRAWS` random ones.
-    """
-    counted = _kinds(space, default, limit)
-    every = counted if counted is not None else ((c, 1) for c in space.draw(random.Random(0), default, DRAWS))
-    counts: Counter[str] = Counter()
-    wording: dict[int, str] = {}
-    total = 0
-    for candidate, n in every:
-        total += n
-        broken = first_broken(candidate, setting, RULES)
-        if broken is not None:
-            counts[wording.setdefault(id(broken), in_words(broken, candidate, setting))] += n
-    return {reason: count / total for reason, count in counts.most_common()}
-
-
 def dead_values(space: SearchSpace, default: Candidate, setting: Setting) -> dict[tuple[str, Scalar], str]:
     """The values that are illegal in every combination, with the reason.
 
@@ -315,21 +296,3 @@ def _alike(space: SearchSpace) -> dict[str, list[Sequence[Scalar]]]:
         else:
             found[name] = [values]
     return found
-
-
-def _kinds(space: SearchSpace, default: Candidate, limit: int) -> Iterator[tuple[Candidate, int]] | None:
-    """One candidate of each kind that rules tell apart, with their number; None for more kinds than `limit`."""
-    alike = _alike(space)
-    few = tuple(
-        Parameter(name=p.name, choices=tuple(each[0] for each in alike[p.name]), when=p.when) if p.name in alike else p
-        for p in space.parameters
-    )
-    kinds = replace(space, parameters=few)
-    if kinds.size(default) > limit:
-        return None
-    n = {(name, each[0]): len(each) for name, parts in alike.items() for each in parts if len(each) > 1}
-    template = kinds.template(default)
-    return (
-        (kinds.build(values, *template), math.prod(n.get(item, 1) for item in values.items()))
-        for values in kinds.assignments(default)
-    )

@@ -323,13 +323,6 @@ def test_the_count_of_legal_candidates_is_exact_in_a_small_space_and_estimated_i
     assert not is_exact and abs(estimate / exact - 1) < 0.05
 
 
-def test_refusals_are_shares_with_reasons():
-    whole = compose("precision", "checkpointing")
-    refused = feasibility.refusals(whole, BASELINE, CPU)
-    assert sum(refused.values()) == pytest.approx(1 - len(legal(whole, CPU)) / whole.size(BASELINE))
-    assert any(reason.startswith("fp16: this device") for reason in refused)
-
-
 def test_a_value_that_can_never_run_is_dead_and_says_why():
     dead = feasibility.dead_values(compose("precision", "checkpointing"), BASELINE, CPU)
     assert dead["precision", "fp16"].startswith("fp16: this device has no fp16")

@@ -317,7 +317,6 @@ class Splitting:
     Attributes:
         heads: Attention heads; 0 if unknown.
         kv_heads: Heads of keys and values; 0 if unknown.
-        hidden: Width of the hidden states; 0 if unknown.
         tensor: Why DeepSpeed finds no layers to split by itself; empty if it does.
         sequence: Why sequences cannot be split over ranks; empty if they can.
         compared: What came of splitting the model, by degree and ranks as `key` writes them; empty where loss and
@@ -326,7 +325,6 @@ class Splitting:
 
     heads: int = 0
     kv_heads: int = 0
-    hidden: int = 0
     tensor: str = ""
     sequence: str = ""
     compared: dict[str, str] = field(default_factory=dict)

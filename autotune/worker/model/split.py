@@ -34,7 +34,6 @@ def splitting(target: model_file.ModelFile, model: nn.Module) -> Splitting:
     return Splitting(
         heads=heads,
         kv_heads=_number(text, "num_key_value_heads") or heads,
-        hidden=_number(text, "hidden_size", "d_model", "n_embd"),
         tensor=_why_no_tensor(model),
         sequence=sequence.why_none(target, model),
     )

@@ -17,7 +17,7 @@ from autotune.trial.workload import DataShape, Experts, Pipeline, Probed, Splitt
 TENSOR, SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
 STAGES = "pipeline.stages"
 EXPERTS = "expert_parallel.autoep_size"
-LLAMA = Splitting(heads=4, kv_heads=2, hidden=32)
+LLAMA = Splitting(heads=4, kv_heads=2)
 
 
 def refusal(splitting: Splitting, base=None, **knobs) -> str | None:

@@ -269,7 +269,6 @@ class ClusterExecutor(base.Executor):
         spool = Spool(self.root / uuid.uuid4().hex[:12])
         # Private: the variables may hold tokens that ranks on other machines need.
         write_record(spool.settings, self.settings, private=True)
-        spool.orders.touch()
         spool.alive.touch()
         job = self.engine.launch(spool, wanted)
         write_record(spool.path / "allocation.json", self._owner() | {"id": job, "nodes": wanted})

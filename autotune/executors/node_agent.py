@@ -57,7 +57,7 @@ class Spool:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.settings = path / "settings.json"
-        self.orders = path / "orders.jsonl"
+        self.orders = path / "orders.json"
         self.alive = path / "alive"
 
     def node(self, node: int) -> Path:
@@ -69,28 +69,15 @@ class Spool:
         return self.path / f"node-{node}.log"
 
     def order(self, what: Mapping[str, Any]) -> None:
-        """Appends an order with a single write."""
-        with files.naming(self.orders):
-            descriptor = os.open(self.orders, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                size = os.fstat(descriptor).st_size
-                # A line that a full disk cut short must not swallow this one.
-                torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-                os.write(descriptor, b"\n" * torn + json.dumps(what).encode() + b"\n")
-            finally:
-                os.close(descriptor)
+        """Adds an order; only the coordinator does."""
+        write_record(self.orders, [*self.ordered(), what])
 
     def ordered(self) -> list[dict[str, Any]]:
-        """Returns all orders so far; on NFS only opening the file again shows new ones."""
+        """Returns all orders so far."""
         try:
-            lines = self.orders.read_text().splitlines(keepends=True)
+            return list(json.loads(self.orders.read_text()))
         except FileNotFoundError:
             return []
-        found = []
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                found += [json.loads(line)] if line.endswith("\n") else []
-        return found
 
     def beat(self) -> int | None:
         """Returns a number that changes whenever a coordinator touches `alive`."""

@@ -292,7 +292,7 @@ class _Group:
                 target = Path(read_record(folder.request, TrialRequest).target)
                 near = [path for path in sources(target) if path.is_relative_to(target.parent)]
                 new |= {f"target/{path.relative_to(target.parent)}": path.read_bytes() for path in near}
-            answers[node] = self.actors[node].exchange.remote(key_of(folder), spool.orders.read_text(), new)
+            answers[node] = self.actors[node].exchange.remote(key_of(folder), spool.ordered(), new)
         for node, reference in answers.items():
             try:
                 written = ray.get(reference, timeout=ANSWER_TIMEOUT_S)

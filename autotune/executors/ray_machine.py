@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +82,11 @@ class Machine:
         if self._root is not None:
             shutil.rmtree(self._root, ignore_errors=True)
 
-    def exchange(self, key: str, orders: str, new: Mapping[str, bytes]) -> dict[str, bytes]:
+    def exchange(self, key: str, orders: Sequence[Mapping[str, Any]], new: Mapping[str, bytes]) -> dict[str, bytes]:
         """Writes the coordinator's files of a trial, and returns the files that are new here.
 
         Args:
-            orders: All orders of the spool, as text.
+            orders: All orders of the spool.
             new: Files that are new or have changed, by name; the target and its modules under `target/`.
         """
         assert self._root is not None
@@ -102,12 +102,10 @@ class Machine:
             if beside.is_file():
                 write_record(folder.request, {**request, "target": str(beside)})
         spool.alive.touch()
-        text = ""
-        for order in map(json.loads, orders.splitlines()):
-            own = {"run": str(self._root / "trials" / order["key"])} if "run" in order else {}
-            text += json.dumps(order | own) + "\n"
-        if not spool.orders.exists() or spool.orders.read_text() != text:
-            files.write_text(spool.orders, text)
+        trials = self._root / "trials"
+        own = [{**order, "run": str(trials / order["key"])} if "run" in order else dict(order) for order in orders]
+        if spool.ordered() != own:
+            write_record(spool.orders, own)
         return self._news(spool, folder, new)
 
     def _news(self, spool: Spool, folder: TrialDir, known: Mapping[str, bytes]) -> dict[str, bytes]:

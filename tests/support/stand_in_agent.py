@@ -29,8 +29,8 @@ taken: list[Path] = []
 signal.signal(signal.SIGTERM, ended)
 write(spool / f"node-{node}.json", {"host": f"n{node}"})
 while True:
-    for line in (spool / "orders.jsonl").read_text().splitlines():
-        order = json.loads(line)
+    orders = spool / "orders.json"
+    for order in json.loads(orders.read_text()) if orders.exists() else ():
         run = Path(order.get("run", "/"))
         if "run" in order and run not in taken and (run / "job.json").exists():
             taken.append(run)

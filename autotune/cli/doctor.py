@@ -212,6 +212,6 @@ def _devices(here: Environment) -> list[Finding]:
 def _built(executor: LocalExecutor, op: str) -> Finding:
     from autotune.system.toolkit import extensions_dir
 
-    if failure := executor.build_ops([op]):
+    if failure := executor.build_op(op):
         return Finding("warn", op, f"cannot be built, so configurations that need it fail: {failure}")
     return Finding("ok", op, f"built in {extensions_dir()}")

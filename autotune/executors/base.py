@@ -6,7 +6,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from enum import StrEnum
@@ -141,8 +141,8 @@ class Executor(Protocol):
         """Returns the job of a trial that an earlier run submitted, if the engine still knows it."""
         return None
 
-    def build_ops(self, names: Sequence[str], on_tick: Callable[[], None] = lambda: None) -> str | None:
-        """Compiles DeepSpeed ops before the trials that need them; returns the error, if any, `on_tick` meanwhile."""
+    def build_op(self, op: str, on_tick: Callable[[], None] = lambda: None) -> str | None:
+        """Compiles one of DeepSpeed's ops before the trials that need it; returns the error, if any, `on_tick` meanwhile."""
         return None
 
     def turn(self, on_wait: Callable[[], None]) -> AbstractContextManager[None]:
@@ -212,6 +212,13 @@ def run(
             failed.append(result.reason)
             on_retry(result.reason)
         job = None
+
+
+def built(executor: Executor, path: Path, op: str, nodes: int, on_tick: Callable[[], None]) -> str | None:
+    """Compiles one of DeepSpeed's ops by a trial in which each machine does only that; see `Executor.build_op`."""
+    request = TrialRequest(target="", mode="build", op=op, world_size=nodes, nodes=nodes, deadline_s=BUILD_DEADLINE_S)
+    result = run(executor, path, request, on_tick)
+    return None if result.outcome is Outcome.COMPLETE else result.reason
 
 
 def check_time(executor: Executor) -> None:

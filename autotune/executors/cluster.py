@@ -18,7 +18,7 @@ from autotune.executors.node_agent import Settings, Spool
 from autotune.system import files, processes
 from autotune.trial.folder import TrialDir, ends, read_record, write_record
 from autotune.trial.request import TrialRequest
-from autotune.trial.result import Exit, Outcome
+from autotune.trial.result import Exit
 
 # Intervals at which a trial's folder is read, the engine is asked, and the agents are told that a coordinator lives.
 LOOK_S, ASK_S, ALIVE_S = 0.05, 1.0, 5.0
@@ -239,14 +239,9 @@ class ClusterExecutor(base.Executor):
             self._said = why
             self._on_queue(why)
 
-    def build_ops(self, names: Sequence[str], on_tick: Callable[[], None] = lambda: None) -> str | None:
-        """Compiles DeepSpeed ops on every machine; each machine locks its cache meanwhile."""
-        request = TrialRequest(
-            target="", mode="build", ops=tuple(names), world_size=self.nodes, nodes=self.nodes,
-            deadline_s=base.BUILD_DEADLINE_S,
-        )  # fmt: skip
-        result = base.run(self, self.root / "build", request, on_tick)
-        return None if result.outcome is Outcome.COMPLETE else result.reason
+    def build_op(self, op: str, on_tick: Callable[[], None] = lambda: None) -> str | None:
+        """Compiles an op on every machine; each machine locks its cache meanwhile."""
+        return base.built(self, self.root / "build", op, self.nodes, on_tick)
 
     def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """Waits for a turn, as the engine arranges it."""

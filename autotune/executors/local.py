@@ -5,17 +5,15 @@ import fcntl
 import json
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from autotune.errors import UserError
-from autotune.executors.base import BUILD_DEADLINE_S, Executor, Status
+from autotune.executors.base import Executor, Status, built
 from autotune.system import device, files, shared_memory, temporary
 from autotune.system.machine import lock_path
 from autotune.system.processes import MARK, new_mark, sweep
@@ -110,31 +108,12 @@ class LocalExecutor(Executor):
         """Waits for a turn: two trials at a time on one machine would slow each other down."""
         return machine_turn(on_wait)
 
-    def build_ops(self, names: Sequence[str], on_tick: Callable[[], None] = lambda: None) -> str | None:
-        """Compiles DeepSpeed ops before the trials that need them; returns the compiler's last line if that failed."""
-        environment = self._environment()
-        folder = Path(environment["TORCH_EXTENSIONS_DIR"])  # of these very libraries
-        if all(is_built(name, folder) for name in names):
+    def build_op(self, op: str, on_tick: Callable[[], None] = lambda: None) -> str | None:
+        """Compiles an op, unless it lies there; returns the error, if any."""
+        folder = Path(self._environment()["TORCH_EXTENSIONS_DIR"])  # of these very libraries
+        if is_built(op, folder):
             return None
-        command = [sys.executable, "-m", "autotune.worker", "build", *names]
-        until = time.monotonic() + BUILD_DEADLINE_S
-        with tempfile.TemporaryFile("w+") as log:
-            build = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-            try:
-                while build.poll() is None and time.monotonic() < until:
-                    on_tick()
-                    time.sleep(0.2)
-            finally:
-                late = build.poll() is None
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(build.pid, signal.SIGKILL)  # compilers that it left, too
-                build.wait()
-            if late:
-                return f"the compiler did not end within {BUILD_DEADLINE_S:.0f} s"
-            log.seek(0)
-            return (log.read().strip().splitlines() or ["unknown failure"])[-1] if build.returncode else None
+        return built(self, self._log.with_name(f"{self._log.stem}-build"), op, 1, on_tick)
 
     def close(self) -> None:
         """Ends the server and all processes that it or a trial started."""

@@ -132,7 +132,7 @@ class TrialMeasurer:
             if op in known:
                 continue
             self._built.add(op)
-            if failure := self.executor.build_ops([op], self._telling(op)):
+            if failure := self.executor.build_op(op, self._telling(op)):
                 self._events.say(
                     f"DeepSpeed's {op} cannot be built here, so configurations that need it are not tried: {failure}"
                 )

@@ -54,7 +54,7 @@ class TrialRequest:
             few steps of an unchanged script. `split` compares the model, split as the candidate says, with the whole one.
             `profile` traces a pass of a `model.py` and writes a `Profile`. `rates`
             measures the machine and writes a `Machine`; `machine` does so at length, with the target's data, and writes
-            a `Probe`. `build` compiles `ops`.
+            a `Probe`. `build` compiles `op`.
         candidate: The configuration (none for `inspect`).
         nodes: Machines, with the same number of ranks on each.
         seed: Seed of weights and data order, the same for all trials of a study.
@@ -73,7 +73,7 @@ class TrialRequest:
         learning_rate_factor: Factor on the learning rates of the target's own optimizer.
         changed_from: The baseline's values of the knobs in which the candidate differs from it; each needs a witness.
         rivals: Measured trials; this trial ends once it is known to be worse than one of them on every objective.
-        ops: DeepSpeed ops to compile, by builder name.
+        op: DeepSpeed op to compile, by builder name.
         traced_steps: Steps to run under torch's profiler, after the measurement.
         tail: The check of the worst batch after the measurement; None for none.
         lengths: Lengths of the data set's samples; see `lengths.table`.
@@ -104,7 +104,7 @@ class TrialRequest:
     traced_steps: int = 0
     tail: TailCheck | None = None
     lengths: Table = ()
-    ops: tuple[str, ...] = ()
+    op: str = ""
 
     @property
     def ranks_per_node(self) -> int:

@@ -1,4 +1,4 @@
-"""`python -m autotune.worker serve | rank DIR RANK FD | build OP... | device`: the roles of a machine that measures."""
+"""`python -m autotune.worker serve | rank DIR RANK FD | device`: the roles of a machine that measures."""
 
 import sys
 
@@ -19,10 +19,6 @@ def main(arguments: list[str]) -> int:
 
                 preload.import_rank_modules()
             return run.main(trial_dir, int(rank), int(listener))
-        case ["build", *ops]:
-            from autotune.worker.agent import ops as builder
-
-            return builder.build(ops)
         case ["device"]:
             from autotune.worker import device
 

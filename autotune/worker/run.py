@@ -1,10 +1,8 @@
 """Run one rank of a trial in the mode that its request asks for."""
 
-import os
 from pathlib import Path
 from typing import NoReturn
 
-from autotune.errors import UserError
 from autotune.trial.folder import TrialDir, read_record, write_record
 from autotune.trial.request import TrialRequest
 from autotune.worker import project, random_fills
@@ -27,7 +25,9 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
         if request.mode == "inspect":
             write_record(recorder.folder.workload, inspect_model(request))
         elif request.mode == "build":
-            _build(request)
+            from autotune.worker.agent import ops
+
+            ops.build(request.op)
         elif request.mode == "split":
             compare_split(recorder, request, rank, listener)
         elif request.mode == "profile":
@@ -49,10 +49,3 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
         complete(recorder)
     except BaseException as error:
         abort(recorder, error)
-
-
-def _build(request: TrialRequest) -> None:
-    from autotune.worker.agent import ops
-
-    if int(os.environ["LOCAL_RANK"]) == 0 and ops.build(request.ops):
-        raise UserError(f"{', '.join(request.ops)} cannot be built; the log says why")

@@ -141,7 +141,7 @@ class Instant:
     def turn(self, _: object) -> Iterator[None]:
         yield
 
-    def build_ops(self, _: Sequence[str], on_tick: object = None) -> None:
+    def build_op(self, _: str, on_tick: object = None) -> None:
         return None
 
 

@@ -5,40 +5,36 @@ import fcntl
 import functools
 import os
 import shutil
-import sys
 import sysconfig
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
+from autotune.errors import UserError
 from autotune.space.legality import OPS
 from autotune.system import toolkit
 
 
-def build(names: Sequence[str]) -> int:
-    """Compiles and loads DeepSpeed ops such as `cpu_adam`, so that trials find them built; returns an exit status.
+def build(name: str) -> None:
+    """Compiles and loads one of DeepSpeed's ops, such as `cpu_adam`, so that trials find it built.
 
     A trial that is killed while it builds would leave torch's `lock` file, for which later trials wait for ever.
+
+    Raises:
+        UserError: DeepSpeed has no such op here, or it cannot be compiled.
     """
     from deepspeed.ops.op_builder.all_ops import ALL_OPS  # by name, those of this accelerator
 
+    if name not in ALL_OPS:
+        raise UserError(f"DeepSpeed has no op {name} on this accelerator")
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
-    failed = 0
     with open(folder / ".building", "w") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)
         remove_stale_locks()
-        for name in names:
-            start = time.monotonic()
-            try:
-                if name not in ALL_OPS:
-                    raise ValueError("DeepSpeed has no such op on this accelerator")
-                ALL_OPS[name].load(verbose=False)
-                print(f"built {name} in {time.monotonic() - start:.1f} s")
-            except Exception as error:
-                failed = 1
-                print(f"cannot build {name}: {error}", file=sys.stderr)
-    return failed
+        try:
+            ALL_OPS[name].load(verbose=False)
+        except Exception as error:
+            said = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            raise UserError(f"cannot build {name}: {said}") from error
 
 
 def missing() -> dict[str, str]:

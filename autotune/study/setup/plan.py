@@ -227,7 +227,7 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
     pruned = feasibility.pruned(space, baseline, setting)
     if not any(c != baseline and why_illegal(c, setting) is None for c in pruned.candidates(baseline)):
         refused = feasibility.dead_values(space, baseline, setting).values()
-        why = next(iter(refused), "the space holds nothing that can but the baseline")
+        why = next(iter(refused), "only the baseline itself can")
         raise UserError(f"no candidate of the search space can run here: {why}")
     notes = [*environment.remarks, *held_by_others(environment, world_size), *workload.caveats]
     on_each = world_size // spec.nodes_for(world_size)

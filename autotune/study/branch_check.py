@@ -157,9 +157,8 @@ class BranchCheck:
 
     def _train(self, m: Measured, n_samples: int, weights: Path, first_sample: int) -> TrialResult:
         path, spec = self._branch_of(m, n_samples), self._state.spec
-        result = result_in(path)
-        if result is not None and result.outcome is not Outcome.LOST:
-            return result
+        if (kept := result_in(path)) is not None:
+            return kept
         trained = self._measurer.execute(
             m.candidate,
             path,

@@ -224,8 +224,7 @@ class NumericsCheck:
         self, candidate: Candidate, path: Path, n_steps: int, step_s: float, *, replicate: int = 0
     ) -> TrialResult:
         """A loss curve of `n_steps` steps, each of about `step_s` seconds; read from the folder if it is there."""
-        kept = result_in(path)
-        if kept is not None and kept.outcome is not Outcome.LOST:
+        if (kept := result_in(path)) is not None:
             return kept
         spec = self._state.spec
         try:

@@ -116,7 +116,7 @@ class Teller:
                 carried_on.append(ClaimedTrial(asked=asked, candidate=candidate, role=role))
                 continue
             result = result_in(path)
-            if result is None or result.outcome is Outcome.LOST or result.candidate != candidate.values():
+            if result is None or result.candidate != candidate.values():
                 result = self.lost(candidate)
             with undisturbed():
                 self.tell(left, candidate, role, result)

@@ -29,7 +29,8 @@ from support.priors import flat
 
 from autotune.forecast.features import PriorPrediction
 from autotune.forecast.predictor import AnalyticPrior
-from autotune.search.physics import MEASURED_ATTR, PhysicsSampler
+from autotune.search.observation import MEASURED_ATTR
+from autotune.search.physics import PhysicsSampler
 from autotune.search.samplers import LegalSampler
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.trial.profile import Machine, Profile

@@ -1,5 +1,7 @@
 """A trial as the search sees it."""
 
+import functools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +15,8 @@ from autotune.space.rule import Setting
 from autotune.trial.failures import means_host_memory
 from autotune.trial.result import Outcome
 
+# The system attribute of a told trial that holds its result, as JSON.
+MEASURED_ATTR = "autotune:measured"
 CENSORED_SD = 0.5  # of an extrapolated value's logarithm, and the most that an interval is taken to say
 
 
@@ -62,6 +66,13 @@ class Observation:
         if not (0 < low <= high < math.inf):
             return otherwise
         return min(max(math.log(high / low) / (2 * Z95), 0.01), CENSORED_SD)
+
+
+@functools.lru_cache(maxsize=20_000)
+def parsed(text: str) -> dict[str, Any]:
+    """The result of a told trial, parsed once, since every step of a study reads every trial; callers must not change it."""
+    data: dict[str, Any] = json.loads(text)
+    return data
 
 
 def observed(candidate: Candidate, data: Mapping[str, Any], setting: Setting) -> Observation:

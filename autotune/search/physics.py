@@ -5,8 +5,6 @@ candidates and reads every trial back from the storage, so that a resumed study 
 """
 
 import contextlib
-import functools
-import json
 import math
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -22,7 +20,7 @@ from autotune.forecast.features import Prior
 from autotune.scoring.measured import Measured
 from autotune.search import stopping
 from autotune.search.model import Bound
-from autotune.search.observation import Observation, observed
+from autotune.search.observation import MEASURED_ATTR, Observation, observed, parsed
 from autotune.search.optimizer import Beliefs, CandidateOptimizer
 from autotune.search.samplers import LegalSampler
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
@@ -32,16 +30,11 @@ from autotune.space.space import SearchSpace
 from autotune.trial.request import TrialToBeat
 from autotune.trial.result import Outcome
 
-# A told trial's result, as JSON, in a system attribute.
-MEASURED_ATTR = "autotune:measured"
 # Spaces up to this size are enumerated; from larger ones `DRAWN` candidates are drawn, and the neighbours of the best
 # join them.
 MOST_CANDIDATES = 100_000
 DRAWN = 30_000
 NEIGHBOURS_OF = 4
-# Every trial is looked at again for every proposal, and what was read of it never changes.
-_from_key = functools.lru_cache(maxsize=20_000)(Candidate.from_key)
-_parsed = functools.lru_cache(maxsize=20_000)(json.loads)
 
 
 class PhysicsSampler(LegalSampler):
@@ -106,7 +99,7 @@ class PhysicsSampler(LegalSampler):
         guide = self.guide
         if not self._whole:
             self._refine(told)
-        busy = [_from_key(key) for key in known if key]
+        busy = [Candidate.from_key(key) for key in known if key]
         proposed = guide.suggest([*told, *self._imagined(study, told)], busy)
         if proposed is None:
             self.exhausted, self.why_exhausted = True, stopping.nothing_left(guide.left(told, busy), guide.limit)
@@ -152,7 +145,7 @@ class PhysicsSampler(LegalSampler):
 
     def settled(self, study: Study, below: float) -> str | None:
         """Why nothing better than a share `below` is to be expected of any candidate; None if something is."""
-        busy = [_from_key(key) for key in self._known(study) if key]
+        busy = [Candidate.from_key(key) for key in self._known(study) if key]
         return stopping.settled(self.guide, self.told(study), busy, below)
 
     def rivals(self, study: Study, candidate: Candidate, measured: Sequence[Measured]) -> tuple[TrialToBeat, ...]:
@@ -173,7 +166,7 @@ class PhysicsSampler(LegalSampler):
 
     def _candidate_of(self, trial: FrozenTrial) -> Candidate:
         if CANDIDATE_ATTR in trial.user_attrs:
-            return _from_key(trial.user_attrs[CANDIDATE_ATTR])
+            return Candidate.from_key(trial.user_attrs[CANDIDATE_ATTR])
         values = {
             p.name: p.decode(trial.params[p.optuna_name])
             for p in self._space.parameters
@@ -184,7 +177,7 @@ class PhysicsSampler(LegalSampler):
     def _as_told(self, trial: FrozenTrial) -> Observation:
         candidate, attrs = self._candidate_of(trial), trial.user_attrs
         if (text := self.later.get(trial.number, trial.system_attrs.get(MEASURED_ATTR))) is not None:
-            return observed(candidate, _parsed(text), self._setting)
+            return observed(candidate, parsed(text), self._setting)
         if trial.state is TrialState.PRUNED or trial.values is None:
             return Observation(candidate=candidate, outcome=Outcome(attrs.get("outcome", "oom")))
         metrics = {

@@ -1,5 +1,6 @@
 """One training configuration, and the DeepSpeed JSON that it means."""
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -109,6 +110,7 @@ class Candidate:
         return json.dumps(self.values(), sort_keys=True)
 
     @classmethod
+    @functools.lru_cache(maxsize=20_000)  # every step of a study reads every trial
     def from_key(cls, key: str) -> "Candidate":
         """The candidate of a key."""
         return cls.of(json.loads(key))

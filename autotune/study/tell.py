@@ -17,6 +17,7 @@ from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE, first_l
 from autotune.scoring.estimates import Estimates, estimate
 from autotune.scoring.measured import Measured, log_gain, set_apart
 from autotune.scoring.objective import Objective, Score
+from autotune.search.observation import MEASURED_ATTR
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.study import autocast, placement
 from autotune.study.budget import Budget
@@ -67,7 +68,7 @@ class Teller:
         with records.snapshot(state.study, news=False):
             off = self._first_losses_off(candidate, result)
             measured = _measured_data(result, score) | {"forecast": self._forecast(candidate), "loss_off": off}
-            attrs[records.MEASURED_ATTR] = json.dumps(measured)
+            attrs[MEASURED_ATTR] = json.dumps(measured)
             attrs |= _readable_attrs(candidate, measured)
         constraints = {COMPLETED: 0.0 if done else 1.0}
         constraints |= {name: violation if done else 1.0 for name, violation in score.violations.items()}

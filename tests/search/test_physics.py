@@ -13,9 +13,9 @@ from support.priors import flat, from_logs
 from autotune.forecast.features import PriorPrediction
 from autotune.forecast.predictor import AnalyticPrior
 from autotune.forecast.regression import probability_below
-from autotune.search.observation import Observation
+from autotune.search.observation import MEASURED_ATTR, Observation
 from autotune.search.optimizer import CandidateOptimizer, Outlook
-from autotune.search.physics import MEASURED_ATTR, PhysicsSampler
+from autotune.search.physics import PhysicsSampler
 from autotune.search.samplers import encoded
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.legality import why_illegal

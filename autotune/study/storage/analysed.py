@@ -15,7 +15,7 @@ from autotune.scoring import metrics
 from autotune.scoring.convergence.quality_gate import trains_alike
 from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.scoring.measured import Foretold, Measured
-from autotune.search.observation import observed
+from autotune.search.observation import MEASURED_ATTR, observed
 from autotune.search.optimizer import CandidateOptimizer
 from autotune.search.physics import PhysicsSampler
 from autotune.space.candidate import Candidate
@@ -90,7 +90,7 @@ def search_of(study: Study, kept: StudyRecord) -> tuple[SearchSpace, PhysicsSamp
 
 def measured_later(told: Sequence[FrozenTrial]) -> dict[int, str]:
     """The result of the baseline by its number, as JSON: of one that crashed at first, what it measured later."""
-    return {each.number: each.system_attrs[records.MEASURED_ATTR] for each in told[:1] if not each.number}
+    return {each.number: each.system_attrs[MEASURED_ATTR] for each in told[:1] if not each.number}
 
 
 def _sittings(told: Sequence[FrozenTrial], kept: StudyRecord) -> list[int]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import json
 import re
 import time
@@ -25,6 +24,7 @@ from autotune.scoring.convergence.quality_gate import GateVerdict
 from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.scoring.metrics import Direction
 from autotune.scoring.objective import Objective
+from autotune.search.observation import MEASURED_ATTR, parsed
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.deepspeed import DsConfig
 from autotune.space.rule import Setting
@@ -42,7 +42,7 @@ PATIENCE_S, StoreError = database.PATIENCE_S, database.StoreError
 open_storage, failing_in_words = database.open_storage, database.failing_in_words
 
 # System attributes, which dashboards do not list: a study's record and a trial's measurements are long JSON texts.
-RECORD_ATTR, MEASURED_ATTR = "autotune:record", "autotune:measured"
+RECORD_ATTR = "autotune:record"
 RECORD_FILE = "record.json"
 ROLE_ATTR, ENDED_ATTR, SETTINGS_ATTR = "role", "ended", "autotune:settings"
 WALL_ATTR, ENDS_ATTR, UNCHECKED_ATTR = "autotune:wall_s", "autotune:ends_s", "autotune:unchecked_s"
@@ -284,7 +284,7 @@ def unreadable(study: Study) -> list[int]:
 
 def _with_result(study: Study) -> list[FrozenTrial]:
     states = (TrialState.COMPLETE, TrialState.PRUNED)
-    found = [told for told in study.get_trials(deepcopy=False, states=states) if _measured_text(told) is not None]
+    found = [told for told in study.get_trials(deepcopy=False, states=states) if MEASURED_ATTR in told.system_attrs]
     if found and found[0].number == 0 and found[0].user_attrs.get("outcome") == Outcome.CRASHED:
         found[0] = _as_measured_later(study, found[0])
     return found
@@ -318,26 +318,12 @@ def _is_readable(told: FrozenTrial) -> bool:
 
 def told_data(told: FrozenTrial) -> dict[str, Any]:
     """Result of a told trial: outcome, reason, phase, wall_s, metrics, ci95, caveats and more."""
-    return _parsed(_measured_text(told) or "")
-
-
-def _measured_text(told: FrozenTrial) -> str | None:
-    return told.system_attrs.get(MEASURED_ATTR)
-
-
-@functools.lru_cache(maxsize=20_000)
-def _parsed(text: str) -> dict[str, Any]:
-    """JSON text parsed once, since every step of a study reads every trial; callers must not change it."""
-    data: dict[str, Any] = json.loads(text)
-    return data
+    return parsed(told.system_attrs.get(MEASURED_ATTR) or "")
 
 
 def told_candidate(told: FrozenTrial) -> Candidate:
     """The configuration of a told trial."""
-    return _candidate(told.user_attrs[CANDIDATE_ATTR])
-
-
-_candidate = functools.lru_cache(maxsize=20_000)(Candidate.from_key)
+    return Candidate.from_key(told.user_attrs[CANDIDATE_ATTR])
 
 
 def branch_in(folder: Path, number: int) -> Branch | None:

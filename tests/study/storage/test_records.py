@@ -14,6 +14,7 @@ from optuna.trial import TrialState
 from support.instant import WORKLOAD, Instant, report, runner_of
 
 from autotune.scoring.objective import Objective
+from autotune.search.observation import MEASURED_ATTR
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.rule import Setting
 from autotune.study.storage import analysed, database, records
@@ -64,7 +65,7 @@ def tell(study, candidate, outcome=Outcome.COMPLETE, state=None, **metrics):
         "feasible": True,
     }
     text = json.dumps(data | {"censored": [], "caveats": []})
-    study._storage.set_trial_system_attr(asked._trial_id, records.MEASURED_ATTR, text)
+    study._storage.set_trial_system_attr(asked._trial_id, MEASURED_ATTR, text)
     study.tell(asked, None if state else [1.0] * len(study.directions), state=state)
     return asked.number
 

@@ -142,7 +142,7 @@ def _judged(predicted: float | None, low: float, high: float) -> tuple[bool | No
 
 def _pieces(run: Run, n_samples: int, n_windows: int) -> Floats:
     """Mean loss over each of `n_windows` equal windows of data; a step in two of them counts by its share in each."""
-    losses = np.array([math.nan if loss is None else loss for loss in run.losses], dtype=float)
+    losses = np.array(run.losses, dtype=float)  # None becomes NaN
     total = np.concatenate([[0.0], np.cumsum(losses) * run.batch])
     ends = np.linspace(0, n_samples, n_windows + 1)
     at = np.interp(ends, np.arange(len(total)) * float(run.batch), total)

@@ -104,7 +104,7 @@ def noise_scale(
     if len(q) < LEAST_STEPS or not np.isfinite(q).all() or not np.isfinite(t).all():
         return NoiseScale(samples=ENDLESS, low=0.0, high=ENDLESS, resolved=False, n_samples=n_samples)
     value = _ratio(trace.sum(), gradient.sum())
-    index = _blocks(len(q), np.random.default_rng(0))
+    index = bootstrap(len(q), REPLICATES, np.random.default_rng(0))
     tops, bottoms = trace[index].sum(axis=1), gradient[index].sum(axis=1)
     drawn = np.where(bottoms > 0, np.maximum(tops, 0.0) / np.where(bottoms > 0, bottoms, 1.0), ENDLESS)
     low, high = (float(bound) for bound in np.quantile(drawn, (0.025, 0.975), method="nearest"))
@@ -130,11 +130,11 @@ def _ratio(top: float, bottom: float) -> float:
     return max(0.0, top) / bottom if bottom > 0 else ENDLESS
 
 
-def _blocks(n: int, rng: np.random.Generator) -> NDArray[np.intp]:
-    """Indices of a circular block bootstrap, one row a replicate."""
+def bootstrap(n: int, replicates: int, rng: np.random.Generator) -> NDArray[np.intp]:
+    """Indices of a circular block bootstrap of `n` steps, one row a replicate: neighbouring steps err together."""
     length = max(1, round(n ** (1 / 3)))
-    starts = rng.integers(0, n, size=(REPLICATES, -(-n // length)))
-    return ((starts[:, :, None] + np.arange(length)).reshape(REPLICATES, -1) % n)[:, :n]
+    starts = rng.integers(0, n, size=(replicates, -(-n // length)))
+    return ((starts[:, :, None] + np.arange(length)).reshape(replicates, -1) % n)[:, :n]
 
 
 def efficiency(noise_samples: float, batch: float, baseline_batch: float) -> float:

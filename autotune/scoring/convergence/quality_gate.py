@@ -167,7 +167,7 @@ def judge(
         batch: Samples of a step, for the record.
         may_be_lower: A lower loss is no fault: the same numerics saw the samples in another order.
     """
-    curves = [_numbers(curve) for curve in (losses, reference, *replicates)]
+    curves = [np.array(curve, dtype=float) for curve in (losses, reference, *replicates)]  # None becomes NaN
     n = min((len(curve) for curve in curves), default=0)
     kept = {
         "n_steps": n,
@@ -200,7 +200,7 @@ def judge(
 def starts_anew(curves: Sequence[Sequence[float | None]]) -> str:
     """The remedy where equal runs of a script begin with other weights or samples each time; empty where they do not."""
     first = [float(curve[0]) for curve in curves if curve and curve[0] is not None]
-    scale = np.nanmean(np.abs(np.concatenate([_numbers(curve) for curve in curves]))) if first else 0.0
+    scale = np.nanmean(np.abs(np.array([loss for curve in curves for loss in curve], dtype=float))) if first else 0.0
     if not first or max(first) - min(first) <= ONE_START * scale:
         return ""
     return (
@@ -248,10 +248,6 @@ def judge_gradient(found: GradientCheck | None, reference: GradientCheck | None,
                 )
             return said
     return ""
-
-
-def _numbers(curve: Sequence[float | None]) -> Floats:
-    return np.array([math.nan if loss is None else loss for loss in curve], dtype=float)
 
 
 def _slope(base: Floats, part: slice) -> float:

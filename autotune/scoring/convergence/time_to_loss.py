@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.scoring.convergence.noise_scale import NoiseScale
+from autotune.scoring.convergence.noise_scale import NoiseScale, bootstrap
 from autotune.scoring.quantiles import Z95
 from autotune.scoring.rates import Estimate, rate_of
 from autotune.scoring.step_times import half_width
@@ -114,7 +114,7 @@ def time_to_loss(result: TrialResult, reference: Reference | None) -> Estimate |
 
 def _losses(result: TrialResult) -> Floats | None:
     """The trial's losses with the odd gap filled in; None if there are none, or more than a tenth is missing."""
-    found = np.array([math.nan if loss is None else loss for loss in result.losses], dtype=float)
+    found = np.array(result.losses, dtype=float)  # None becomes NaN
     good = np.isfinite(found)
     if not good.any() or not good[-1] or (~good).sum() > len(found) / 10:
         return None
@@ -186,9 +186,7 @@ def _replicas(losses: Floats, batch: int, window: float, rng: np.random.Generato
     half = max(1, round(window / batch / 4))
     trend = _centred_mean(losses, half)
     residuals = losses - trend
-    block = max(1, round(n ** (1 / 3)))
-    starts = rng.integers(0, n, size=(REPLICATES, -(-n // block)))
-    index = ((starts[:, :, None] + np.arange(block)).reshape(REPLICATES, -1) % n)[:, :n]
+    index = bootstrap(n, REPLICATES, rng)
     # A mean over 2 half + 1 points takes that share of the noise with it; put it back.
     return np.asarray(trend + residuals[index] / math.sqrt(1 - 1 / (2 * half + 1)), dtype=float)
 

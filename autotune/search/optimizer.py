@@ -142,18 +142,15 @@ class CandidateOptimizer:
         self.limit = math.log(memory_limit_bytes) if memory_limit_bytes else None
         reference = reference or (candidates[0] if candidates else Candidate(micro_batch_size=1))
         self.catalogue = FeatureTable(knobs if knobs is not None else knobs_of(candidates), reference, prior)
-        self.catalogue.add([reference, *candidates])
-        offered = set(candidates)
-        self._offered = np.array([c in offered for c in self.catalogue.candidates], dtype=bool)
+        self._offered = np.zeros(0, dtype=bool)
+        self._note([reference, *candidates])
+        self.add(candidates)
         self._last: tuple[list[Observation], CostModel] | None = None
 
     def add(self, candidates: Sequence[Candidate]) -> None:
         """More candidates to choose from; those that are there stay."""
-        self.catalogue.add(candidates)
-        offered = np.zeros(len(self.catalogue.candidates), dtype=bool)
-        offered[: len(self._offered)] = self._offered
-        offered[[self.catalogue.row[c] for c in candidates]] = True
-        self._offered = offered
+        self._note(candidates)
+        self._offered[[self.catalogue.row[c] for c in candidates]] = True
 
     def suggest(self, told: Sequence[Observation], busy: Sequence[Candidate] = ()) -> Candidate | None:
         """The next candidate: new, and likely to fit; None if there is none.
@@ -294,9 +291,7 @@ class CandidateOptimizer:
     def _note(self, candidates: Iterable[Candidate]) -> None:
         """Candidates that are looked at and not proposed."""
         self.catalogue.add(list(candidates))
-        self._offered = np.concatenate(
-            [self._offered, np.zeros(len(self.catalogue.candidates) - len(self._offered), dtype=bool)]
-        )
+        self._offered = np.pad(self._offered, (0, len(self.catalogue.candidates) - len(self._offered)))
 
     def _open(self, state: CostModel, busy: Iterable[Candidate]) -> NDArray[np.bool_]:
         taken = state.known | {self.catalogue.row[c] for c in busy if c in self.catalogue.row}

@@ -112,14 +112,8 @@ class Proposer:
             return ()
         return self.advisor().rivals(state.study, candidate, state.measured())
 
-    def claim_as(self, candidate: Candidate, role: str) -> Trial:
-        """Begins the trial of a candidate whose result is there already, the baseline."""
-        asked = self._state.leases.claim(self._state.study)
-        self.describe(asked, candidate, role)
-        return asked
-
     def describe(self, asked: Trial, candidate: Candidate, role: str) -> None:
-        """Notes in the database what a claimed trial measures."""
+        """Notes in the database what a claimed trial measures whose result is there already."""
         (self._sampler or self.start()).force(candidate)
         self._drawn(asked, candidate, role)
 

@@ -179,7 +179,8 @@ class Runner:
         result = self._baseline.run()
         with undisturbed():
             self.state.create()
-            asked = self.proposer.claim_as(baseline, "baseline")
+            asked = self.leases.claim(self.state.study)
+            self.proposer.describe(asked, baseline, "baseline")
             self._teller.tell(asked, baseline, "baseline", self._teller.explained(baseline, result))
         self._baseline.leave_out_batches()
 

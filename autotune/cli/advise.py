@@ -102,7 +102,7 @@ def advise(
     goal, how = _checked(goal, how, {"seq": seq, "global-batch": global_batch, "lora-rank": lora_rank})
     devices = _devices(gpus, nodes, compare, _stated(device_memory, peak_flops, network, host_memory))
     wanted: dict[str, Any] = {
-        "goal": goal, "global_batch": global_batch, "settings": _settled(read_settings(knobs or ())),
+        "goal": goal, "global_batch": global_batch, "settings": read_settings(knobs or ()),
         "tokens": read_amount(tokens or "1B", "--tokens", "10B") if tokens or price else None,
         "price": _price(price) if price else None,
     }  # fmt: skip
@@ -127,17 +127,6 @@ def _checked(goal: str, how: Mapping[str, str], numbers: Mapping[str, int | None
         if number is not None and not 1 <= number <= MOST_TOKENS:
             raise UserError(f"--{name} {number}: a number from 1 to {MOST_TOKENS:,} is needed")
     return given.pop("goal"), given
-
-
-def _settled(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Knobs that `--set` gives, each of which exists and takes its value."""
-    from autotune.space.candidate import Candidate
-    from autotune.space.deepspeed import check_setting
-
-    for name, value in settings.items():
-        check_setting(name, value, name)
-    Candidate.of({"micro_batch_size": 1, **settings})
-    return settings
 
 
 def _said(found: Sequence[Any], output: Path | None, *, as_json: bool) -> int:

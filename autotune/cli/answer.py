@@ -32,17 +32,18 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Print the evidence for a study's answer."""
-    from autotune.report import explain as explanations
+    from autotune.report.explain import Evidence
     from autotune.session import open_study
+    from autotune.study.spec.yaml_file import read_setting
 
     if why_not is not None and what_if:
         raise UserError("explain: give --why-not or --what-if, not both")
     opened = open_study(study, storage)
-    evidence = explanations.Evidence(opened.answer, opened.report)
+    evidence = Evidence(opened.answer, opened.report)
     if why_not is not None:
-        said = evidence.why_not(*explanations.read_setting(why_not))
+        said = evidence.why_not(*read_setting(why_not))
     elif what_if:
-        said = evidence.what_if(dict(map(explanations.read_setting, what_if)))
+        said = evidence.what_if(dict(map(read_setting, what_if)))
     else:
         said = evidence.choice()
     print(json.dumps(said.to_data(), indent=1) if as_json else "\n".join(said.lines()))

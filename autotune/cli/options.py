@@ -136,17 +136,14 @@ def command_of(function: Function, path: str, text: str) -> Any:
     added = {key: _parameter(key, _option_of(key, said)) for key, said in settings.items()}
 
     def call(**given: Any) -> None:
+        from autotune.report.results import errors_in_words
+
         if "settings" in own:
             given["settings"] = {key: _joined(key, given.pop(key)) for key in added}
             if "script_args" in given:
                 given["settings"]["script_args"] = tuple(given.pop("script_args") or ()) or None
-        try:
+        with errors_in_words():
             status = function(**given)
-        except Exception as error:
-            database = sys.modules.get("autotune.study.storage.database")  # no command needs it that has not opened one
-            if database is None or (said := database.in_words(error)) is None:
-                raise
-            raise said from error
         if status:
             raise typer.Exit(status)
 
@@ -223,18 +220,10 @@ def same_command(*left_out: str) -> str:
 
 
 def read_settings(settings: Sequence[str]) -> dict[str, str | int | float | bool | None]:
-    """Knobs from KEY=VALUE texts."""
-    from autotune.space.deepspeed import check_plain
-    from autotune.study.spec.yaml_file import read_value
+    """Knobs from KEY=VALUE texts, which make a candidate."""
+    from autotune.space.candidate import Candidate
+    from autotune.study.spec.yaml_file import read_setting
 
-    found: dict[str, str | int | float | bool | None] = {}
-    for text in settings:
-        name, equals, value = text.partition("=")
-        if not (name and equals and value):
-            raise UserError(f"--set {text}: KEY=VALUE is needed, as in --set zero_stage=3")
-        read = read_value(value)
-        if not isinstance(read, str | int | float | bool | None):
-            raise UserError(f"--set {text}: a plain value is needed, not {value!r}, as in --set zero_stage=3")
-        check_plain(read, f"--set {name}")
-        found[name.strip()] = read
+    found = dict(map(read_setting, settings))
+    Candidate.of({"micro_batch_size": 1, **found})  # its own fields have no default of DeepSpeed's
     return found

@@ -8,15 +8,14 @@ from typing import Any
 
 from optuna.study import Study
 
-from autotune.errors import UserError, printable
+from autotune.errors import printable
 from autotune.report.data import Data, StudyReport, differences, metric_scale, quantity, times
 from autotune.report.expectations import Expectations
 from autotune.scoring.measured import improvement, weighted_gain
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.recommend import PICKS
-from autotune.space.candidate import Candidate, check_knob, check_value
-from autotune.space.deepspeed import Scalar, check_setting
-from autotune.study.spec.yaml_file import read_value
+from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import Scalar
 from autotune.system.units import format_bytes
 from autotune.trial.result import RAN, Outcome
 
@@ -72,23 +71,6 @@ class Explanation:
             end = ", ".join([f"trial {m['trial']}: {_end(m)}", *figures])
             found.append(f"  {end}{'; it has ' + ', '.join(m['differs']) if m['differs'] else ''}")
         return found + ([""] + [f"- {reason}" for reason in self.reasons] if self.reasons else [])
-
-
-def read_setting(text: str) -> tuple[str, Scalar]:
-    """A knob and a value from `KEY=VALUE`."""
-    name, equals, given = text.partition("=")
-    name = name.strip()
-    if not equals or not name:
-        raise UserError(f"{text!r}: KEY=VALUE is needed, as in zero_stage=3")
-    value: Scalar = read_value(given)
-    if isinstance(value, dict | list):
-        raise UserError(f"{text!r}: a single value is needed, as in zero_stage=3")
-    check_knob(name)
-    if value is None or given.strip() == "default":
-        return name, None
-    check_value(name, value)
-    check_setting(name, value, name)
-    return name, value
 
 
 class Evidence:

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from autotune.cli.app import app
 from autotune.errors import UserError
 from autotune.report import load
-from autotune.report.explain import Evidence, read_setting
+from autotune.report.explain import Evidence
 from autotune.space.candidate import Candidate
+from autotune.study.spec.yaml_file import read_setting
 from autotune.study.storage import records
 from autotune.trial.result import Outcome
 
@@ -244,7 +245,7 @@ def test_a_setting_is_read(text, expected):
     ("text", "why"),
     [
         ("zero_stage", "KEY=VALUE is needed"), ("zero_stag=3", "Did you mean 'zero_stage'"), ("zero_stage=9", "zero_stage"),
-        ("zero_optimization.overlap_com=1", "overlap_com"), ("micro_batch_size=[1]", "a single value"),
+        ("zero_optimization.overlap_com=1", "overlap_com"), ("micro_batch_size=[1]", "a plain value"),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_refused_in_a_sentence(text, why):

@@ -11,7 +11,8 @@ from yaml.constructor import ConstructorError
 from yaml.reader import ReaderError
 
 from autotune.errors import SpecError, UserError
-from autotune.space.deepspeed import DEEPEST
+from autotune.space.candidate import check_knob, check_value
+from autotune.space.deepspeed import DEEPEST, Scalar, check_setting
 from autotune.system.files import read_text
 
 T = TypeVar("T")
@@ -184,6 +185,25 @@ def read_value(text: str) -> Any:
         return parse_yaml(text, "value")
     except SpecError:
         return text
+
+
+def read_setting(text: str) -> tuple[str, Scalar]:
+    """Returns the knob and the value of KEY=VALUE; None, which `default` reads as too, is DeepSpeed's default.
+
+    Raises:
+        UserError: There is no such knob, or it does not take the value.
+    """
+    name, _, given = (part.strip() for part in text.partition("="))
+    if not (name and given):
+        raise UserError(f"{text!r}: KEY=VALUE is needed, as in zero_stage=3")
+    value = None if given == "default" else read_value(given)
+    if isinstance(value, dict | list):
+        raise UserError(f"{text!r}: a plain value is needed, as in zero_stage=3")
+    check_knob(name)
+    if value is not None:
+        check_value(name, value)
+        check_setting(name, value, name)
+    return name, value
 
 
 def written(value: Any, *, flow: bool) -> str:

@@ -2,7 +2,7 @@
 
 import sys
 from importlib import import_module
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -145,29 +145,17 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(0)
-    except OSError as error:
-        from autotune.system import files
-
-        if (said := files.words(error)) is None:  # neither a full disk nor a folder that cannot be written
-            _end_by(error)
-        print(f"autotune: {said}", file=sys.stderr)
-        sys.exit(2)
     except Exception as error:
-        _end_by(error)
+        from autotune.system import error_log
+
+        print(f"autotune: {error_log.sentence(error)}", file=sys.stderr)
+        sys.exit(error_log.STATUS)
 
 
 def _unraised(found: "sys.UnraisableHookArgs") -> None:
     """Show what is raised where nothing can catch it, as Python does; an interrupt there needs no traceback."""
     if not issubclass(found.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(found)
-
-
-def _end_by(error: Exception) -> NoReturn:
-    """End with the status and the sentence of an error of autotune itself."""
-    from autotune.system import error_log
-
-    print(f"autotune: {error_log.sentence(error)}", file=sys.stderr)
-    sys.exit(error_log.STATUS)
 
 
 def _stop_behind(error: BaseException | None) -> KeyboardInterrupt | None:

@@ -258,6 +258,8 @@ def errors_in_words() -> Iterator[None]:
     """
     try:
         yield
+    except UserError:
+        raise
     except OSError as error:
         said = files.words(error)
         if said is None:

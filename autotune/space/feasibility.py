@@ -38,6 +38,12 @@ def count_legal(space: SearchSpace, default: Candidate, setting: Setting, limit:
     return round(alive.size(default) * legal / DRAWS), False
 
 
+def holds_another(space: SearchSpace, default: Candidate, setting: Setting) -> bool:
+    """Whether a space holds anything besides the default that can run."""
+    others = (candidate for candidate in space.candidates(default) if candidate != default)
+    return any(first_broken(candidate, setting, RULES) is None for candidate in others)
+
+
 def dead_values(space: SearchSpace, default: Candidate, setting: Setting) -> dict[tuple[str, Scalar], str]:
     """The values that are illegal in every combination, with the reason.
 

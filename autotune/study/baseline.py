@@ -150,7 +150,7 @@ class BaselineTrial:
             self._events.say(said)
             low = plan.setting.global_batch[0] if plan.setting.global_batch else 1
             # With all values, as Optuna wants the same ones in every trial.
-            self._state.narrow(plan.space, replace(plan.setting, global_batch=(low, most)))
+            self._state.narrow(global_batch=(low, most))
 
     def _largest_batch(self) -> int:
         """The largest global batch whose branch the study can give the time for; 0 where that leaves nothing out."""
@@ -169,8 +169,7 @@ class BaselineTrial:
         if not any(most < batch <= high for batch in global_batches(plan.space, baseline, world)):
             return 0
         setting = replace(plan.setting, global_batch=(int(low), most))
-        others = (c for c in plan.space.candidates(baseline) if c != baseline)
-        return most if any(why_illegal(c, setting) is None for c in others) else 0
+        return most if feasibility.holds_another(plan.space, baseline, setting) else 0
 
     def _measure_noise(self) -> None:
         """Measures the gradient noise scale once, if an objective needs it."""
@@ -232,8 +231,7 @@ class BaselineTrial:
         kept = plan.full_space.keeping(batch, world, baseline.micro_batch_size, baseline.ranks_per_replica)
         setting = replace(plan.setting, global_batch=(batch, batch))  # accumulation cannot make up for every degree
         space = feasibility.pruned(kept, baseline, setting)
-        others = (c for c in space.candidates(baseline) if c != baseline)
-        if all(why_illegal(c, setting) is not None for c in others):
+        if not feasibility.holds_another(space, baseline, setting):
             raise UserError(
                 f"{problem}, so that other global batches cannot be compared by {name!r}, and the space varies"
                 " nothing else"
@@ -247,4 +245,4 @@ class BaselineTrial:
             f"{problem}: what other global batches are worth is not known, so the baseline's {batch} is kept; begin anew"
             f" (--fresh) with more of {longer}, or leave {name!r} out of the objectives to vary it all the same"
         )
-        self._state.narrow(space, setting)
+        self._state.narrow(space, global_batch=setting.global_batch)

@@ -136,7 +136,8 @@ class TrialMeasurer:
                 self._events.say(
                     f"DeepSpeed's {op} cannot be built here, so configurations that need it are not tried: {failure}"
                 )
-                self._state.forbid_op(op, failure)
+                missing = {**dict(self._state.plan.setting.missing_ops), op: failure}
+                self._state.narrow(missing_ops=tuple(missing.items()))
 
     def _telling(self, op: str) -> Callable[[], None]:
         """What ticks while an op is compiled, and says so first: one that is there already takes no time."""

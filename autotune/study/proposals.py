@@ -3,7 +3,6 @@
 import math
 import zlib
 from collections import Counter
-from dataclasses import replace
 
 from optuna.trial import Trial, TrialState
 
@@ -236,7 +235,7 @@ class Proposer:
             f"{' and '.join(unsafe)} is no longer proposed: the model mixes number types that this cannot multiply, at which"
             f" {autocast.MAX_MISMATCHES} trials ended"
         )
-        self._state.forbid_precisions(unsafe)
+        self._state.narrow(unsafe_precisions=unsafe)
 
     def _drop_long_batches(self) -> None:
         """Leaves out the global batches with which the script is over before its step time is known, as a trial showed."""
@@ -255,7 +254,7 @@ class Proposer:
         )
         self._events.say(said)
         records.note_left_out(self._state.study, "few steps", said)
-        self._state.narrow(plan.space, replace(plan.setting, global_batch=(int(low), int(most))))
+        self._state.narrow(global_batch=(int(low), int(most)))
 
     def _drop_other_losses(self) -> None:
         """Keeps the baseline's micro-batch once a trial with another one has trained with another loss."""
@@ -266,4 +265,4 @@ class Proposer:
         said = "micro-batches other than the baseline's are not tried: they train with another loss"
         self._events.say(said)
         records.note_left_out(state.study, "another loss", said)
-        state.narrow(state.plan.space, replace(setting, only_micro_batch=state.plan.baseline.micro_batch_size))
+        state.narrow(only_micro_batch=state.plan.baseline.micro_batch_size)

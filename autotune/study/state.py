@@ -21,7 +21,6 @@ from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.objective import Objective
 from autotune.space.candidate import CANDIDATE_ATTR
-from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.study.setup.plan import Plan
 from autotune.study.spec.spec import StudySpec
@@ -35,7 +34,7 @@ class StudyState:
     """A study while it runs.
 
     Attributes:
-        plan: The plan, narrowed by `narrow` and `forbid_precisions` as the run learns.
+        plan: The plan, narrowed by `narrow` as the run learns.
         reference: The baseline's loss curve and noise scale; None before it completes.
         objectives: The objectives, without those that the baseline could not measure.
         learning_rate: How the learning rate follows the global batch.
@@ -135,19 +134,10 @@ class StudyState:
     def _wants_branches(self) -> bool:
         return self.spec.branch and self.plan.replicated
 
-    def narrow(self, space: SearchSpace, setting: Setting) -> None:
-        """Searches only this space from now on, and what is legal in this setting."""
-        self.plan = replace(self.plan, space=space, setting=setting)
-
-    def forbid_precisions(self, names: tuple[str, ...]) -> None:
-        """Proposes none of these precisions from now on."""
-        self.plan = replace(self.plan, setting=replace(self.plan.setting, unsafe_precisions=names))
-
-    def forbid_op(self, name: str, why: str) -> None:
-        """Proposes nothing from now on that needs an op of DeepSpeed which could not be built."""
-        setting = self.plan.setting
-        missing = tuple({**dict(setting.missing_ops), name: why}.items())
-        self.plan = replace(self.plan, setting=replace(setting, missing_ops=missing))
+    def narrow(self, space: SearchSpace | None = None, **setting: Any) -> None:
+        """Searches only this space from now on, and what is legal where these fields of the setting are so."""
+        plan = self.plan
+        self.plan = replace(plan, space=space or plan.space, setting=replace(plan.setting, **setting))
 
     # Reading.
 

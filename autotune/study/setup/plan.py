@@ -225,7 +225,7 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
         if wanted:  # the accumulation cannot make up for every degree
             setting = replace(setting, global_batch=(baseline.global_batch_size(setting.world_size),) * 2)
     pruned = feasibility.pruned(space, baseline, setting)
-    if not any(c != baseline and why_illegal(c, setting) is None for c in pruned.candidates(baseline)):
+    if not feasibility.holds_another(pruned, baseline, setting):
         refused = feasibility.dead_values(space, baseline, setting).values()
         why = next(iter(refused), "only the baseline itself can")
         raise UserError(f"no candidate of the search space can run here: {why}")

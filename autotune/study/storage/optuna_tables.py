@@ -141,6 +141,16 @@ def study_id(study: Study) -> int:
     return study._study_id
 
 
+def study_attr(study: Study, key: str, default: Any = None) -> Any:
+    """A system attribute of a study: for programs, as dashboards do not list it."""
+    return storage_of(study).get_study_system_attrs(study_id(study)).get(key, default)
+
+
+def set_study_attr(study: Study, key: str, value: Any) -> None:
+    """Store a system attribute of a study."""
+    storage_of(study).set_study_system_attr(study_id(study), key, value)
+
+
 def trial_id(trial: Trial | FrozenTrial) -> int:
     """The trial's id in its storage."""
     return trial._trial_id

@@ -8,7 +8,7 @@ from pathlib import Path
 from optuna.study import Study
 
 from autotune.study.storage.database import StoreError
-from autotune.study.storage.optuna_tables import storage_of, study_id
+from autotune.study.storage.optuna_tables import set_study_attr, study_attr
 from autotune.system import files
 
 FILE = ".project"
@@ -32,7 +32,7 @@ def kept_key(studies: Path) -> str:
 def mark(study: Study, studies: Path) -> None:
     """Note in the database whose study it is."""
     owner = {"key": key_of(studies), "folder": f"{studies.absolute()} on {platform.node()}"}
-    storage_of(study).set_study_system_attr(study_id(study), ATTR, owner)
+    set_study_attr(study, ATTR, owner)
 
 
 def is_own(study: Study, studies: Path) -> bool:
@@ -51,5 +51,5 @@ def check_own(study: Study, studies: Path) -> None:
 
 
 def _owner(study: Study) -> dict[str, str]:
-    found = storage_of(study).get_study_system_attrs(study_id(study)).get(ATTR)
+    found = study_attr(study, ATTR)
     return found if isinstance(found, dict) else {}

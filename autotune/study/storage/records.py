@@ -31,7 +31,7 @@ from autotune.space.rule import Setting
 from autotune.study.spec.spec import StudySpec, check_name
 from autotune.study.storage import database, history
 from autotune.study.storage.database import Storage
-from autotune.study.storage.optuna_tables import CachedStorage, storage_of, study_id
+from autotune.study.storage.optuna_tables import CachedStorage, set_study_attr, storage_of, study_attr, study_id
 from autotune.system import files, redaction
 from autotune.trial.command import Invocation
 from autotune.trial.folder import read_record
@@ -106,13 +106,12 @@ def note_settings(study: Study, spec: StudySpec) -> None:
     """Store the run's budget and search settings for its workers."""
     stated = {name: getattr(spec, name) for name in (*SETTINGS, *WATCHED)}
     if stated_settings(study) != stated:  # a system attribute, which no dashboard lists
-        storage_of(study).set_study_system_attr(study_id(study), SETTINGS_ATTR, stated)
+        set_study_attr(study, SETTINGS_ATTR, stated)
 
 
 def stated_settings(study: Study) -> dict[str, Any]:
     """What the run's spec states, as `note_settings` stored it; empty if it did not."""
-    found: dict[str, Any] = storage_of(study).get_study_system_attrs(study_id(study)).get(SETTINGS_ATTR, {})
-    return found
+    return dict(study_attr(study, SETTINGS_ATTR, {}))
 
 
 def snapshot(study: Study, *, news: bool = True) -> contextlib.AbstractContextManager[None]:
@@ -196,8 +195,7 @@ def record(study: Study) -> StudyRecord | None:
     Raises:
         StoreError: Another version of autotune wrote it.
     """
-    attrs = storage_of(study).get_study_system_attrs(study_id(study))
-    text = attrs.get(RECORD_ATTR)
+    text = study_attr(study, RECORD_ATTR)
     try:
         return None if text is None else TypeAdapter(StudyRecord).validate_json(text)
     except ValidationError:
@@ -210,7 +208,7 @@ def record(study: Study) -> StudyRecord | None:
 def keep(study: Study, kept: StudyRecord, folder: Path) -> None:
     """Store the record with the study, and in its folder in case that the database is lost."""
     text = json.dumps(redaction.redact(TypeAdapter(StudyRecord).dump_python(kept, mode="json")))
-    storage_of(study).set_study_system_attr(study_id(study), RECORD_ATTR, text)
+    set_study_attr(study, RECORD_ATTR, text)
     files.write_text(folder / RECORD_FILE, text)
 
 
@@ -227,41 +225,41 @@ def note_end(study: Study, why: str) -> None:
 
 def note_time(study: Study, *, wall_s: float, ends_s: float) -> None:
     """Store how long a study has taken, all of its runs together, and the Unix time at which it is expected to end."""
-    for key, value in ((WALL_ATTR, wall_s), (ENDS_ATTR, ends_s)):
-        storage_of(study).set_study_system_attr(study_id(study), key, value)
+    set_study_attr(study, WALL_ATTR, wall_s)
+    set_study_attr(study, ENDS_ATTR, ends_s)
 
 
 def wall_s(study: Study) -> float:
     """Seconds that a study has taken, as far as its runs have stored; 0 where none has."""
-    return float(storage_of(study).get_study_system_attrs(study_id(study)).get(WALL_ATTR, 0.0))
+    return float(study_attr(study, WALL_ATTR, 0.0))
 
 
 def ends_s(study: Study) -> float | None:
     """The Unix time at which a study that is run is expected to end; None before its first trial has ended."""
-    return storage_of(study).get_study_system_attrs(study_id(study)).get(ENDS_ATTR)
+    found: float | None = study_attr(study, ENDS_ATTR)
+    return found
 
 
 def note_unchecked(study: Study, seconds: float) -> None:
     """Store how long the check that decides the answer takes, which was not made for want of time."""
-    storage_of(study).set_study_system_attr(study_id(study), UNCHECKED_ATTR, seconds)
+    set_study_attr(study, UNCHECKED_ATTR, seconds)
 
 
 def unchecked_s(study: Study) -> float:
     """Seconds that the check takes which was not made; 0 if none was left out."""
-    return float(storage_of(study).get_study_system_attrs(study_id(study)).get(UNCHECKED_ATTR, 0.0))
+    return float(study_attr(study, UNCHECKED_ATTR, 0.0))
 
 
 def note_left_out(study: Study, why: str, said: str) -> None:
     """Store what a run does not try, in a sentence, under a word for the reason; an empty text if nothing."""
     found = left_out(study)
     if found.get(why, "") != said:
-        storage_of(study).set_study_system_attr(study_id(study), LEFT_OUT_ATTR, found | {why: said})
+        set_study_attr(study, LEFT_OUT_ATTR, found | {why: said})
 
 
 def left_out(study: Study) -> dict[str, str]:
     """What the last run does not try, in a sentence, by a word for the reason."""
-    found: dict[str, str] = storage_of(study).get_study_system_attrs(study_id(study)).get(LEFT_OUT_ATTR, {})
-    return found
+    return dict(study_attr(study, LEFT_OUT_ATTR, {}))
 
 
 def told_trials(study: Study) -> list[FrozenTrial]:
@@ -293,11 +291,11 @@ def _with_result(study: Study) -> list[FrozenTrial]:
 def note_baseline(study: Study, measured: dict[str, Any]) -> None:
     """Store what a baseline that crashed at first measured later, in place of its trial's: a told trial cannot be changed."""
     stated: dict[str, Any] = {"measured": json.dumps(measured), "at_s": time.time()}
-    storage_of(study).set_study_system_attr(study_id(study), BASELINE_ATTR, stated)
+    set_study_attr(study, BASELINE_ATTR, stated)
 
 
 def _as_measured_later(study: Study, crashed: FrozenTrial) -> FrozenTrial:
-    later = storage_of(study).get_study_system_attrs(study_id(study)).get(BASELINE_ATTR)
+    later = study_attr(study, BASELINE_ATTR)
     if later is None:
         return crashed
     told = copy.copy(crashed)
@@ -424,9 +422,9 @@ def succeed(study: Study, later: str) -> None:
 
 def note_restoring(study: Study, *, restoring: bool) -> None:
     """Store whether results of the study's folder are still to be told to a new database."""
-    storage_of(study).set_study_system_attr(study_id(study), RESTORING_ATTR, restoring)
+    set_study_attr(study, RESTORING_ATTR, restoring)
 
 
 def is_restoring(study: Study) -> bool:
     """Whether a run has begun to tell the results of the study's folder to a new database, and has not ended it."""
-    return bool(storage_of(study).get_study_system_attrs(study_id(study)).get(RESTORING_ATTR))
+    return bool(study_attr(study, RESTORING_ATTR))

@@ -95,11 +95,9 @@ class PhysicsSampler(LegalSampler):
 
     def _chosen(self, study: Study, trial: FrozenTrial) -> Candidate | None:
         """The legal new candidate that the guide expects most of; None, with `exhausted` set, when none is left or fits."""
-        known, told = self._known(study), self.told(study)
-        guide = self.guide
+        busy, told, guide = list(self._known(study)), self.told(study), self.guide
         if not self._whole:
             self._refine(told)
-        busy = [Candidate.from_key(key) for key in known if key]
         proposed = guide.suggest([*told, *self._imagined(study, told)], busy)
         if proposed is None:
             self.exhausted, self.why_exhausted = True, stopping.nothing_left(guide.left(told, busy), guide.limit)
@@ -145,8 +143,7 @@ class PhysicsSampler(LegalSampler):
 
     def settled(self, study: Study, below: float) -> str | None:
         """Why nothing better than a share `below` is to be expected of any candidate; None if something is."""
-        busy = [Candidate.from_key(key) for key in self._known(study) if key]
-        return stopping.settled(self.guide, self.told(study), busy, below)
+        return stopping.settled(self.guide, self.told(study), list(self._known(study)), below)
 
     def rivals(self, study: Study, candidate: Candidate, measured: Sequence[Measured]) -> tuple[TrialToBeat, ...]:
         """Whom a trial of the candidate is compared with while it runs."""
@@ -155,24 +152,6 @@ class PhysicsSampler(LegalSampler):
     def beliefs(self, study: Study, candidates: Sequence[Candidate]) -> Beliefs:
         """What the trials so far let one expect of candidates."""
         return self.guide.beliefs(self.told(study), candidates)
-
-    def _known(self, study: Study) -> set[str]:
-        states = [state for state in TrialState if state is not TrialState.FAIL]
-        return {
-            self._candidate_of(t).key
-            for t in study.get_trials(deepcopy=False, states=states)
-            if t.params or CANDIDATE_ATTR in t.user_attrs
-        }
-
-    def _candidate_of(self, trial: FrozenTrial) -> Candidate:
-        if CANDIDATE_ATTR in trial.user_attrs:
-            return Candidate.from_key(trial.user_attrs[CANDIDATE_ATTR])
-        values = {
-            p.name: p.decode(trial.params[p.optuna_name])
-            for p in self._space.parameters
-            if p.optuna_name in trial.params
-        }
-        return self._space.candidate(values, self._default)
 
     def _as_told(self, trial: FrozenTrial) -> Observation:
         candidate, attrs = self._candidate_of(trial), trial.user_attrs

@@ -95,14 +95,26 @@ class LegalSampler(BaseSampler):
         self.exhausted = found is None
         return found
 
-    def _known(self, study: Study) -> set[str]:
+    def _known(self, study: Study) -> set[Candidate]:
         states = [state for state in TrialState if state is not TrialState.FAIL]  # lost trials are to run again
-        return {trial.user_attrs.get(CANDIDATE_ATTR, "") for trial in study.get_trials(deepcopy=False, states=states)}
+        trials = study.get_trials(deepcopy=False, states=states)
+        return {self._candidate_of(t) for t in trials if t.params or CANDIDATE_ATTR in t.user_attrs}
 
-    def _fits(self, candidate: Candidate, known: set[str]) -> bool:
-        return candidate.key not in known and why_illegal(candidate, self._setting) is None
+    def _candidate_of(self, trial: FrozenTrial) -> Candidate:
+        """The candidate of a trial; where another program told it, by its parameters."""
+        if CANDIDATE_ATTR in trial.user_attrs:
+            return Candidate.from_key(trial.user_attrs[CANDIDATE_ATTR])
+        values = {
+            p.name: p.decode(trial.params[p.optuna_name])
+            for p in self._space.parameters
+            if p.optuna_name in trial.params
+        }
+        return self._space.candidate(values, self._default)
 
-    def _proposed(self, study: Study, trial: FrozenTrial, known: set[str]) -> Candidate | None:
+    def _fits(self, candidate: Candidate, known: set[Candidate]) -> bool:
+        return candidate not in known and why_illegal(candidate, self._setting) is None
+
+    def _proposed(self, study: Study, trial: FrozenTrial, known: set[Candidate]) -> Candidate | None:
         values: dict[str, Scalar] = {}
         for _ in range(self._draws):
             values = self._draw(study, trial)

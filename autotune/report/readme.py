@@ -43,22 +43,22 @@ def render(report: StudyReport) -> str:
     ]) + "\n"  # fmt: skip
 
 
-def study_note(report: StudyReport, link: Callable[[str], str]) -> str:
+def study_note(report: StudyReport, link: Callable[[str], str] | None) -> str:
     """The answer for Optuna's dashboard: the recommendation against the baseline, and every pick's JSON in one click.
 
     Args:
-        link: Address of a pick's JSON.
+        link: Address of a pick's JSON; None where nothing serves it.
     """
     rows = [
         [
-            f"[{title(name)}]({link(name)})",
+            f"[{title(name)}]({link(name)})" if link else title(name),
             str(pick["trial"]),
             _code(words(pick["candidate"])),
             pick_words(report, [name], pick),
         ]
         for name, pick in report.picks.items()
     ]
-    head = ["download the JSON", "trial", "configuration", "against the baseline"]
+    head = ["download the JSON" if link else "pick", "trial", "configuration", "against the baseline"]
     recommended = report.picks.get("recommended")
     figures = [  # between two tables, which would be shown as one
         f"Trial {recommended['trial']} in figures:",
@@ -72,7 +72,7 @@ def study_note(report: StudyReport, link: Callable[[str], str]) -> str:
 
 
 def trial_note(report: StudyReport, row: Data, link: str) -> str:
-    """One trial for Optuna's dashboard: its configuration, what it yielded, how it failed."""
+    """One trial for Optuna's dashboard: its configuration, what it yielded, how it failed; `link` leads to its JSON, if any."""
     point, marks = report.points.get(row["trial"], row), report.marks.get(row["trial"], [])
     end, why = end_words(row)
     return _joined([
@@ -80,7 +80,7 @@ def trial_note(report: StudyReport, row: Data, link: str) -> str:
         "" if row["outcome"] == "complete" else f"**{end}**" + (f": {_plain(why[:500])}" if why else ""),
         _metrics_table(report, point) if measured(point) else "",
         _bullets("What to know:", row.get("caveats")),
-        f"[Download its ds_config.json]({link})",
+        f"[Download its ds_config.json]({link})" if link else "",
     ])  # fmt: skip
 
 
@@ -259,12 +259,6 @@ def store_notes(study: Study, report: StudyReport) -> None:
     """Store what optuna-dashboard shows of a study, and of each trial."""
     from autotune.study.storage import notes
 
-    answer = _without_links(study_note(report, lambda _: ""))
-    trials = {row["trial"]: _without_links(trial_note(report, row, "")) for row in report.trials}
-    notes.write_notes(study, answer, {number: text[:LONGEST_NOTE_CHARS] for number, text in trials.items()})
-
-
-def _without_links(text: str) -> str:
-    """The note without links to `autotune dashboard`, which does not serve these pages."""
-    text = text.replace("\n\n[Download its ds_config.json]()", "").replace("download the JSON", "pick")
-    return re.sub(r"\[([^\]]*)\]\(\)", r"\1", text)
+    # Without links, as plain optuna-dashboard does not serve the JSON.
+    trials = {row["trial"]: trial_note(report, row, "")[:LONGEST_NOTE_CHARS] for row in report.trials}
+    notes.write_notes(study, study_note(report, None), trials)

@@ -45,7 +45,7 @@ def test_machines_waits_and_lost_attempts_are_in_report_note_and_page():
         and WHY in first
         and "40" in second
     )
-    page, note = render(found), readme.study_note(found, lambda _: "")
+    page, note = render(found), readme.study_note(found, None)
     assert WHY in page and "&lt;cpu&gt;" in page and "trial 40: gone" in page and "NODE" in note
     many = dataclasses.replace(found, study={**found.study, "lost": [{"trial": n, "reason": "x"} for n in range(50)]})
     assert len(attempts.lines(many)) == 2 + attempts.MOST_LOST

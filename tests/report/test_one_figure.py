@@ -75,7 +75,7 @@ def test_files_and_library_hold_the_same_numbers(study):
 def test_pages_and_notes_print_that_number(study):
     found, folder = study
     terminal, page = str(StudyResult(found)), (folder / "report.html").read_text()
-    markdown, note = (folder / "README.md").read_text(), readme.study_note(found, lambda _: "")
+    markdown, note = (folder / "README.md").read_text(), readme.study_note(found, None)
     for name, pick in found.picks.items():
         said = pick_words(found, [name], pick)
         assert said in note, name
@@ -123,7 +123,7 @@ def test_speedup_interval_and_baseline_are_the_same_in_all_six_places(study):
     assert f"{times(low, '×')} to {times(high, '×')}" in page
     places = {
         "terminal": " ".join(str(StudyResult(found)).split()),
-        "note": readme.study_note(found, lambda _: ""),
+        "note": readme.study_note(found, None),
         "files": (folder / "README.md").read_text(),
         "notebook": unescape(StudyResult(found)._repr_html_()),
         "first page": unescape(

@@ -6,6 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from autotune.report.series import level_text
 from autotune.retune import fingerprint
 from autotune.retune.comparison import Comparison, DriftCheck
 from autotune.retune.fingerprint import Change
@@ -76,7 +77,8 @@ class Decision:
             found += ["old against new configuration:"]
             width = max(len(name) for name, _, _ in self.differences)
             found += [
-                f"  {name:<{width}}  {_said(before)} -> {_said(after)}" for name, before, after in self.differences
+                f"  {name:<{width}}  {level_text(before)} -> {level_text(after)}"
+                for name, before, after in self.differences
             ]
         if self.duel:
             found += [f"  {line}" for line in self.duel.lines()]
@@ -99,7 +101,3 @@ def explain(differences: Sequence[tuple[str, Any, Any]], changes: Sequence[Chang
     if rest:
         found.append(f"{', '.join(rest)}: no change that was found touches it")
     return found
-
-
-def _said(value: Any) -> str:
-    return "default" if value is None else str(value)

@@ -18,6 +18,7 @@ from autotune.study.setup.plan import Plan
 from autotune.study.storage.records import StudyRecord
 from autotune.system import device
 from autotune.system.machine import processor_name
+from autotune.system.units import format_bytes
 from autotune.trial.workload import Workload
 
 # Share of samples in another class of lengths from which the lengths count as changed.
@@ -121,7 +122,7 @@ class Change:
             case "lengths":
                 return f"{label}: {_lengths_words(self.before)}, now {_lengths_words(self.after)}"
             case "device memory" | "memory limit":
-                return f"{label}: {_size_words(self.before)}, now {_size_words(self.after)}"
+                return f"{label}: {format_bytes(self.before)}, now {format_bytes(self.after)}"
             case "objectives":
                 return f"{label}: {', '.join(differing(self.before, self.after))} changed"
             case "base configuration":
@@ -285,10 +286,6 @@ def _said(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return "; ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _size_words(n_bytes: float) -> str:
-    return f"{n_bytes / 2**30:.4g} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.4g} MiB"
 
 
 def _lengths_words(lengths: Mapping[str, float]) -> str:

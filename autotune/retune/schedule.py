@@ -25,7 +25,7 @@ from autotune.study.storage.history import History, Row
 from autotune.study.storage.leases import Leases
 from autotune.study.storage.urls import VARIABLE
 from autotune.system import signals
-from autotune.system.units import parse_seconds
+from autotune.system.units import format_duration, parse_seconds
 
 SHORTEST_S, LONGEST_S = 60.0, 10 * 366 * 86400.0
 LONGEST_CRON = 128  # characters of the database's column
@@ -111,7 +111,7 @@ class Schedule:
     @property
     def when(self) -> str:
         """The rule in words."""
-        rule = f"every {_duration(self.every_s)}" if self.every_s else f'cron "{self.cron}"'
+        rule = f"every {format_duration(self.every_s)}" if self.every_s else f'cron "{self.cron}"'
         return rule + (", if the environment has changed" if self.on_change else "")
 
     def to_data(self) -> dict[str, Any]:
@@ -328,10 +328,3 @@ class Daemon:
 def moment(at: float | None) -> str:
     """A moment for people, in local time."""
     return "never" if at is None else datetime.datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M")
-
-
-def _duration(seconds: float) -> str:
-    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= length and seconds % length == 0:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"

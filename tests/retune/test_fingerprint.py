@@ -82,7 +82,7 @@ def test_nothing_changed_is_nothing_to_say():
             "base configuration",
             "the baseline's configuration: optimizer.params.lr 0.001, now 0.0001; fp16.enabled not set, now yes",
         ),
-        (of(device_memory_bytes=2**33), "memory limit", "memory limit: 16 GiB, now 8 GiB"),
+        (of(device_memory_bytes=2**33), "memory limit", "memory limit: 16.0 GiB, now 8.00 GiB"),
         (of(space={**SPACE, "zero_stage": [0, 1]}), "space", "search space: new: zero_stage"),
         (
             of(replace(BEFORE, data=DataShape(fields=("int64[*]",), lengths={"128": 0.2, "512": 0.8}, n_seen=100))),

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from autotune.report import pictures
 from autotune.report.data import metric_scale
-from autotune.report.figures import BLUE, GREY, Figure, Trace, axis, error_bars, scatter
+from autotune.report.figures import BLUE, GREY, Figure, axis, error_bars, scatter
 from autotune.report.page.render import fill
 from autotune.report.tables import aligned
 from autotune.scoring.scaling import Interval, Mode, Scale
@@ -192,16 +191,17 @@ def figure(panel: Panel) -> Figure:
 
 def grid(drawn: Sequence[Panel]) -> Figure:
     """All panels in one figure, in rows of three."""
-    n_rows, traces, layout, titles = -(-len(drawn) // PICTURE_COLUMNS), list[Trace](), dict[str, Any](), []
+    from plotly.subplots import make_subplots
+
+    titles = [f"{panel.title} ({panel.unit})" for panel in drawn]
+    found = make_subplots(
+        -(-len(drawn) // PICTURE_COLUMNS), PICTURE_COLUMNS, subplot_titles=titles, vertical_spacing=0.2
+    )
     for i, panel in enumerate(drawn):
-        own, n = figure(panel), i + 1
-        row, column = divmod(i, PICTURE_COLUMNS)
-        top, left = 1 - row / n_rows, column / PICTURE_COLUMNS + 0.03
-        across = {"domain": [left, (column + 1) / PICTURE_COLUMNS - 0.01], "anchor": f"y{n}"}
-        up = {"domain": [top - 0.76 / n_rows, top - 0.06], "anchor": f"x{n}"}
-        layout |= {f"xaxis{n}": own["layout"]["xaxis"] | across, f"yaxis{n}": own["layout"]["yaxis"] | up}
-        traces += [trace | {"xaxis": f"x{n}", "yaxis": f"y{n}", "showlegend": i == 0} for trace in own["data"]]
-        place = {"x": left, "y": top, "xanchor": "left", "yanchor": "top", "xref": "paper", "yref": "paper"}
-        titles.append({"text": f"{panel.title} ({panel.unit})", "showarrow": False, **place})
-    layout |= {"annotations": titles, "legend": {"orientation": "h", "y": -0.06, "yanchor": "top"}}
-    return {"data": traces, "layout": layout | {"margin": {"l": 20, "r": 20, "t": 20, "b": 70}}}
+        own, place = figure(panel), {"row": i // PICTURE_COLUMNS + 1, "col": i % PICTURE_COLUMNS + 1}
+        for trace in own["data"]:
+            found.add_trace(trace | {"showlegend": i == 0}, **place)
+        found.update_xaxes(own["layout"]["xaxis"], **place)
+        found.update_yaxes(own["layout"]["yaxis"], **place)
+    found.update_layout(legend={"orientation": "h", "y": -0.16, "yanchor": "top"})
+    return dict(found.to_dict())

@@ -164,15 +164,6 @@ class Budget:
         budget_s = self._state.spec.time_budget_s
         return budget_s is not None and self.spent_s() > HURRY_SHARE * budget_s
 
-    def affords_check(self, needed_s: float, *, decides: bool) -> bool:
-        """Whether a check keeps to the checks' share of the study's time.
-
-        Args:
-            needed_s: Seconds that it is expected to take.
-            decides: Whether the answer depends on the check, which may then take a larger share.
-        """
-        return needed_s <= self.check_room_s(decides=decides)
-
     def leave_unchecked(self, needed_s: float) -> None:
         """Stores with the study how long all checks take with the one that decides the answer, for advice on a longer run."""
         records.note_unchecked(self._state.study, needed_s + self._checked_s())
@@ -189,7 +180,11 @@ class Budget:
         return "more than the checks' share of the study's time"
 
     def check_room_s(self, *, decides: bool = False) -> float:
-        """Seconds that are left of the checks' share and of the time budget."""
+        """Seconds that are left of the checks' share and of the time budget.
+
+        Args:
+            decides: Whether the answer depends on the check, which may then take a larger share.
+        """
         return max(0.0, min(self._checks_may_take_s(decides=decides) - self._checked_s(), self.room_s()))
 
     def _checks_may_take_s(self, *, decides: bool) -> float:

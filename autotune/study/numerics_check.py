@@ -1,6 +1,5 @@
 """The numerics check: compares the loss curves of finalists with references trained by the baseline's numerics."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -96,14 +95,14 @@ class NumericsCheck:
         theirs_s, own_s = self._needed_s(batch, baseline), self._needed_s(self._own_batch, baseline)
         if batch == self._own_batch:
             return batch if self._budget.affords(own_s) else None, own_s
-        affords = functools.partial(self._budget.affords_check, decides=decides)
+        room_s = self._budget.check_room_s(decides=decides)
         results = (result_in(self._state.trial_path(m.trial)) for m in group)
         if any(result is None or result.gradient is None for result in results):
-            return batch if affords(theirs_s) else None, theirs_s
-        if not group[0].branch_wanted and affords(theirs_s):
+            return batch if theirs_s <= room_s else None, theirs_s
+        if not group[0].branch_wanted and theirs_s <= room_s:
             return batch, theirs_s
         own_s += len(group) * self._curve_s(self._own_batch, baseline)  # their own trials are no curves at that batch
-        affordable = self._budget.affords(own_s) if decides else affords(own_s)
+        affordable = self._budget.affords(own_s) if decides else own_s <= room_s
         return self._own_batch if affordable else None, own_s
 
     def _sums_right(self, m: Measured, baseline: Measured) -> bool:

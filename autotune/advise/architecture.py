@@ -250,9 +250,7 @@ def typical(parameters: float) -> Architecture:
 def read(path: Path) -> Architecture:
     """The model of a Hugging Face `config.json`."""
     try:
-        config = files.json_of(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+        config = files.json_of(files.read_text(path, "MODEL"))
     except ValueError as error:
         raise UserError(f"{path}: not JSON: {error}") from None
     if not isinstance(config, dict):

@@ -114,10 +114,7 @@ def cp(
         file = file / f"{preset}.yaml"
     if file.exists():
         raise UserError(f"cp: {file} exists")
-    try:
-        files.write_text(file, every[preset].read_text())
-    except OSError as error:
-        raise UserError(f"cp: {files.words(error)}") from None
+    files.write_text(file, every[preset].read_text())
     flag = "--space" if preset in presets.presets("search_spaces") else "--objective"
     print(f"wrote {file}; use it with {flag} {file}")
 

@@ -81,10 +81,6 @@ CONFIG_PARAMETERS = {
 DATA_FLAG = re.compile(r"Data: `(--\w+) (\S+)` instead of")
 
 
-class ExportError(UserError):
-    """A format that is not known, or that the study has nothing for."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Exported:
     """A pick in the form that another tool takes.
@@ -108,17 +104,17 @@ class Exported:
             path: The file; its folder is made.
 
         Raises:
-            ExportError: It cannot be written, or is a file that the tuned command reads.
+            UserError: It cannot be written, or is a file that the tuned command reads.
         """
         if path.resolve() in self.own_files or (self.tuned and _holds(path, self.tuned)):
-            raise ExportError(
+            raise UserError(
                 f"export: {path} belongs to the command that the study tuned, its baseline; write to another file, as"
                 f" tuned_{path.name}"
             )
         try:
             files.write_text(path, self.text, named=True)
         except OSError as error:
-            raise ExportError(f"export: {files.words(error)}") from None
+            raise UserError(f"export: {files.words(error)}") from None
 
     def __str__(self) -> str:
         return self.text
@@ -142,10 +138,10 @@ def export(pick: Data, base: Data, format: str, world_size: int, started: Starte
         started: How the script is started; None if a model.py was tuned.
 
     Raises:
-        ExportError: The format is unknown, or does not suit what was tuned.
+        UserError: The format is unknown, or does not suit what was tuned.
     """
     if format not in FORMATS:
-        raise ExportError(f"unknown format {format!r}.{nearest(format, FORMATS)} Known: {', '.join(FORMATS)}")
+        raise UserError(f"unknown format {format!r}.{nearest(format, FORMATS)} Known: {', '.join(FORMATS)}")
     return FORMATS[format](pick, base, world_size, started)
 
 
@@ -198,7 +194,7 @@ deepspeed_config:
 def _command(pick: Data, base: Data, world_size: int, started: Started | None) -> str:
     """The whole command line to paste, below comments on what no flag of it carries."""
     if started is None:
-        raise ExportError("the study tuned a model.py, which no command line starts; use --format deepspeed")
+        raise UserError("the study tuned a model.py, which no command line starts; use --format deepspeed")
     candidate, how, flags = Candidate.of(pick["candidate"]), started.invocation, started.flags
     changes = pick.get("script_side_changes", ())
     values = template_values(candidate.values()) | {DS_CONFIG: started.exported}
@@ -278,7 +274,7 @@ def _check_family(started: Started | None, form: str, what: str) -> None:
     """Refuses a format that the tuned script cannot read; a model.py may stand for a script of any framework."""
     if started is not None and not started.reads(form):
         alternatives = f"--format command shows how to start it, --format deepspeed is its {EXPORTED_CONFIG}"
-        raise ExportError(f"the script reads {what}, since it trains with {started.family}; {alternatives}")
+        raise UserError(f"the script reads {what}, since it trains with {started.family}; {alternatives}")
 
 
 def _hf_args(pick: Data, base: Data, _: int, started: Started | None) -> str:
@@ -390,7 +386,7 @@ def export_pick(report: StudyReport, pick: str | None, number: int | None, form:
 
     Raises:
         StoreError: The study has no such pick or finished trial.
-        ExportError: The format is unknown, or does not suit what was tuned.
+        UserError: The format is unknown, or does not suit what was tuned.
     """
     chosen, base = pick_or_trial(report, pick, number), report.study["base_config"]
     which = f"--pick {shlex.quote(pick)} " if pick else f"--trial {number} " if number is not None else ""

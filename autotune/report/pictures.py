@@ -9,16 +9,12 @@ from autotune.errors import UserError
 WIDTH_PX, HEIGHT_PX, SCALE = 1240, 560, 2.0
 
 
-class PictureError(UserError):
-    """Pictures cannot be drawn on this machine."""
-
-
 def write(figures: Mapping[Path, Mapping[str, Any]], *, height_px: int = HEIGHT_PX) -> None:
-    """Writes each figure as PNG to its path; a PictureError if kaleido or a browser is missing or failed."""
+    """Writes each figure as PNG to its path; a UserError if kaleido or a browser is missing or failed."""
     try:
         import kaleido  # noqa: F401
     except ImportError:
-        raise PictureError("PNG needs the package kaleido: pip install kaleido") from None
+        raise UserError("PNG needs the package kaleido: pip install kaleido") from None
     import plotly.graph_objects as go
     import plotly.io as pio
 
@@ -27,7 +23,5 @@ def write(figures: Mapping[Path, Mapping[str, Any]], *, height_px: int = HEIGHT_
         pio.write_images(drawn, list(figures), format="png", width=WIDTH_PX, height=height_px, scale=SCALE)
     except Exception as error:  # kaleido and the browser raise exceptions of many kinds
         if "chrome" in f"{type(error).__name__} {error}".lower():
-            raise PictureError(
-                "PNG needs an installed Chromium or Chrome (Debian: apt-get install chromium)"
-            ) from error
-        raise PictureError(f"the browser drew no PNG: {type(error).__name__}: {error}") from error
+            raise UserError("PNG needs an installed Chromium or Chrome (Debian: apt-get install chromium)") from error
+        raise UserError(f"the browser drew no PNG: {type(error).__name__}: {error}") from error

@@ -14,10 +14,6 @@ from autotune.system.units import finite, parse_bytes, parse_seconds
 from autotune.trial.result import TrialResult
 
 
-class ObjectiveError(UserError):
-    """An objective or a constraint that cannot be read, or not be measured on this target."""
-
-
 def parse_amount(value: Any, metric: str) -> float:
     """An amount of a metric, in the metric's unit; bytes and seconds may carry a unit (`4GiB`, `250ms`)."""
     match METRICS[metric].unit:
@@ -176,7 +172,7 @@ def check_measurable(
     for metric, reason in found.missing.items():
         name = next((objective.name for objective in objectives if objective.metric == metric), None)
         what = f"objective {name!r}" if name else "constraint"
-        raise ObjectiveError(f"{what}: {metric} cannot be measured on this target: {reason}")
+        raise UserError(f"{what}: {metric} cannot be measured on this target: {reason}")
 
 
 def _why_missing(metric: str, reference: Reference | None) -> str:

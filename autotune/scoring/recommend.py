@@ -206,10 +206,13 @@ def _extremes(
     """The best trials by one metric each, and those that would be if they passed their checks."""
     picks: dict[str, Pick] = {}
     unchecked, passed = [], {m.trial for m in sound}
+    compared = [
+        m for m in ranked if estimates.baseline is None or estimates.speedup(m)
+    ]  # by throughput, with the baseline
     for name, metric in PICKS.items():
         if metric == GOODPUT and metric not in {o.metric for o in objectives}:
             continue
-        told = [m for m in ranked if m.metrics.get(metric) and (metric == MEMORY or _tells(m, estimates))]
+        told = [m for m in (ranked if metric == MEMORY else compared) if m.metrics.get(metric)]
         if not told:
             continue
         told.sort(key=lambda m: -improvement(log_ratio(m, ranked[0], metric), metric))
@@ -234,11 +237,6 @@ def _better_by_one(best: Measured, extremes: Mapping[str, Pick], known: Measured
         if pick.first is not None and pick.measured.trial == best.trial and pick.first.trial != known.trial:
             better.setdefault(pick.first.trial, (pick.first, []))[1].append(METRICS[PICKS[name]].label)
     return [text for first, labels in better.values() for text in passed_by(first, best, " and ".join(labels))]
-
-
-def _tells(measured: Measured, estimates: Estimates) -> bool:
-    """Whether the throughput can be compared with the baseline's, if there is one."""
-    return estimates.baseline is None or estimates.speedup(measured) is not None
 
 
 def _confirmed(best: Measured, sound: Sequence[Measured], estimates: Estimates, metric: str) -> Measured:

@@ -32,10 +32,6 @@ THREADS, COMPILATION = "OMP_NUM_THREADS", "ACCELERATE_DYNAMO_"
 SHELL_SIGNS = re.compile(r"[&|;<>()$`*?\n#~]")
 
 
-class InvocationError(UserError):
-    """A command line that cannot be tuned."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Invocation:
     """A training script and how it is started.
@@ -86,7 +82,7 @@ def check_templates(texts: Iterable[str], where: str) -> None:
         for name in re.findall(r"\{([A-Za-z_]+)\}", text):
             hint = nearest(name, TEMPLATES) if name not in TEMPLATES else ""
             if hint:
-                raise InvocationError(f"{where}: {{{name}}} is no template.{hint} Known: {', '.join(TEMPLATES)}")
+                raise UserError(f"{where}: {{{name}}} is no template.{hint} Known: {', '.join(TEMPLATES)}")
 
 
 def fill(text: str, values: Mapping[str, Scalar]) -> str:

@@ -91,7 +91,7 @@ WRONG = {
     "7B --gpus 8xH1000": "unknown card 'H1000'",
     "7B --gpus 0xH100": "0 devices",
     "7B --gpus 2x8xH100 --nodes 2": "twice",
-    "nix.json --gpus H100": "cannot be read",
+    "nix.json --gpus H100": "there is no file nix.json",
     "nix.py --gpus H100": "no file nix.py",
     "7B --gpus H100 --method lorra": "Did you mean 'lora'",
     "7B --gpus H100 --goal speed": "throughput, latency, memory, cost",

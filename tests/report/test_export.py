@@ -11,7 +11,8 @@ import yaml
 from support.commands import read_by_deepspeed
 from support.instant import Instant, failed, report, runner_of
 
-from autotune.report.export import FORMATS, Exported, ExportError, deepspeed_config, export, export_pick, notes
+from autotune.errors import UserError
+from autotune.report.export import FORMATS, Exported, deepspeed_config, export, export_pick, notes
 from autotune.report.load import load
 from autotune.report.started import Started
 from autotune.space.candidate import Candidate, from_deepspeed
@@ -182,7 +183,7 @@ def test_what_loads_the_data_becomes_flags_that_the_trainer_reads():
 
 def test_an_unknown_format_is_refused_with_the_known_ones():
     with pytest.raises(
-        ExportError, match=r"'acelerate'.*Did you mean 'accelerate'.*deepspeed, accelerate, hf-args, command"
+        UserError, match=r"'acelerate'.*Did you mean 'accelerate'.*deepspeed, accelerate, hf-args, command"
     ):
         exported(CANDIDATES[0], "acelerate")
 
@@ -295,7 +296,7 @@ def test_a_format_that_the_tuned_script_cannot_read_is_refused_with_the_right_on
         if family in families:
             assert export(pick(CANDIDATES[1]), BASE, form, 2, started)
         else:
-            with pytest.raises(ExportError, match=f"trains with {family}; --format command"):
+            with pytest.raises(UserError, match=f"trains with {family}; --format command"):
                 export(pick(CANDIDATES[1]), BASE, form, 2, started)
 
 
@@ -466,9 +467,9 @@ def test_the_configuration_that_was_tuned_is_not_written_over(tmp_path):
     )
     (tmp_path / "ds_config.json").write_text("mine")
     (tmp_path / "base.json").write_text('{"zero_optimization": {"stage": 3}}')  # of a model.py, wherever it lies
-    with pytest.raises(ExportError, match="its baseline; write to another file"):
+    with pytest.raises(UserError, match="its baseline; write to another file"):
         found.write(tmp_path / "base.json")
-    with pytest.raises(ExportError, match="its baseline; write to another file"):
+    with pytest.raises(UserError, match="its baseline; write to another file"):
         found.write(tmp_path / "." / "ds_config.json")
     found.write(tmp_path / "tuned_ds_config.json")
     os.mkfifo(tmp_path / "pipe")  # written to, and never read from: nobody would ever answer
@@ -501,5 +502,5 @@ def test_a_trial_that_is_no_pick_is_exported_with_what_is_wrong_with_it(tmp_path
 
 
 def test_a_model_has_no_command():
-    with pytest.raises(ExportError, match="no command line starts"):
+    with pytest.raises(UserError, match="no command line starts"):
         export(pick(CANDIDATES[0]), BASE, "command", 2)

@@ -155,7 +155,7 @@ def test_without_kaleido_or_a_browser_png_is_refused_with_the_remedy(report, tmp
     else:
         pytest.importorskip("kaleido")
         monkeypatch.setattr("plotly.io.write_images", refuse)
-    with pytest.raises(pictures.PictureError, match=remedy):
+    with pytest.raises(pictures.UserError, match=remedy):
         files.draw(report, tmp_path)
 
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from autotune.errors import UserError
 from autotune.scoring.convergence.noise_scale import ENDLESS, NoiseScale
 from autotune.scoring.convergence.time_to_loss import Reference, time_to_loss
 from autotune.scoring.metrics import METRICS, goodput, measure
-from autotune.scoring.objective import Constraint, Objective, ObjectiveError, check_measurable, score
+from autotune.scoring.objective import Constraint, Objective, check_measurable, score
 from autotune.system.units import parse_bytes, parse_seconds
 from autotune.trial.result import Outcome, StepStats, TrialResult
 
@@ -199,7 +200,7 @@ FLAT = trial(losses=[3.0 + 0.01 * (-1) ** index for index in range(40)])
     ],
 )  # fmt: skip
 def test_what_the_baseline_does_not_yield_stops_the_study_with_a_reason(baseline, objective, limits, said):
-    with pytest.raises(ObjectiveError, match=said):
+    with pytest.raises(UserError, match=said):
         check_measurable(baseline, [objective], limits, Reference.of(baseline))
     good = training(16, 100)
     check_measurable(good, [LATENCY, THROUGHPUT, CONVERGENCE], (), Reference.of(good))

@@ -2,9 +2,9 @@
 
 import pytest
 
+from autotune.errors import UserError
 from autotune.trial.command import (
     Invocation,
-    InvocationError,
     check_templates,
     has_flag,
     start_of,
@@ -27,9 +27,7 @@ def test_templates_become_numbers_and_come_back():
 
 def test_what_is_nearly_a_template_is_refused():
     check_templates(['{"use_reentrant": false} {x} {ds_config}'], "here")
-    with pytest.raises(
-        InvocationError, match=r"here: {micro_batch_siz} is no template. Did you mean 'micro_batch_size'"
-    ):
+    with pytest.raises(UserError, match=r"here: {micro_batch_siz} is no template. Did you mean 'micro_batch_size'"):
         check_templates(["--bsz {micro_batch_siz}"], "here")
 
 

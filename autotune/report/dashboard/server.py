@@ -67,10 +67,6 @@ main p, main li { overflow-wrap: anywhere; }
 """
 
 
-class DashboardError(UserError):
-    """The dashboard cannot be served with these settings."""
-
-
 def is_loopback(host: str) -> bool:
     """Returns whether only this machine can reach a server at that address."""
     if host == "localhost":
@@ -85,7 +81,7 @@ def check_installed() -> None:
     """Checks that the packages of the extra `dashboard` are installed."""
     for module, package in (("optuna_dashboard", "optuna-dashboard"), ("waitress", "waitress")):
         if find_spec(module) is None:
-            raise DashboardError(f"the dashboard needs the package {package}: pip install {package}")
+            raise UserError(f"the dashboard needs the package {package}: pip install {package}")
 
 
 class Application:
@@ -99,7 +95,7 @@ class Application:
         from optuna_dashboard import wsgi
 
         if token is None and not is_loopback(host):
-            raise DashboardError(f"a dashboard at {host} needs a token")
+            raise UserError(f"a dashboard at {host} needs a token")
         self.overlay, self.token, self._local = overlay, token, is_loopback(host)
         self._optuna = wsgi(overlay, artifact_store=overlay)
         self._errors = error_log.Handler()
@@ -360,12 +356,12 @@ def make_server(url: str, studies: Path, host: str, port: int, token: str | None
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
     except OverflowError:
-        raise DashboardError(f"port {port} is not one of 0 to 65535") from None
+        raise UserError(f"port {port} is not one of 0 to 65535") from None
     except (socket.gaierror, UnicodeError, TypeError):  # the last two for names that no name server takes
         here = "leave --host out to serve this machine only"
-        raise DashboardError(f"{host!r} is no address of this machine; {here}") from None
+        raise UserError(f"{host!r} is no address of this machine; {here}") from None
     except OSError as error:
-        raise DashboardError(_why_not(error, host, port)) from None
+        raise UserError(_why_not(error, host, port)) from None
     return Server(application, listening)
 
 

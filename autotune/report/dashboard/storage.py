@@ -46,10 +46,6 @@ READ_ONLY = "this dashboard shows what autotune measured and changes nothing but
 NOTE_VERSION = "dashboard:note_ver"
 
 
-class ReadOnlyError(UserError):
-    """The dashboard shows studies; it does not change them."""
-
-
 class _CachedOverlay:
     """The overlay of one study, renewed in the background.
 
@@ -263,7 +259,7 @@ class DashboardStorage(BaseStorage):
         self._base.set_study_system_attr(study_id, key, value)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise ReadOnlyError(READ_ONLY)
+        raise UserError(READ_ONLY)
 
     create_new_study = delete_study = set_study_user_attr = create_new_trial = _refuse
     set_trial_param = set_trial_state_values = set_trial_intermediate_value = _refuse

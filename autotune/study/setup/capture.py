@@ -18,16 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import SpecError
+from autotune.errors import SpecError, UserError
 from autotune.study.events import SILENT, EventSink
 from autotune.study.spec.spec import StudySpec, stated_command
-from autotune.system import processes
+from autotune.system import files, processes
 from autotune.system.processes import MARK, sweep
 from autotune.system.signals import terminable, undisturbed
 from autotune.trial.command import (
     ALIASES,
     Invocation,
-    InvocationError,
     check_templates,
     start_of,
     templates_in,
@@ -107,7 +106,7 @@ def capture(
         The script with arguments, folder and environment, and notes for the user.
 
     Raises:
-        InvocationError: The command started no rank, or none that can run here.
+        UserError: The command started no rank, or none that can run here.
     """
     masked_command, numbers = with_placeholders(command)
     with (
@@ -119,15 +118,15 @@ def capture(
             run.let_go()
             on_tick()
             time.sleep(0.05)
-        records, log = run.records(), run.last_line()
+        records, log = run.records(), files.last_line(run.log)
     shown = f"`{command}`"
     if not records:
         if code is None:
             said = f"does it wait for something? It said: {log}"
-            raise InvocationError(f"{shown} started no training script within {deadline_s:g} s; {said}")
+            raise UserError(f"{shown} started no training script within {deadline_s:g} s; {said}")
         if code:
-            raise InvocationError(f"{shown} ended with status {code} and started no training script: {log}")
-        raise InvocationError(
+            raise UserError(f"{shown} ended with status {code} and started no training script: {log}")
+        raise UserError(
             f"{shown} started no training script that can be seen: a container, another machine, or Python's -I and -E"
             f" hide it; {NAME_IT}"
         )
@@ -143,7 +142,7 @@ def capture(
         notes.append(f"{name} is the first training that your command starts, and the one that is tuned")
     missing = [name for name in numbers if name not in _names(found)]
     if missing:
-        raise InvocationError(
+        raise UserError(
             f"{shown}: {{{missing[0]}}} did not arrive: it stands neither in the arguments nor in the environment of"
             f" {Path(found.script).name}; write it where the script itself sees it"
         )
@@ -189,7 +188,7 @@ class _Running:
             if path not in self._read:
                 data = json.loads(path.read_text())
                 if "refused" in data:
-                    raise InvocationError(f"the launch command cannot be tuned here: {data['refused']}")
+                    raise UserError(f"the launch command cannot be tuned here: {data['refused']}")
                 self._read[path] = _Record(**data)
         return [self._read[path] for path in sorted(self._read)]
 
@@ -198,11 +197,6 @@ class _Running:
         for path in self._read:
             if not self._read[path].trains:
                 path.with_name(f"{path.name}.go").touch()
-
-    def last_line(self) -> str:
-        """Returns the last line that the command printed."""
-        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1][:500] if lines else "it printed nothing"
 
     def __enter__(self) -> "_Running":
         return self
@@ -229,17 +223,17 @@ def _chosen(records: Sequence[_Record], shown: str) -> _Record:
     scripts = {record.script: record for record in reversed(training or ranks or records)}
     if len(scripts) > 1:
         names = ", ".join(sorted(os.path.relpath(path) for path in scripts))
-        raise InvocationError(f"{shown} starts several scripts ({names}); {NAME_IT}")
+        raise UserError(f"{shown} starts several scripts ({names}); {NAME_IT}")
     chosen = next(iter(scripts.values()))
     if chosen.world_size > chosen.local_world_size:
-        raise InvocationError(
+        raise UserError(
             f"{shown} starts {chosen.local_world_size} of {chosen.world_size} ranks here and the others on other"
             " machines; launch it for one machine, and give --nodes with --executor or --hostfile"
         )
     if not chosen.script:
-        raise InvocationError(f"{shown}: there is no module {chosen.module!r} that {chosen.working_dir} could start")
+        raise UserError(f"{shown}: there is no module {chosen.module!r} that {chosen.working_dir} could start")
     if not os.path.samefile(chosen.python, sys.prefix):
-        raise InvocationError(
+        raise UserError(
             f"{shown} trains with the Python environment {chosen.python}, autotune is installed in {sys.prefix};"
             " install autotune there and run it from there"
         )

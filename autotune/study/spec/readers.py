@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from autotune.errors import SpecError, unknown
 from autotune.scoring.objective import Constraint, Objective
@@ -57,12 +57,9 @@ GlobalBatch = Annotated[Literal["keep", "free"] | tuple[int, int], BeforeValidat
 def read_share(text: str, where: str) -> float:
     """Returns the share of a text such as `0.03` or `3%`, which is below 1."""
     try:
-        share = float(_read_share(text))
-    except ValueError:
-        raise SpecError(f"{where}: {text!r} is not a share such as 0.01 or 1%") from None
-    if not 0 <= share < 1:
-        raise SpecError(f"{where}: {text} is not between 0 and 100%")
-    return share
+        return TypeAdapter[float](Share).validate_python(text)
+    except ValidationError as error:
+        raise SpecError(first_error(error, where, {})) from None
 
 
 def check_keys(data: Iterable[Any], known: Iterable[str], where: str, kind: str = "key ") -> None:

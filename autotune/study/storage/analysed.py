@@ -131,7 +131,8 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConf
     beside = records.repeat_paths(folder, 0) if told.number and paths else {}
     repeats, tail_peaks = _repeated(paths, beside, candidate, kept.reference)
     if data.get("tail"):  # the memory of a run without the worst batch does not compare
-        repeats = {n: values if n in tail_peaks else _without_peak(values) for n, values in repeats.items()}
+        for values in (values for n, values in repeats.items() if n not in tail_peaks):
+            values.pop(PEAK, None)
     # Evaluation or a checkpoint is tried when it is measured again alone: the trial's own reading does not compare.
     more = {PEAK: max(tail_peaks.values())} if tail_peaks and not data.get("tail") else {}
     return Measured(
@@ -179,10 +180,6 @@ def _repeated(
         if result.tail and PEAK in found[n]:
             peaks[n] = found[n][PEAK]
     return found, peaks
-
-
-def _without_peak(values: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in values.items() if name != PEAK}
 
 
 def _failed_again(paths: Iterable[Path], candidate: Candidate) -> str:

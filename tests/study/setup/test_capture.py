@@ -13,8 +13,9 @@ import pytest
 from support.commands import processes_of
 from support.zoo import wait_until
 
+from autotune.errors import UserError
 from autotune.study.setup import capture
-from autotune.trial.command import Invocation, InvocationError
+from autotune.trial.command import Invocation
 
 pytestmark = pytest.mark.process
 
@@ -90,7 +91,7 @@ def test_templates_survive_a_script_of_the_shell(folder):
 
 
 def test_a_template_that_does_not_arrive_is_named(folder):
-    with pytest.raises(InvocationError, match=r"\{micro_batch_size\} did not arrive.*train\.py"):
+    with pytest.raises(UserError, match=r"\{micro_batch_size\} did not arrive.*train\.py"):
         captured("echo {micro_batch_size}; python train.py --zero {zero_stage}")
 
 
@@ -151,7 +152,7 @@ def test_a_command_that_cannot_be_tuned_ends_in_one_sentence(folder, command, sa
         (folder / path).write_text("open('it-ran', 'w')")
     (folder / "hosts").write_text("# ours\na slots=2\nb slots=2\n")
     (folder / "two.yaml").write_text("num_machines: 2\n")
-    with pytest.raises(InvocationError, match=said) as error:
+    with pytest.raises(UserError, match=said) as error:
         captured(command)
     assert "\n" not in str(error.value)
 
@@ -162,7 +163,7 @@ def test_the_script_that_trains_is_taken_where_there_are_several(folder):
 
 
 def test_a_command_that_waits_for_something_is_given_up_and_ended(folder):
-    with pytest.raises(InvocationError, match=r"within 2 s; does it wait for something.*waiting for peers"):
+    with pytest.raises(UserError, match=r"within 2 s; does it wait for something.*waiting for peers"):
         captured("echo waiting for peers; sleep 60 & sleep 61", deadline_s=2.0)
     assert wait_until(lambda: processes_of(folder) == [])
 
@@ -183,7 +184,7 @@ def test_an_interrupt_while_the_command_starts_leaves_nothing_of_it(folder, monk
 
 def test_another_python_is_refused(folder):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", "other"], check=True)
-    with pytest.raises(InvocationError, match="install autotune there"):
+    with pytest.raises(UserError, match="install autotune there"):
         captured("other/bin/python train.py")
 
 

@@ -21,7 +21,6 @@ from autotune.report import load
 from autotune.report.data import StudyReport
 from autotune.report.files import write_answer
 from autotune.report.readme import recommended_words, store_notes
-from autotune.retune import fingerprint
 from autotune.search import check_sampler
 from autotune.study import parallel, warm_start
 from autotune.study.budget import closing_s
@@ -29,7 +28,7 @@ from autotune.study.events import SILENT, Broadcast, EventSink, Journal
 from autotune.study.listeners import Callback, CallbackSink
 from autotune.study.runner import Runner
 from autotune.study.setup.capture import wanted_study
-from autotune.study.setup.plan import Plan, plan, profiled
+from autotune.study.setup.plan import Plan, plan, profiled, target_digest
 from autotune.study.setup.request import StudyRequest
 from autotune.study.spec import spec
 from autotune.study.spec.spec import StudySpec
@@ -314,7 +313,7 @@ def _keep_spec(request: StudyRequest) -> None:
     if is_yaml(target):
         options = [key for key, value in request.overrides.items() if value is not None and key != "storage"]
         path = os.path.relpath(target.absolute(), folder.absolute())
-        kept = {"file": path, "options": options, "copy": fingerprint.target_digest(file)}
+        kept = {"file": path, "options": options, "copy": target_digest(file)}
         files.write_text(origin, json.dumps(kept, indent=1))
 
 
@@ -327,7 +326,7 @@ def _stated_in(folder: Path) -> tuple[Path, dict[str, Any]]:
     try:
         kept = files.json_of(files.read_regular(folder / ORIGIN))
         own = (folder / kept["file"]).resolve()
-        if not own.is_file() or fingerprint.target_digest(copy) != kept["copy"]:
+        if not own.is_file() or target_digest(copy) != kept["copy"]:
             return copy, {}
         stated = read_yaml(copy)
         given = {key: stated[key] for key in kept["options"] if stated.get(key) is not None}

@@ -35,6 +35,7 @@ from autotune.retune.retuning import RetuneRequest, Retuning
 from autotune.search.observation import Observation
 from autotune.search.optimizer import CandidateOptimizer
 from autotune.search.transfer import Transferred
+from autotune.session import open_study
 from autotune.space.candidate import Candidate
 from autotune.study.storage import records
 from autotune.trial.profile import Profile
@@ -235,7 +236,7 @@ def moved(n: int) -> dict[str, Any]:
             plan = plan_of(spec_of(**STUDY))
 
             def again(executor: Noisy, folder: Path = folder, url: str = url, plan: Any = plan) -> Any:
-                run = Retuning(name="s", folder=folder / "s", url=url, asked=RetuneRequest(), observer=Watcher())
+                run = Retuning(open_study("s", url, folder), RetuneRequest(), Watcher())
                 run.begin()
                 return run.run(plan, executor)
 

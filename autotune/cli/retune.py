@@ -144,15 +144,16 @@ def _retuned(opened: OpenStudy, asked: RetuneRequest, overrides: Mapping[str, An
             print(f"autotune: {error}; nothing is done", file=sys.stderr)
             return None
         stack.enter_context(records.failing_in_words(opened.url))
-        # The process that held the lock may have done it.
+        # The process that held the lock may have done it, or found another answer.
+        opened = open_study(opened.name, opened.url, opened.folder.parent)
         if if_due:
-            if (found := _due(open_study(opened.name, opened.url, opened.folder.parent))) is None:
+            if (found := _due(opened)) is None:
                 return None
             due = found
         view = Broadcast(Journal(opened.folder), stack.enter_context(ProgressView()))
         wanted = opened.spec(overrides)  # a study that cannot be read stays due
         schedule.started(opened.history, due)
-        run = Retuning(name=opened.name, folder=opened.folder, url=opened.url, asked=asked, observer=view)
+        run = Retuning(opened, asked, view)
         run.begin()
         return _decided(run, wanted, view)
 

@@ -14,7 +14,7 @@ from autotune.space.candidate import differing
 from autotune.space.deepspeed import Scalar
 from autotune.space.parameter import Parameter
 from autotune.space.space import SearchSpace
-from autotune.study.setup.plan import Plan
+from autotune.study.setup.plan import Plan, target_digest
 from autotune.study.storage.records import StudyRecord
 from autotune.system import device
 from autotune.system.machine import processor_name
@@ -224,11 +224,6 @@ def quick_changes(kept: StudyRecord, target: Path) -> list[Change]:
 def lines(found: Iterable[Change]) -> list[str]:
     """Changes for people, one a line."""
     return [change.words for change in found]
-
-
-def target_digest(target: Path) -> str:
-    """A digest of a target's text, as in `Plan.fingerprint`."""
-    return hashlib.sha256(target.read_bytes()).hexdigest()[:16]
 
 
 def _known(workload: Workload, world_size: int, asked: Mapping[str, Any]) -> dict[str, Any]:

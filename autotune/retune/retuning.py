@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ from optuna.study import Study
 from autotune.errors import UserError
 from autotune.executors.base import Executor
 from autotune.report import files, load
-from autotune.report.data import StudyReport, differences
+from autotune.report.data import differences
 from autotune.report.readme import recommended_words
 from autotune.retune import comparison, fingerprint
 from autotune.retune.comparison import Comparison, DriftCheck, Reading
 from autotune.retune.decision import Decision, RetuneVerdict, explain
 from autotune.retune.fingerprint import Change, Fingerprint
 from autotune.scoring import metrics
+from autotune.session import OpenStudy
 from autotune.space.candidate import Candidate
 from autotune.space.legality import why_illegal
 from autotune.study import warm_start
@@ -113,35 +114,22 @@ class Rounds:
         return {name: estimate.value for name, estimate in metrics.measure(result, reference).items()}
 
 
-@dataclass
 class Retuning:
     """One re-tuning of a study, new or interrupted, to its end."""
 
-    name: str
-    folder: Path
-    url: str
-    asked: RetuneRequest
-    observer: EventSink
-    number: int = 0
-    generation: int = 0
-    evidence: dict[str, Any] = field(default_factory=dict)
-    looked_at: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.storage = records.open_storage(self.url, create=False)
-        self.base: Study = records.load_study(self.storage, self.name)
-        self.history = History(self.storage.engine)
-        self.report: StudyReport = load.load(self.name, self.url, self.folder)
+    def __init__(self, opened: OpenStudy, asked: RetuneRequest, observer: EventSink) -> None:
+        self.opened, self.asked, self.observer = opened, asked, observer
+        self.name, self.folder, self.storage, self.history = opened.name, opened.folder, opened.storage, opened.history
+        self.report, self.kept, self.current = opened.report, opened.record, opened.answer
+        self.number = self.generation = 0
+        self.evidence: dict[str, Any] = {}
+        self.looked_at: dict[str, Any] = {}
         pick = self.report.picks.get("recommended")
         if pick is None:
             raise UserError(
                 f"study {self.name!r} recommends nothing yet ({self.report.why_nothing}), so there is nothing to re-tune"
             )
         self.incumbent = Candidate.of(pick["candidate"])
-        self.current: Study = records.load_study(self.storage, str(self.report.study["stored_as"]))
-        kept = records.record(self.current)
-        assert kept is not None  # or there were no report
-        self.kept: StudyRecord = kept
 
     @property
     def path(self) -> Path:
@@ -268,8 +256,8 @@ class Retuning:
         """Replace the old answer by the new one; every step may be repeated."""
         self._check_alive()
         _keep_previous(self.folder, self.path)
-        records.succeed(self.base, later.study_name)
-        report = load.load(self.name, self.url, self.folder)
+        records.succeed(self.opened.study, later.study_name)
+        report = load.from_storage(self.storage, self.name, self.folder)
         list(files.write_answer(report, self.folder))
         write_record(self.path / "decision.json", decision.to_data())
         warm_start.keep_recommendation(
@@ -310,7 +298,7 @@ class Retuning:
         warm = replace(known.warm_start(found, first), compromise=True) if known is not None else None
         self.recorder = HistoryRecorder(self.storage, self.name, self.generation, found.workload, found.world_size)
         events = Broadcast(self.recorder, self.observer)
-        return Runner(replace(found, spec=spec, space=space), executor, self.path, self.url, events, warm=warm)
+        return Runner(replace(found, spec=spec, space=space), executor, self.path, self.opened.url, events, warm=warm)
 
     def _standing(self, runner: Runner) -> DriftCheck:
         """Measure the configuration in use and the baseline in turns, until it is clear whether their ratio changed."""

@@ -27,6 +27,7 @@ from autotune.retune.comparison import DriftCheck, EarlierRatio, Reading
 from autotune.retune.decision import RetuneVerdict
 from autotune.retune.retuning import RetuneRequest, Retuning
 from autotune.scoring.objective import Objective
+from autotune.session import open_study
 from autotune.space.candidate import Candidate
 from autotune.study.storage import records
 from autotune.study.storage.history import GoneError, History
@@ -60,9 +61,7 @@ def tmp_path(finished, tmp_path_factory):
 
 
 def retuning(folder, **asked):
-    return Retuning(
-        name="s", folder=folder / "s", url=records.default_url(folder), asked=RetuneRequest(**asked), observer=Watcher()
-    )
+    return Retuning(open_study("s", studies=folder), RetuneRequest(**asked), Watcher())
 
 
 def retune(folder, executor, plan=None, **asked):

@@ -147,7 +147,7 @@ class Plan:
         spec = self.spec
         return redaction.redact(
             {
-                "target": hashlib.sha256(spec.target.read_bytes()).hexdigest()[:16],
+                "target": target_digest(spec.target),
                 "space": spec.space.to_data(),
                 "objectives": [o.model_dump() for o in spec.objectives],
                 "constraints": [c.model_dump() for c in spec.constraints],
@@ -179,6 +179,11 @@ class Plan:
             **({"arg_mappings": self.spec.arg_mappings} if self.spec.arg_mappings else {}),
             "base_config": {key: self.base_config[key] for key in self.base_config if key not in IN_NO_TRIAL},
         }
+
+
+def target_digest(target: Path) -> str:
+    """Returns a digest of a target's text."""
+    return hashlib.sha256(target.read_bytes()).hexdigest()[:16]
 
 
 def plan(spec: StudySpec, executor: Executor, folder: Path, view: EventSink = SILENT) -> Plan:

@@ -163,7 +163,7 @@ def fit(readings: Readings) -> Posterior:
     """
     known = np.isfinite(readings.forecast)
     own_sd = np.where(known, OWN_SD, POPULATION_SD)
-    positions = np.arange(len(readings.trial), dtype=float)
+    positions = np.cumsum(readings.round == 0) - 1.0  # a re-measurement is no step of the walk
     n_of = np.bincount(readings.trial, minlength=len(known))
     extra_var = np.zeros(len(positions))
     for n in range(MOST_TIMES + 1):

@@ -98,7 +98,7 @@ class Plan:
         return (
             candidate.global_batch_size(world) == own.global_batch_size(world)
             and candidate.other_numerics == own.other_numerics
-            and not self.workload.adds_up_otherwise(candidate, own)
+            and not self.workload.scales_otherwise(candidate, own)
         )
 
     def learning_rate(self) -> LearningRate:

@@ -28,14 +28,11 @@ class Race:
     """Where a contest stands.
 
     Attributes:
-        loss: Expected loss, as a share, of naming the leader now.
-        risk: The chance that it loses more than the share below which the race is settled.
-        settled: Whether both are small, and it is known whether the leader beats the baseline, or cannot be shown any more.
+        settled: Whether naming the leader now is expected to lose little and hardly loses more, and it is known whether it beats
+            the baseline, or cannot be shown any more.
         runners: The leader, then those that may beat it, the most hopeful first.
     """
 
-    loss: float
-    risk: float
     settled: bool
     runners: Sequence[Measured]
 
@@ -55,14 +52,14 @@ def race(
         more: Rounds that may follow: whether the leader beats the baseline counts as settled where these cannot show it.
     """
     if not trials:
-        return Race(loss=0.0, risk=0.0, settled=True, runners=())
+        return Race(settled=True, runners=())
     gains = {m.trial: log_gain(m, trials[0], objectives) for m in trials}
     leader, share = max(trials, key=lambda m: gains[m.trial]), timed_share(objectives)
     hopes = {m.trial: _hope(gains[m.trial] - gains[leader.trial], share * estimates.sd(m, leader)) for m in trials}
     others = sorted((m for m in trials if m is not leader), key=lambda m: -hopes[m.trial])
     hopeful = [m for m in others if hopes[m.trial] > HOPELESS]
     losses = _losses([leader, *hopeful[: MOST_RACING - 1]], gains, share, estimates)
-    loss, risk = float(losses.mean()), float((losses > below).mean())
+    little = losses.mean() < below and (losses > below).mean() < UNSURE
     baseline = estimates.baseline
     open_ = (
         baseline is not None
@@ -70,8 +67,7 @@ def race(
         and not shown_better(leader, estimates, objectives)
         and (more is None or _may_be_shown(leader, baseline, estimates, objectives, more))
     )
-    little = loss < below and risk < UNSURE
-    return Race(loss=loss, risk=risk, settled=little and not open_, runners=[leader, *hopeful])
+    return Race(settled=bool(little) and not open_, runners=[leader, *hopeful])
 
 
 def _may_be_shown(

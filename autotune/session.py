@@ -357,7 +357,7 @@ def recorded_runner(
     warm = None
     if known is not None:
         first = [c for c in known.best if plan.space.contains(c, plan.baseline)][: warm_start.MAX_FIRST]
-        warm = known.warm_start(plan, tuple(first))
+        warm = known.warm_start(plan, first)
     runner = Runner(plan, executor, folder, held, Broadcast(recorder, events), slots, warm=warm, leads=leads)
     runner.open()
     if runner.study is None and known is not None:

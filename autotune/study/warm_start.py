@@ -83,16 +83,14 @@ class PriorStudy:
         """The measured configurations that its search believes to be best, one for each objective."""
         return list(dict.fromkeys(self.guide.best(self.told).values()))
 
-    def prior(self, found: Plan) -> Callable[[Prior], Prior]:
-        """Returns a function that corrects the prior of a plan by its measurements."""
+    def warm_start(self, found: Plan, first: Sequence[Candidate]) -> "WarmStart":
+        """Returns the knowledge that a new study of a plan starts from, whose prior its measurements correct."""
         before, now = Candidate.from_key(self.kept.baseline), found.baseline
         scale = now.global_batch_size(found.data_parallel) / before.global_batch_size(self.kept.data_parallel)
-
-        return lambda prior: Transferred(prior, self.guide, self.told, self.doubt, scale)
-
-    def warm_start(self, found: Plan, first: tuple[Candidate, ...] = ()) -> "WarmStart":
-        """Returns the knowledge that a new study of a plan starts from."""
-        return WarmStart(prior=self.prior(found), first=tuple(c for c in dict.fromkeys(first) if c != found.baseline))
+        return WarmStart(
+            prior=lambda prior: Transferred(prior, self.guide, self.told, self.doubt, scale),
+            first=tuple(c for c in dict.fromkeys(first) if c != found.baseline),
+        )
 
 
 def from_study(storage: Storage, name: str, relation: str, doubt: float = transfer.SAME_MODEL) -> PriorStudy | None:

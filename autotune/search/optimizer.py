@@ -166,11 +166,11 @@ class CandidateOptimizer:
         if (untried := pool.untried_drop_ins(state, self.shares, open_rows, told, self.drops_in)) is not None:
             open_rows = untried
         rng = np.random.default_rng(len(told))
-        rows = _hopeful(state, self.metrics, pool.pool(state, self.shares, open_rows, rng))
+        rows = _hopeful(state, pool.pool(state, self.shares, open_rows, rng))
         fits, least = state.fits(rows), chance_needed(told) if state.sized and self.cautious else 0.0
         if not (fits >= least).any():
             # The pool is a choice by means; nothing of it fits, so look at everything once.
-            rows = _hopeful(state, self.metrics, np.flatnonzero(open_rows))
+            rows = _hopeful(state, np.flatnonzero(open_rows))
             fits = np.concatenate([np.zeros(0), *(state.fits(part) for part in _parts(rows))])
         if not (fits >= least).any():
             least = min(least, LAST_RESORT)
@@ -260,7 +260,7 @@ class CandidateOptimizer:
         rng, rows = np.random.default_rng(len(told)), np.zeros(0, dtype=np.intp)
         if len(held) and open_rows.any():
             # What is never proposed keeps no study from ending.
-            rows = _hopeful(state, self.metrics, pool.pool(state, self.shares, open_rows, rng))
+            rows = _hopeful(state, pool.pool(state, self.shares, open_rows, rng))
         if not len(rows):
             loss = 0.0 if len(held) else math.inf
             return Outlook(
@@ -411,9 +411,9 @@ def _gains(state: CostModel, shares: Floats, rows: Rows, mean: Floats, held: Row
     return np.array(gains)
 
 
-def _hopeful(state: CostModel, metrics: Sequence[str], rows: Rows) -> Rows:
+def _hopeful(state: CostModel, rows: Rows) -> Rows:
     """The rows without those surely far behind the best measured on every objective of time, once one such was tried."""
-    timed = [n for n, metric in enumerate(metrics) if metric != MEMORY]
+    timed = [n for n, metric in enumerate(state.metrics) if metric != MEMORY]
     if not timed or not len(state.rows) or not len(rows):
         return rows
     seen = state.costs(state.rows)[0][:, timed]

@@ -1,6 +1,7 @@
 """The overlay of one study: notes, figures, files and marks that the dashboard adds to the database."""
 
 import json
+import os
 import stat
 import time
 import uuid
@@ -21,7 +22,6 @@ from autotune.study.lock import run_under_way
 from autotune.study.storage import records
 from autotune.study.storage.optuna_tables import note_attrs, note_of
 from autotune.system import redaction
-from autotune.system.files import tail
 from autotune.system.units import BYTE_UNITS, format_duration
 
 # Where optuna-dashboard looks for the files of a study or a trial (optuna.artifacts).
@@ -165,7 +165,16 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 def read_inside(path: Path, folder: Path) -> bytes | None:
     """The content of a file if it `is_inside` the folder and not too large, else None."""
-    return tail(path, LARGEST_BYTES, whole=True) if is_inside(path, folder) else None
+    if not is_inside(path, folder):
+        return None
+    try:
+        # The flags guard against an exchange of the file since the check: a link is refused, a pipe is not waited for.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with os.fdopen(os.open(path.resolve(strict=True), flags), "rb") as file:
+            found = os.fstat(file.fileno())
+            return file.read(LARGEST_BYTES) if stat.S_ISREG(found.st_mode) and found.st_size <= LARGEST_BYTES else None
+    except (OSError, RuntimeError):
+        return None
 
 
 def _file(path: Path, folder: Path, mimetype: str) -> File:

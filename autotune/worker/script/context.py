@@ -51,6 +51,7 @@ class ScriptContext:
         limits: Arguments that may end the script after few steps, as code.
         left_out: Names of DeepSpeed's own flag for the configuration, if the command leaves it out.
         feed_worst: Makes its loaders yield the worst batch from now on; returns that batch, None where none was drawn.
+        went_forward: Tells its loaders of a forward call of the engine, and whether it trains.
         latest_loader: Returns the iterator of its DataLoader; None without one.
         steps_grouped: Optimizer steps whose samples are sorted together where samples are grouped by length.
         data_by_framework: Settings of the data that a framework's own arguments carry, and the changes in words.
@@ -79,6 +80,7 @@ class ScriptContext:
         self.limits: list[str] = []
         self.left_out: list[str] = []
         self.feed_worst: Callable[[TailCheck], Any] = lambda _: None
+        self.went_forward: Callable[..., None] = lambda *, trains: None
         self.latest_loader: Callable[[], Any] = lambda: None
         self.steps_grouped = 1
         self.data_by_framework: dict[str, list[str]] = {}

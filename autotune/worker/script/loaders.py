@@ -23,18 +23,30 @@ class Loaders:
 
     def __init__(self, context: ScriptContext) -> None:
         self._context = context
-        self._draws: collections.Counter[int] = collections.Counter()  # by data set
-        self._latest: dict[int, Any] = {}
-        self._largest: Any = None
-        self._largest_size = -1
+        self._trained: collections.Counter[int] = collections.Counter()  # training forwards by data set
+        self._latest: dict[int, Any] = {}  # iterators by data set, the one drawn from last at the end
+        self._drawn: dict[int, None] = {}  # data sets that were drawn from since the last forward
+        self._largest: dict[int, Any] = {}  # batches by data set
         self._worst: Any = None
-        context.feed_worst = self.feed_worst
+        context.feed_worst, context.went_forward = self.feed_worst, self.went_forward
         context.latest_loader = watch.iterator = lambda: self.trained
 
     @property
     def trained(self) -> Any:
-        """Returns the latest iterator over the data set that most batches were drawn from; None without a loader."""
-        return self._latest[max(self._draws, key=self._draws.__getitem__)] if self._draws else None
+        """Returns the latest iterator over the data set that is mostly trained on; None without a loader.
+
+        Until a batch goes forward, that is the one that was drawn from last.
+        """
+        places = self._trained or self._latest
+        return (
+            self._latest[max(self._trained, key=self._trained.__getitem__, default=[*places][-1])] if places else None
+        )
+
+    def went_forward(self, *, trains: bool) -> None:
+        """Notes a forward call of the engine; one that does not train was an evaluation's."""
+        if trains:
+            self._trained.update([*self._drawn])
+        self._drawn.clear()
 
     def feed_worst(self, check: TailCheck) -> Any:
         """Makes loaders of the trained data set yield the worst batch from now on.
@@ -43,12 +55,13 @@ class Loaders:
             That batch; None where nothing was drawn from a loader.
         """
         iterator, meter = self.trained, self._context.meter
-        if iterator is None or self._largest is None or meter is None:
+        if iterator is None or meter is None:
             return None
+        largest = self._largest[id(iterator._dataset)]
         if meter.batches.uneven:
             if check.length:
                 self._context.once("the script decides how long its batches are, so --max-length was not tried")
-            self._worst = worst.heaviest(iterator, self._largest)
+            self._worst = worst.heaviest(iterator, largest)
             return self._worst
         self._worst = self._longest(iterator, meter.batches.draw_size, check)
         return self._worst
@@ -56,7 +69,8 @@ class Loaders:
     def _longest(self, iterator: Any, n: int, check: TailCheck) -> Any:
         """Returns a batch of the n longest samples, or of a stream the largest batch, stretched."""
         if not (iterator._auto_collation and check.longest_at and n and is_map_style(iterator._dataset)):
-            return worst.stretched(self._largest, worst.rows_of(self._largest), check.length)
+            largest = self._largest[id(iterator._dataset)]
+            return worst.stretched(largest, worst.rows_of(largest), check.length)
         try:
             return worst.batch_of(iterator._dataset, iterator._collate_fn, check.longest_at, n, check.length)
         except Exception as error:
@@ -145,14 +159,12 @@ class Loaders:
     def _noted(self, iterator: Any, batch: Any) -> Any:
         """Notes a batch; returns it, or the worst one in its place during the tail check."""
         place = id(iterator._dataset)
-        self._draws[place] += 1
-        self._latest[place] = iterator
-        if iterator is not self.trained:
-            return batch
-        if self._worst is not None:
+        self._latest.pop(place, None)
+        self._latest[place], self._drawn[place] = iterator, None
+        if self._worst is not None and iterator is self.trained:
             return self._worst
-        if (size := worst.size_of(batch)) > self._largest_size:
-            self._largest, self._largest_size = batch, size
+        if place not in self._largest or worst.size_of(batch) > worst.size_of(self._largest[place]):
+            self._largest[place] = batch
         return batch
 
     def _reset(self, original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:

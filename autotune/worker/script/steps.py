@@ -105,6 +105,7 @@ class StepHooks:
         self._called = True
         trains = torch.is_grad_enabled() and engine.training
         self._evaluation.forward(self._window, trains=trains)
+        self._context.went_forward(trains=trains)
         if trains:
             self._meter.enter("forward")
             if self._tail is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autotune.scoring.convergence.branch import Branch
+from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE
 from autotune.scoring.convergence.quality_gate import GateVerdict, numerics
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.objective import Objective
@@ -114,7 +115,7 @@ class Measured:
     @property
     def barred(self) -> bool:
         """Whether a check has been made that it did not stand, so that no further one helps."""
-        if self.unwitnessed or self.unfit:
+        if self.unwitnessed or self.unfit or abs(self.loss_off) >= ANOTHER_OBJECTIVE:
             return True
         failed = self.verdict is not None and not self.verdict.passed and not self.numerics_kept
         return failed or (self.branch_wanted and self.branch is not None and not self.branch.confirmed)

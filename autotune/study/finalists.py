@@ -40,9 +40,8 @@ class Finalists:
             return
         self._budget.forget_unchecked()
         self._branch.lengthen()
+        self._numerics.refuse_other_losses()
         found = self._finalists()
-        while self._numerics.refuse_other_losses(found):
-            found = self._finalists()
         # Where nothing is measured again without need, checks come last: they cost more.
         while self._state.spec.repeats and self._changed(found):
             found = self._finalists()  # others have moved up

@@ -52,12 +52,10 @@ class NumericsCheck:
         unchecked = [
             m for m in found if not m.numerics_kept and m.verdict is None and not self._sums_right(m, baseline)
         ]
-        others = self.refuse_other_losses(unchecked)
         by_batch: dict[int, list[Measured]] = {}
         for m in unchecked:
-            if m not in others:
-                by_batch.setdefault(m.candidate.global_batch_size(self._world), []).append(m)
-        failed, left = bool(others), dict[str, list[str]]()
+            by_batch.setdefault(m.candidate.global_batch_size(self._world), []).append(m)
+        failed, left = False, dict[str, list[str]]()
         for n, (batch, group) in enumerate(by_batch.items()):
             names = [str(m.trial) for m in group]
             decides = n == 0 and group[0].trial == found[0].trial
@@ -68,7 +66,7 @@ class NumericsCheck:
                     self._budget.leave_unchecked(needed_s + self._branch_s(group[0], baseline))
                 continue
             self._events.say(
-                f"quality gate: comparing the loss of trial {', '.join(names)} with the baseline's numerics at a global batch of {at}"
+                f"quality gate: comparing the loss of {_trials(names)} with the baseline's numerics at a global batch of {at}"
             )
             reference, *replicates = self._references(at, baseline)
             for m in group:
@@ -79,7 +77,7 @@ class NumericsCheck:
                     self._events.say(f"trial {m.trial}{':' * (verdict.passed is None)} {verdict.reason}")
         for why, names in left.items():
             if unsaid := [name for name in names if name not in self._left]:
-                self._events.say(f"no quality gate for trial {', '.join(unsaid)} so far: it would take {why}")
+                self._events.say(f"no quality gate for {_trials(unsaid)} so far: it would take {why}")
                 self._left.update(unsaid)
         return failed
 
@@ -123,15 +121,15 @@ class NumericsCheck:
             write_record(records.gate_path(self._state.folder, m.trial), verdict)
         return verdict is not None
 
-    def refuse_other_losses(self, found: Sequence[Measured]) -> list[Measured]:
-        """Refuses the candidates whose loss is another one than the baseline's, so that no curves compare; returns them."""
-        others = [m for m in found if m.verdict is None and abs(m.loss_off) >= ANOTHER_OBJECTIVE]
-        for m in others:
-            reason = "trains with another loss than the baseline, since it depends on the micro-batch"
+    def refuse_other_losses(self) -> None:
+        """Refuses the trials whose loss is another one than the baseline's, so that no curves compare."""
+        reason = "trains with another loss than the baseline, since it depends on the micro-batch"
+        for m in self._state.measured():
+            if m.verdict is not None or abs(m.loss_off) < ANOTHER_OBJECTIVE:
+                continue
             verdict = GateVerdict(passed=False, reason=reason, batch=m.candidate.global_batch_size(self._world))
             write_record(records.gate_path(self._state.folder, m.trial), verdict)
             self._events.say(f"trial {m.trial} {reason}")
-        return others
 
     def _verdict(
         self, m: Measured, baseline: Measured, batch: int, reference: TrialResult, replicates: Sequence[TrialResult]
@@ -241,6 +239,11 @@ class NumericsCheck:
             return TrialResult(outcome=Outcome.NOT_APPLIED, reason=str(error))
         self._budget.checked(result.wall_s)
         return result
+
+
+def _trials(numbers: Sequence[str]) -> str:
+    """Some trials in words, as `trials 2, 5`."""
+    return f"trial{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
 
 
 def training_budget_s(spec: StudySpec, trial_s: float, needed_s: float) -> float:

@@ -13,7 +13,6 @@ from threadpoolctl import threadpool_limits
 from autotune.executors import base
 from autotune.executors.base import Executor, MachinesGone
 from autotune.scoring import recommend
-from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE
 from autotune.scoring.estimates import estimate
 from autotune.search import check_sampler
 from autotune.space.candidate import Candidate
@@ -151,9 +150,9 @@ class Runner:
         return why, f"a check refused trial {leader}" if stopped_for else ""
 
     def _leader(self) -> int | None:
-        """The best trial so far, of those that trained with the baseline's loss and that no check has refused."""
+        """The best trial so far that no check has refused."""
         found = recommend.rank(estimate(self.state.measured()), self.state.objectives)
-        return next((m.trial for m in found if not m.barred and abs(m.loss_off) < ANOTHER_OBJECTIVE), None)
+        return next((m.trial for m in found if not m.barred), None)
 
     def _end_search(self) -> None:
         """Checks and measures the best again, until the time budget ends that."""

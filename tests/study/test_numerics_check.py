@@ -115,6 +115,8 @@ def test_that_the_loss_depends_on_the_micro_batch_shows_in_another_precision_too
     base = Candidate(micro_batch_size=2, gradient_accumulation_steps=4)
     runner, _, watcher = run(tmp_path, Instant(contrastive), trials=6, space=space, baseline=base, global_batch="keep")
     assert [text for text in watcher.said if "the loss depends on the micro-batch" in text]
+    other = next(m for m in runner.state.measured() if m.loss_off)
+    assert other.barred, "so that nothing is stopped for being slower than this one"
     found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1).picks["recommended"]
     assert found.measured.candidate == replace(base, precision="bf16")
 

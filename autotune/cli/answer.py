@@ -76,7 +76,13 @@ def export(
 def report(
     study: StudyName,
     output: Annotated[
-        Path | None, option("FOLDER", "Write there (default: the study's folder).", "-o", "--output")
+        Path | None,
+        option(
+            "PATH",
+            "Write into this folder, or the page alone as this .html (default: the study's folder).",
+            "-o",
+            "--output",
+        ),
     ] = None,
     open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     single_file: Annotated[

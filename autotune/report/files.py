@@ -18,21 +18,26 @@ from autotune.trial.folder import write_record
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
-def write_report(report: StudyReport, folder: Path, *, single_file: bool) -> list[Path]:
+def write_report(report: StudyReport, where: Path, *, single_file: bool = False) -> list[Path]:
     """Writes the page, and unless only that is wanted `report.json` and `trials.csv` beside it.
+
+    Args:
+        where: A folder, or the page alone, as `out.html`.
 
     Returns:
         Their paths, the page first.
     """
     from autotune.report.page import render  # Jinja2 and plotly's figures, which most commands do not need
 
+    is_page = where.suffix.lower() in (".html", ".htm") and not where.is_dir()
+    folder, page = (where.parent, where) if is_page else (where, where / "report.html")
     folder.mkdir(parents=True, exist_ok=True)
-    render.write(report, folder / "report.html")
-    if single_file:
-        return [folder / "report.html"]
+    render.write(report, page)
+    if single_file or is_page:
+        return [page]
     write_record(folder / "report.json", as_data(report), sync=False)
     files.write_text(folder / "trials.csv", as_csv(report), sync=False)
-    return [folder / name for name in ("report.html", "report.json", "trials.csv")]
+    return [page, folder / "report.json", folder / "trials.csv"]
 
 
 def as_data(report: StudyReport) -> dict[str, Any]:

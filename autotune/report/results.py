@@ -159,14 +159,9 @@ class StudyResult:
             UserError: It cannot be written.
         """
         from autotune.report.files import write_report
-        from autotune.report.page import render
 
-        where = self.folder if path is None else Path(path)
         with errors_in_words():
-            if where.suffix.lower() not in (".html", ".htm"):
-                return write_report(self._report, where, single_file=False)[0]
-            render.write(self._report, where)
-        return where
+            return write_report(self._report, self.folder if path is None else Path(path))[0]
 
     def plot_front(self, x: str | None = None, y: str | None = None) -> go.Figure:
         """The trials over two metrics, by default the first two objectives: front, picks and baseline are marked.

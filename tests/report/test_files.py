@@ -122,6 +122,9 @@ def test_the_json_says_what_the_page_shows(report, tmp_path):
 def test_a_single_file_is_one_file(report, tmp_path):
     files.write_report(report, tmp_path / "one", single_file=True)
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["report.html"]
+    page = tmp_path / "two" / "page.html"
+    assert files.write_report(report, page) == [page] and page.is_file(), "not a folder of that name"
+    assert list(page.parent.iterdir()) == [page]
 
 
 def test_the_command_writes_the_report_of_a_study_and_prints_it_as_json(tmp_path, monkeypatch, capsys):

@@ -10,8 +10,8 @@ from autotune.search.observation import Observation
 from autotune.search.optimizer import CandidateOptimizer
 from autotune.space.candidate import Candidate
 
-# What is still doubted of a correction that comes from the same model on other terms, and from another model on the
-# same machine.
+# What is still doubted of a correction that comes from the same model on other terms, and from another model or another
+# number of ranks on the same machine.
 SAME_MODEL, RELATED_MODEL = 0.5, 0.8
 # Studies with fewer trials are not carried over: they teach too little.
 ENOUGH = 4

@@ -111,18 +111,19 @@ def from_study(storage: Storage, name: str, relation: str, doubt: float = transf
 
 
 def related(storage: Storage, history: History, found: Plan) -> PriorStudy | None:
-    """The study to learn from: of the same model on this machine, else of a model with the same blocks; else None."""
+    """The study to learn from: of the same model on this machine, else of a model with the same blocks on as many ranks."""
     workload = found.workload
     for row in history.studies_alike(workload.structure, asdict(workload.environment)):
         if row["study"] == found.spec.name:
             continue
         same = bool(workload.structure) and row["structure"] == workload.structure
         small, large = sorted((row["n_parameters"], workload.n_parameters))
-        if not same and large / max(1, small) > RELATED_SIZE:
+        same_ranks = row["world_size"] == found.world_size
+        if not same and not (same_ranks and large / max(1, small) <= RELATED_SIZE):
             continue
         name = records.generation_name(row["study"], row["generation"]) if row["generation"] else row["study"]
         model = "the same model" if same else f"a model of {row['n_parameters']:,} parameters with the same blocks"
-        doubt = transfer.SAME_MODEL if same else transfer.RELATED_MODEL
+        doubt = transfer.SAME_MODEL if same and same_ranks else transfer.RELATED_MODEL
         known = from_study(storage, name, f"{model} on this machine", doubt)
         blocks = workload.block_class
         if known is not None and (same or (blocks and known.kept.workload.block_class == blocks)):

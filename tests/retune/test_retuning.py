@@ -29,6 +29,7 @@ from autotune.retune.retuning import RetuneRequest, Retuning
 from autotune.scoring.objective import Objective
 from autotune.session import open_study
 from autotune.space.candidate import Candidate
+from autotune.study import warm_start
 from autotune.study.storage import records
 from autotune.study.storage.history import GoneError, History
 from autotune.study.storage.tables import DECISION, MEASUREMENT, RECOMMENDATION
@@ -348,6 +349,20 @@ def test_a_new_study_of_the_same_model_starts_from_what_an_earlier_one_found(tmp
     told = [records.told_candidate(each) for each in records.told_trials(runner.study)]
     best = load.load("a", records.default_url(tmp_path), tmp_path / "a").picks["recommended"]["candidate"]
     assert told[1] == Candidate.of(best)
+
+
+@pytest.mark.parametrize(
+    ("structure", "ranks", "doubt"), [("abc", 1, 0.5), ("abc", 2, 0.8), ("d", 1, 0.8), ("d", 2, None)]
+)
+def test_a_model_with_the_same_blocks_teaches_only_on_as_many_ranks(tmp_path, structure, ranks, doubt):
+    planned = {"workload": replace(WORKLOAD, structure="abc")}
+    changes = {**STUDY, "name": "a", "sampler": "physics", "stop_below": 0.0, "trials": 5}
+    recorded(tmp_path, Instant(), planned=planned, **changes).run()
+    storage = records.open_storage(records.default_url(tmp_path))
+    new = plan_of(spec_of(**STUDY | {"name": "new"}))
+    new = replace(new, world_size=ranks, workload=replace(WORKLOAD, structure=structure))
+    known = warm_start.related(storage, History(storage.engine), new)
+    assert (known and known.doubt) == doubt
 
 
 def test_a_deleted_study_leaves_no_rows(tmp_path):

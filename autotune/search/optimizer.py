@@ -163,14 +163,18 @@ class CandidateOptimizer:
         open_rows = self._open(state, busy)
         if not open_rows.any():
             return None
-        if (untried := pool.untried_drop_ins(state, self.shares, open_rows, told, self.drops_in)) is not None:
+        untried = pool.untried_drop_ins(state, self.shares, open_rows, told, self.drops_in)
+        if untried is not None:
+            # One is tried however far it is behind: it is the answer where what is ahead fails its checks.
             open_rows = untried
         rng = np.random.default_rng(len(told))
-        rows = _hopeful(state, pool.pool(state, self.shares, open_rows, rng))
+        rows = pool.pool(state, self.shares, open_rows, rng)
+        rows = rows if untried is not None else _hopeful(state, rows)
         fits, least = state.fits(rows), chance_needed(told) if state.sized and self.cautious else 0.0
         if not (fits >= least).any():
             # The pool is a choice by means; nothing of it fits, so look at everything once.
-            rows = _hopeful(state, np.flatnonzero(open_rows))
+            rows = np.flatnonzero(open_rows)
+            rows = rows if untried is not None else _hopeful(state, rows)
             fits = np.concatenate([np.zeros(0), *(state.fits(part) for part in _parts(rows))])
         if not (fits >= least).any():
             least = min(least, LAST_RESORT)

@@ -110,18 +110,21 @@ def untried_drop_ins(
     told: Sequence[Observation],
     drops_in: Callable[[Candidate], bool] | None,
 ) -> NDArray[np.bool_] | None:
-    """The open rows that train as the baseline does, once a trial did not; None if one was tried, or none may be better.
+    """The open rows that train as the baseline does and may fit, once a trial did not; None if one was tried, or none may be better.
 
     What needs checks may fail them, or the time for them may lack: then such a one is the answer.
     """
     if drops_in is None or len(told) < 2 or any(drops_in(t.candidate) for t in told[1:]):
         return None
     candidates, batch = state.catalogue.candidates, state.catalogue.batch
-    found = np.zeros(len(open_rows), dtype=bool)
-    found[[row for row in np.flatnonzero(open_rows & (batch == batch[0])) if drops_in(candidates[row])]] = True
-    if not found.any():
+    alike = [row for row in np.flatnonzero(open_rows & (batch == batch[0])) if drops_in(candidates[row])]
+    rows = np.array(alike, dtype=np.intp)
+    rows = rows[state.fits(rows) >= LIKELY]
+    if not len(rows):
         return None
-    best, own = (state.goal(rows, shares)[0].min() for rows in (np.flatnonzero(found), np.array([0])))
+    best, own = (state.goal(each, shares)[0].min() for each in (rows, np.array([0])))
+    found = np.zeros(len(open_rows), dtype=bool)
+    found[rows] = True
     return found if best < own - WORTH_DROPPING_IN else None
 
 

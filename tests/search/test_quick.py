@@ -47,6 +47,23 @@ def test_after_a_trial_that_needs_a_check_one_follows_that_needs_none():
         assert not guide.outlook(told).drop_in_open
 
 
+def test_one_that_needs_no_check_is_tried_however_far_it_is_behind_and_the_search_goes_on():
+    """A large batch may be far ahead of all that train as the baseline does; the search ended there, and said that all else was slower."""
+    own = replace(OWN, micro_batch_size=1, gradient_accumulation_steps=4)
+    unchecked = replace(own, micro_batch_size=2, gradient_accumulation_steps=2)
+    large, larger = (replace(own, micro_batch_size=n, gradient_accumulation_steps=16) for n in (16, 32))
+    guide = CandidateOptimizer([own, unchecked, large, larger], PRIOR, ["samples_per_s"], world_size=2, reference=own)
+    guide.drops_in = lambda candidate: candidate.global_batch_size(2) == own.global_batch_size(2)
+    told = [told_of(own, slower=20.0), told_of(large)]
+    assert guide.suggest(told) == unchecked
+    assert guide.suggest([*told, told_of(unchecked, slower=20.0)]) == larger
+    narrow = CandidateOptimizer(
+        [own, unchecked, large, larger], PRIOR, ["samples_per_s"], world_size=2, reference=own, memory_limit_bytes=1e6
+    )
+    narrow.drops_in = guide.drops_in
+    assert not narrow.outlook(told).drop_in_open  # none fits
+
+
 def test_nothing_is_tried_for_needing_no_check_alone():
     """A smaller micro-batch is slower than the baseline."""
     checked = replace(OWN, micro_batch_size=8, gradient_accumulation_steps=1, precision="bf16")

@@ -444,7 +444,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "views": ("python benchmarks/views.py", views),
     "executor_overhead": ("python benchmarks/overhead.py executors", executor_overhead),
     "coordinators": ("python benchmarks/coordinators.py --seconds 5", coordinators),
-    "estimates": ("python benchmarks/estimates.py --seeds 2", estimates),
+    "estimates": ("python benchmarks/estimates.py", estimates),
     "stopping": ("python benchmarks/stopping.py --seeds 5", stopping),
     "quick": ("python benchmarks/stopping.py --quick --seeds 5", quick),
     "search_simulated": (

@@ -125,7 +125,7 @@ class NumericsCheck:
         """Refuses the trials whose loss is another one than the baseline's, so that no curves compare."""
         reason = "trains with another loss than the baseline, since it depends on the micro-batch"
         for m in self._state.measured():
-            if m.verdict is not None or abs(m.loss_off) < ANOTHER_OBJECTIVE:
+            if not m.usable or m.verdict is not None or abs(m.loss_off) < ANOTHER_OBJECTIVE:
                 continue
             verdict = GateVerdict(passed=False, reason=reason, batch=m.candidate.global_batch_size(self._world))
             write_record(records.gate_path(self._state.folder, m.trial), verdict)

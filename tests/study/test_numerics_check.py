@@ -121,6 +121,23 @@ def test_that_the_loss_depends_on_the_micro_batch_shows_in_another_precision_too
     assert found.measured.candidate == replace(base, precision="bf16")
 
 
+def test_a_trial_that_crashed_is_not_said_to_train_with_another_loss(tmp_path, unhurried):
+    def contrastive(candidate):
+        if candidate.micro_batch_size == 4:
+            return failed(Outcome.CRASHED, "a bug with this size")
+        return report(candidate, losses=[np.log(candidate.micro_batch_size) + 2 / (1 + i) for i in range(24)])
+
+    space = [{"micro_batch_size": [2, 4, 8], "gradient_accumulation_steps": [1, 2, 4]}]
+    same_batch = Setting(n_blocks=4, n_samples=4096, global_batch=(8, 8))
+    runner, _, watcher = run(
+        tmp_path, Instant(contrastive), trials=3, space=space, sampler="grid", repeats=0,
+        baseline=Candidate(micro_batch_size=2, gradient_accumulation_steps=4), planned={"setting": same_batch},
+    )  # fmt: skip
+    outcomes = {m.candidate.micro_batch_size: m.outcome for m in runner.state.measured()}
+    assert outcomes == {2: Outcome.COMPLETE, 4: Outcome.CRASHED, 8: Outcome.DIVERGED}
+    assert len([text for text in watcher.said if "trains with another loss" in text]) == 1
+
+
 def test_a_quick_study_whose_leader_is_refused_goes_on(tmp_path, unhurried):
     """It had stopped because of that trial."""
 

@@ -220,10 +220,7 @@ def same_command(*left_out: str) -> str:
 
 
 def read_settings(settings: Sequence[str]) -> dict[str, str | int | float | bool | None]:
-    """Knobs from KEY=VALUE texts, which make a candidate."""
-    from autotune.space.candidate import Candidate
+    """Knobs from KEY=VALUE texts."""
     from autotune.study.spec.yaml_file import read_setting
 
-    found = dict(map(read_setting, settings))
-    Candidate.of({"micro_batch_size": 1, **found})  # its own fields have no default of DeepSpeed's
-    return found
+    return dict(map(read_setting, settings))

@@ -246,6 +246,7 @@ def test_a_setting_is_read(text, expected):
     [
         ("zero_stage", "KEY=VALUE is needed"), ("zero_stag=3", "Did you mean 'zero_stage'"), ("zero_stage=9", "zero_stage"),
         ("zero_optimization.overlap_com=1", "overlap_com"), ("micro_batch_size=[1]", "a plain value"),
+        ("zero_stage=default", "zero_stage needs a value"),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_refused_in_a_sentence(text, why):

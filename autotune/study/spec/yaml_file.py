@@ -11,7 +11,7 @@ from yaml.constructor import ConstructorError
 from yaml.reader import ReaderError
 
 from autotune.errors import SpecError, UserError
-from autotune.space.candidate import check_knob, check_value
+from autotune.space.candidate import FIELDS, check_knob, check_value
 from autotune.space.deepspeed import DEEPEST, Scalar, check_setting
 from autotune.system.files import read_text
 
@@ -200,6 +200,8 @@ def read_setting(text: str) -> tuple[str, Scalar]:
     if isinstance(value, dict | list):
         raise UserError(f"{text!r}: a plain value is needed, as in zero_stage=3")
     check_knob(name)
+    if value is None and name in FIELDS:
+        raise UserError(f"{text!r}: {name} needs a value; only DeepSpeed's own settings take `default`")
     if value is not None:
         check_value(name, value)
         check_setting(name, value, name)

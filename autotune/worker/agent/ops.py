@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import functools
 import os
+import re
 import shutil
 import sysconfig
 from pathlib import Path
@@ -11,6 +12,9 @@ from pathlib import Path
 from autotune.errors import UserError
 from autotune.space.legality import OPS
 from autotune.system import toolkit
+
+# What a compiler, a linker or a shell says that cannot go on.
+CAUSE = re.compile(r"error: |cannot find |not found")
 
 
 def build(name: str) -> None:
@@ -33,7 +37,8 @@ def build(name: str) -> None:
         try:
             ALL_OPS[name].load(verbose=False)
         except Exception as error:
-            said = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            said = next((line for line in lines if CAUSE.search(line)), lines[-1])  # the last one is ninja's
             raise UserError(f"cannot build {name}: {said}") from error
 
 

@@ -45,6 +45,38 @@ def test_an_op_is_built_by_its_name(tmp_path, monkeypatch):
         ops.build("no_such_op")
 
 
+# As torch words it, shortened.
+NO_HEADER = """Error building extension 'cpu_adam': [1/2] c++ -MMD -MF main.o.d -fPIC -std=c++20 -c main.cpp -o main.o
+FAILED: [code=1] main.o
+c++ -MMD -MF main.o.d -fPIC -std=c++20 -c main.cpp -o main.o
+main.cpp:2:10: fatal error: nope.h: No such file or directory
+    2 | #include <nope.h>
+      |          ^~~~~~~~
+compilation terminated.
+ninja: build stopped: subcommand failed.
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (NO_HEADER, "main.cpp:2:10: fatal error: nope.h: No such file or directory"),
+        ("Unable to JIT load the cpu_adam op", "Unable to JIT load the cpu_adam op"), ("", "RuntimeError"),
+    ],
+)  # fmt: skip
+def test_an_op_that_cannot_be_built_is_told_with_what_the_compiler_said(said, told, tmp_path, monkeypatch):
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    def load(verbose):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(ALL_OPS["cpu_adam"], "load", load)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with pytest.raises(UserError) as refused:
+        ops.build("cpu_adam")
+    assert str(refused.value) == f"cannot build cpu_adam: {told}"
+
+
 @pytest.mark.parametrize(("has_libaio", "why"), [(True, ""), (False, "no libaio: install libaio-dev")])
 def test_on_cuda_too_async_io_is_asked_for_libaio(monkeypatch, has_libaio, why):
     from deepspeed.ops.op_builder.all_ops import ALL_OPS

@@ -15,14 +15,13 @@ import numpy as np
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from autotune.errors import UserError
 from autotune.forecast.features import Prior
 from autotune.scoring.measured import Measured
 from autotune.search import stopping
 from autotune.search.model import Bound
 from autotune.search.observation import MEASURED_ATTR, Observation, observed, parsed
 from autotune.search.optimizer import Beliefs, CandidateOptimizer
-from autotune.search.samplers import LegalSampler
+from autotune.search.samplers import DAMAGED, LegalSampler
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.legality import why_illegal
 from autotune.space.rule import Setting
@@ -112,8 +111,7 @@ class PhysicsSampler(LegalSampler):
         states = (TrialState.COMPLETE, TrialState.PRUNED)
         found = []
         for trial in study.get_trials(deepcopy=False, states=states):
-            with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError, UserError):
-                # A damaged row teaches nothing.
+            with contextlib.suppress(*DAMAGED):
                 seen = self._as_told(trial)
                 found.append(replace(seen, eligible=False) if trial.number in self.refused else seen)
         return found

@@ -1,5 +1,6 @@
 """Optuna's samplers, held to candidates that can run and that no trial has had."""
 
+import contextlib
 import itertools
 import random
 import warnings
@@ -12,6 +13,7 @@ from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
+from autotune.errors import UserError
 from autotune.search import check_sampler
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.deepspeed import Scalar
@@ -25,6 +27,8 @@ STARTUP_TRIALS = 8
 DRAWS = {"tpe": 6, "nsga2": 6, "random": 20, "gp": 1, "grid": 0}
 MUTATIONS = 200
 RANDOM_DRAWS = 500
+# What reading a damaged row of the database raises; it teaches nothing.
+DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, UserError)
 
 
 class LegalSampler(BaseSampler):
@@ -97,8 +101,12 @@ class LegalSampler(BaseSampler):
 
     def _known(self, study: Study) -> set[Candidate]:
         states = [state for state in TrialState if state is not TrialState.FAIL]  # lost trials are to run again
-        trials = study.get_trials(deepcopy=False, states=states)
-        return {self._candidate_of(t) for t in trials if t.params or CANDIDATE_ATTR in t.user_attrs}
+        found = set()
+        for trial in study.get_trials(deepcopy=False, states=states):
+            if trial.params or CANDIDATE_ATTR in trial.user_attrs:
+                with contextlib.suppress(*DAMAGED):
+                    found.add(self._candidate_of(trial))
+        return found
 
     def _candidate_of(self, trial: FrozenTrial) -> Candidate:
         """The candidate of a trial; where another program told it, by its parameters."""

@@ -141,6 +141,20 @@ def test_what_was_lost_comes_again_and_what_runs_now_does_not(name):
     assert running not in again
 
 
+@pytest.mark.parametrize("name", QUICK)
+def test_what_another_program_told_does_not_come_again_and_a_damaged_row_ends_no_search(name):
+    search = Search(name, SMALL)
+    known = Candidate(micro_batch_size=2, checkpoint_every=1)
+    kinds = {each.optuna_name: each.distribution() for each in SMALL.parameters}
+    search.study.add_trial(
+        optuna.trial.create_trial(values=[1.0, 1.0], params=encoded(SMALL, known), distributions=kinds)
+    )
+    torn = {CANDIDATE_ATTR: Candidate(micro_batch_size=3).key[:-1]}
+    search.study.add_trial(optuna.trial.create_trial(values=[1.0, 1.0], user_attrs=torn))
+    found = search.run(20)
+    assert len(found) == 9 and known not in found
+
+
 @pytest.mark.parametrize("name", ["random", "physics"])
 def test_a_forced_candidate_comes_next_and_once(name):
     search = Search(name, CONDITIONAL)

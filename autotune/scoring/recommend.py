@@ -206,9 +206,8 @@ def _extremes(
     """The best trials by one metric each, and those that would be if they passed their checks."""
     picks: dict[str, Pick] = {}
     unchecked, passed = [], {m.trial for m in sound}
-    compared = [
-        m for m in ranked if estimates.baseline is None or estimates.speedup(m)
-    ]  # by throughput, with the baseline
+    # Those whose throughput can be compared with the baseline's, if there is one.
+    compared = [m for m in ranked if estimates.baseline is None or estimates.speedup(m)]
     for name, metric in PICKS.items():
         if metric == GOODPUT and metric not in {o.metric for o in objectives}:
             continue

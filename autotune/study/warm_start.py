@@ -113,7 +113,7 @@ def from_study(storage: Storage, name: str, relation: str, doubt: float = transf
 def related(storage: Storage, history: History, found: Plan) -> PriorStudy | None:
     """The study to learn from: of the same model on this machine, else of a model with the same blocks on as many ranks."""
     workload = found.workload
-    for row in history.studies_alike(workload.structure, asdict(workload.environment)):
+    for row in history.studies_alike(workload.structure, asdict(workload.environment), found.world_size):
         if row["study"] == found.spec.name:
             continue
         same = bool(workload.structure) and row["structure"] == workload.structure

@@ -365,6 +365,17 @@ def test_a_model_with_the_same_blocks_teaches_only_on_as_many_ranks(tmp_path, st
     assert (known and known.doubt) == doubt
 
 
+def test_of_two_studies_of_the_same_model_the_one_on_as_many_ranks_teaches(tmp_path):
+    planned = {"workload": replace(WORKLOAD, structure="abc")}
+    changes = {**STUDY, "sampler": "physics", "stop_below": 0.0, "trials": 5}
+    for name, ranks in (("a", 1), ("later", 2)):
+        recorded(tmp_path, Instant(), planned=planned | {"world_size": ranks}, **changes | {"name": name}).run()
+    storage = records.open_storage(records.default_url(tmp_path))
+    new = replace(plan_of(spec_of(**STUDY | {"name": "new"})), **planned)
+    known = warm_start.related(storage, History(storage.engine), new)
+    assert known.name == "a"
+
+
 def test_a_deleted_study_leaves_no_rows(tmp_path):
     assert all(count for name, count in rows(tmp_path).items() if name != "autotune_decision")
     records.delete_study(records.open_storage(records.default_url(tmp_path)), "s")

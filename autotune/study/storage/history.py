@@ -164,14 +164,15 @@ class History:
         rows = self._rows(query if study is None else query.where(RECOMMENDATION.c.study == study))
         return [{**row, "withdrawn": not row["ds_config"]} for row in rows]
 
-    def studies_alike(self, structure: str, machine: Mapping[str, Any]) -> list[Row]:
-        """Studies with completed measurements on a machine like this, the same model first.
+    def studies_alike(self, structure: str, machine: Mapping[str, Any], world_size: int) -> list[Row]:
+        """Studies with completed measurements on a machine like this: the same model first, on as many ranks, the newest.
 
         A row holds study, generation, structure, n_parameters, world_size, and the number n of measurements.
 
         Args:
             structure: Digest of the model.
             machine: Fields of `trial.Environment`.
+            world_size: Number of ranks.
         """
         m = MEASUREMENT.c
         grouped = (m.study, m.generation, m.structure, m.n_parameters, m.world_size, m.environment)
@@ -183,7 +184,12 @@ class History:
         )
         same = ("accelerator", "device_name")
         rows = [row for row in self._rows(query) if all(row["data"].get(name) == machine.get(name) for name in same)]
-        return sorted(rows, key=lambda row: (row["structure"] != structure or not structure, -row["at"]))
+        return sorted(
+            rows,
+            key=lambda row: (
+                row["structure"] != structure or not structure, row["world_size"] != world_size, -row["at"],
+            ),
+        )  # fmt: skip
 
     # Decisions of re-tuning
 

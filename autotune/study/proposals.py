@@ -112,7 +112,7 @@ class Proposer:
         return self.advisor().rivals(state.study, candidate, state.measured())
 
     def describe(self, asked: Trial, candidate: Candidate, role: str) -> None:
-        """Notes in the database what a claimed trial measures whose result is there already."""
+        """Notes in the database which candidate a claimed trial measured, as the baseline whose result is there already."""
         (self._sampler or self.start()).force(candidate)
         self._drawn(asked, candidate, role)
 

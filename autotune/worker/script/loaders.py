@@ -26,7 +26,7 @@ class Loaders:
         self._trained: collections.Counter[int] = collections.Counter()  # training forwards by data set
         self._latest: dict[int, Any] = {}  # iterators by data set, the one drawn from last at the end
         self._drawn: dict[int, None] = {}  # data sets that were drawn from since the last forward
-        self._largest: dict[int, Any] = {}  # batches by data set
+        self._largest: dict[int, tuple[int, Any]] = {}  # sizes and batches by data set
         self._worst: Any = None
         context.feed_worst, context.went_forward = self.feed_worst, self.went_forward
         context.latest_loader = watch.iterator = lambda: self.trained
@@ -37,10 +37,9 @@ class Loaders:
 
         Until a batch goes forward, that is the one that was drawn from last.
         """
-        places = self._trained or self._latest
-        return (
-            self._latest[max(self._trained, key=self._trained.__getitem__, default=[*places][-1])] if places else None
-        )
+        if self._trained:
+            return self._latest[max(self._trained, key=self._trained.__getitem__)]
+        return next(reversed(self._latest.values()), None)
 
     def went_forward(self, *, trains: bool) -> None:
         """Notes a forward call of the engine; one that does not train was an evaluation's."""
@@ -57,7 +56,7 @@ class Loaders:
         iterator, meter = self.trained, self._context.meter
         if iterator is None or meter is None:
             return None
-        largest = self._largest[id(iterator._dataset)]
+        _, largest = self._largest[id(iterator._dataset)]
         if meter.batches.uneven:
             if check.length:
                 self._context.once("the script decides how long its batches are, so --max-length was not tried")
@@ -69,7 +68,7 @@ class Loaders:
     def _longest(self, iterator: Any, n: int, check: TailCheck) -> Any:
         """Returns a batch of the n longest samples, or of a stream the largest batch, stretched."""
         if not (iterator._auto_collation and check.longest_at and n and is_map_style(iterator._dataset)):
-            largest = self._largest[id(iterator._dataset)]
+            _, largest = self._largest[id(iterator._dataset)]
             return worst.stretched(largest, worst.rows_of(largest), check.length)
         try:
             return worst.batch_of(iterator._dataset, iterator._collate_fn, check.longest_at, n, check.length)
@@ -163,8 +162,9 @@ class Loaders:
         self._latest[place], self._drawn[place] = iterator, None
         if self._worst is not None and iterator is self.trained:
             return self._worst
-        if place not in self._largest or worst.size_of(batch) > worst.size_of(self._largest[place]):
-            self._largest[place] = batch
+        size = worst.size_of(batch)
+        if place not in self._largest or size > self._largest[place][0]:
+            self._largest[place] = size, batch
         return batch
 
     def _reset(self, original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -14,8 +14,8 @@ from autotune.scoring.reasons import checked, drift, named, passed_by, words
 from autotune.space.candidate import differing
 from autotune.trial.result import Outcome
 
-# Trials whose estimated gains differ by less than this are alike: the one that changes least is recommended. Half of the
-# 1 % that it may cost, since the estimates are not exact.
+# Trials whose estimated gains differ by less than this are alike: recommended is one that keeps the numerics, and of these
+# the one that changes least. Half of the 1 % that it may cost, since the estimates are not exact.
 TIE = 0.005
 # Name of the pick for the best trial that only a trial can run, where it beats those that the user can.
 OUT_OF_REACH = "out_of_reach"
@@ -264,7 +264,8 @@ def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence
         alike = [m for m in confirmed if m.trial == baseline.trial]
     own = baseline.candidate.values() if baseline else {}
     n_changes = {m.trial: len(differing(m.candidate.values(), own)) if baseline else 0 for m in alike}
-    chosen = min(alike, key=lambda m: (n_changes[m.trial], behind[m.trial]))
+    # Other numerics that passed their check are still a risk, and half a percent does not pay for it.
+    chosen = min(alike, key=lambda m: (not m.numerics_kept, n_changes[m.trial], behind[m.trial]))
     why = f"the best {named(objectives)}"
     if baseline is not None:
         gain = math.exp(log_gain(chosen, baseline, objectives))

@@ -195,6 +195,10 @@ def test_of_two_within_one_percent_the_one_that_changes_least_is_recommended_and
     # Of two that change as much, the better one.
     alike = measured(3, 0.05, rounds=[0.05, 0.051, 0.0499], precision="torch_autocast")
     assert chosen(recommend([base, little, alike], [LATENCY, THROUGHPUT])) == 3
+    # Before either one with the baseline's numerics, though it changes more.
+    same = measured(4, 0.0501, rounds=[0.0501, 0.051, 0.0499], zero_stage=1, checkpoint_every=1)
+    others = [replace(each, numerics_kept=False, verdict=PASSED) for each in (little, alike)]
+    assert chosen(recommend([base, *others, same], [LATENCY, THROUGHPUT])) == 4
 
 
 def test_a_finalist_that_lost_both_rounds_is_not_recommended_for_changing_less():

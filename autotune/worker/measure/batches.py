@@ -82,6 +82,21 @@ class StepCount:
     ragged: Ragged = Ragged.NO
 
 
+class FirstBatches:
+    """Shapes and checksums of the first batches."""
+
+    def __init__(self) -> None:
+        self.shapes: list[Any] = []
+        self.checksums: list[int] = []
+
+    def add(self, tensor: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Notes a batch, whose samples a tensor counts."""
+        if len(self.shapes) < N_SHAPES:
+            self.shapes += of_batch(args, kwargs, tensor.shape[0])[:1]
+        if len(self.checksums) < N_CHECKSUMS:
+            self.checksums.append(zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()))
+
+
 class BatchObserver:
     """Counts samples at the engine's forward and backward calls per optimizer step.
 
@@ -97,13 +112,14 @@ class BatchObserver:
         last: The latest optimizer step.
         uneven: The argument; a probe sets it when it finds that they vary.
         draw_size: Samples of the largest draw that was used; 0 without a loader.
+        n_backward: Backward calls of the step under way.
+        trains_in_evaluation_mode: A forward call went backward in that mode, as with batch norms that are frozen.
     """
 
     def __init__(self, engine: Any, *, forgiving: bool = False, uneven: bool = False, shards: int = 1) -> None:
         self._shards, self.uneven = shards, uneven
         self.backward_counts: set[int] = set()
-        self.checksums: list[int] = []
-        self.shapes: list[Any] = []
+        self.noted = FirstBatches()
         self.last = StepCount()
         self._engine, self._forgiving = engine, forgiving
         self._steps = engine.global_steps
@@ -117,13 +133,16 @@ class BatchObserver:
         self._fresh = True
         self._tokens = [0, 0]
         self._real_tokens: list[Tensor | float] = [0, 0]
-        self._elements = self._n_backward = 0
+        self._elements = self.n_backward = 0
         self._seen: dict[tuple[MicroBatch, ...], None] = {}
         self._n_first = self._n_every = 0
         self._every_fits = True  # all forward calls made up the draws at the end of each step
         # The latest micro-batches, and whether the draws of one epoch vary.
         self._latest: collections.deque[MicroBatch] = collections.deque(maxlen=N_LATEST)
         self._draws_vary, self._ends_said = False, 0
+        # A forward call with gradients in evaluation mode, and its draw: training where it goes backward.
+        self._unsure: tuple[tuple[Any, ...], dict[str, Any], list[tuple[int | None, tuple[int, ...]]]] | None = None
+        self.trains_in_evaluation_mode = False
         self.texts = Texts(getattr(engine, "module", None))
         engine.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
@@ -132,13 +151,26 @@ class BatchObserver:
         """Returns whether a micro-batch went forward but not yet backward."""
         return not self._fresh
 
+    @property
+    def may_go_backward(self) -> bool:
+        """Returns whether a backward call may be that of a micro-batch: also of one in evaluation mode, which may be none."""
+        return self.went_forward or self._unsure is not None
+
+    @property
+    def trains(self) -> bool:
+        """Returns whether a forward call now is part of the training; in evaluation mode, once one went backward there."""
+        return torch.is_grad_enabled() and (self._engine.training or self.trains_in_evaluation_mode)
+
     # What the hooks tell
 
     def _on_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled() and self._engine.training:
+        if self.trains:
+            self._unsure = None
             self._forward(args, kwargs)  # a loss may call the model more than once for one micro-batch
-        elif self._ahead:
-            self._n_drawn -= self._ahead.pop()[0] or 0  # the last draw was for evaluation
+            return
+        draws = [self._ahead.pop()] if self._ahead else []  # the last draw was for evaluation
+        self._n_drawn -= sum(n or 0 for n, _ in draws)
+        self._unsure = (args, kwargs, draws) if torch.is_grad_enabled() and self._fresh else None
 
     def micro_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Notes the only forward call of a micro-batch, which others may follow before it goes backward."""
@@ -159,7 +191,7 @@ class BatchObserver:
             self._micro.append(MicroBatch(rows, rows, drawn, same_kind))
             self._n_first += rows
             if shape and self._forgiving:
-                self._note(tensor, args, kwargs)
+                self.noted.add(tensor, args, kwargs)
         else:
             self._micro[-1] = self._micro[-1]._replace(every=self._micro[-1].every + rows)
         self._n_every += rows
@@ -189,7 +221,12 @@ class BatchObserver:
 
     def backward(self) -> None:
         """Notes a backward call."""
-        self._n_backward += 1
+        if self._unsure is not None:
+            (args, kwargs, draws), self._unsure, self.trains_in_evaluation_mode = self._unsure, None, True
+            self._ahead.extendleft(draws)
+            self._n_drawn += sum(n or 0 for n, _ in draws)
+            self._forward(args, kwargs)
+        self.n_backward += 1
         self._fresh = True
 
     def step(self) -> bool:
@@ -211,9 +248,9 @@ class BatchObserver:
         if not ragged:
             if len(self._seen) < MOST_DIFFERENT_STEPS:
                 self._seen[micro] = None
-            self.backward_counts.add(self._n_backward)
+            self.backward_counts.add(self.n_backward)
         self._micro, self._epoch_ended, self._drew = [], False, False
-        self._tokens, self._real_tokens, self._elements, self._n_backward = [0, 0], [0, 0], 0, 0
+        self._tokens, self._real_tokens, self._elements, self.n_backward = [0, 0], [0, 0], 0, 0
         return True
 
     # What it adds up to
@@ -249,7 +286,7 @@ class BatchObserver:
     @property
     def samples_per_step(self) -> set[int]:
         """Returns the samples of an optimizer step; where draws are cut up, without the parts that are left over."""
-        found = {self._count(micro) for micro in self._seen}
+        found = {sum(getattr(one, self._way(micro)) for one in micro) for micro in self._seen}
         return {max(found)} if self.parts and found else found
 
     def sizes(self) -> list[int]:
@@ -259,11 +296,6 @@ class BatchObserver:
 
     def _column(self, name: str) -> set[int]:
         return {getattr(one, name) for micro in self._seen for one in micro} - {0, None}
-
-    def _count(self, micro: tuple[MicroBatch, ...]) -> int:
-        """Returns the samples of a step, each counted once."""
-        way = self._way(micro)
-        return sum(getattr(one, way) for one in micro)
 
     def _way(self, micro: tuple[MicroBatch, ...] = ()) -> str:
         """Returns which of the counts of a micro-batch holds, by what all steps so far and `micro` show."""
@@ -313,13 +345,6 @@ class BatchObserver:
             return n, False
         self._sample_dim = dim = drawn_shape.index(n)
         return n, drawn_shape[:dim] + drawn_shape[dim + 1 :] == shape[:dim] + shape[dim + 1 :]
-
-    def _note(self, tensor: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Notes shapes and checksums of the first batches."""
-        if len(self.shapes) < N_SHAPES:
-            self.shapes += of_batch(args, kwargs, tensor.shape[0])[:1]
-        if len(self.checksums) < N_CHECKSUMS:
-            self.checksums.append(zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()))
 
 
 def counted_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -39,8 +39,9 @@ MIN_STEPS = step_times.SETUP_STEPS + step_times.LEAST_TIMED_STEPS
 # Ends of epochs in a row, each with smaller steps, after which smaller steps count as they come.
 MAX_ENDS_IN_A_ROW = 3
 FEWER = "some steps have fewer samples than others although no epoch ends there: they count as they come"
-# Smaller steps beyond the number of others: the first few may be cut short wherever the epoch stands.
-SPARE_RAGGED_STEPS = 1
+# Steps of a kind that is left out beyond the number of others: the first few may be such wherever the epoch stands.
+SPARE_STEPS = 1
+EVALUATES = "the script evaluates between its steps: that is left out of the step time, but takes time of each trial"
 
 
 class Diverged(Exception):
@@ -79,6 +80,8 @@ class StepLedger:
         self.elapsed_s = self.peak_bytes = 0.0
         self.uneven = False
         self.skipped = self._ends_in_a_row = self._n_ragged = 0
+        self._aside_s = 0.0
+        self._n_evaluated = self._n_others = 0
         # Of what the ranks take in, this share counts: ranks that train one copy of the model take in the same.
         self.share = 1.0
         self._next_look = step_times.SETUP_STEPS + step_times.MIN_TIMED_STEPS
@@ -89,7 +92,8 @@ class StepLedger:
         if len(times) < step_times.SETUP_STEPS:
             return 1
         limit = MAX_WINDOW_STEPS if self.elapsed_s < self.request.budget_s else MIN_STEPS - len(times)
-        wanted = max(int(self.window_s / max(times[-1], 1e-6)), 2 if times[-1] < LONG_STEP_S else 1)
+        step_s = max(times[-1], 1e-6) + self._aside_s / len(times)
+        wanted = max(int(self.window_s / step_s), 2 if step_s < LONG_STEP_S else 1)
         return max(1, min(limit, wanted, self.request.max_steps - len(times)))
 
     def gather(
@@ -100,6 +104,7 @@ class StepLedger:
         *,
         skipped: Sequence[bool],
         counts: Sequence[StepCount],
+        aside_s: Sequence[float] = (),
     ) -> None:
         """Adds a window of steps; all ranks take part.
 
@@ -107,6 +112,7 @@ class StepLedger:
             laps_s: Seconds of each step on this rank.
             cpu_s: This rank's process time over all of them.
             skipped: Whether loss scaling skipped its update.
+            aside_s: Seconds of each step that went into an evaluation.
 
         Raises:
             Diverged: The loss is not finite, or loss scaling finds no scale.
@@ -114,20 +120,25 @@ class StepLedger:
         """
         n = len(laps_s)
         columns = [*laps_s, *map(float, skipped), *(float(count.ragged) for count in counts), *map(float, losses)]
+        columns += aside_s or [0.0] * n
         for name in TAKEN_IN:
             columns += [float(getattr(count, name)) * self.share for count in counts]
         own = torch.tensor(columns, dtype=torch.float64, device=self.device)
         rows = [torch.empty_like(own) for _ in range(self.request.world_size)]
         dist.all_gather(rows, own)
-        table = torch.stack(rows).cpu().reshape(self.request.world_size, 4 + len(TAKEN_IN), n)
+        table = torch.stack(rows).cpu().reshape(self.request.world_size, 5 + len(TAKEN_IN), n)
         # The ranks began the window together; a step ends when the last of them has ended it.
-        ends_s = table[:, 0].cumsum(dim=1).max(dim=0).values
-        self.elapsed_s += float(ends_s[-1])
+        total_s = float(table[:, 0].sum(dim=1).max())
+        self.elapsed_s += total_s
+        # One rank may evaluate, and the others wait.
+        aside = torch.tensor(self._set_aside(table[:, 4].max(dim=0).values.tolist()), dtype=table.dtype)
+        ends_s = (table[:, 0] - aside).clamp(min=0).cumsum(dim=1).max(dim=0).values
         times, means = ends_s.diff(prepend=ends_s.new_zeros(1)).tolist(), table[:, 3].mean(dim=0).tolist()
         skips, smaller = (table[:, row].max(dim=0).values.tolist() for row in (1, 2))
-        taken_in = table[:, 4:].sum(dim=0).round().long().T.tolist()
+        taken_in = table[:, 5:].sum(dim=0).round().long().T.tolist()
         if self.noise is not None:
             self.noise.leave_out([bool(a or b) for a, b in zip(skips, smaller, strict=True)])
+        cpu_s *= sum(times) / total_s if total_s else 1.0
         before = len(self.report.step_times_s)
         for i in range(n):
             self._add(
@@ -136,6 +147,18 @@ class StepLedger:
         if self.report.rank == 0 and len(self.report.step_times_s) > before:
             last = {"step_time_s": self.report.step_times_s[-1], "loss": self.report.losses[-1]}
             self.recorder.event(step=len(self.report.step_times_s), **last)
+
+    def _set_aside(self, aside_s: Sequence[float]) -> list[float]:
+        """Returns the seconds of each step that are no part of it; what most steps have in them is one, as a rollout."""
+        found = []
+        for seconds in aside_s:
+            self._n_evaluated += seconds > 0
+            self._n_others += seconds == 0
+            found.append(seconds if self._n_evaluated <= self._n_others + SPARE_STEPS else 0.0)
+        self._aside_s += sum(found)
+        if sum(found) and EVALUATES not in self.report.caveats:
+            self.report.caveats.append(EVALUATES)
+        return found
 
     def _add(
         self, time_s: float, cpu_s: float, loss: float, taken_in: Sequence[int], *, skipped: bool, ragged: Ragged
@@ -169,7 +192,7 @@ class StepLedger:
         self._ends_in_a_row += ragged is not Ragged.SAME_END
         n = len(self.report.step_times_s)
         varies = ragged is Ragged.VARIES or self._ends_in_a_row > MAX_ENDS_IN_A_ROW
-        many = self._n_ragged > n + SPARE_RAGGED_STEPS
+        many = self._n_ragged > n + SPARE_STEPS
         if not self.request.candidate:  # a probe finds out
             self.uneven = self.uneven or varies or many or ragged is Ragged.UNSAID_END
             return True
@@ -232,6 +255,8 @@ class Window:
         self._losses: list[torch.Tensor | float] = []
         self._skips = [skips_of(engine)]
         self._counts: list[StepCount] = []
+        # Of each lap, the step that it belongs to, and whether it was an evaluation.
+        self._pieces: list[tuple[int, bool]] = []
         # Between windows ranks do unequal work (one writes events): here they wait for the last, not in a timed step.
         dist.barrier()
         self._laps = Laps(ledger.device)
@@ -245,6 +270,11 @@ class Window:
         self._cpu_start = time.process_time()
         self._laps.start()
 
+    def cut(self, *, aside: bool) -> None:
+        """Ends a part of a step; `aside` is one that the step's time may leave out."""
+        self._laps.lap()
+        self._pieces.append((len(self), aside))
+
     @property
     def full(self) -> bool:
         """Returns whether the ranks are to compare their clocks now."""
@@ -252,7 +282,7 @@ class Window:
 
     def add(self, loss: torch.Tensor | float, count: StepCount) -> None:
         """Ends an optimizer step, which took in what `count` says."""
-        self._laps.lap()
+        self.cut(aside=False)
         self._losses.append(number_in(loss) if isinstance(loss, torch.Tensor) else loss)
         self._skips.append(skips_of(self._engine))
         self._counts.append(count)
@@ -260,9 +290,13 @@ class Window:
     def gather(self, n: int) -> None:
         """Adds the first n steps to the ledger; all ranks take part."""
         synchronize(self._ledger.device)
-        cpu_s, laps_s = time.process_time() - self._cpu_start, self._laps.seconds()[:n]
+        cpu_s, laps_s, aside_s = time.process_time() - self._cpu_start, [0.0] * n, [0.0] * n
+        for (i, aside), seconds in zip(self._pieces, self._laps.seconds(), strict=True):
+            if i < n:
+                laps_s[i] += seconds
+                aside_s[i] += seconds * aside
         skipped = [after > before for before, after in itertools.pairwise(map(float, self._skips[: n + 1]))]
-        self._ledger.gather(laps_s, cpu_s, self._losses[:n], skipped=skipped, counts=self._counts[:n])
+        self._ledger.gather(laps_s, cpu_s, self._losses[:n], skipped=skipped, counts=self._counts[:n], aside_s=aside_s)
 
 
 def runs_ahead(engine: Any) -> bool:

@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -24,10 +24,14 @@ CAVEAT = "forecasts rest on one forward of the script in its own precision; the 
 
 
 class ForwardProfile:
-    """Counts the operations of an engine's first training forward, in a step that is not timed."""
+    """Counts the operations of an engine's first training forward, in a step that is not timed.
 
-    def __init__(self, engine: Any, blocks: list[nn.Module]) -> None:
-        self._engine = engine
+    Args:
+        trains: Returns whether a forward call is part of the training.
+    """
+
+    def __init__(self, engine: Any, blocks: list[nn.Module], trains: Callable[[], bool]) -> None:
+        self._engine, self._trains = engine, trains
         self._counter: OpCounter | None = None
         self._eager: Any = None
         self._done = False
@@ -46,7 +50,7 @@ class ForwardProfile:
         return self
 
     def _begin(self, engine: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._done or self._counter is not None or not torch.is_grad_enabled() or not engine.training:
+        if self._done or self._counter is not None or not self._trains():
             return
         counted = batches.counted_tensor(args, kwargs)
         self._shape = tuple(counted.shape) if counted is not None else ()

@@ -1,37 +1,92 @@
-"""The evaluation that a script may do before it trains: no part of its steps, but of each trial's time."""
+"""Evaluations of a script: no part of its steps, other than calls without gradients that its training needs."""
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from autotune.worker.measure.batches import BatchObserver, counted_tensor
 from autotune.worker.measure.ledger import Window
 from autotune.worker.script.context import ScriptContext
 
 # An evaluation that takes longer is worth leaving out.
 LONG_S = 5.0
+# Samples of the first calls without gradients that are looked for in the first batch that is trained on.
+N_ROWS = 64
+# Elements that say enough to know a sample by its beginning, as a prompt in what was generated from it.
+LEAST_PREFIX = 4
 
 
-class FirstEvaluation:
-    """Notes an evaluation before the first training forward, and starts the clock of the steps after it."""
+class Evaluations:
+    """Tells a window of steps which of its time went into evaluations.
+
+    What reinforcement learning plays or generates without gradients is trained on next: then no such call is an
+    evaluation. Whether those of the steps are, as only some steps have them, the ledger finds.
+    """
 
     def __init__(self, context: ScriptContext) -> None:
         self._context = context
-        self._began: float | None = None
-        self._over = False
+        self._began: float | None = None  # the evaluation under way
+        self._rows: list[Tensor] = []
+        self._trained = self._rollouts = False
 
-    def forward(self, window: Window | None, *, trains: bool) -> None:
+    def forward(
+        self, window: Window | None, batches: BatchObserver, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         """Notes a forward call of the engine, in a window of steps."""
-        if self._over:
+        if batches.went_forward:  # the call belongs to a micro-batch that is to go backward
             return
-        self._over = trains
-        if not trains and self._began is None:
-            self._began = time.monotonic()
-            self._context.recorder.enter("first_evaluation")
-        elif trains and self._began is not None:
-            took_s = time.monotonic() - self._began
+        if not batches.trains:
+            self._calls_without_gradients(window, batches, args, kwargs)
+            return
+        began, first = self._began, not self._trained
+        self._began, self._trained = None, True
+        if began is None or window is None:
+            return
+        if first:
             self._context.recorder.enter("warmup")
-            if window is not None:
+            self._rollouts, self._rows = self._holds_a_row(args, kwargs), []
+            if not (self._rollouts or batches.trains_in_evaluation_mode):  # there the first micro-batch passed for one
                 window.restart()
-            if took_s > LONG_S and self._context.candidate is None:
-                self._context.once(
-                    f"the script evaluates for {took_s:.0f} s before it trains, and so does each trial: leave that out while"
-                    " it is tuned"
-                )
+                self._tell(time.monotonic() - began)
+        elif not self._rollouts:
+            window.cut(aside=True)
+
+    def _calls_without_gradients(
+        self, window: Window | None, batches: BatchObserver, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        begins = self._began is None
+        self._began = self._began or time.monotonic()
+        if not self._trained:
+            self._rows += _rows_of(args, kwargs)[: N_ROWS - len(self._rows)]
+            if begins:
+                self._context.recorder.enter("first_evaluation")
+        elif begins and window is not None and batches.n_backward:  # else it began where the last step ended
+            window.cut(aside=False)
+
+    def _tell(self, took_s: float) -> None:
+        if took_s > LONG_S and self._context.candidate is None:
+            self._context.once(
+                f"the script evaluates for {took_s:.0f} s before it trains, and so does each trial: leave that out while"
+                " it is tuned"
+            )
+
+    def _holds_a_row(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Returns whether a batch holds a sample of the earlier calls, or one that begins with it."""
+        batch = _rows_of(args, kwargs) if self._rows else []
+        return any(
+            row.dtype == one.dtype
+            and (len(row) == len(one) or LEAST_PREFIX <= len(row) < len(one))
+            and torch.equal(row, one[: len(row)])
+            for row in self._rows
+            for one in batch
+        )
+
+
+def _rows_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    tensor = counted_tensor(args, kwargs)
+    if tensor is None or not tensor.numel() or not tensor.dim():
+        return []
+    return [*tensor.detach().reshape(len(tensor), -1).to("cpu", copy=True)]

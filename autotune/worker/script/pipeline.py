@@ -11,6 +11,7 @@ from autotune.space.deepspeed import DsConfig
 from autotune.space.degree import PARTITION, PIPELINE_DEGREE
 from autotune.trial.workload import Workload
 from autotune.worker.measure import instructions
+from autotune.worker.measure.ledger import Window
 from autotune.worker.measure.meter import Meter
 from autotune.worker.measure.recompute import Recomputations
 from autotune.worker.model import staged
@@ -59,8 +60,19 @@ def recompute(context: ScriptContext, module: Any, config: DsConfig) -> Recomput
     return staged.recompute(module, every)
 
 
-def attach(context: ScriptContext, meter: Meter, engine: Any, stepped: Callable[[Any], None]) -> None:
-    """Hooks an engine: its micro-batches where a stage takes them in, its steps where `train_batch` ends them."""
+def attach(
+    context: ScriptContext,
+    meter: Meter,
+    engine: Any,
+    stepped: Callable[[Any], None],
+    window: Callable[[], Window | None],
+) -> None:
+    """Hooks an engine: its micro-batches where a stage takes them in, its steps and evaluations where they end.
+
+    Args:
+        stepped: Called with the loss of each step.
+        window: Returns the window of steps that is under way.
+    """
 
     def cast(inputs: Any) -> Any:
         found = context.cast(engine, (inputs,), {})
@@ -74,4 +86,12 @@ def attach(context: ScriptContext, meter: Meter, engine: Any, stepped: Callable[
         stepped(loss)
         return loss
 
-    engine.train_batch = counted
+    eval_batch = engine.eval_batch
+
+    def aside(*args: Any, **kwargs: Any) -> Any:
+        output = eval_batch(*args, **kwargs)
+        if (now := window()) is not None:
+            now.cut(aside=True)
+        return output
+
+    engine.train_batch, engine.eval_batch = counted, aside

@@ -108,7 +108,7 @@ def _degree(prepared: PreparedModel) -> int:
 
 def _data(context: ScriptContext, meter: Meter) -> DataShape | None:
     """Describes the batches that went forward, with the lengths of the data set's samples where a loader has one."""
-    batches = samples.describe(iter(meter.batches.shapes))
+    batches = samples.describe(iter(meter.batches.noted.shapes))
     iterator = context.latest_loader() if context.trains_on_draws else None
     if batches is None:
         return None

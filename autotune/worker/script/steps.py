@@ -20,7 +20,7 @@ from autotune.worker.profile.script import ForwardProfile
 from autotune.worker.script import pipeline, probe
 from autotune.worker.script.context import ScriptContext, ScriptError
 from autotune.worker.script.engine import PreparedModel
-from autotune.worker.script.evaluation import FirstEvaluation
+from autotune.worker.script.evaluation import Evaluations
 from autotune.worker.script.patching import patch
 from autotune.worker.script.tail import ScriptTail
 
@@ -47,7 +47,7 @@ class StepHooks:
         self._n_backward = 0
         self._tail: ScriptTail | None = None
         self._begun = self._reached = self._summed = self._plain_backward = self._asked = False
-        self._evaluation = FirstEvaluation(context)
+        self._evaluations = Evaluations(context)
         self._called = False  # as `engine(...)`, whose hooks have run
 
     def install(self) -> None:
@@ -68,11 +68,11 @@ class StepHooks:
         )  # fmt: skip
         context.meter = meter
         if hasattr(engine, "train_batch"):
-            pipeline.attach(context, meter, engine, self._stepped)
+            pipeline.attach(context, meter, engine, self._stepped, lambda: self._window)
         else:
             engine.register_forward_pre_hook(self._on_forward, with_kwargs=True, prepend=True)
             if context.candidate is None and not getattr(engine, "is_compiled", False):
-                self._profile = ForwardProfile(engine, prepared.blocks)
+                self._profile = ForwardProfile(engine, prepared.blocks, lambda: batches.trains)
             engine.forward = functools.partial(self._engine_forward, engine.forward)
             engine.backward = functools.partial(self._engine_backward, engine.backward)
             if hasattr(engine, "_backward_prologue"):
@@ -103,8 +103,8 @@ class StepHooks:
 
     def _on_forward(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         self._called = True
-        trains = torch.is_grad_enabled() and engine.training
-        self._evaluation.forward(self._window, trains=trains)
+        trains = self._meter.batches.trains
+        self._evaluations.forward(self._window, self._meter.batches, args, kwargs)
         self._context.went_forward(trains=trains)
         if trains:
             self._meter.enter("forward")
@@ -134,7 +134,7 @@ class StepHooks:
 
     def _tensor_backward(self, original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         meter = self._context.meter
-        if meter is None or self._context.in_backward or not meter.batches.went_forward:
+        if meter is None or self._context.in_backward or not meter.batches.may_go_backward:
             return original(tensor, *args, **kwargs)
         # DeepSpeed calls the prologue when a pass reaches the engine's output; versions without one count every pass.
         self._reached = not hasattr(meter.engine, "_backward_prologue")
@@ -294,7 +294,7 @@ def _too_few(context: ScriptContext, n: int, needed: int) -> ScriptError:
 def compare_data(context: ScriptContext, meter: Meter) -> None:
     """Notes it if all ranks were fed the same batches."""
     # Only the first stages of a pipeline take in data.
-    checksums = meter.batches.checksums if getattr(meter.engine, "stage_id", 0) == 0 else []
+    checksums = meter.batches.noted.checksums if getattr(meter.engine, "stage_id", 0) == 0 else []
     own = torch.tensor((checksums + [0] * N_CHECKSUMS)[:N_CHECKSUMS], dtype=torch.float64)
     rows = [torch.empty_like(own, device=meter.device) for _ in range(context.request.world_size)]
     dist.all_gather(rows, own.to(meter.device))

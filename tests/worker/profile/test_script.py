@@ -35,7 +35,7 @@ def sketched(model, x, config=None, samples=SAMPLES, optimizer=None):
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     sketch, engine = None, Engine(model)
     engine.basic_optimizer = optimizer
-    sketch = ForwardProfile(engine, blocks)
+    sketch = ForwardProfile(engine, blocks, torch.is_grad_enabled)
     with torch.no_grad():
         engine(x)  # an evaluation before training is not what is looked for
     for _ in range(2):
@@ -118,7 +118,7 @@ def test_an_optimizer_from_elsewhere_has_the_states_that_its_steps_left(n_steps,
 
 def test_without_a_training_forward_or_a_counted_batch_there_is_no_profile():
     engine = Engine(Block())
-    sketch = ForwardProfile(engine, [])
+    sketch = ForwardProfile(engine, [], torch.is_grad_enabled)
     assert sketch.profile(WORKLOAD, {}, 4) is None
     engine(torch.randn(4, WIDTH)).sum().backward()
     assert sketch.profile(WORKLOAD, {}, None) is None and sketch.profile(WORKLOAD, {}, 4) is not None
@@ -139,7 +139,7 @@ def test_weights_that_are_gathered_for_a_forward_are_no_activations():
     for module in model.modules():
         module.register_forward_pre_hook(gather)
     engine = Engine(model)
-    sketch = ForwardProfile(engine, [])
+    sketch = ForwardProfile(engine, [], torch.is_grad_enabled)
     engine(x).square().mean().backward()
     assert sketch.profile(WORKLOAD, {}, len(x)).passes["fp32/0"].kept_bytes == plain
 

@@ -141,6 +141,7 @@ def test_the_flags_that_carry_something_are_known_by_all_their_names(bench):
                 "evaluates",
                 "text flag",
                 "by name",
+                "evaluation mode",
             )
         ),
         ("own sampler", {}, (8, 2, ACCUM)),
@@ -330,6 +331,15 @@ def test_an_evaluation_before_the_training_takes_no_time_of_the_steps(bench):
     assert result.outcome is Outcome.COMPLETE and found.workload.n_samples == 4096
     began = {event["phase"]: event["time"] for event in events(bench.folder) if "phase" in event}
     assert sum(result.step_times_s) < began["warmup"] - began["first_evaluation"]
+
+
+@pytest.mark.parametrize(("style", "n_slow"), [("evaluates at times", 0), ("plays", 3)])
+def test_an_evaluation_of_some_steps_is_no_part_of_them_but_what_is_then_trained_on_is(bench, style, n_slow):
+    """Every second step has calls without gradients, and a second of sleep."""
+    result = bench.measure(bench.plan("styles.py", style), steps=6)
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    assert sum(seconds > 1.0 for seconds in result.step_times_s) == n_slow
+    assert any("evaluates between its steps" in caveat for caveat in result.caveats) == (not n_slow)
 
 
 def test_losses_that_a_script_divides_as_deepspeed_does_again_are_compared_undivided(bench):

@@ -15,7 +15,7 @@ from autotune.worker.data import worst
 from autotune.worker.data.samples import is_map_style, samples_in
 from autotune.worker.data.witness import watch
 from autotune.worker.script.context import ScriptContext
-from autotune.worker.script.patching import expression, patch, users_caller, users_frame
+from autotune.worker.script.patching import expression, patch, place_of, users_frame
 
 
 class Loaders:
@@ -96,7 +96,9 @@ class Loaders:
 
     def _init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(*args, **kwargs)
-        place, change, frame = users_caller(), self._context.drawn(), users_frame()
+        # A library passes on what the user's code says, where a framework takes it from its configuration.
+        frame, change = users_frame(through_libraries=True), self._context.drawn()
+        place = place_of(frame)
         if place and change:
             was, wanted = change
             sampler = bound.arguments.get("batch_sampler")

@@ -98,19 +98,30 @@ class _Finder(importlib.abc.MetaPathFinder):
 _finder = _Finder()
 
 
-def users_caller() -> str | None:
-    """Returns `file:line` of the nearest caller outside torch and autotune; None if that is a library."""
-    frame = users_frame()
+def place_of(frame: FrameType | None) -> str | None:
+    """Returns `file:line` of a frame."""
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else None
 
 
-def users_frame() -> FrameType | None:
-    """Returns the frame of the nearest caller outside torch and autotune; None if that is a library."""
+def users_caller() -> str | None:
+    """Returns `file:line` of the nearest caller outside torch and autotune; None if that is a library."""
+    return place_of(users_frame())
+
+
+def users_frame(*, through_libraries: bool = False) -> FrameType | None:
+    """Returns the frame of the nearest caller outside torch and autotune; None if that is a library.
+
+    Args:
+        through_libraries: Look for the user's call of a library, unless it is a framework.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        if not f"{module}.".startswith(TRANSPARENT_MODULES):
-            return frame if project.holds(frame.f_code.co_filename) else None
+        module = f"{frame.f_globals.get('__name__', '')}."
+        if not module.startswith(TRANSPARENT_MODULES):
+            if project.holds(frame.f_code.co_filename):
+                return frame
+            if not through_libraries or module.partition(".")[0] in project.FRAMEWORKS:
+                return None
         frame = frame.f_back
     return None
 

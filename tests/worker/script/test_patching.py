@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from autotune.worker import project
 from autotune.worker.script import patching
 
 
@@ -61,6 +62,18 @@ def test_a_module_that_does_not_exist_stays_missing(library):
     patching.after_import("no_such_module", lambda module: None)
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         import no_such_module  # noqa: F401
+
+
+@pytest.mark.parametrize(("name", "line"), [("shelf", 2), ("deepspeed", None)])
+def test_what_a_library_makes_for_the_user_is_found_where_the_user_asks_for_it(tmp_path, monkeypatch, name, line):
+    """A DataLoader of a library kept its batch, although the user's code says which."""
+    monkeypatch.setattr(project, "_roots", [])
+    project.settle(tmp_path / "train.py")
+    made = {"users_frame": patching.users_frame, "__name__": f"{name}.data"}
+    exec(compile("def make():\n    return users_frame(through_libraries=True)", "/elsewhere/data.py", "exec"), made)
+    code = compile("\nframe = make()", str(tmp_path / "train.py"), "exec")
+    exec(code, users := {"make": made["make"], "__name__": "__main__"})
+    assert (users["frame"] and users["frame"].f_lineno) == line
 
 
 @pytest.mark.process

@@ -95,6 +95,11 @@ class Memory:
         return int(stats.get("num_alloc_retries", 0))
 
     @property
+    def refusals(self) -> int:
+        """Returns how often the device's memory ran out, also where a script went on; 0 on a CPU."""
+        return 0 if self.on_cpu else int((self._accelerator.memory_stats() or {}).get("num_ooms", 0))
+
+    @property
     def uuid(self) -> str:
         """Returns the identifier of this rank's CUDA device; empty where torch does not tell."""
         return uuid_of(torch.cuda.get_device_properties(torch.cuda.current_device()))

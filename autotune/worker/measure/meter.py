@@ -42,6 +42,7 @@ class Meter:
     ) -> None:
         self.recorder, self.report, self.request, self.engine = recorder, recorder.report, request, engine
         self.batches, self.memory, self.checkpointer = batches, memory, checkpointer
+        self._refusals_before = memory.refusals
         self.noise, self.gradients = noise, gradients
         self.candidate = Candidate.of(request.candidate or {"micro_batch_size": 1})
         self.device = torch.device(engine.device)
@@ -137,6 +138,8 @@ class Meter:
         """Compares the configuration that ran with the candidate; all ranks take part."""
         observed, request = self.observe(), self.request
         mismatch = observed.mismatch(self.candidate, self.data_parallel)
+        if mismatch and self._highest(self.memory.refusals - self._refusals_before):
+            raise torch.OutOfMemoryError(f"out of memory, where the script goes on with another batch ({mismatch})")
         if mismatch:
             raise NotApplied(mismatch)
         asked = {name: request.candidate.get(name) for name in request.changed_from}

@@ -3,11 +3,13 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support.paths import MODELS
 from support.zoo import STEPS
 
 from autotune.trial import folder
 from autotune.trial.result import Outcome, RankReport
+from autotune.worker.measure.ledger import NotApplied
 from autotune.worker.measure.meter import Meter
 
 pytestmark = pytest.mark.process
@@ -132,6 +134,22 @@ def test_a_trial_fits_a_limit_just_above_the_peak_that_it_reports(wide):
     assert peak is not None
     assert wide(checkpoint_every=1, device_memory_bytes=int(1.2 * peak)).outcome is Outcome.COMPLETE
     assert wide(checkpoint_every=1, device_memory_bytes=int(0.7 * peak)).outcome is Outcome.OOM
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("refusals", "error"), [(0, NotApplied), (1, torch.OutOfMemoryError)])
+def test_another_batch_than_asked_for_is_memory_that_ran_out_where_it_did_since_training_began(
+    monkeypatch, refusals, error
+):
+    """A script that halves its batch where its own code runs out of memory was told that its batch does not apply."""
+    meter = Meter.__new__(Meter)
+    meter.memory, meter._refusals_before = SimpleNamespace(refusals=2 + refusals), 2
+    meter.request = meter.candidate = meter.data_parallel = None
+    ran = SimpleNamespace(mismatch=lambda *_: "micro_batch_size: 8 was asked for, 4 ran")
+    monkeypatch.setattr(Meter, "observe", lambda _: ran)
+    monkeypatch.setattr(Meter, "_highest", lambda _, value: float(value))
+    with pytest.raises(error, match="8 was asked for, 4 ran"):
+        meter.check_applied()
 
 
 @pytest.mark.unit

@@ -13,8 +13,9 @@ from autotune.errors import UserError
 from autotune.trial.failures import means_host_memory
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
-from autotune.worker import rank
+from autotune.worker import project, rank
 from autotune.worker.script import run
+from autotune.worker.script.patching import patch
 
 
 def keep_timeouts(monkeypatch):
@@ -78,13 +79,29 @@ def joined_on_device():
 def test_a_script_reduces_tensors_on_the_host_where_it_could_in_a_training(arguments, by_deepspeed, works):
     metric = torch.ones(2)
     if by_deepspeed:
-        run._join_by_deepspeed(lambda *_: None, None, *arguments)
+        run.Joining().join_by_deepspeed(lambda *_: None, None, *arguments)
     else:
-        run._join(dist.init_process_group, *arguments)
+        run.Joining().join(dist.init_process_group, *arguments)
     with contextlib.nullcontext() if works else pytest.raises(RuntimeError, match="No backend type"):
         dist.all_reduce(metric)
     # Groups as DeepSpeed makes them are those of the device.
     assert dist.new_group([0])._device_types == [torch.device("cuda")]
+
+
+@pytest.mark.usefixtures("joined_on_device")
+def test_a_script_that_asks_whether_it_has_joined_its_ranks_does_so(tmp_path, monkeypatch):
+    """It took them for joined, and its tensors on the host had no backend."""
+    joining, script = run.Joining(), tmp_path / "train.py"
+    monkeypatch.setattr(dist, "is_initialized", dist.is_initialized)
+    patch(dist, "is_initialized", joining.is_joined)
+    project.settle(script)
+    asks = compile("import torch.distributed as dist\nanswer = dist.is_initialized()", str(script), "exec")
+    answers = []
+    for _ in range(2):
+        exec(asks, found := {})
+        answers.append((found["answer"], dist.is_initialized()))  # a library's own call
+        joining.join(dist.init_process_group)
+    assert answers == [(False, True), (True, True)]
 
 
 @pytest.mark.parametrize(

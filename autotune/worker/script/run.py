@@ -4,6 +4,7 @@ import argparse
 import functools
 import itertools
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from autotune.space import torch_settings
 from autotune.system.toolkit import is_built
 from autotune.trial.request import TrialRequest
+from autotune.worker import project
 from autotune.worker.device import free_bytes
 from autotune.worker.measure import experts
 from autotune.worker.measure.recorder import Recorder
@@ -90,22 +92,54 @@ def _compile(context: ScriptContext, original: Callable[..., Any], builder: Any,
         context.recorder.event(compiling="")
 
 
-def _join(_original: Callable[..., Any], backend: str | None = None, *_args: Any, **_kwargs: Any) -> None:
-    """Stands in for torch's `init_process_group`: the ranks have joined already, on their devices alone."""
-    if backend is None or "gloo" in str(backend).lower():
-        join_on_host()
+class Joining:
+    """Hooks on what joins the ranks: they have joined already, on their devices alone, which the script is not to see.
 
+    A script that asks first would not join them, and so not get what it names as their backend.
+    """
 
-def _join_by_deepspeed(original: Callable[..., Any], comm: Any, backend: str | None, *args: Any, **kwargs: Any) -> None:
-    """The same for `deepspeed.init_distributed`, which takes the device's own backend where none is named."""
-    original(comm, backend, *args, **kwargs)
-    if backend is not None:
-        _join(original, backend)
+    def __init__(self) -> None:
+        self._joined = False
+
+    def install(self) -> None:
+        """Patches torch's functions, and DeepSpeed's and Accelerate's that call them."""
+        from deepspeed.comm.torch import TorchBackend
+
+        patch(dist, "init_process_group", self.join)
+        patch(dist, "destroy_process_group", lambda _original, *_args, **_kwargs: None)
+        patch(dist, "is_initialized", self.is_joined)
+        patch(TorchBackend, "init_process_group", self.join_by_deepspeed)
+        after_import(
+            "accelerate.state", lambda module: patch(module.PartialState, "__init__", self._join_by_accelerate)
+        )
+
+    def join(self, _original: Callable[..., Any], backend: str | None = None, *_args: Any, **_kwargs: Any) -> None:
+        """Stands in for torch's `init_process_group`."""
+        self._joined = True
+        if backend is None or "gloo" in str(backend).lower():
+            join_on_host()
+
+    def join_by_deepspeed(
+        self, original: Callable[..., Any], comm: Any, backend: str | None, *args: Any, **kwargs: Any
+    ) -> None:
+        """The same for `deepspeed.init_distributed`, which takes the device's own backend where none is named."""
+        original(comm, backend, *args, **kwargs)
+        self._joined = True
+        if backend is not None:
+            self.join(original, backend)
+
+    def _join_by_accelerate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        self._joined = True
+
+    def is_joined(self, original: Callable[[], bool]) -> bool:
+        """Returns whether the ranks have joined, as far as the script can know."""
+        caller = sys._getframe(2)  # of the function that stands in for torch's
+        return original() and (self._joined or not project.holds(caller.f_code.co_filename))
 
 
 def _install_hooks(context: ScriptContext) -> StepHooks:
     """Patches all entry points before the script can bind them; for good, since the process ends with the trial."""
-    from deepspeed.comm.torch import TorchBackend
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     own = torch_settings.in_words(dict(context.candidate.config)) if context.candidate is not None else []
@@ -130,11 +164,9 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
     for name in CLICK:
         after_import(name, lambda module: patch(module.Command, "parse_args", arguments.parse_click))
     Loaders(context).install()
-    patch(dist, "init_process_group", _join)
-    patch(dist, "destroy_process_group", lambda _original, *_args, **_kwargs: None)
+    Joining().install()
     for name in ("spawn", "start_processes"):
         patch_everywhere(torch.multiprocessing, name, lambda *_args, **_kwargs: context.abort(ScriptError(SPAWNS)))
-    patch(TorchBackend, "init_process_group", _join_by_deepspeed)
     for adapter in (accelerate, huggingface, lightning):
         adapter.install(context)
     Isolation(context).install()

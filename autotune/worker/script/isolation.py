@@ -18,7 +18,12 @@ from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.patching import after_import, patch, users_caller
 
 SAVERS = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
-TRACKERS_OFF = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "MLFLOW_TRACKING_URI": ""}
+# Only offline is known to both of Neptune's clients, and to ClearML.
+TRACKERS_OFF = {
+    "WANDB_MODE": "disabled", "COMET_MODE": "disabled", "SWANLAB_MODE": "disabled", "CLEARML_OFFLINE_MODE": "1",
+    "MLFLOW_TRACKING_URI": "file://{scratch}", "NEPTUNE_MODE": "offline", "NEPTUNE_DATA_DIRECTORY": "{scratch}",
+    "NEPTUNE_LOG_DIRECTORY": "{scratch}",
+}  # fmt: skip
 MAX_FILES_NAMED = 5
 # Files of a checkpoint of DeepSpeed's that hold the script's own state, without and with ZeRO 3.
 CLIENT_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
@@ -46,8 +51,8 @@ class Isolation:
         """Patches functions that save, move and load files."""
         import deepspeed
 
-        scratch = f"file://{self._context.scratch.absolute()}"
-        os.environ |= {name: value or scratch for name, value in TRACKERS_OFF.items()}
+        scratch = str(self._context.scratch.absolute())
+        os.environ |= {name: value.replace("{scratch}", scratch) for name, value in TRACKERS_OFF.items()}
         for name in SAVERS:
             patch(deepspeed.DeepSpeedEngine, name, self._context.saver(f"engine.{name}"))
         patch(deepspeed.DeepSpeedEngine, "load_checkpoint", self._load_checkpoint)

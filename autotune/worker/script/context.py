@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from autotune.worker.measure.meter import Meter
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+# Variables that CUDA, torch's allocator and NCCL read once.
+READ_ONCE = ("CUDA_", "NCCL_", "PYTORCH_")
 
 
 class ScriptError(UserError):
@@ -64,7 +66,7 @@ class ScriptContext:
         self.recorder, self.request, self.memory = recorder, request, memory
         self.report = recorder.report
         self.script = execute.in_rank(request.script, recorder.folder.ds_config)
-        self._visible = os.environ.get(VISIBLE)
+        self._environment = dict(os.environ)
         self.candidate = Candidate.of(request.candidate) if request.candidate else None
         self.scratch = recorder.folder.scratch
         self.meter: Meter | None = None
@@ -87,16 +89,28 @@ class ScriptContext:
         self.data_limits: Callable[[dict[str, str], DataShape | None], dict[str, str]] = lambda found, _: found
 
     def check_devices(self) -> None:
-        """Refuses a script that chose its devices itself, when CUDA had started already."""
+        """Refuses a script that chose its devices itself, when CUDA had started already; notes other settings of it."""
+        if not self.memory.cuda:
+            return
         local_rank, chosen = int(os.environ["LOCAL_RANK"]), os.environ.get(VISIBLE)
         own, meant = (
             dict(enumerate(value.split(","))).get(local_rank) if value is not None else str(local_rank)
-            for value in (self._visible, chosen)
+            for value in (self._environment.get(VISIBLE), chosen)
         )
-        if self.memory.cuda and meant != own:
+        if meant != own:
             raise ScriptError(
                 f"the script sets {VISIBLE} to {chosen!r} itself, which comes too late in a trial, where CUDA has started:"
                 f" take that out of it, and set it for all: {VISIBLE}={chosen} autotune ..."
+            )
+        late = [
+            f"{name}={value}"
+            for name, value in sorted(os.environ.items())
+            if name.startswith(READ_ONCE) and name != VISIBLE and value != self._environment.get(name)
+        ]
+        if late:
+            self.once(
+                f"the script sets {' '.join(late)} itself, which may come too late in a trial, where CUDA has started:"
+                f" set it for all: {' '.join(late)} autotune ..."
             )
 
     def value(self, field: str) -> tuple[int, int] | None:

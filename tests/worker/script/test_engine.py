@@ -1,6 +1,7 @@
 """Recomputation that a candidate turns off, and code that may make its model in shards."""
 
 import importlib.util
+import os
 import sys
 from types import SimpleNamespace
 
@@ -64,3 +65,16 @@ def test_code_that_may_make_its_model_in_shards_is_known(line, names_it, tmp_pat
     (tmp_path / "sharded.py").write_text(line)
     monkeypatch.setitem(sys.modules, "sharded", SimpleNamespace(__file__=str(tmp_path / "sharded.py")))
     assert engine._names_sharding() == names_it
+
+
+def test_a_script_that_sets_what_cuda_reads_once_is_told_that_it_may_come_too_late(monkeypatch):
+    """The allocator's settings had no effect in trials, without a word."""
+    report = SimpleNamespace(caveats=[])
+    script = context.ScriptContext.__new__(context.ScriptContext)
+    script.report, script.memory = report, SimpleNamespace(cuda=True)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.delenv(context.VISIBLE, raising=False)
+    script._environment = dict(os.environ)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    script.check_devices()
+    assert "set it for all: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True autotune" in report.caveats[0]

@@ -14,6 +14,8 @@ MAX_SAMPLED, MAX_PARAMETER_SIZE = 4096, 2**20
 AUTOCAST_SCALER = "torch_autocast_gradscaler"
 # Rounding to bfloat16 changes weights by up to this share, so a run from there is as good as the original.
 ROUNDING = 2**-9
+# Between the dropout seeds of two replicates: more than there are ranks.
+REPLICATE_SEEDS = 1_000_003
 
 
 class GradientWatch:
@@ -149,6 +151,22 @@ def loss_scale(engine: Any) -> float:
     if (scaler := autocast_scaler(engine)) is not None:
         return float(scaler.get_scale())
     return float(getattr(optimizer, "cur_scale", None) or getattr(optimizer, "loss_scale", None) or 1.0)
+
+
+def draw_otherwise(engine: Any, replicate: int) -> None:
+    """Has an engine's training draw other random numbers from its second step on, as for dropout and noise.
+
+    A trial with another micro-batch draws them otherwise, too. The first step stands: its loss shows whether equal runs
+    begin alike, and by then a loader has its order.
+    """
+
+    def seed(*_: Any) -> None:
+        if engine.global_steps and torch.is_grad_enabled():
+            # On top of the script's own seed, by which its ranks may differ.
+            torch.manual_seed(torch.initial_seed() + REPLICATE_SEEDS * replicate)
+            hook.remove()
+
+    hook = engine.register_forward_pre_hook(seed)
 
 
 def perturb(model: nn.Module, replicate: int) -> None:

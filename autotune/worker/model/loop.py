@@ -16,7 +16,7 @@ from autotune.worker.data import worst
 from autotune.worker.data.loader import Loader
 from autotune.worker.data.witness import watch as loader_watch
 from autotune.worker.measure import batches, experts, recompute
-from autotune.worker.measure.gradient_check import GradientWatch, perturb
+from autotune.worker.measure.gradient_check import REPLICATE_SEEDS, GradientWatch, perturb
 from autotune.worker.measure.laps import Laps, synchronize
 from autotune.worker.measure.ledger import NotApplied, Window
 from autotune.worker.measure.meter import Meter
@@ -25,9 +25,6 @@ from autotune.worker.measure.recorder import Recorder
 from autotune.worker.measure.tail import Tail
 from autotune.worker.model import model_file, sequence, staged, weights
 from autotune.worker.rank import connect, identify, prepare_device, set_seed
-
-# Between the dropout seeds of two replicates: more than there are ranks.
-REPLICATE_SEEDS = 1_000_003
 
 
 def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, listener: int) -> None:

@@ -22,7 +22,7 @@ from autotune.space.deepspeed import DTYPES, SIDE_EFFECT_KEYS, ZERO, DsConfig, a
 from autotune.trial.workload import Workload
 from autotune.worker import project
 from autotune.worker.measure import experts, recompute
-from autotune.worker.measure.gradient_check import GradientWatch, perturb
+from autotune.worker.measure.gradient_check import GradientWatch, draw_otherwise, perturb
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.model import model_file, weights
 from autotune.worker.model.inspect import with_experts, workload_of
@@ -126,6 +126,8 @@ class EngineHooks:
             prepared.initialized_at, prepared.config_at = place
             self._follow_rate(result[0], prepared.own_rates)
             experts.watch(result[0].module)
+            if context.request.replicate:
+                draw_otherwise(result[0], context.request.replicate)
             self._attach(result[0], prepared)
         return result
 

@@ -98,6 +98,8 @@ def train(style, batch, accum, arguments):
                 with torch.no_grad():
                     engine(*next(held_out))
                 engine.train()
+            if style == "noise":
+                x = x + torch.randn_like(x)
             if style in ("evaluates at times", "plays") and n % 4 == 0:
                 with torch.no_grad():
                     engine(*(next(held_out) if style == "evaluates at times" else (x, y)))

@@ -59,6 +59,13 @@ def test_a_script_starts_from_the_weights_of_another_run(run, tmp_path, sharded)
     assert again.losses == pytest.approx(warm.losses, rel=1e-5)
 
 
+def test_a_replicate_draws_other_noise_than_its_original(run):
+    """Another micro-batch draws other noise, too, and was refused for training worse."""
+    own, other = (run("styles.py", "noise", steps=4, replicate=n).losses for n in (0, 1))
+    first, *rest = (abs(a - b) for a, b in zip(own, other, strict=True))
+    assert first < 0.01 < max(rest) / 2
+
+
 @pytest.mark.parametrize("plain", [(), pytest.param(("--plain",), marks=pytest.mark.system)])
 def test_the_noise_scale_of_a_script_is_that_of_brute_force(run, noise_scale_of_still, plain):
     knobs = {"micro_batch_size": 64, "gradient_accumulation_steps": 4}

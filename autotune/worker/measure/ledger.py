@@ -156,7 +156,7 @@ class StepLedger:
             self._n_others += seconds == 0
             found.append(seconds if self._n_evaluated <= self._n_others + SPARE_STEPS else 0.0)
         self._aside_s += sum(found)
-        if sum(found) and EVALUATES not in self.report.caveats:
+        if sum(found) and self._n_others and EVALUATES not in self.report.caveats:
             self.report.caveats.append(EVALUATES)
         return found
 

@@ -50,6 +50,7 @@ class Evaluations:
             self._rollouts, self._rows = self._holds_a_row(args, kwargs), []
             if not (self._rollouts or batches.trains_in_evaluation_mode):  # there the first micro-batch passed for one
                 window.restart()
+                window.cut(aside=True)  # the step counts as one of those that have an evaluation
                 self._tell(time.monotonic() - began)
         elif not self._rollouts:
             window.cut(aside=True)

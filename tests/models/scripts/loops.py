@@ -100,9 +100,9 @@ def train(style, batch, accum, arguments):
                 engine.train()
             if style == "noise":
                 x = x + torch.randn_like(x)
-            if style in ("evaluates at times", "plays") and n % 4 == 0:
+            if (style in ("evaluates at times", "plays") and n % 4 == 0) or (style == "labels" and n % 2 == 0):
                 with torch.no_grad():
-                    engine(*(next(held_out) if style == "evaluates at times" else (x, y)))
+                    engine(*((x, y) if style == "plays" else next(held_out)))
                 time.sleep(1.0)
             try:
                 loss = called(x, y)

@@ -172,7 +172,7 @@ class Probed:
         gradient_accumulation_steps: Backward calls per optimizer step; None if it varied.
         family: The framework above DeepSpeed, in words.
         checkpoint_every: Blocks whose activations it recomputes itself, as in a candidate.
-        plain_backward: It calls `loss.backward()`, not `engine.backward(loss)`.
+        plain_backward: It calls `loss.backward()`, not `engine.backward(loss)`, or that of another engine alone.
         movable: Candidate fields that changed in a second run that set all of them.
         moved_by: How that run changed them.
         flags: Flags that set a candidate field (or `ds_config`), by all their names.

@@ -129,6 +129,8 @@ class EngineHooks:
             if context.request.replicate:
                 draw_otherwise(result[0], context.request.replicate)
             self._attach(result[0], prepared)
+        else:
+            result[0].register_forward_pre_hook(context.cast, with_kwargs=True)
         return result
 
     def _prepare(self, given: dict[str, Any], own: DsConfig, source: Any) -> PreparedModel:

@@ -156,6 +156,8 @@ class StepHooks:
 
     def _on_prologue(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._reached = True
+        if not getattr(self._meter.engine, "_running_engine_backward", True):  # also that of another engine
+            self._plain_backward = True
         return original(*args, **kwargs)
 
     def _went_backward(self, loss: Any) -> None:

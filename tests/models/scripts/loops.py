@@ -38,6 +38,15 @@ class Packed(Net):
         return super().forward(x.view(-1, 16), y.view(-1))
 
 
+class Maker(Net):
+    """Makes inputs of another model."""
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Big(Net):
     """Fits four samples."""
 
@@ -67,12 +76,16 @@ def train(style, batch, accum, arguments):
     args = parser.parse_args(arguments)
     deepspeed.init_distributed()
     torch.manual_seed(0)
-    settings = config(gradient_accumulation_steps=1) if style == "own steps" else config()
+    own = {"own steps": {"gradient_accumulation_steps": 1}, "judged": {"zero_optimization": {"stage": 1}}}
+    settings = config(**own.get(style, {}))
     model = {"packed": Packed, "halves": Big}.get(style, Net)()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
     if style == "critic":
         other = Net()
         critic, *_ = deepspeed.initialize(model=other, model_parameters=other.parameters(), config=config())
+    if style == "judged":
+        made = Maker()
+        generator, *_ = deepspeed.initialize(model=made, model_parameters=made.parameters(), config=settings)
     called = {"by name": engine.forward, "module": engine.module}.get(style, engine)
     rival = Net()
     rival_optimizer = torch.optim.SGD(rival.parameters(), lr=1e-3)
@@ -115,6 +128,9 @@ def train(style, batch, accum, arguments):
             if style == "critic":
                 critic.backward(critic(x, y))
                 critic.step()
+            if style == "judged":
+                generator.backward(engine(generator(x, y), y))
+                generator.step()
             if style == "another model":
                 rival(x.detach(), y).backward()
                 rival_optimizer.step()

@@ -317,6 +317,14 @@ def test_a_plain_backward_is_not_tried_at_stage_0_where_deepspeed_refuses_it(ben
     assert bench.measure(found, legal=False, zero_stage=0).outcome is Outcome.CRASHED
 
 
+def test_a_model_that_trains_through_another_is_cast_for_and_not_tried_where_deepspeed_refuses_it(bench):
+    """As in adversarial training: its trials in 16 bits and those at stage 0 crashed."""
+    found = bench.plan("styles.py", "judged")
+    assert "from another engine" in why_illegal(replace(found.baseline, zero_stage=0), found.setting)
+    result = bench.measure(found, precision="bf16")
+    assert result.outcome is Outcome.COMPLETE, result.reason
+
+
 def test_memory_that_runs_out_ends_a_trial_whose_script_would_go_on_with_a_smaller_batch(bench):
     """The smaller batch ran, and its trial was called one that does not apply its batch."""
     found = bench.plan("styles.py", "halves", script_set=["BATCH=4"])

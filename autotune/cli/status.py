@@ -17,7 +17,6 @@ from autotune.study.lock import run_under_way
 from autotune.system import device
 from autotune.system.files import shown
 from autotune.system.signals import status_of
-from autotune.system.units import format_duration
 
 if TYPE_CHECKING:
     from autotune.study.events import EventSink
@@ -83,8 +82,7 @@ def lines(data: Mapping[str, Any]) -> str:
     if data["running"] and not data["process"]:
         left = f"; {data['running']} begun and not told: the next run takes it up, unless another machine runs it now"
     n = data["n_trials"]
-    trials = f"{n} trial{'s' * (n != 1)} in {format_duration(data['wall_s'])}"
-    return f"study {data['name']}: {trials} ({outcomes}){process}{left}"
+    return f"study {data['name']}: {n} trial{'s' * (n != 1)} ({outcomes}){process}{left}"
 
 
 def _holder(lease: Lease) -> str:

@@ -11,7 +11,7 @@ from rich.text import Text
 from autotune.report import tables
 from autotune.report.data import Data, StudyReport, pick_words, titles
 from autotune.report.next_steps import next_steps
-from autotune.report.readme import machine, subject
+from autotune.report.readme import extent, machine, subject
 from autotune.scoring.metrics import METRICS
 
 LEAST_WORDS = 24  # letters; with less room a configuration stands on the next line
@@ -30,7 +30,9 @@ class Answer:
 
 
 def _lines(report: StudyReport, written: Sequence[str], width: int) -> Iterator[Text]:
-    yield from _wrapped(f"{report.name}: {subject(report)}, {machine(report)}", width, "  ", "bold", first="")
+    yield from _wrapped(
+        f"{report.name}: {subject(report)}, {machine(report)}: {extent(report)}", width, "  ", "bold", first=""
+    )
     yield Text()
     yield from _table(report, width)
     yield Text()

@@ -325,9 +325,8 @@ def speedup_words(pick: Data) -> str:
 
 
 def titles(names: Sequence[str]) -> str:
-    """What a pick was picked for; the fastest trial stands beside a recommended one, if that is another."""
-    alone = "recommended" not in names
-    return ", ".join("for throughput alone" if alone and n == "highest_throughput" else title(n) for n in names)
+    """What a pick was picked for, as the tables mark it."""
+    return ", ".join(map(title, names))
 
 
 def leading_metric(report: StudyReport, names: Sequence[str]) -> str:

@@ -110,7 +110,8 @@ def timeline(report: StudyReport) -> Figure:
         bar |= {"hovertemplate": "%{hovertext}<extra></extra>", "marker": {"color": CYCLE[i % len(CYCLE)]}}
         bar |= {"base": [round(run.began_s, 2) for run in shown], "x": [round(run.wall_s, 2) for run in shown]}
         traces.append(bar | {"y": [f"{lane} ({len(shown)})"] * len(shown)})
-    found = figure(traces, axis("seconds since the first run"), {"autorange": "reversed", "automargin": True})
+    lanes = {"autorange": "reversed", "automargin": True, "dtick": 1}  # a low plot would name every second lane
+    found = figure(traces, axis("seconds since the first run"), lanes)
     found["layout"] |= {"barmode": "overlay", "bargap": 0.35}
     return found
 

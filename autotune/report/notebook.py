@@ -10,7 +10,7 @@ from autotune.report import progress, tables
 from autotune.report.data import StudyReport, end_words, pick_words, titles, words
 from autotune.report.next_steps import next_steps
 from autotune.report.page.render import notebook
-from autotune.report.readme import machine, subject
+from autotune.report.readme import extent, machine, subject
 from autotune.scoring.metrics import METRICS
 from autotune.study.events import Event, EventSink, Kind, Progress
 from autotune.system import redaction
@@ -49,8 +49,7 @@ def _cells(line: list[str], row: tables.Row) -> list[str]:
 
 def lead(report: StudyReport) -> str:
     """What was tuned where, in how many trials."""
-    n = len(report.trials)
-    return f"{subject(report)} on {machine(report)}, {n} trial{'s' * (n != 1)}"
+    return f"{subject(report)} on {machine(report)}, {extent(report)}"
 
 
 def headline(report: StudyReport) -> str:

@@ -144,6 +144,13 @@ def machine(report: StudyReport) -> str:
     return ", ".join(found)
 
 
+def extent(report: StudyReport) -> str:
+    """How many trials there were, and the wall time of the study, kept on one line: `10 trials in 1 min 44 s`."""
+    n, wall_s = report.study.get("n_trials", len(report.trials)), report.study.get("wall_s")
+    took = format_duration(wall_s or 0.0).replace(" ", "\u00a0")
+    return f"{n} trial{'s' * (n != 1)}" + (f" in {took}" if wall_s else "")
+
+
 def measured_on(report: StudyReport) -> str:
     """The day, or the days, on which the trials ended: `on 2026-11-23 `; empty if that is not known."""
     first, last = report.study.get("measured_on") or ("", "")
@@ -158,10 +165,9 @@ def recommended_words(report: StudyReport) -> str:
 
 def _lead(report: StudyReport) -> str:
     labels = [METRICS[name].label for name in report.objectives]
-    n, wall = report.study.get("n_trials", len(report.trials)), report.study.get("wall_s")
-    took = f" in {format_duration(wall)}" if wall else ""
     goal = f"the goal `{report.study['goal']}`: " if report.study.get("goal") else ""
-    return f"{_plain(subject(report))}, tuned for {goal}{_and(labels)} on {_plain(machine(report))}: {n} trial{'s' * (n != 1)}{took}."
+    took = extent(report).replace("\u00a0", " ")
+    return f"{_plain(subject(report))}, tuned for {goal}{_and(labels)} on {_plain(machine(report))}: {took}."
 
 
 def _answer(report: StudyReport) -> str:

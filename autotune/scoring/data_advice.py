@@ -37,12 +37,12 @@ def _waiting(evidence: Evidence, share: float) -> list[str]:
         load = f"{own} workers load" if own > 1 else "a worker loads"
         return [
             f"{said}, although {load} it: with {n} or more, as far as there are cores, or samples that are prepared"
-            f" beforehand, a step would take up to {hidden:.2f}x less (data.num_workers)"
+            f" beforehand, steps would be up to {hidden:.2f}x as fast (data.num_workers)"
         ]
     # A worker loads while the device computes: as many as loading takes longer than the rest of the step hide it all.
     n = max(1, round(share / (1 - min(share, 0.99)) + 0.5))
     return [
-        f"{said}; loaded in the background by {n} or more workers a step would take up to {hidden:.2f}x less"
+        f"{said}; loaded in the background by {n} or more workers, steps would be up to {hidden:.2f}x as fast"
         " (data.num_workers)"
     ]
 
@@ -55,7 +55,7 @@ def _padding(evidence: Evidence, computing: float) -> list[str]:
     faster = 1 / (1 - padding * min(1.0, computing))
     packing = evidence.data_cannot.get("packing")
     notes = [
-        f"{padding:.0%} of the tokens are padding: without it a step would take up to {faster:.2f}x less"
+        f"{padding:.0%} of the tokens are padding: without it steps would be up to {faster:.2f}x as fast"
         + (f", but samples cannot be packed: {packing}" if packing else " (data.packing)")
     ]
     micro = int(evidence.seen.candidate.get("micro_batch_size") or 1)
@@ -68,7 +68,7 @@ def _padding(evidence: Evidence, computing: float) -> list[str]:
         if factor > WORTH_FROM:
             notes.append(
                 f"sorted by length within {_steps(evidence.steps_grouped)}, samples would be padded to {grouped:,.0f}"
-                f" tokens on average instead of {plain:,.0f}: up to {factor:.2f}x less time (data.group_by_length)"
+                f" tokens on average instead of {plain:,.0f}: up to {factor:.2f}x as fast (data.group_by_length)"
             )
     return notes
 
@@ -89,7 +89,7 @@ def _budgeted(evidence: Evidence, micro: int, computing: float) -> list[str]:
         return []
     return [
         f"{how}, a sample would take {filled:,.0f} tokens on average instead of {plain:,.0f}:"
-        f" up to {factor:.2f}x less time ({knob})"
+        f" up to {factor:.2f}x as fast ({knob})"
     ]
 
 

@@ -134,10 +134,13 @@ class Estimates:
         return found if found is not None and found.high <= WIDEST * found.low else None
 
     def gains(self, measured: Measured) -> dict[str, Gain]:
-        """The gains over the baseline by metric."""
+        """The gains over the baseline by metric; of a trial that ended early none in time, which has no estimate."""
         if self.baseline is None:
             return {}
-        found = {name: self.gain(measured, self.baseline, name) for name in measured.metrics if name in METRICS}
+        names = [
+            name for name in measured.metrics if name in METRICS and (name not in TIMED or measured.trial in self._rows)
+        ]
+        found = {name: self.gain(measured, self.baseline, name) for name in names}
         return {name: gain for name, gain in found.items() if gain is not None}
 
     @property

@@ -10,7 +10,7 @@ from autotune.scoring.estimates import Estimates
 from autotune.scoring.measured import Measured, improvement, log_gain, log_ratio
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
-from autotune.scoring.reasons import checked, drift, named, passed_by, words
+from autotune.scoring.reasons import KEPT, checked, drift, named, passed_by, words
 from autotune.space.candidate import differing
 from autotune.trial.result import Outcome
 
@@ -159,7 +159,8 @@ def recommend(estimates: Estimates, objectives: Sequence[Objective], world_size:
     if not sound:
         return Recommendation(estimates=estimates, baseline=own, front=front, picks={}, unchecked=ranked[:1])
     best, why = _best(sound, estimates, objectives)
-    reasons = [why, *words(best, estimates, objectives), *checked(best), *passed_by(ranked[0], best)]
+    said = [] if best is baseline else words(best, estimates, objectives)
+    reasons = [why, *said, *checked(best), *passed_by(ranked[0], best)]
     if best.confirmed and not sound[0].confirmed and log_gain(sound[0], best, objectives) > TIE:
         reasons.append(f"trial {sound[0].trial} reads better, but it was measured once")
     picks = {"recommended": _pick(best, estimates, [*reasons, *drift(estimates)])}
@@ -267,7 +268,9 @@ def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence
     # Other numerics that passed their check are still a risk, and half a percent does not pay for it.
     chosen = min(alike, key=lambda m: (not m.numerics_kept, n_changes[m.trial], behind[m.trial]))
     why = f"the best {named(objectives)}"
-    if baseline is not None:
+    if chosen is baseline:
+        why = f"the baseline: {KEPT}"
+    elif baseline is not None:
         gain = math.exp(log_gain(chosen, baseline, objectives))
         why += f" ({'geometric mean of the gains: ' if len(objectives) > 1 else ''}{gain:.2f}x)"
     others = [m for m in confirmed if m is not chosen and tied(m, chosen, estimates, objectives)]

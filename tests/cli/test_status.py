@@ -187,7 +187,7 @@ def test_status_says_it_once_where_that_is_asked_for_or_nothing_runs(tmp_path, m
         status.status("s", once=True)
         assert f"process {os.getpid()} runs it now" in capsys.readouterr().out
         data = {"name": "s", "outcomes": {"complete": 1}, "n_trials": 1, "wall_s": 3.0, "running": 0, "process": 7}
-        assert status.lines(data) == "study s: 1 trial in 3 s (1 complete); process 7 runs it now"
+        assert status.lines(data) == "study s: 1 trial (1 complete); process 7 runs it now"
         monkeypatch.setattr(load, "run_under_way", lambda _folder: 1)
         status.status("s", once=True)
         assert "next: Wait: another process runs the study now" in capsys.readouterr().out

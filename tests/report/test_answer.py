@@ -11,7 +11,7 @@ from support.study_report import EVIL, MIB, OBJECTIVES, study_report
 
 from autotune.report import load
 from autotune.report.answer import Answer
-from autotune.report.data import StudyReport, leading_metric, metric_scale, pick_words
+from autotune.report.data import StudyReport, leading_metric, metric_scale, pick_words, title
 from autotune.report.next_steps import next_steps
 from autotune.report.page import render as report_page
 from autotune.report.readme import render
@@ -145,7 +145,11 @@ def test_the_answer_shows_picks_speedup_interval_and_what_was_written_in_plain_a
     text, pick = " ".join(text.split()), report.picks["highest_throughput"]
     low, high = pick["speedup_ci95"]
     assert f"{pick['speedup']:.2f}x ({low:.2f} to {high:.2f}) the baseline's throughput" in text
-    assert all(words in text for words in ("<- baseline", "recommended", "studies/code-gpt/ds_config.json"))
+    assert all(words in text for words in ("<- baseline", "30 trials in 3 min 42 s", "studies/code-gpt/ds_config.json"))
+    named = [
+        pick["trial"] for names, pick in report.picks_by_trial() if f"{', '.join(map(title, names))}: trial" in text
+    ]
+    assert named == [pick["trial"] for _, pick in report.picks_by_trial()]  # as the table marks them
     assert all(f"next: {step}" in text for step in next_steps(report)) and next_steps(report)
 
 

@@ -45,7 +45,9 @@ def test_a_long_pause_is_cut_and_what_cannot_be_read_is_left_out(tmp_path, text)
 
 def test_the_page_draws_the_lanes_that_there_are():
     lanes = study_report(runs=[Run("trials", 0, "0000", 0.0, 3.0), Run("measured again", 0, "0000/repeat-1", 5.0, 1.0)])
-    drawn = figures.timeline(lanes)["data"]
+    figure = figures.timeline(lanes)
+    drawn = figure["data"]
+    assert figure["layout"]["yaxis"]["dtick"] == 1  # at 400 px every second lane had no name
     assert [(trace["y"], trace["base"], trace["x"]) for trace in drawn] == [
         (["trials (1)"], [0.0], [3.0]), (["measured again (1)"], [5.0], [1.0]),
     ]  # fmt: skip

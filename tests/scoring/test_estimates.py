@@ -7,6 +7,7 @@ import pytest
 from support.made_up import measured
 
 from autotune.scoring.estimates import TO_TARGET, estimate
+from autotune.trial.result import Outcome
 
 
 def with_rate(m, factor, low=0.7, high=1.3):
@@ -51,3 +52,9 @@ def test_a_rate_that_other_trials_settle_leaves_open_what_the_loss_curves_do(rat
     (low, high), timed = found.measured[0].ci95[TO_TARGET], found.measured[0].ci95["samples_per_s"]
     curve = math.log(high / low) ** 2 - math.log(timed[1] / timed[0]) ** 2
     assert math.sqrt(max(0.0, curve)) / 2 == pytest.approx(0.12, abs=0.03)
+
+
+def test_a_trial_that_was_stopped_early_has_no_gain_in_time():
+    """Its interval was 1e-22 to 1e22 in `report.json`."""
+    found = estimate([measured(0, 0.1), replace(measured(1, 0.2), outcome=Outcome.STOPPED_EARLY)])
+    assert set(found.gains(found.measured[1])) == {"peak_memory_bytes"} < set(found.gains(found.measured[0]))

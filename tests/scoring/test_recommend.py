@@ -229,7 +229,9 @@ def test_the_baseline_is_recommended_where_nothing_is_measurably_better():
     base, same = measured(0, 0.1, rounds=[0.1, 0.104]), measured(1, 0.097, rounds=[0.099, 0.101], zero_stage=1)
     pick = recommend([base, same], [LATENCY, THROUGHPUT]).picks["recommended"]
     assert (pick.measured.trial, pick.speedup, pick.speedup_ci95) == (0, 1.0, (1.0, 1.0))
-    assert any("this is the baseline" in reason for reason in pick.reasons)
+    why, *others = pick.reasons
+    assert why.startswith("the baseline: no trial") and "not to be told from trial 1" in why  # not "the best, 1.00x"
+    assert not any("is the baseline" in reason for reason in others)
 
 
 # The baseline is missing, or nothing is usable.

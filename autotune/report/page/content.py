@@ -27,7 +27,7 @@ from autotune.report.data import (
 )
 from autotune.report.figures import LEAST_EXPLAINED
 from autotune.report.next_steps import next_steps, reproduce
-from autotune.report.readme import machine, measured_on, subject
+from autotune.report.readme import extent, machine, measured_on, subject
 from autotune.report.series import level_text
 from autotune.scoring.convergence.quality_gate import GateVerdict
 from autotune.scoring.effects import Effect, Effects
@@ -52,12 +52,10 @@ LOSS_WORDS = {"loss": "loss", "difference": "difference to the baseline's"}
 def page(report: StudyReport, drawn: Mapping[str, Any]) -> Context:
     """Everything that the template of the report shows; `drawn` are the figures by plot and choice."""
     labels = {name: METRICS[name].label for name in report.metric_names()}
-    n, wall_s = report.study.get("n_trials", len(report.trials)), report.study.get("wall_s")
-    took = format_duration(wall_s or 0.0).replace(" ", "\u00a0")
+    day = f", measured {found}" if (found := measured_on(report).strip()) else ""
     return {
         "name": report.name,
-        "lead": f"{subject(report)} on {machine(report)}. {n} trial{'s' * (n != 1)}{f' in {took}' if wall_s else ''}"
-        f"{f', measured {day}' if (day := measured_on(report).strip()) else ''}.",
+        "lead": f"{subject(report)} on {machine(report)}. {extent(report)}{day}.",
         "next_steps": next_steps(report),
         "left_out": _left_out(report),
         "answer": _answer(report),

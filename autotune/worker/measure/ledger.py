@@ -13,6 +13,7 @@ import torch.distributed as dist
 from autotune.scoring import step_times
 from autotune.scoring.convergence.noise_scale import falling, noise_scale_of
 from autotune.space.candidate import Candidate
+from autotune.system.units import format_seconds
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
 from autotune.worker.containers import number_in
@@ -227,7 +228,7 @@ class StepLedger:
         memory = f" and at least {self.peak_bytes / 2**20:.0f} MiB" if rival.peak_memory_bytes is not None else ""
         self.report.outcome = Outcome.STOPPED_EARLY
         self.report.reason = (
-            f"at best {min(timed):.3g} s a step{memory}: worse than trial {rival.trial} on every objective"
+            f"at best {format_seconds(min(timed))} a step{memory}: worse than trial {rival.trial} on every objective"
         )
         return True
 

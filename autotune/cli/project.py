@@ -140,13 +140,13 @@ def _projection(
     from autotune.forecast.cluster import Projector
     from autotune.report.progress import ProgressView
     from autotune.space.candidate import Candidate
+    from autotune.study.setup.capture import wanted_study
     from autotune.study.setup.forecasts import foresee_workload
-    from autotune.study.spec.spec import StudySpec
 
     memory = parse_size(device_memory, "--device-memory") if device_memory else None
     front, chosen = _chosen(folder, pick, trial)
-    spec = StudySpec.of(folder / "study.yaml", {})
     with ProgressView() as view:
+        spec, _ = wanted_study(str(folder / "study.yaml"), {}, view)
         inputs = foresee_workload(spec, view)
     predictor, n_measured = _calibrated(inputs, folder, spec.target, front)
     projector = Projector(predictor, cluster, inputs, memory)

@@ -400,8 +400,11 @@ def _batch(config: Mapping[str, Any], world_size: int, where: str) -> tuple[int,
     if steps is None:
         steps = total // (micro * world_size) if total is not None and micro else 1
     if total is not None and total != micro * steps * world_size:
+        stated = (("train_micro_batch_size_per_gpu", "micro-batch"), ("gradient_accumulation_steps", "accumulation"))
+        parts = [f"{name} {config[key]}" for key, name in stated if config.get(key) is not None]
+        said = "is not" if len(parts) == len(stated) else "is no multiple of"
         raise ConfigError(
-            f"{where}: train_batch_size {total} is not micro-batch {micro} x accumulation {steps} x {world_size} ranks;"
+            f"{where}: train_batch_size {total} {said} {' x '.join([*parts, f'{world_size} ranks'])};"
             " change it or pass --ranks"
         )
     return micro, steps

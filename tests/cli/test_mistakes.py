@@ -239,7 +239,8 @@ LOADED = {
     "more ranks than devices": (Machine(ONE_GPU), ["model.py", "--ranks", "4"], ["--ranks asks for 4 ranks: this machine has 1 devices"]),
     "more ranks than anything": (Machine(), ["model.py", "--ranks", "60000"], ["more than this machine can hold at once", "give fewer"]),
     "a batch that the ranks do not divide": (
-        Machine(), ["model.py", "--ranks", "3", "--global-batch", "keep", "--base-config", "fp16.json"], ["train_batch_size 8 is not"],
+        Machine(), ["model.py", "--ranks", "3", "--global-batch", "keep", "--base-config", "fp16.json"],
+        ["train_batch_size 8 is no multiple of 3 ranks"],
     ),
     "a space of nothing that runs": (
         Machine(), ["model.py", "--space", "fp16.yaml"], ["no candidate of the search space can run here", "use bf16 or torch_autocast"],

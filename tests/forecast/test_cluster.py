@@ -302,3 +302,20 @@ def test_what_cannot_be_projected_is_said_in_one_sentence(studied, tmp_path):
     assert "trial 9 is not on the front; there are 0, 1, 2" in one_sentence(
         autotune("project", *LINKS, "--trial", "9", cwd=studied)
     )
+
+
+@pytest.mark.process
+def test_a_study_of_a_launch_command_is_projected_with_its_script(studied, tmp_path, monkeypatch):
+    """It said that `target` is missing in the study.yaml that autotune wrote."""
+    folder = tmp_path / "studies" / "small"
+    shutil.copytree(studied / "studies" / "small", folder)
+    (folder / "train.py").write_text("import deepspeed\ndeepspeed.initialize()\n")
+    (folder / "study.yaml").write_text("command: torchrun --standalone --nproc_per_node 2 train.py\n")
+
+    def foreseen(spec, _view):
+        raise UserError(f"{spec.target.name} on {spec.ranks}")
+
+    monkeypatch.setattr("autotune.study.setup.forecasts.foresee_workload", foreseen)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"train.py on 2"):
+        project.project("small")

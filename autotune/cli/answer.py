@@ -63,7 +63,7 @@ def export(
 
     if pick is not None and trial is not None:
         raise UserError("export: give --pick or --trial, not both")
-    found = export_pick(open_study(study, storage).report, pick, trial, form)
+    found = export_pick(open_study(study, storage).report, pick, trial, form, output)
     if output is None:
         print(found.text, end="" if found.text.endswith("\n") else "\n")
     else:

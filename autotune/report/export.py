@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 import shlex
 import textwrap
@@ -128,7 +129,14 @@ def _holds(path: Path, config: DsConfig) -> bool:
         return False
 
 
-def export(pick: Data, base: Data, format: str, world_size: int, started: Started | None = None) -> str:  # noqa: A002
+def export(
+    pick: Data,
+    base: Data,
+    format: str,  # noqa: A002
+    world_size: int,
+    started: Started | None = None,
+    file: str = "",
+) -> str:
     """A pick as the text of a file.
 
     Args:
@@ -136,13 +144,14 @@ def export(pick: Data, base: Data, format: str, world_size: int, started: Starte
         format: One of `FORMATS`.
         world_size: Ranks that it was measured with.
         started: How the script is started; None if a model.py was tuned.
+        file: The file that takes the text, as its user's command names it; empty for the usual name.
 
     Raises:
         UserError: The format is unknown, or does not suit what was tuned.
     """
     if format not in FORMATS:
         raise UserError(f"unknown format {format!r}.{nearest(format, FORMATS)} Known: {', '.join(FORMATS)}")
-    return FORMATS[format](pick, base, world_size, started)
+    return FORMATS[format](pick, base, world_size, started, file)
 
 
 def deepspeed_config(pick: Data, base: Data) -> DsConfig:
@@ -161,7 +170,7 @@ def _deepspeed(pick: Data, base: Data, *_: object) -> str:
     return json.dumps(deepspeed_config(pick, base), indent=2, allow_nan=False) + "\n"
 
 
-def _accelerate(pick: Data, base: Data, world_size: int, started: Started | None) -> str:
+def _accelerate(pick: Data, base: Data, world_size: int, started: Started | None, file: str) -> str:
     """`accelerate launch --config_file`, with the JSON inside.
 
     `deepspeed_config_file` takes a path, or the JSON itself (accelerate.utils.deepspeed.HfDeepSpeedConfig). Beside it
@@ -171,7 +180,7 @@ def _accelerate(pick: Data, base: Data, world_size: int, started: Started | None
     _check_family(started, "accelerate", "no Accelerate config")
     config = deepspeed_config(pick, base)
     inner = json.dumps(config, indent=2, allow_nan=False).replace("\n", "\n    ")
-    file, script = (
+    usual, script = (
         (started.free_name(ACCELERATE_CONFIG), started.called) if started else (ACCELERATE_CONFIG, "train.py")
     )
     comments = "".join(f"# {text}\n" for text in notes(pick, base, "accelerate", started))
@@ -181,7 +190,7 @@ def _accelerate(pick: Data, base: Data, world_size: int, started: Started | None
     launch = {name: value for name, value in (own.get("deepspeed_config") or {}).items() if name in LAUNCH_FIELDS}
     launch |= {"zero3_init_flag": config["zero_optimization"]["stage"] == 3}
     return f"""\
-# Use: accelerate launch --config_file {file} {script}
+# Use: accelerate launch --config_file {shlex.quote(file or usual)} {script}
 # Needs Accelerate 1.6 or newer; for older ones save the JSON as a file and put its path after deepspeed_config_file.
 {comments}\
 {yaml.safe_dump(settings)}\
@@ -191,7 +200,7 @@ deepspeed_config:
 {textwrap.indent(yaml.safe_dump(launch), "  ")}"""
 
 
-def _command(pick: Data, base: Data, world_size: int, started: Started | None) -> str:
+def _command(pick: Data, base: Data, world_size: int, started: Started | None, _: str) -> str:
     """The whole command line to paste, below comments on what no flag of it carries."""
     if started is None:
         raise UserError("the study tuned a model.py, which no command line starts; use --format deepspeed")
@@ -277,7 +286,7 @@ def _check_family(started: Started | None, form: str, what: str) -> None:
         raise UserError(f"the script reads {what}, since it trains with {started.family}; {alternatives}")
 
 
-def _hf_args(pick: Data, base: Data, _: int, started: Started | None) -> str:
+def _hf_args(pick: Data, base: Data, _: int, started: Started | None, __: str) -> str:
     """Flags for a script that parses transformers' TrainingArguments, one a line, quoted for a shell.
 
     `torch_autocast` and fp32 need no flag: --bf16 would have transformers switch DeepSpeed's own bf16 on.
@@ -331,7 +340,7 @@ def training_rate(config: DsConfig) -> float | None:
     return rate
 
 
-FORMATS: dict[str, Callable[[Data, Data, int, Started | None], str]] = {
+FORMATS: dict[str, Callable[[Data, Data, int, Started | None, str], str]] = {
     "deepspeed": _deepspeed,
     "accelerate": _accelerate,
     "hf-args": _hf_args,
@@ -376,13 +385,16 @@ def notes(pick: Data, base: Data, format: str, started: Started | None = None, n
     return [text for applies, text in said.get(format, []) if applies]
 
 
-def export_pick(report: StudyReport, pick: str | None, number: int | None, form: str) -> Exported:
+def export_pick(
+    report: StudyReport, pick: str | None, number: int | None, form: str, path: Path | None = None
+) -> Exported:
     """A pick, or any trial, in the form that another tool takes.
 
     Args:
         pick: Name of the pick; None for `recommended`.
         number: Number of a trial to export instead of a pick; None exports the pick.
         form: One of `FORMATS`.
+        path: The file that takes it, whose name stands in the text; None for the usual name.
 
     Raises:
         StoreError: The study has no such pick or finished trial.
@@ -391,7 +403,8 @@ def export_pick(report: StudyReport, pick: str | None, number: int | None, form:
     chosen, base = pick_or_trial(report, pick, number), report.study["base_config"]
     which = f"--pick {shlex.quote(pick)} " if pick else f"--trial {number} " if number is not None else ""
     begun = started(report, which)
-    text, named = export(chosen, base, form, report.world_size, begun), f"{shlex.quote(report.name)} {which}"
+    file = "" if path is None else os.path.relpath(path, begun.invocation.working_dir) if begun else str(path)
+    text, named = export(chosen, base, form, report.world_size, begun, file), f"{shlex.quote(report.name)} {which}"
     changes = [] if form == "command" else chosen.get("script_side_changes", [])  # its comments say so
     return Exported(
         text=text,

@@ -142,10 +142,11 @@ class StudyResult:
 
         if pick is not None and trial is not None:
             raise UserError("export: give pick or trial, not both")
-        found = export_pick(self._report, pick, trial, format)
-        if path is not None:
+        file = None if path is None else Path(path)
+        found = export_pick(self._report, pick, trial, format, file)
+        if file is not None:
             with errors_in_words():
-                found.write(Path(path))
+                found.write(file)
         return found
 
     def report(self, path: FilePath | None = None) -> Path:

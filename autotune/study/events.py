@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -206,6 +207,7 @@ class Journal(EventSink):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # a process that reads the old file keeps it
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        weakref.finalize(self, os.close, self._file)  # a notebook makes one for each call
         self._torn = self._waited = False
         self._append({"run": os.getpid()})
 

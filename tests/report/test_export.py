@@ -309,6 +309,8 @@ def test_the_accelerate_config_names_the_script_that_was_tuned():
     how = replace(STARTED.invocation, script="/home/me/src/train_clip.py")
     text = export(pick(CANDIDATES[1]), BASE, "accelerate", 2, replace(STARTED, invocation=how))
     assert text.startswith("# Use: accelerate launch --config_file accelerate.yaml src/train_clip.py\n")
+    named = export(pick(CANDIDATES[1]), BASE, "accelerate", 2, replace(STARTED, invocation=how), "some/na me.yaml")
+    assert named.startswith("# Use: accelerate launch --config_file 'some/na me.yaml' src/train_clip.py\n")
     module = replace(STARTED, invocation=replace(how, module="pkg.train"))
     assert "accelerate.yaml -m pkg.train\n" in export(pick(CANDIDATES[1]), BASE, "accelerate", 2, module)
 
@@ -499,6 +501,8 @@ def test_a_trial_that_is_no_pick_is_exported_with_what_is_wrong_with_it(tmp_path
     assert any("ended with not_applied: no block was checkpointed" in note for note in by_kind["fp32", 1])
     flags = export_pick(found, None, 1, "hf-args").notes  # go with that trial's JSON, not with the recommended one's
     assert any("`autotune export s --trial 1 -o ds_config.json`" in note for note in flags)
+    text = export_pick(found, None, 1, "accelerate", Path("some/name.yaml")).text
+    assert text.startswith("# Use: accelerate launch --config_file some/name.yaml train.py\n")
 
 
 def test_a_model_has_no_command():

@@ -1,12 +1,14 @@
 """What programs are told of a run: records of the logger, and Optuna's callbacks."""
 
+import gc
 import logging
 import re
+from pathlib import Path
 
 import pytest
 from support.instant import Instant, failed, report, runner_of
 
-from autotune.study.events import Broadcast, Event, Kind
+from autotune.study.events import Broadcast, Event, Journal, Kind
 from autotune.study.listeners import CallbackSink, LogSink
 from autotune.study.storage import records
 from autotune.trial.result import Outcome
@@ -69,3 +71,12 @@ def test_the_callback_of_mlflow_gets_names_that_mlflow_takes(tmp_path):
     runner = run(tmp_path, MLflowCallback())
     assert all(re.fullmatch(r"[\w\-. :/]+", name) for _, names in seen for name in names)
     assert "peak memory MiB" in seen[0][1] and "peak memory (MiB)" in runner.study.trials[0].user_attrs
+
+
+def test_a_program_that_runs_many_studies_keeps_none_of_their_files_open(tmp_path):
+    runner = runner_of(tmp_path, Instant(report), watcher=Broadcast(Journal(tmp_path / "s"), LogSink()), trials=2)
+    runner.storage.on_wait = runner._events.say
+    runner.run()
+    del runner
+    gc.collect()
+    assert not [file for file in Path("/proc/self/fd").iterdir() if file.resolve().is_relative_to(tmp_path)]

@@ -5,6 +5,7 @@ import os
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,7 +83,8 @@ class Storage(RDBStorage):
         if (version := self.get_current_version()) not in _compatible:
             self._version_manager.check_table_schema_compatibility()
             _compatible.add(version)
-        sqlalchemy.event.listen(self.engine, "handle_error", self._damaged)
+        if self.is_sqlite:
+            sqlalchemy.event.listen(self.engine, "handle_error", _damaged_in(self.shown))
 
     @property
     def shown(self) -> str:
@@ -93,12 +95,6 @@ class Storage(RDBStorage):
     def is_sqlite(self) -> bool:
         """Whether the database is a file."""
         return urls.is_sqlite(str(self.url))
-
-    def _damaged(self, context: Any) -> None:
-        """Turn SQLite's error about a damaged file into a sentence, wherever it is raised."""
-        said = str(context.original_exception)
-        if self.is_sqlite and any(words in said for words in DAMAGED):
-            raise StoreError(f"storage {self.shown}: {said}. {RECOVER}") from None
 
     def patiently(self, action: Callable[[], T]) -> T:
         """Return the action's result; repeat it with growing pauses while the database is away.
@@ -121,6 +117,20 @@ class Storage(RDBStorage):
                     )
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def _damaged_in(shown: str) -> Callable[[Any], None]:
+    """What turns SQLite's error about a damaged file into a sentence, wherever it is raised.
+
+    SQLAlchemy's caches keep a dialect, and so what listens to it: neither this nor `_File` may keep the storage open.
+    """
+
+    def damaged(context: Any) -> None:
+        said = str(context.original_exception)
+        if any(words in said for words in DAMAGED):
+            raise StoreError(f"storage {shown}: {said}. {RECOVER}") from None
+
+    return damaged
 
 
 def _json(text: str) -> Any:
@@ -257,7 +267,7 @@ class _File:
     """
 
     def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+        self._storage = weakref.proxy(storage)
         self._path = Path(str(sqlalchemy.make_url(str(storage.url)).database)).absolute()
         self._first = _identity(self._path)
         if self._first is None:

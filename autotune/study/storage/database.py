@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sqlite3
 import time
 import traceback
 import warnings
@@ -9,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import optuna
 import sqlalchemy
@@ -42,6 +44,7 @@ MADE_MEANWHILE = ("already exists", "duplicate key", "unique constraint", "dupli
 STARTING = ("starting up", "shutting down", "in recovery mode", "not yet accepting connections", "too many clients")
 STARTS_WITHIN_S = 30.0
 DAMAGED = ("malformed", "not a database")  # what SQLite says of a file that is no whole database
+READ_ONLY, WRITABLE = "readonly database", "Make the file and its folder writable for you"
 FULL = ("disk is full", "disk full", "no space left", "table is full")
 RECOVER = "The file is no database, or damaged: restore a copy, or save what can be read with SQLite's command .recover"
 # Code that reads rows.
@@ -84,7 +87,7 @@ class Storage(RDBStorage):
             self._version_manager.check_table_schema_compatibility()
             _compatible.add(version)
         if self.is_sqlite:
-            sqlalchemy.event.listen(self.engine, "handle_error", _damaged_in(self.shown))
+            sqlalchemy.event.listen(self.engine, "handle_error", _refused_in(self.shown))
 
     @property
     def shown(self) -> str:
@@ -119,18 +122,19 @@ class Storage(RDBStorage):
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-def _damaged_in(shown: str) -> Callable[[Any], None]:
-    """What turns SQLite's error about a damaged file into a sentence, wherever it is raised.
+def _refused_in(shown: str) -> Callable[[Any], None]:
+    """What turns SQLite's error about a file, damaged or not to be written to, into a sentence, wherever it is raised.
 
     SQLAlchemy's caches keep a dialect, and so what listens to it: neither this nor `_File` may keep the storage open.
     """
 
-    def damaged(context: Any) -> None:
+    def refused(context: Any) -> None:
         said = str(context.original_exception)
-        if any(words in said for words in DAMAGED):
-            raise StoreError(f"storage {shown}: {said}. {RECOVER}") from None
+        advice = RECOVER if any(words in said for words in DAMAGED) else WRITABLE if READ_ONLY in said else ""
+        if advice:
+            raise StoreError(f"storage {shown}: {said}. {advice}") from None
 
-    return damaged
+    return refused
 
 
 def _json(text: str) -> Any:
@@ -147,22 +151,26 @@ def open_storage(url: str, *, create: bool = True) -> Storage:
 
     Args:
         url: SQLAlchemy's URL of the database.
-        create: Whether to create a missing SQLite file.
+        create: Whether to create a missing SQLite file; if not, one that this user may not write to is opened to be read.
 
     Raises:
         StoreError: The URL is wrong, its driver is missing, or the database does not answer.
     """
+    connect: dict[str, Any] = {"pool_pre_ping": True}
     if urls.is_sqlite(url):
         _check_file(url, create=create)
+        connect = {"connect_args": {"timeout": BUSY_TIMEOUT_S}}
+        if not create and _unwritable(url):
+            connect = _read_only(str(sqlalchemy.make_url(url).database))
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    connect = {"connect_args": {"timeout": BUSY_TIMEOUT_S}} if urls.is_sqlite(url) else {"pool_pre_ping": True}
     full = urls.with_driver(urls.with_password(url))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             storage = _made(full, connect)
         if urls.is_sqlite(url):
-            _tune_sqlite(storage.engine)
+            if "creator" not in connect:
+                _tune_sqlite(storage.engine)
             _File(storage)
     except ImportError:
         raise StoreError(f"storage {urls.redact_url(url)}: {_missing_driver(url)}") from None
@@ -173,6 +181,21 @@ def open_storage(url: str, *, create: bool = True) -> Storage:
             f"storage {urls.redact_url(url)}: {urls.without_password(_reason(error), url)}. {_hint(url, error)}"
         ) from None
     return storage
+
+
+def _read_only(path: str) -> dict[str, Any]:
+    """How SQLAlchemy opens an SQLite file where this user may not write, as SQLite does even to read a write-ahead log.
+
+    Without a log beside it the file is whole, and taken as it is; the log of a run is read with it. So each look opens
+    the file anew.
+    """
+
+    def connect() -> sqlite3.Connection:
+        whole = "" if os.path.exists(f"{path}-wal") else "&immutable=1"
+        uri = f"file:{quote(path)}?mode=ro{whole}"
+        return sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, check_same_thread=False)
+
+    return {"creator": connect, "poolclass": sqlalchemy.NullPool}
 
 
 def _made(url: str, connect: dict[str, Any]) -> Storage:
@@ -218,9 +241,7 @@ def _hint(url: str, error: BaseException) -> str:
     if isinstance(error, RuntimeError):  # of Optuna, about its table of versions
         return "Another release of optuna made it: install that, or `optuna storage upgrade --storage URL`; or restore a copy"
     if urls.is_sqlite(url) and (folder := _unwritable(url)):
-        return (
-            f"SQLite writes beside it even to read: make {folder} writable for you, or copy it to where you can write"
-        )
+        return f"Make {folder} writable for you, or copy it to where you can write"
     if isinstance(error, DBAPIError) and not urls.is_sqlite(url):
         return "Is the server running, and are host and port right?"
     return "Pass a SQLAlchemy URL, for example sqlite:///studies/autotune.db or postgresql://user@host/database"

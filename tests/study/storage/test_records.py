@@ -209,10 +209,23 @@ def test_a_database_in_a_folder_that_cannot_be_written_to_is_not_taken_for_a_wro
     begin(url)
     monkeypatch.setattr(database.os, "access", lambda *_: False)
     monkeypatch.setattr(database, "_made", lambda *_: sqlite3.connect("/nowhere/at/all.db"))
-    with pytest.raises(
-        StoreError, match=r"unable to open database file\. SQLite writes beside it even to read: make .*/studies"
-    ):
+    with pytest.raises(StoreError, match=r"unable to open database file\. Make .*/studies writable for you"):
         records.open_storage(url, create=False)
+
+
+def test_who_may_not_write_reads_what_a_run_has_told_so_far_and_what_it_left(url, monkeypatch):
+    """Root may write anywhere, so that only the answer to whether this user may is made up."""
+    begin(url, "one")
+    folder = Path(url.removeprefix(records.SQLITE)).parent
+    there = sorted(folder.iterdir())
+    monkeypatch.setattr(database.os, "access", lambda *_: False)
+    reader = records.open_storage(url, create=False)
+    assert records.study_names(reader) == ["one"] and sorted(folder.iterdir()) == there
+    with pytest.raises(StoreError, match=r"readonly database\. Make the file and its folder writable for you"):
+        records.delete_study(reader, "one")
+    run = begin(url, "two")
+    assert records.study_names(reader) == ["one", "two"]
+    del run
 
 
 def test_who_only_reads_sees_a_new_file_and_makes_none(url):

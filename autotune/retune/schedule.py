@@ -47,6 +47,7 @@ EXITS = {
     130: "interrupted; goes on next time",
     143: "interrupted; goes on next time",
 }
+NOT_BEGUN = "another process has the study, so nothing is done; it is tried again"
 
 
 class ScheduleError(UserError):
@@ -227,6 +228,7 @@ class Daemon:
         self.leases = Leases(self.history.engine, "", stale_looks=STALE_LOOKS)
         self.leads: bool | None = None  # None before the first look
         self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._last_run_at: dict[int, float | None] = {}  # of their schedules, before they were started
         # Until when, by a monotonic clock, a schedule is not started again.
         self._held_until: dict[int, float] = {}
         self._took_up_at = -RETRY_S
@@ -296,6 +298,7 @@ class Daemon:
         self._held_until[schedule.number] = time.monotonic() + RETRY_S
         command = [*self.command, schedule.study, "--if-due"]
         environment = {**os.environ, VARIABLE: self.url}  # a password does not belong on a command line
+        self._last_run_at[schedule.number] = schedule.last_run_at
         self._children[schedule.number] = subprocess.Popen(
             command, cwd=self.studies.parent, env=environment, start_new_session=True
         )
@@ -310,7 +313,9 @@ class Daemon:
                 schedule = Schedule.of(rows[number])
                 if schedule.due_at(time.time()) > time.time():
                     self._held_until.pop(number, None)
-                self.say(f"{schedule.study}: {EXITS.get(status, f'ended with status {status}')}")
+                said = EXITS.get(status, f"ended with status {status}")
+                began = schedule.last_run_at != self._last_run_at[number]
+                self.say(f"{schedule.study}: {said if status or began else NOT_BEGUN}")
 
     def _take_up(self) -> None:
         """Make a re-tuning due again whose process was killed; one whose process outlived its daemon goes on."""

@@ -273,12 +273,10 @@ def test_a_database_that_is_away_for_long_is_said_once_and_does_not_end_the_daem
 
 @pytest.mark.process
 def test_what_could_not_begin_is_tried_again_after_a_while(history, tmp_path, monkeypatch):
-    clock = [0.0]
+    clock, said = [0.0], []
     monkeypatch.setattr(schedule.time, "monotonic", lambda: clock[0])
     add(history, next_run_at=0.0)
-    one = Daemon(
-        str(history.engine.url), tmp_path / "studies", lambda _: None, [sys.executable, "-c", "open('ran', 'w')"]
-    )
+    one = Daemon(str(history.engine.url), tmp_path / "studies", said.append, [sys.executable, "-c", "open('ran', 'w')"])
     ran = tmp_path / "ran"
 
     def looked() -> bool:
@@ -291,6 +289,7 @@ def test_what_could_not_begin_is_tried_again_after_a_while(history, tmp_path, mo
         return found
 
     assert looked() and not looked()
+    assert "another process has the study" in said[-1] and not any("unchanged" in text for text in said)
     clock[0] += schedule.RETRY_S
     assert looked()
 

@@ -44,9 +44,16 @@ MADE_MEANWHILE = ("already exists", "duplicate key", "unique constraint", "dupli
 STARTING = ("starting up", "shutting down", "in recovery mode", "not yet accepting connections", "too many clients")
 STARTS_WITHIN_S = 30.0
 DAMAGED = ("malformed", "not a database")  # what SQLite says of a file that is no whole database
-READ_ONLY, WRITABLE = "readonly database", "Make the file and its folder writable for you"
 FULL = ("disk is full", "disk full", "no space left", "table is full")
+READ_ONLY = ("readonly database",)
 RECOVER = "The file is no database, or damaged: restore a copy, or save what can be read with SQLite's command .recover"
+# What to do, by what a database says of its disk.
+ADVICE = {
+    DAMAGED: RECOVER,
+    READ_ONLY: "Make the file and its folder writable for you",
+    FULL: "Free some space",
+    ("disk i/o error",): "Check the disk, and the limit on the size of files (ulimit -f)",
+}
 # Code that reads rows.
 READERS = ("/optuna/storages/", "/sqlalchemy/", "/autotune/study/storage/")
 UNREADABLE = object()  # stands for a JSON value that cannot be read
@@ -130,9 +137,8 @@ def _refused_in(shown: str) -> Callable[[Any], None]:
 
     def refused(context: Any) -> None:
         said = str(context.original_exception)
-        advice = RECOVER if any(words in said for words in DAMAGED) else WRITABLE if READ_ONLY in said else ""
-        if advice:
-            raise StoreError(f"storage {shown}: {said}. {advice}") from None
+        if any(words in said for words in (*DAMAGED, *READ_ONLY)):
+            raise StoreError(f"storage {shown}: {said}. {_advice(said)}") from None
 
     return refused
 
@@ -234,10 +240,8 @@ def _hint(url: str, error: BaseException) -> str:
         return f"Check user and password in --storage or {urls.VARIABLE}"
     if "does not exist" in said or "unknown database" in said:
         return "Make it first (createdb, CREATE DATABASE); autotune makes its tables itself"
-    if any(words in said for words in DAMAGED):
-        return RECOVER
-    if any(words in said for words in FULL):
-        return "Free some space"
+    if advice := _advice(said):
+        return advice
     if isinstance(error, RuntimeError):  # of Optuna, about its table of versions
         return "Another release of optuna made it: install that, or `optuna storage upgrade --storage URL`; or restore a copy"
     if urls.is_sqlite(url) and (folder := _unwritable(url)):
@@ -245,6 +249,11 @@ def _hint(url: str, error: BaseException) -> str:
     if isinstance(error, DBAPIError) and not urls.is_sqlite(url):
         return "Is the server running, and are host and port right?"
     return "Pass a SQLAlchemy URL, for example sqlite:///studies/autotune.db or postgresql://user@host/database"
+
+
+def _advice(said: str) -> str:
+    """What to do about the disk that a database complains of; empty if it does not."""
+    return next((todo for words, todo in ADVICE.items() if any(word in said.lower() for word in words)), "")
 
 
 def _unwritable(url: str) -> Path | None:
@@ -335,10 +344,10 @@ def failing_in_words(url: str) -> Iterator[None]:
     except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
         is_away = passes(error) and not urls.is_sqlite(url)
         away = f" and did not come back for {PATIENCE_S / 60:.0f} min" if is_away else ""
-        full = ". Free some space" if any(words in _reason(error).lower() for words in FULL) else ""
+        advice = f". {found}" if (found := _advice(_reason(error))) else ""
         reason = urls.without_password(_reason(error), url)
         raise (StoreAway if is_away else StoreError)(
-            f"storage {urls.redact_url(url)}: {reason}{away}{full};"
+            f"storage {urls.redact_url(url)}: {reason}{away}{advice};"
             " what was told before is kept. Run the same command again to go on"
         ) from None
     except OSError as error:

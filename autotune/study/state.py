@@ -94,7 +94,10 @@ class StudyState:
 
     def differences(self, kept: StudyRecord) -> list[str]:
         """The settings in which a study that was kept differs from this one, with both values where these are short."""
-        return list(_differences(kept.fingerprint, json.loads(json.dumps(self.plan.fingerprint()))))
+        before = kept.fingerprint
+        if kept.invocation is not None and "script" in before:  # earlier versions kept the whole path
+            before = {**before, "script": {**before["script"], "working_dir": kept.invocation.from_script}}
+        return list(_differences(before, json.loads(json.dumps(self.plan.fingerprint()))))
 
     def _check_same(self, kept: StudyRecord) -> None:
         if changed := self.differences(kept):

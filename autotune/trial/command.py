@@ -54,6 +54,11 @@ class Invocation:
     command: str = ""
 
     @property
+    def from_script(self) -> str:
+        """Returns the working directory seen from the script's folder, which stays where a project is moved."""
+        return os.path.relpath(self.working_dir, os.path.dirname(self.script))
+
+    @property
     def fixed_environment(self) -> dict[str, str]:
         """Returns the variables that are the same in every trial, without those whose secret value was not kept."""
         kept = ((name, value) for name, value in self.environment.items() if not redaction.holds_mask(value))

@@ -1,9 +1,10 @@
 """A study that is run again: after its end, after an interruption, after its driver was killed."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
-from support.instant import SPACE, Instant, Watcher, answered, failed, report, runner_of, spec_of
+from support.instant import SPACE, WORKLOAD, Instant, Watcher, answered, failed, report, runner_of, spec_of
 from support.paths import MODELS
 from support.studies import candidates, run, states
 
@@ -16,6 +17,7 @@ from autotune.study.storage import analysed, records
 from autotune.trial import result
 from autotune.trial.folder import TrialDir, write_record
 from autotune.trial.result import Outcome
+from autotune.trial.workload import Probed
 
 
 def test_a_resumed_study_runs_only_what_is_missing(tmp_path):
@@ -98,6 +100,24 @@ def test_another_study_of_that_name_is_refused_and_what_differs_is_named(tmp_pat
     run(tmp_path, trials=2, finalists=0)
     with pytest.raises(UserError, match=rf"study 's' exists, but differs in {named}.*--fresh"):
         run(tmp_path, trials=3, finalists=0, **change)
+
+
+def test_a_study_of_a_script_goes_on_where_its_project_was_moved_but_not_in_another_folder(tmp_path):
+    workload = replace(WORKLOAD, script=Probed(ds_config={}, micro_batch_size=8, gradient_accumulation_steps=1))
+
+    def ran(script, working_dir, trials):
+        script.parent.mkdir(exist_ok=True)
+        shutil.copy(MODELS / "ok.py", script)
+        spec = spec_of(trials=trials, finalists=0).model_copy(update={"target": script, "working_dir": working_dir})
+        executor = Instant()
+        runner_of(tmp_path, executor, planned={"workload": workload, "spec": spec}).run()
+        return len(executor.ran)
+
+    here, there = tmp_path / "here", tmp_path / "there"
+    assert ran(here / "train.py", here, trials=2) == 2
+    assert ran(there / "train.py", there, trials=3) == 1
+    with pytest.raises(UserError, match=r'differs in script.working_dir \("\.\." instead of "\."\)'):
+        ran(there / "train.py", tmp_path, trials=4)
 
 
 def test_more_trials_another_sampler_or_more_time_are_no_other_study(tmp_path):

@@ -173,7 +173,7 @@ class Plan:
         return {
             "args": list(how.arguments),
             "set": self.spec.script_set,
-            "working_dir": how.working_dir,
+            "working_dir": how.from_script,
             # Without its variables: a launcher may draw a port or name a folder by date.
             **({"command": self.spec.command} if self.spec.command else {}),
             **({"arg_mappings": self.spec.arg_mappings} if self.spec.arg_mappings else {}),

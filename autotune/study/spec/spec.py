@@ -378,7 +378,7 @@ def check_name(name: str) -> None:
     """Refuses a study name that is not a plain folder name."""
     if not NAME.fullmatch(name):
         raise ValueError(
-            f"{name!r} cannot name a study: letters, digits, '.', '_' and '-', not starting with a dot or a dash"
+            f"{name!r} cannot name a study: letters from a to z, digits, '.', '_' and '-', not starting with a dot or a dash"
         )
     if len(name) > LONGEST_NAME:
         raise ValueError(f"{name[:40]!r}... is too long to name a study: at most {LONGEST_NAME} characters")

@@ -133,6 +133,7 @@ class Evidence:
         if best is not None and best.values().get(name) == value:
             answer = f"It is recommended: {best.describe()}."
             return Explanation(question=question, answer=answer, candidate=best.values())
+        left_out = self.report.study.get("left_out") or ()
         having = [candidate for candidate in self.expected.candidates if candidate.values().get(name) == value]
         pool = [candidate for candidate in having if self.expected.why_illegal(candidate) is None]
         if not pool:
@@ -140,7 +141,8 @@ class Evidence:
             if (refused := self._illegal(question, alone)) is not None:
                 return refused
             said = self._judged(question, alone)
-            return replace(said, answer=f"The space of this study does not hold it. {said.answer}")
+            answer = f"The space of this study does not hold it. {said.answer}"
+            return replace(said, answer=answer, reasons=[*left_out, *said.reasons])
         fitting, least = self.expected.fitting(pool)
         if not fitting:
             needed = f"predicted to need {least}, a rank has {self.expected.memory_limit}"
@@ -157,7 +159,7 @@ class Evidence:
         scope = f"{len(own)} of the {len(self.trials)} trials had it; this is the best that is expected of it"
         if bad:
             scope += f"; {len(bad)} of them did not run to the end, as trial {bad[0]['trial']}: {_end(bad[0])}"
-        return replace(said, reasons=[scope, *said.reasons])
+        return replace(said, reasons=[scope, *left_out, *said.reasons])
 
     def _illegal(self, question: str, candidate: Candidate) -> Explanation | None:
         if (reason := self.expected.why_illegal(candidate)) is None:

@@ -132,6 +132,14 @@ def test_the_recommended_value_is_recommended(evidence):
     assert evidence.what_if({"zero_stage": stage}).answer.startswith("It is: ")
 
 
+def test_what_the_run_left_out_is_said_of_what_it_did_not_try(evidence, monkeypatch):
+    said = "global batches above 63 are not tried"
+    monkeypatch.setattr(
+        evidence, "report", replace(evidence.report, study={**evidence.report.study, "left_out": [said]})
+    )
+    assert all(said in evidence.why_not("micro_batch_size", size).reasons for size in (7, 16))
+
+
 def test_what_the_space_does_not_hold_is_judged_all_the_same(evidence):
     said = evidence.why_not("micro_batch_size", 6)
     assert (

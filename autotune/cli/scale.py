@@ -91,14 +91,14 @@ def configurations(base: Candidate, counts: Sequence[int], mode: Mode | None) ->
 
 def measure(
     plan: Plan, executor: Executor, folder: Path, wanted: Sequence[Configurations], rounds: int, events: EventSink
-) -> tuple[dict[Asked, list[Run]], list[str]]:
+) -> Iterator[tuple[Asked, Run | str]]:
     """Measure every configuration once in each round; one that fails is not tried again.
 
     Args:
         wanted: For each way of scaling the configuration of each rank count; what they share is measured once.
 
-    Returns:
-        The runs by rank count and configuration, and a sentence for each that failed.
+    Yields:
+        The rank count and configuration of a run, and what it measured; a sentence where it failed.
     """
     from autotune.executors import base
     from autotune.report import diagnosis
@@ -108,12 +108,11 @@ def measure(
 
     asked: list[Asked] = list(dict.fromkeys((n, candidate) for each in wanted for n, candidate in each.items()))
     asked.sort(key=lambda each: each[0])
-    runs: dict[Asked, list[Run]] = {}
-    failures: dict[Asked, str] = {}
+    failed: set[Asked] = set()
     spec = plan.spec
     for number in range(rounds):
         for n, candidate in asked:
-            if (n, candidate) in failures:
+            if (n, candidate) in failed:
                 continue
             events.say(f"round {number + 1} of {rounds}: {n} rank{'s' if n > 1 else ''}, {candidate.describe()}")
             other = "" if (n, candidate) == next(each for each in asked if each[0] == n) else "-weak"
@@ -126,18 +125,17 @@ def measure(
             if result.outcome is not Outcome.COMPLETE or result.steps is None or not result.samples_per_step:
                 log, remedy = shown(TrialDir(path).log(result.failed_rank or 0)), REMEDIES.get(result.outcome, "")
                 what = f"{n} ranks did not run ({result.outcome}: {result.reason}); see {log}"
-                failures[n, candidate] = f"{what}. {remedy}" if remedy else what
+                failed.add((n, candidate))
+                yield (n, candidate), f"{what}. {remedy}" if remedy else what
                 continue
             parts = diagnosis.step_parts(result, path, plan.workload.n_blocks)
-            run = Run(
+            yield (n, candidate), Run(
                 world_size=n, round=number, samples_per_s=result.samples_per_step / result.steps.median_s,
                 step_s=result.steps.median_s, samples_per_step=result.samples_per_step,
                 communication=parts["communication"].share if "communication" in parts else None,
                 parts_s={name: part.seconds for name, part in parts.items() if part.seconds is not None},
                 busy_s=diagnosis.busy_s(path, n),
             )  # fmt: skip
-            runs.setdefault((n, candidate), []).append(run)
-    return runs, list(failures.values())
 
 
 def noise_samples(name: str, storage: str | None, studies: Path) -> float | None:
@@ -200,7 +198,9 @@ def scale(
             on_cpu = found.workload.environment.accelerator == "cpu"
             notes += [*found.notes, *found.workload.caveats, *([threads] if on_cpu else [])]
             ways, note = configurations(found.baseline, counts, mode)
-            runs, failures = measure(found, executor, folder, list(ways.values()), rounds, logged)
+            runs, failures, stopped = until_stopped(
+                measure(found, executor, folder, list(ways.values()), rounds, logged)
+            )
     noise = noise_samples(wanted.name, wanted.storage, studies)
     scales = _scales(ways, runs, found.workload.n_samples, noise)
     notes = [*filter(None, [note]), *notes, *failures, *_advice(scales)]
@@ -209,7 +209,26 @@ def scale(
     _tell(scales, wanted.name, notes, folder.parent / "scaling.html", as_json=as_json)
     if scales and png is not None:
         page.draw(scales, png)
+    if stopped is not None:
+        raise stopped
     return 1 if failures or not scales else 0
+
+
+def until_stopped(
+    measured: Iterator[tuple[Asked, Run | str]],
+) -> tuple[dict[Asked, list[Run]], list[str], KeyboardInterrupt | None]:
+    """The runs by rank count and configuration, what failed, and what stopped them: what was measured until then is kept."""
+    runs: dict[Asked, list[Run]] = {}
+    failures: list[str] = []
+    try:
+        for asked, run in measured:
+            if isinstance(run, str):
+                failures.append(run)
+            else:
+                runs.setdefault(asked, []).append(run)
+    except KeyboardInterrupt as stop:
+        return runs, failures, stop
+    return runs, failures, None
 
 
 def _scales(

@@ -91,7 +91,11 @@ def schedule_remove(
             opened.check_own()
     if not history.remove_schedule(number):
         known = ", ".join(str(row["id"]) for row in history.schedules())
-        raise ScheduleError(f"there is no schedule {number}. " + (f"Known: {known}" if known else "There is none."))
+        raise ScheduleError(
+            f"there is no schedule {number}; known: {known}"
+            if known
+            else f"there is no schedule {number}, nor any other"
+        )
     print(f"schedule {number} is removed")
 
 

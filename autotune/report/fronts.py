@@ -160,11 +160,11 @@ def _stairs(columns: _Columns, points: Sequence[Data], x: str, y: str) -> Trace:
 
 
 def _name_places(named: Sequence[tuple[str, float, float]], points: Sequence[tuple[float, float]]) -> list[str]:
-    """On which side of its point each name hides the fewest points and other names."""
+    """On which side of its point each name hides the fewest points and other names, and stays between the outermost points."""
     spans = [max((max(axis) - min(axis)), 1e-12) for axis in zip(*points, strict=True)] if points else [1.0, 1.0]
     pixels = (PLOT_WIDTH_PX / spans[0], PLOT_HEIGHT_PX / spans[1])
     taken: list[tuple[float, float, float]] = [(x * pixels[0], y * pixels[1], 0.0) for x, y in points]
-    places = []
+    places, ends = [], (min(x for x, *_ in taken), max(x for x, *_ in taken))
     for text, x, y in named:
         width = LETTER_PX * len(text)
 
@@ -178,7 +178,11 @@ def _name_places(named: Sequence[tuple[str, float, float]], points: Sequence[tup
                 abs(other[0] - own[0]) < own[2] + other[2] + 6 and abs(other[1] - own[1]) < LINE_PX for other in taken
             )
 
-        places.append(min(NAME_PLACES, key=hidden))
+        def overhang(place: str, at: Callable[[str], tuple[float, float, float]] = at) -> float:
+            own = at(place)
+            return max(0.0, ends[0] - (own[0] - own[2]), own[0] + own[2] - ends[1])
+
+        places.append(min(NAME_PLACES, key=lambda place: (hidden(place), overhang(place))))
         taken.append(at(places[-1]))
     return places
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from support.commands import called, one_sentence
 
 from autotune.cli.app import imported
-from autotune.cli.scale import _advice, configurations, equal_threads, measure, rank_counts
+from autotune.cli.scale import _advice, configurations, equal_threads, measure, rank_counts, until_stopped
 from autotune.errors import UserError
 from autotune.report.page import scaling as page
 from autotune.report.progress import ProgressView
@@ -79,6 +79,17 @@ def test_rounds_that_scatter_widen_the_interval():
     found = scaling(in_rounds((10, 19), (10, 16), (10, 18)), None)
     low, high = found[1].speedup_ci95
     assert low < 1.6 < found[1].speedup < 1.9 < high
+
+
+def test_what_ran_before_an_interrupt_is_kept():
+    def measured():
+        yield (1, BASE), run(1, 100)
+        yield (2, BASE), "2 ranks did not run"
+        raise KeyboardInterrupt
+
+    runs, failures, stopped = until_stopped(measured())
+    assert [each.samples_per_s for each in runs[1, BASE]] == [100] and failures == ["2 ranks did not run"]
+    assert isinstance(stopped, KeyboardInterrupt)
 
 
 def test_a_count_that_never_ran_is_left_out():
@@ -262,7 +273,8 @@ def test_of_strong_scaling_real_ranks_do_the_same_batch_in_turns(executor, tmp_p
     found = plan.plan(StudySpec.of(models / "ok.py", overrides), executor, tmp_path)
     said = Console(file=io.StringIO())
     ways, _ = configurations(found.baseline, [1, 2], None)
-    by_asked, failures = measure(found, executor, tmp_path, list(ways.values()), 2, ProgressView(said))
+    measured = measure(found, executor, tmp_path, list(ways.values()), 2, ProgressView(said))
+    by_asked, failures, _ = until_stopped(measured)
     assert len(by_asked) == 3  # the most ranks are the same in both
     runs = sorted((run for each in ways["strong"].items() for run in by_asked[each]), key=lambda run: run.round)
     assert failures == [] and [(each.round, each.world_size, each.samples_per_step) for each in runs] == [

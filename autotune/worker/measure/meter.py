@@ -138,7 +138,9 @@ class Meter:
         """Compares the configuration that ran with the candidate; all ranks take part."""
         observed, request = self.observe(), self.request
         mismatch = observed.mismatch(self.candidate, self.data_parallel)
-        if mismatch and self._highest(self.memory.refusals - self._refusals_before):
+        # Of all ranks, since one may run another batch than the others.
+        ran_out = self._highest(self.memory.refusals - self._refusals_before)
+        if mismatch and ran_out:
             raise torch.OutOfMemoryError(f"out of memory, where the script goes on with another batch ({mismatch})")
         if mismatch:
             raise NotApplied(mismatch)

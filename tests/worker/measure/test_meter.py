@@ -137,19 +137,22 @@ def test_a_trial_fits_a_limit_just_above_the_peak_that_it_reports(wide):
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize(("refusals", "error"), [(0, NotApplied), (1, torch.OutOfMemoryError)])
+@pytest.mark.parametrize(
+    ("mismatch", "refusals", "error"),
+    [("4 ran", 0, NotApplied), ("4 ran", 1, torch.OutOfMemoryError), (None, 0, AttributeError)],
+)
 def test_another_batch_than_asked_for_is_memory_that_ran_out_where_it_did_since_training_began(
-    monkeypatch, refusals, error
+    monkeypatch, mismatch, refusals, error
 ):
-    """A script that halves its batch where its own code runs out of memory was told that its batch does not apply."""
-    meter = Meter.__new__(Meter)
+    """A rank that ran what was asked for takes part in finding out: one with another batch waited for it for ever."""
+    meter, asked = Meter.__new__(Meter), []
     meter.memory, meter._refusals_before = SimpleNamespace(refusals=2 + refusals), 2
     meter.request = meter.candidate = meter.data_parallel = None
-    ran = SimpleNamespace(mismatch=lambda *_: "micro_batch_size: 8 was asked for, 4 ran")
-    monkeypatch.setattr(Meter, "observe", lambda _: ran)
-    monkeypatch.setattr(Meter, "_highest", lambda _, value: float(value))
-    with pytest.raises(error, match="8 was asked for, 4 ran"):
+    monkeypatch.setattr(Meter, "observe", lambda _: SimpleNamespace(mismatch=lambda *_: mismatch))
+    monkeypatch.setattr(Meter, "_highest", lambda _, value: asked.append(value) or float(value))
+    with pytest.raises(error, match=mismatch):  # without one it goes on to the request, which is none here
         meter.check_applied()
+    assert asked == [refusals]
 
 
 @pytest.mark.unit

@@ -163,7 +163,7 @@ def draw_otherwise(engine: Any, replicate: int) -> None:
     def seed(*_: Any) -> None:
         if engine.global_steps and torch.is_grad_enabled():
             # On top of the script's own seed, by which its ranks may differ.
-            torch.manual_seed(torch.initial_seed() + REPLICATE_SEEDS * replicate)
+            torch.manual_seed((torch.initial_seed() + REPLICATE_SEEDS * replicate) % 2**63)
             hook.remove()
 
     hook = engine.register_forward_pre_hook(seed)

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.comm.torch import TorchBackend
 
 from autotune.errors import UserError
 from autotune.trial.failures import means_host_memory
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
-from autotune.worker import project, rank
+from autotune.worker import rank
 from autotune.worker.script import run
-from autotune.worker.script.patching import patch
 
 
 def keep_timeouts(monkeypatch):
@@ -65,43 +65,37 @@ def joined_on_device():
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("joined_on_device")
+@pytest.fixture
+def hooked(joined_on_device, monkeypatch):
+    for name in ("init_process_group", "destroy_process_group", "is_initialized"):
+        monkeypatch.setattr(dist, name, getattr(dist, name))
+    run.Joining().install()
+
+
+@pytest.mark.usefixtures("hooked")
 @pytest.mark.parametrize(
-    ("arguments", "by_deepspeed", "works"),
-    [
-        ((), False, True),
-        (("cpu:gloo,cuda:nccl",), False, True),
-        (("nccl",), False, False),
-        (("cpu:gloo,cuda:nccl",), True, True),
-        ((None,), True, False),
-    ],
+    ("backend", "works"),
+    [((), True), (("cpu:gloo,cuda:nccl",), True), (("nccl",), False)],
+    ids=["none", "both", "nccl"],
 )
-def test_a_script_reduces_tensors_on_the_host_where_it_could_in_a_training(arguments, by_deepspeed, works):
-    metric = torch.ones(2)
-    if by_deepspeed:
-        run.Joining().join_by_deepspeed(lambda *_: None, None, *arguments)
-    else:
-        run.Joining().join(dist.init_process_group, *arguments)
+def test_a_script_reduces_tensors_on_the_host_where_it_could_in_a_training(backend, works):
+    dist.init_process_group(*backend)
     with contextlib.nullcontext() if works else pytest.raises(RuntimeError, match="No backend type"):
-        dist.all_reduce(metric)
+        dist.all_reduce(torch.ones(2))
     # Groups as DeepSpeed makes them are those of the device.
     assert dist.new_group([0])._device_types == [torch.device("cuda")]
 
 
-@pytest.mark.usefixtures("joined_on_device")
-def test_a_script_that_asks_whether_it_has_joined_its_ranks_does_so(tmp_path, monkeypatch):
-    """It took them for joined, and its tensors on the host had no backend."""
-    joining, script = run.Joining(), tmp_path / "train.py"
-    monkeypatch.setattr(dist, "is_initialized", dist.is_initialized)
-    patch(dist, "is_initialized", joining.is_joined)
-    project.settle(script)
-    asks = compile("import torch.distributed as dist\nanswer = dist.is_initialized()", str(script), "exec")
-    answers = []
-    for _ in range(2):
-        exec(asks, found := {})
-        answers.append((found["answer"], dist.is_initialized()))  # a library's own call
-        joining.join(dist.init_process_group)
-    assert answers == [(False, True), (True, True)]
+@pytest.mark.usefixtures("hooked")
+def test_what_asks_whether_the_ranks_have_joined_joins_them_be_it_a_script_or_a_library():
+    """A library took them for joined and left them; its script was then told that they are not."""
+    exec(
+        "import torch.distributed as dist\nanswer = dist.is_initialized()", own := {"__name__": "autotune.worker.rank"}
+    )
+    assert own["answer"] and not dist.is_initialized()
+    TorchBackend.init_process_group(SimpleNamespace(), "cpu:gloo,cuda:nccl", None, None, 0, 1)  # asks first
+    dist.all_reduce(torch.ones(2))
+    assert dist.is_initialized()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from autotune.space import torch_settings
 from autotune.system.toolkit import is_built
 from autotune.trial.request import TrialRequest
-from autotune.worker import project
 from autotune.worker.device import free_bytes
 from autotune.worker.measure import experts
 from autotune.worker.measure.recorder import Recorder
@@ -93,25 +92,19 @@ def _compile(context: ScriptContext, original: Callable[..., Any], builder: Any,
 
 
 class Joining:
-    """Hooks on what joins the ranks: they have joined already, on their devices alone, which the script is not to see.
+    """Hooks on what joins the ranks: they have joined already, on their devices alone.
 
-    A script that asks first would not join them, and so not get what it names as their backend.
+    Scripts and libraries do not see that: what asks first would not join them, and so not get the backend that it names.
     """
 
     def __init__(self) -> None:
         self._joined = False
 
     def install(self) -> None:
-        """Patches torch's functions, and DeepSpeed's and Accelerate's that call them."""
-        from deepspeed.comm.torch import TorchBackend
-
+        """Patches torch's functions, which DeepSpeed and frameworks call, too."""
         patch(dist, "init_process_group", self.join)
         patch(dist, "destroy_process_group", lambda _original, *_args, **_kwargs: None)
         patch(dist, "is_initialized", self.is_joined)
-        patch(TorchBackend, "init_process_group", self.join_by_deepspeed)
-        after_import(
-            "accelerate.state", lambda module: patch(module.PartialState, "__init__", self._join_by_accelerate)
-        )
 
     def join(self, _original: Callable[..., Any], backend: str | None = None, *_args: Any, **_kwargs: Any) -> None:
         """Stands in for torch's `init_process_group`."""
@@ -119,23 +112,10 @@ class Joining:
         if backend is None or "gloo" in str(backend).lower():
             join_on_host()
 
-    def join_by_deepspeed(
-        self, original: Callable[..., Any], comm: Any, backend: str | None, *args: Any, **kwargs: Any
-    ) -> None:
-        """The same for `deepspeed.init_distributed`, which takes the device's own backend where none is named."""
-        original(comm, backend, *args, **kwargs)
-        self._joined = True
-        if backend is not None:
-            self.join(original, backend)
-
-    def _join_by_accelerate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        self._joined = True
-
     def is_joined(self, original: Callable[[], bool]) -> bool:
-        """Returns whether the ranks have joined, as far as the script can know."""
+        """Returns whether the ranks have joined, as far as the caller can know."""
         caller = sys._getframe(2)  # of the function that stands in for torch's
-        return original() and (self._joined or not project.holds(caller.f_code.co_filename))
+        return original() and (self._joined or str(caller.f_globals.get("__name__")).startswith("autotune."))
 
 
 def _install_hooks(context: ScriptContext) -> StepHooks:

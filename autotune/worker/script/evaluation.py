@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from autotune.worker.measure.batches import BatchObserver, counted_tensor
 from autotune.worker.measure.ledger import Window
@@ -15,8 +14,8 @@ from autotune.worker.script.context import ScriptContext
 LONG_S = 5.0
 # Samples of the first calls without gradients that are looked for in the first batch that is trained on.
 N_ROWS = 64
-# Elements that say enough to know a sample by its beginning, as a prompt in what was generated from it.
-LEAST_PREFIX = 4
+# Bytes that say enough to know a sample by its beginning, as a prompt in what was generated from it: four tokens.
+LEAST_PREFIX = 32
 
 
 class Evaluations:
@@ -29,7 +28,7 @@ class Evaluations:
     def __init__(self, context: ScriptContext) -> None:
         self._context = context
         self._began: float | None = None  # the evaluation under way
-        self._rows: list[Tensor] = []
+        self._rows: set[bytes] = set()
         self._trained = self._rollouts = False
 
     def forward(
@@ -46,12 +45,13 @@ class Evaluations:
         if began is None or window is None:
             return
         if first:
+            took_s = time.monotonic() - began
             self._context.recorder.enter("warmup")
-            self._rollouts, self._rows = self._holds_a_row(args, kwargs), []
+            self._rollouts, self._rows = self._holds_a_row(args, kwargs), set()
             if not (self._rollouts or batches.trains_in_evaluation_mode):  # there the first micro-batch passed for one
                 window.restart()
                 window.cut(aside=True)  # the step counts as one of those that have an evaluation
-                self._tell(time.monotonic() - began)
+                self._tell(took_s)
         elif not self._rollouts:
             window.cut(aside=True)
 
@@ -61,7 +61,7 @@ class Evaluations:
         begins = self._began is None
         self._began = self._began or time.monotonic()
         if not self._trained:
-            self._rows += _rows_of(args, kwargs)[: N_ROWS - len(self._rows)]
+            self._rows.update(_rows_of(args, kwargs, N_ROWS - len(self._rows)))
             if begins:
                 self._context.recorder.enter("first_evaluation")
         elif begins and window is not None and batches.n_backward:  # else it began where the last step ended
@@ -76,18 +76,19 @@ class Evaluations:
 
     def _holds_a_row(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Returns whether a batch holds a sample of the earlier calls, or one that begins with it."""
-        batch = _rows_of(args, kwargs) if self._rows else []
+        lengths = {len(row) for row in self._rows}
         return any(
-            row.dtype == one.dtype
-            and (len(row) == len(one) or LEAST_PREFIX <= len(row) < len(one))
-            and torch.equal(row, one[: len(row)])
-            for row in self._rows
-            for one in batch
+            row[:n] in self._rows
+            for row in _rows_of(args, kwargs)
+            for n in lengths
+            if n == len(row) or LEAST_PREFIX <= n < len(row)
         )
 
 
-def _rows_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _rows_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], n: int | None = None) -> list[bytes]:
+    """Returns the first n samples of a batch, or all of them."""
     tensor = counted_tensor(args, kwargs)
-    if tensor is None or not tensor.numel() or not tensor.dim():
+    first = tensor.detach()[:n].cpu() if tensor is not None and tensor.dim() else torch.empty(0)
+    if not first.numel():
         return []
-    return [*tensor.detach().reshape(len(tensor), -1).to("cpu", copy=True)]
+    return [row.tobytes() for row in first.reshape(len(first), -1).contiguous().view(torch.uint8).numpy()]

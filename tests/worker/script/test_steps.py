@@ -1,8 +1,11 @@
 """What is noted of a script's steps."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
-from autotune.worker.script import steps
+from autotune.worker.script import evaluation, steps
 
 
 def test_a_loss_that_a_script_reduces_in_place_counts_as_it_went_backward(monkeypatch):
@@ -14,3 +17,23 @@ def test_a_loss_that_a_script_reduces_in_place_counts_as_it_went_backward(monkey
         hooks._note_loss(loss)
         loss.mul_(8)
     assert float(hooks._total) == 6.0
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "is_rollout"),
+    [(torch.arange(78, 90), True), (torch.arange(78, 83), False), (torch.arange(70, 90), False)],
+    ids=["as generated", "cut short", "another"],
+)
+def test_generated_samples_are_known_by_their_prompt_of_which_no_more_are_kept_than_are_looked_for(
+    monkeypatch, trained_on, is_rollout
+):
+    """Comparing the rows of a large batch one by one took most of a minute, and all batches were copied from the device."""
+    found, kept = evaluation.Evaluations(SimpleNamespace(recorder=SimpleNamespace(enter=str))), []
+    batches = SimpleNamespace(went_forward=False, trains=False, trains_in_evaluation_mode=True)
+    of = evaluation._rows_of
+    monkeypatch.setattr(evaluation, "_rows_of", lambda *given: kept.append(of(*given)) or kept[-1])
+    for start in (0, 480):
+        found.forward(None, batches, (torch.arange(start, start + 480).view(80, 6),), {})
+    batches.trains = True
+    found.forward(SimpleNamespace(), batches, (trained_on[None],), {})
+    assert found._rollouts == is_rollout and sum(map(len, kept[:2])) == evaluation.N_ROWS

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Variables that CUDA, torch's allocator and NCCL read once.
 READ_ONCE = ("CUDA_", "NCCL_", "PYTORCH_")
+# But for the devices themselves, and what Lightning sets for all its users.
+OTHERWISE_SET = (VISIBLE, "CUDA_DEVICE_ORDER", "PYTORCH_NVML_BASED_CUDA_CHECK")
 
 
 class ScriptError(UserError):
@@ -105,7 +107,7 @@ class ScriptContext:
         late = [
             f"{name}={value}"
             for name, value in sorted(os.environ.items())
-            if name.startswith(READ_ONCE) and name != VISIBLE and value != self._environment.get(name)
+            if name.startswith(READ_ONCE) and name not in OTHERWISE_SET and value != self._environment.get(name)
         ]
         if late:
             self.once(

@@ -75,6 +75,9 @@ def test_a_script_that_sets_what_cuda_reads_once_is_told_that_it_may_come_too_la
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.delenv(context.VISIBLE, raising=False)
     script._environment = dict(os.environ)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # by Lightning's trainer
+    script.check_devices()
+    assert not report.caveats
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     script.check_devices()
     assert "set it for all: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True autotune" in report.caveats[0]

@@ -245,7 +245,7 @@ def _hint(url: str, error: BaseException) -> str:
     if isinstance(error, RuntimeError):  # of Optuna, about its table of versions
         return "Another release of optuna made it: install that, or `optuna storage upgrade --storage URL`; or restore a copy"
     if urls.is_sqlite(url) and (folder := _unwritable(url)):
-        return f"Make {folder} writable for you, or copy it to where you can write"
+        return f"To read it, try again if a run writes to it now; else make {folder} writable for you, or copy it to where you can write"
     if isinstance(error, DBAPIError) and not urls.is_sqlite(url):
         return "Is the server running, and are host and port right?"
     return "Pass a SQLAlchemy URL, for example sqlite:///studies/autotune.db or postgresql://user@host/database"

@@ -210,7 +210,7 @@ def test_a_database_in_a_folder_that_cannot_be_written_to_is_not_taken_for_a_wro
     begin(url)
     monkeypatch.setattr(database.os, "access", lambda *_: False)
     monkeypatch.setattr(database, "_made", lambda *_: sqlite3.connect("/nowhere/at/all.db"))
-    with pytest.raises(StoreError, match=r"unable to open database file\. Make .*/studies writable for you"):
+    with pytest.raises(StoreError, match=r"unable to open database file\. .* make .*/studies writable for you"):
         records.open_storage(url, create=False)
 
 

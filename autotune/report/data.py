@@ -329,14 +329,29 @@ def titles(names: Sequence[str]) -> str:
     return ", ".join(map(title, names))
 
 
-def leading_metric(report: StudyReport, names: Sequence[str]) -> str:
-    """The metric that a pick is stated by: its own; of the recommended one that of the heaviest objective, if any."""
+def leading_metric(report: StudyReport, names: Sequence[str], pick: Data) -> str:
+    """The metric that a pick is stated by: its own; of the recommended one that of the heaviest objective, if any.
+
+    Where that is no better than the baseline's, the objective that the recommended one gains most by.
+    """
     own = next((PICKS[name] for name in names if name in PICKS), "")
     if own and "recommended" not in names and "drop_in" not in names:
         return own
+    if not (heaviest := _heaviest(report)):
+        return THROUGHPUT
+    gains, weights = pick.get("gains") or {}, report.study["weights"]
+    if heaviest not in gains or gains[heaviest][0] > 1 + PRICE:
+        return heaviest
+    worth = {name: weight * math.log(gains[name][0]) for name, weight in weights.items() if name in gains}
+    best = max(worth, key=worth.__getitem__)
+    return best if gains[best][0] > 1 + PRICE else heaviest
+
+
+def _heaviest(report: StudyReport) -> str:
+    """The metric of the objective with the most weight; empty where several have it."""
     weights: Mapping[str, float] = report.study.get("weights") or {}
     heaviest = [name for name, weight in weights.items() if weight == max(weights.values())]
-    return heaviest[0] if len(heaviest) == 1 else THROUGHPUT
+    return heaviest[0] if len(heaviest) == 1 else ""
 
 
 def pick_words(report: StudyReport, names: Sequence[str], pick: Data) -> str:
@@ -347,7 +362,7 @@ def pick_words(report: StudyReport, names: Sequence[str], pick: Data) -> str:
     """
     if report.is_baseline(pick):
         return "the baseline itself"
-    lead, gains = leading_metric(report, names), pick.get("gains") or {}
+    lead, gains = leading_metric(report, names, pick), pick.get("gains") or {}
     said = "" if lead == THROUGHPUT else _ratio_words(lead, gains.get(lead))
     if not said:  # its interval says nothing, or it was not measured
         lead, said = THROUGHPUT, speedup_words(pick)
@@ -359,11 +374,15 @@ def pick_words(report: StudyReport, names: Sequence[str], pick: Data) -> str:
 
 
 def price_words(report: StudyReport, pick: Data, lead: str) -> list[str]:
-    """What a pick costs beside the metric that it leads with: `2.48x the step time`; its throughput if it costs nothing."""
+    """What a pick costs beside the metric that it leads with: `2.48x the step time`.
+
+    If it costs nothing, its throughput, or the metric that the goal is about where it leads with its throughput.
+    """
     gains = pick.get("gains") or {}
     ratios = {name: _ratio(name, gains[name][0]) for name in (THROUGHPUT, *report.objectives) if name in gains}
     worse = {name: ratio for name, ratio in ratios.items() if name != lead and gains[name][0] < 1 - PRICE}
-    price = worse or ({THROUGHPUT: ratios[THROUGHPUT]} if lead != THROUGHPUT and THROUGHPUT in ratios else {})
+    other = THROUGHPUT if lead != THROUGHPUT else _heaviest(report)
+    price = worse or ({other: ratios[other]} if other != lead and other in ratios else {})
     return [f"{times(ratio)} the {METRICS[name].label}" for name, ratio in price.items()]
 
 

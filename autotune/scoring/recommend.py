@@ -272,7 +272,8 @@ def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence
         why = f"the baseline: {KEPT}"
     elif baseline is not None:
         gain = math.exp(log_gain(chosen, baseline, objectives))
-        why += f" ({'geometric mean of the gains: ' if len(objectives) > 1 else ''}{gain:.2f}x)"
+        mean = "weighted geometric mean" if len({o.weight for o in objectives}) > 1 else "geometric mean"
+        why += f" ({f'{mean} of the gains: ' if len(objectives) > 1 else ''}{gain:.2f}x)"
     others = [m for m in confirmed if m is not chosen and tied(m, chosen, estimates, objectives)]
     if others:
         why += f"; not to be told from {', '.join(f'trial {m.trial}' for m in others)} within the noise"

@@ -285,10 +285,19 @@ def test_a_pick_leads_with_its_own_metric_and_says_the_price(report):
     ratio = own["peak_memory_bytes"] / base["peak_memory_bytes"]
     words = pick_words(report, ["lowest_memory"], pick)
     assert words.startswith(f"{ratio:.2f}x the baseline's peak memory, at ") and " the throughput" in words
-    assert (
-        leading_metric(replace(report, study={**report.study, "weights": {"step_time_s": 1.0}}), ["recommended"])
-        == "step_time_s"
-    )
+    weighted = replace(report, study={**report.study, "weights": {"step_time_s": 1.0}})
+    assert leading_metric(weighted, ["recommended"], pick) == "step_time_s"
+
+
+def test_what_gains_nothing_by_the_metric_of_the_goal_leads_with_what_it_gains(report):
+    """It read `recommended: 1.01x the baseline's peak memory, at 1.95x the throughput`."""
+    goal = report.study | {"goal": "memory", "weights": {"peak_memory_bytes": 1.0, "samples_per_s": 0.5}}
+    pick = report.picks["recommended"] | {"speedup": 1.95, "speedup_ci95": [1.9, 2.0]}
+    pick["gains"] = {"samples_per_s": [1.95, 1.9, 2.0], "peak_memory_bytes": [0.995, 0.995, 0.995]}
+    said = pick_words(replace(report, study=goal), ["recommended"], pick)
+    assert said.startswith("1.95x (1.90 to 2.00) the baseline's throughput, at 1.01x the peak memory")
+    pick["gains"]["peak_memory_bytes"] = [1.25, 1.25, 1.25]
+    assert pick_words(replace(report, study=goal), ["recommended"], pick).startswith("0.80x the baseline's peak memory")
 
 
 def test_without_a_baseline_picks_are_still_said_to_be_measured_once_and_unchecked(tmp_path):
@@ -314,7 +323,7 @@ def test_a_pick_whose_own_gain_says_nothing_is_stated_by_its_throughput(report):
     wide = pick | {"gains": pick["gains"] | {"time_to_loss_s": [2.0, 0.5, 8.0]}}
     recommended = report.recommended | {"picks": {"recommended": wide}}
     unsure = replace(report, recommended=recommended, study=report.study | {"weights": {"time_to_loss_s": 1.0}})
-    assert leading_metric(unsure, ["recommended"]) == "time_to_loss_s"
+    assert leading_metric(unsure, ["recommended"], wide) == "time_to_loss_s"
     said = f"{pick['speedup']:.2f}x ("
     assert pick_words(unsure, ["recommended"], wide).startswith(said) and said in render(unsure)
     assert said in report_page.render(unsure)

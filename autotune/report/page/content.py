@@ -122,7 +122,7 @@ def _verdict(report: StudyReport, names: Sequence[str], pick: Data) -> Context:
     if not factor:
         why = "did not run" if report.baseline is None else "cannot be compared with it"
         text = f"The baseline {why}, so there is no speed-up to state."
-    elif pick["speedup"] < 1 or leading_metric(report, names) != THROUGHPUT:
+    elif pick["speedup"] < 1 or leading_metric(report, names, pick) != THROUGHPUT:
         said = pick_words(report, names, pick)
         factor, text = "", said[0].upper() + said[1:]
     price = (
@@ -188,7 +188,7 @@ def _picks(report: StudyReport) -> list[Context]:
         if "recommended" in names:
             continue
         same = report.is_baseline(pick)
-        stated = leading_metric(report, names) == THROUGHPUT and pick.get("speedup")
+        stated = leading_metric(report, names, pick) == THROUGHPUT and pick.get("speedup")
         own = "" if stated else pick_words(report, names, pick)
         factor = None if same or own else pick.get("speedup")
         marks = (*(pick.get("speedup_ci95") or (factor, factor)), 1.0, factor) if factor else ()

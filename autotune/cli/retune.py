@@ -77,7 +77,8 @@ def retune(
     force: Annotated[bool, typer.Option("--force", help="Search although nothing moved.")] = False,
     min_gain: Annotated[str, option("3%", "Replace the configuration from this gain on.")] = "3%",
     trials: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="Trials of the search (default: a fifth of the study's).")
+        int | None,
+        typer.Option(metavar="N", min=2, help="Trials of the search (default: a fifth of the study's, at least 6)."),
     ] = None,
     ranks: Annotated[int | None, typer.Option(metavar="N", min=1, help="Ranks (default: the study's).")] = None,
     on_change: Annotated[str | None, option("COMMAND", "Run it where the configuration was replaced.")] = None,

@@ -376,13 +376,14 @@ def pick_words(report: StudyReport, names: Sequence[str], pick: Data) -> str:
 def price_words(report: StudyReport, pick: Data, lead: str) -> list[str]:
     """What a pick costs beside the metric that it leads with: `2.48x the step time`.
 
-    If it costs nothing, its throughput, or the metric that the goal is about where it leads with its throughput.
+    If it costs nothing, its throughput, or the metric that the goal is about where it leads with its throughput; neither
+    where that is the figure just said, as goodput is throughput at an equal global batch.
     """
     gains = pick.get("gains") or {}
     ratios = {name: _ratio(name, gains[name][0]) for name in (THROUGHPUT, *report.objectives) if name in gains}
     worse = {name: ratio for name, ratio in ratios.items() if name != lead and gains[name][0] < 1 - PRICE}
     other = THROUGHPUT if lead != THROUGHPUT else _heaviest(report)
-    price = worse or ({other: ratios[other]} if other != lead and other in ratios else {})
+    price = worse or {n: ratio for n, ratio in ratios.items() if n == other and times(ratio) != times(ratios.get(lead))}
     return [f"{times(ratio)} the {METRICS[name].label}" for name, ratio in price.items()]
 
 

@@ -300,6 +300,15 @@ def test_what_gains_nothing_by_the_metric_of_the_goal_leads_with_what_it_gains(r
     assert pick_words(replace(report, study=goal), ["recommended"], pick).startswith("0.80x the baseline's peak memory")
 
 
+def test_goodput_at_an_equal_global_batch_is_not_said_to_come_at_the_same_throughput(report):
+    """It read `2.80x (1.54 to 5.10) the baseline's goodput, at 2.80x the throughput`."""
+    gain = [2.8, 1.54, 5.1]
+    pick = report.picks["recommended"] | {"gains": {"samples_per_s": gain, "goodput_samples_per_s": gain}}
+    study = report.study | {"objectives": ["goodput_samples_per_s"], "weights": {"goodput_samples_per_s": 1.0}}
+    said = pick_words(replace(report, study=study), ["recommended"], pick)
+    assert said.startswith("2.80x (1.54 to 5.10) the baseline's goodput") and "throughput" not in said
+
+
 def test_without_a_baseline_picks_are_still_said_to_be_measured_once_and_unchecked(tmp_path):
     """With no speed-up to state the terminal said nothing of either."""
     own = Candidate(micro_batch_size=8)

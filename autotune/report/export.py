@@ -230,6 +230,8 @@ def _command(pick: Data, base: Data, world_size: int, started: Started | None, _
         pass
     elif candidate == Candidate.of(started.baseline) and not changes:
         comments = []  # the command as it was, which reads no exported file
+    elif (named := started.with_exported(arguments)) != arguments:
+        arguments = named
     else:
         file = started.config_source
         comments.append(

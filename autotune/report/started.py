@@ -83,6 +83,19 @@ class Started:
         own = max((path.name for path in self.own_files if path.name.endswith(usual)), key=len, default="")
         return f"tuned_{own}" if own else usual
 
+    def with_exported(self, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        """Arguments that name the exported file in place of the one that the script reads, whatever the flag is called."""
+        folder = self.invocation.working_dir
+        own = Path(folder, self.config_source).resolve()
+
+        def renamed(word: str) -> str:
+            flag = "".join(word.partition("=")[:2]) if word.startswith("-") and "=" in word else ""
+            value = word[len(flag) :]
+            same = 0 < len(value) < LONGEST_PATH and Path(folder, value).resolve() == own
+            return flag + self.exported if same else word
+
+        return tuple(map(renamed, arguments)) if self.config_source else arguments
+
     @cached_property
     def own_files(self) -> frozenset[Path]:
         """The files that the command names and the script reads its configuration from."""

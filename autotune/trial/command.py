@@ -226,7 +226,9 @@ def _environment(
         given = {name: value for name, value in own.items() if name.isidentifier() and not name.startswith(left_out)}
         return [f"{name}={fill(value, values)}" for name, value in (given | kept).items()]
     # Other variables come from the launcher.
-    found = [fill(word, values) for word in itertools.takewhile(re.compile(r"\w+=").match, start)]
+    stated_first = itertools.takewhile(re.compile(r"\w+=").match, start)
+    # Beside `ACCELERATE_USE_CPU` Accelerate does not use DeepSpeed.
+    found = [fill(word, values) for word in stated_first if not (replaced and word.startswith("ACCELERATE_USE_CPU="))]
     # Another launcher leaves it to torch, which then takes all cores for each rank.
     if replaced and THREADS in own:
         kept[THREADS] = own[THREADS]

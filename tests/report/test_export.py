@@ -272,6 +272,21 @@ def test_what_no_flag_carries_is_a_comment_and_what_one_carries_is_not():
     assert any("train.py:9" in text for text in comments) and not any("--bs" in text for text in comments)
 
 
+def test_whichever_argument_names_the_configuration_that_the_script_reads_names_the_exported_one():
+    """The command kept `--config ds.json` and trained by the user's own configuration with the winner's batch."""
+    how = replace(STARTED.invocation, command="", arguments=("--config", "./conf/ds.json", "--again=conf/ds.json"))
+    own = replace(STARTED, flags={}, invocation=how, config_source="conf/ds.json")
+    text = export(pick(CANDIDATES[1]), BASE, "command", 2, own)
+    assert text.endswith(f"--config {own.exported} --again={own.exported}\n") and "No flag carries it" not in text
+
+
+def test_a_command_for_deepspeed_does_not_set_the_variable_beside_which_accelerate_leaves_it_out():
+    how = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    started = "OMP_NUM_THREADS=1 ACCELERATE_USE_CPU=true accelerate launch train.py --bs 8 --lr 1e-3"
+    line = command(CANDIDATES[1], command=started, world_size=2, environment=how)[1]
+    assert line.startswith("OMP_NUM_THREADS=1 accelerate launch --config_file accelerate.yaml train.py")
+
+
 def test_without_a_flag_for_the_configuration_it_is_said_what_it_replaces():
     at = {"initialized_at": "train.py:40", "config_at": "train.py:12"}
     call = 'pass `config="ds_config.json"` to `deepspeed.initialize` at train.py:40, instead of the dict at train.py:12'

@@ -186,7 +186,9 @@ class _Adapter:
             given["cpu"] = False
             self._context.changed(WITHOUT_CPU.format("`cpu=True` out of `Accelerator(...)`"))
         if self._launched_on_cpu:
-            self._context.changed(WITHOUT_CPU.format("`--cpu` (`use_cpu` of its file) out of `accelerate launch`"))
+            self._context.changed(
+                WITHOUT_CPU.format("`--cpu` (`use_cpu` of its file, `ACCELERATE_USE_CPU`) out of `accelerate launch`")
+            )
 
     def _clips(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Notes the norm at which the script clips gradients, by an Accelerator or by torch; DeepSpeed's engine will do it."""

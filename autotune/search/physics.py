@@ -143,6 +143,10 @@ class PhysicsSampler(LegalSampler):
         """Why nothing better than a share `below` is to be expected of any candidate; None if something is."""
         return stopping.settled(self.guide, self.told(study), list(self._known(study)), below)
 
+    def next_gain(self, study: Study) -> float:
+        """What the most promising candidate is expected to improve the answer by, as a share."""
+        return self.guide.outlook(self.told(study), list(self._known(study))).next_gain
+
     def rivals(self, study: Study, candidate: Candidate, measured: Sequence[Measured]) -> tuple[TrialToBeat, ...]:
         """Whom a trial of the candidate is compared with while it runs."""
         return stopping.bounds_to_beat(self.guide, self.told(study), candidate, measured, self._default)

@@ -29,6 +29,8 @@ from autotune.trial.result import Outcome, TrialResult
 
 # A candidate whose trials were lost so often is no longer the first that a run takes up.
 MAX_LOST = 3
+# What a further trial may gain is told from here on: below, the model does not know it after a few trials.
+LEAST_TOLD_GAIN = 0.03
 
 
 class Proposer:
@@ -130,7 +132,7 @@ class Proposer:
         n_running = len(records.running(state.study))
         n_ended = len(state.trials()) - n_running
         if self._budget.n_spent() + n_running >= state.spec.trials:
-            return None if n_running else ""
+            return None if n_running else self._spent()
         if n_running and self._nothing_since == n_ended:
             return None
         self._drop_unsafe_precisions()
@@ -147,6 +149,20 @@ class Proposer:
             self._nothing_since = n_ended
             return None
         return claimed
+
+    def _spent(self) -> str:
+        """What is said of a further trial where the budget of trials has ended the search; empty if it is not worth its time."""
+        spec = self._state.spec
+        if not self._leads or spec.sampler != "physics" or not spec.stop_below:
+            return ""
+        with undisturbed():
+            gain = self.advisor().next_gain(self._state.study)
+        if gain < max(spec.stop_below, LEAST_TOLD_GAIN):
+            return ""
+        n = f"all {spec.trials} trials are" if spec.trials > 1 else "the only trial is"
+        return (
+            f"{n} spent, and a further one is expected to improve the answer by {gain:.0%}: a larger --trials goes on"
+        )
 
     def _claim_or_reason(self, sampler: LegalSampler) -> ClaimedTrial | str:
         state, n_spent = self._state, self._budget.n_spent()

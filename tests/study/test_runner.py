@@ -48,6 +48,14 @@ def test_a_quick_study_ends_when_no_trial_is_worth_its_time_and_repeats_only_wha
     assert not any(m.repeats for m in runner.state.measured()) and len(executor.ran) == len(runner.state.measured())
 
 
+def test_where_the_trials_are_spent_it_is_said_what_a_further_one_may_gain(tmp_path):
+    short, _, watcher = run(tmp_path, sampler="physics", objectives=["throughput"], stop_below=0.01, trials=1, finalists=0)
+    assert watcher.said[-1].startswith("the only trial is spent, and a further one is expected to improve the answer by")
+    assert short.study.user_attrs[records.ENDED_ATTR] == watcher.said[-1]
+    whole, _, watcher = run(tmp_path, sampler="physics", objectives=["throughput"], stop_below=0.01, trials=40, finalists=0)
+    assert not any("further one" in said for said in watcher.said) and len(whole.state.measured()) > 1
+
+
 def test_a_quick_study_measures_again_at_most_twice_what_it_cannot_tell_apart(tmp_path):
     executor = Instant()
 

@@ -159,7 +159,7 @@ class Proposer:
             gain = self.advisor().next_gain(self._state.study)
         if gain < max(spec.stop_below, LEAST_TOLD_GAIN):
             return ""
-        n = f"all {spec.trials} trials are" if spec.trials > 1 else "the only trial is"
+        n = f"the {spec.trials} trials are" if spec.trials > 1 else "the only trial is"
         return (
             f"{n} spent, and a further one is expected to improve the answer by {gain:.0%}: a larger --trials goes on"
         )

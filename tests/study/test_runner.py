@@ -49,10 +49,16 @@ def test_a_quick_study_ends_when_no_trial_is_worth_its_time_and_repeats_only_wha
 
 
 def test_where_the_trials_are_spent_it_is_said_what_a_further_one_may_gain(tmp_path):
-    short, _, watcher = run(tmp_path, sampler="physics", objectives=["throughput"], stop_below=0.01, trials=1, finalists=0)
-    assert watcher.said[-1].startswith("the only trial is spent, and a further one is expected to improve the answer by")
+    short, _, watcher = run(
+        tmp_path, sampler="physics", objectives=["throughput"], stop_below=0.01, trials=1, finalists=0
+    )
+    assert watcher.said[-1].startswith(
+        "the only trial is spent, and a further one is expected to improve the answer by"
+    )
     assert short.study.user_attrs[records.ENDED_ATTR] == watcher.said[-1]
-    whole, _, watcher = run(tmp_path, sampler="physics", objectives=["throughput"], stop_below=0.01, trials=40, finalists=0)
+    whole, _, watcher = run(
+        tmp_path, sampler="physics", objectives=["throughput"], stop_below=0.01, trials=40, finalists=0
+    )
     assert not any("further one" in said for said in watcher.said) and len(whole.state.measured()) > 1
 
 

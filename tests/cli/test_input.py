@@ -159,6 +159,7 @@ def test_the_documents_that_are_mutated_are_valid(folder):
 
 @fuzzed(120)
 @given(document=mutated(STUDY))
+@example(document=STUDY | {"script_args": ["\x85", "a\u2028", "\u2029"]})
 def test_a_study_is_read_or_refused_with_its_file(folder, document):
     file = folder / "study.yaml"
     file.write_text(yaml.safe_dump(document))

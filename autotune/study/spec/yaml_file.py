@@ -80,7 +80,12 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar(f"{PREFIX}str", data, style='"' if _BREAKS.search(data) else None)
 
+
+# YAML 1.1 ends a line here, too, and reads a line feed back where they are not written as escapes.
+_BREAKS = re.compile("[\x85\u2028\u2029]")
 # YAML 1.1 wants a point in 5e8; YAML 1.2, and people who write a bucket size, do not.
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
 _PLAIN: dict[str | None, Any] = {PREFIX + name: yaml.SafeLoader.yaml_constructors[PREFIX + name] for name in PLAIN}
@@ -88,6 +93,7 @@ _PLAIN[f"{PREFIX}timestamp"] = yaml.SafeLoader.construct_yaml_str
 _PLAIN[None] = yaml.SafeLoader.yaml_constructors[None]  # refuses all other tags
 _Loader.yaml_constructors = _PLAIN
 _Loader.add_constructor(f"{PREFIX}float", _Loader.construct_yaml_float)
+_Dumper.add_representer(str, _Dumper.represent_str)
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(f"{PREFIX}float", _EXPONENT, list("-+0123456789"))
 

@@ -1,7 +1,8 @@
 """What autotune does on a GPU: forecasts, limits, search, overhead and honesty, each result written as it comes (see `gpu.sh`).
 
 `python benchmarks/gpu.py --out DIR [--budget 490] [--parts grid,search] [--sizes gpt-125m] [--dry-run]` writes
-`DIR/results.jsonl`, one line a result, and `DIR/study.tar.gz`; `gpu_results.py` makes figures of them. The parts come
+`DIR/results.jsonl`, one line a result, `DIR/study.tar.gz`, and the records and logs of all trials (`DIR/logs.tar.gz`);
+`gpu_results.py` makes figures of the first two. The parts come
 in order of what they tell for their time, so that whoever stops the call has lost the least. Each has a limit of its own,
 and looks at the clock before each of its trials. On a CPU a tiny model goes the same way (`--dry-run`).
 """
@@ -54,6 +55,8 @@ COMMANDS = ("default", "doctor")
 # A part, and a trial, is begun only if so much is left for it.
 LEAST_S, LEAST_TRIAL_S = 30.0, 12.0
 PLAIN_STEPS, SETTLING = 500, 5
+# What a run leaves behind of its folder, file by file, so that what went wrong can be read where no GPU is.
+LOGS, LARGEST_LOG_BYTES = (".json", ".jsonl", ".log", ".md", ".txt", ".yaml"), 200_000
 # Share of the memory that the trial after a killed one takes.
 NEARLY_FULL = 0.92
 
@@ -354,6 +357,14 @@ class Run:
             self.measure(bench, "larger", larger(size)[: 2 if self.dry else None])
 
 
+def pack_logs(folder: Path, path: Path) -> None:
+    """Archives the records and logs below a run's folder, which goes with the machine."""
+    with tarfile.open(path, "w:gz") as archive:
+        for file in sorted(folder.rglob("*")):
+            if file.is_file() and file.suffix in LOGS and file.stat().st_size <= LARGEST_LOG_BYTES:
+                archive.add(file, file.relative_to(folder))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -372,7 +383,10 @@ def main() -> None:
         # Nothing that this machine found out earlier: the profile is part of what is measured.
         os.environ["AUTOTUNE_CACHE"] = os.environ.get("AUTOTUNE_GPU_CACHE") or str(Path(name) / "cache")
         sizes = {name: known[name] for name in names} or known
-        Run(output, Path(name), dry=arguments.dry_run, budget_s=arguments.budget).all(sizes, parts)
+        try:
+            Run(output, Path(name), dry=arguments.dry_run, budget_s=arguments.budget).all(sizes, parts)
+        finally:
+            pack_logs(Path(name), output.folder / "logs.tar.gz")
 
 
 if __name__ == "__main__":

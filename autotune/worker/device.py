@@ -15,7 +15,10 @@ from autotune.errors import UserError
 from autotune.system.device import MEAN_CPU, Device, Devices, hidden, stated_choice, unused_device
 
 # Versions of kernel drivers, by the file that states them.
-_DRIVERS = {"/proc/driver/nvidia/version": r"Kernel Module\D*([0-9][0-9.]+)", "/sys/module/amdgpu/version": r"(\S+)"}
+_DRIVERS = {
+    "/proc/driver/nvidia/version": r"Kernel Module\b.*?\s([0-9]+\.[0-9.]+)",
+    "/sys/module/amdgpu/version": r"(\S+)",
+}
 
 
 def main() -> int:

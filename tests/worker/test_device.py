@@ -352,3 +352,18 @@ def test_a_library_is_turned_to_the_cpu_only_on_one(on_cpu):
     assert (module._validate_device_index_selection is len) is not on_cpu
     huggingface._Adapter(context).on_arguments(module)
     assert (module.is_torch_bf16_gpu_available is len) is not on_cpu
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (nixbld@)",
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Thu Oct 16 20:23:13 UTC 2025",
+    ],
+)
+def test_the_drivers_version_is_read_of_both_kinds_of_nvidias_module(monkeypatch, tmp_path, line):
+    path = tmp_path / "version"
+    path.write_text(f"{line}\nGCC version:  gcc version 15.3.0 (GCC)\n")
+    ((_, pattern), *_) = device._DRIVERS.items()
+    monkeypatch.setattr(device, "_DRIVERS", {str(path): pattern})
+    assert device.driver_version() == "580.159.04"

@@ -162,7 +162,7 @@ SETTINGS: dict[str, Setting] = {
         more="`auto` is linear for SGD and sqrt for others.", metavar="auto|none|linear|sqrt", default="auto"),
     "seed": Setting("Seed of weights, data order and search.", metavar="N", default=0),
     "trial_budget_s": Setting(
-        "Training time of one trial, warm-up included.",
+        "Training time of one trial after its first step.",
         more="Seconds, or a text such as `20s`; at the default no more than a twentieth of the time budget.", option=False,
         comment="Training time of one trial, and when its processes are killed.", default=10.0),
     "trial_deadline_s": Setting(

@@ -1,12 +1,14 @@
 """Preloading: the server imports the modules that ranks need, and finds out whether ranks can be forked from it."""
 
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
 import importlib.abc
 import json
 import os
+import re
 import sys
 import threading
 from collections import Counter
@@ -44,6 +46,9 @@ NO_THREADS = {
     "TORCH_WARM_POOL": "0",  # inductor's pool of compilers, with Triton
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # the allocator of pyarrow, which `datasets` imports
 }
+# NVIDIA's driver loads with its management library (NVML) and starts this thread, from release 580 at the latest. A forked
+# process can start CUDA all the same, as long as this one has not; what was seen: docs/develop/gpu.md.
+_DRIVER_THREAD = re.compile(r"cuda[0-9a-f]{8,}")
 
 
 def import_rank_modules() -> None:
@@ -254,13 +259,28 @@ class _Watch(importlib.abc.MetaPathFinder):
 def _traces() -> dict[int, str]:
     """Returns what this process has that does not survive a fork: threads by their numbers, a device by 0, and words."""
     threads = {thread.native_id: f"started the thread `{thread.name}`" for thread in threading.enumerate()}
-    tasks = [int(task) for task in os.listdir("/proc/self/task") if int(task) != os.getpid()]
-    found = {task: threads.get(task) or f"started the native thread `{_task_name(task)}`" for task in tasks}
+    tasks = {int(task): _task_name(int(task)) for task in os.listdir("/proc/self/task") if int(task) != os.getpid()}
+    found = {
+        task: threads.get(task) or f"started the native thread `{name}`"
+        for task, name in tasks.items()
+        if not _DRIVER_THREAD.fullmatch(name)
+    }
     torch: Any = sys.modules.get("torch")
     for kind in CHOOSE:
         if getattr(getattr(torch, kind, None), "is_initialized", bool)():
             found[0] = f"initialised {kind.upper()}"
+    if _driver_started():
+        found[0] = "initialised CUDA"
     return found
+
+
+def _driver_started() -> bool:
+    """Whether CUDA runs in this process, by torch or past it, as some libraries start it on import."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", os.RTLD_NOLOAD)
+        return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0)  # else: not initialised
+    except (OSError, AttributeError):  # not loaded
+        return False
 
 
 def _listed(words: Iterable[str]) -> str:
@@ -292,13 +312,21 @@ def _start_device(parts: Mapping[str, str]) -> None:
     import torch
     from deepspeed.accelerator import get_accelerator
 
+    restart_nvml()
     accelerator = get_accelerator()
     start = getattr(getattr(torch, accelerator.device_name(), None), "init", None)
     if start is not None and accelerator.is_available():
         start()
-        # ZeRO 1 and 2 ask NVML, which DeepSpeed has started in the server; a device's UUID it reads in no process.
+        # ZeRO 1 and 2 ask NVML; a device's UUID they read in no process.
         with contextlib.suppress(ValueError):
             accelerator.available_memory()
+
+
+def restart_nvml() -> None:
+    """Starts NVIDIA's management library in a forked process: what DeepSpeed started in the server answers there alone."""
+    if (nvml := sys.modules.get("pynvml")) is not None:
+        with contextlib.suppress(Exception):  # no driver
+            nvml.nvmlInit()
 
 
 def tried_in_a_fork(run: Callable[[], object]) -> str | None:

@@ -40,7 +40,9 @@ def become_rank(
             command = [sys.executable, "-m", "autotune.worker", "rank", str(trial_dir), str(rank), str(listener)]
             os.execv(sys.executable, command)
         from autotune.worker import run
+        from autotune.worker.agent.preload import restart_nvml
 
+        restart_nvml()
         run.main(str(trial_dir), rank, listener)
     except BaseException:  # nothing may return into the supervisor's loop
         with contextlib.suppress(BaseException):  # it may have closed its output

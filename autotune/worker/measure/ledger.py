@@ -57,7 +57,7 @@ class StepLedger:
     """Times and losses of optimizer steps. All ranks hold the same numbers, so that all stop at the same step.
 
     Attributes:
-        elapsed_s: Time of all steps.
+        elapsed_s: Time of all steps but the first, which loads or compiles kernels: on a GPU, half of a short budget.
         peak_bytes: Highest memory peak of all ranks when timing began.
         uneven: A probe found that the samples of a step vary.
         window_s: Seconds of steps between two comparisons of the ranks' clocks.
@@ -79,7 +79,7 @@ class StepLedger:
         self._why_skipped = NO_SCALE if candidate.precision == "torch_autocast_fp16" and candidate.zero_stage else ""
         self._global_batch_size = candidate.micro_batch_size * candidate.gradient_accumulation_steps * n_replicas
         self.elapsed_s = self.peak_bytes = 0.0
-        self.uneven = False
+        self.uneven = self._began = False
         self.skipped = self._ends_in_a_row = self._n_ragged = 0
         self._aside_s = 0.0
         self._n_evaluated = self._n_others = 0
@@ -130,7 +130,9 @@ class StepLedger:
         table = torch.stack(rows).cpu().reshape(self.request.world_size, 5 + len(TAKEN_IN), n)
         # The ranks began the window together; a step ends when the last of them has ended it.
         total_s = float(table[:, 0].sum(dim=1).max())
-        self.elapsed_s += total_s
+        if self._began:
+            self.elapsed_s += total_s
+        self._began = True
         # One rank may evaluate, and the others wait.
         aside = torch.tensor(self._set_aside(table[:, 4].max(dim=0).values.tolist()), dtype=table.dtype)
         ends_s = (table[:, 0] - aside).clamp(min=0).cumsum(dim=1).max(dim=0).values

@@ -1,12 +1,14 @@
 """NVIDIA's management library on the stand-in: a clock, a power meter that runs with the wall clock, a process beside us.
 
-`STAND_IN` may hold `others` (processes on each device), `busy` (share of time), `throttled`, and `nvml: false`.
+`STAND_IN` may hold `others` (processes on each device), `busy` (share of time), `throttled`, and `nvml: false`. As the
+real one it answers only in the process that started it, not in one that was forked from that.
 """
 
+import os
 import time
 from types import SimpleNamespace
 
-from sitecustomize import GIVEN, TAKEN, uuid
+from sitecustomize import GIVEN, TAKEN, load_driver, uuid
 
 NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
 nvmlClocksThrottleReasonSwPowerCap = 4
@@ -16,13 +18,19 @@ WATTS = 350.0
 def nvmlInit():
     if not GIVEN.get("nvml", True):
         raise RuntimeError("Driver Not Loaded")
+    load_driver()
+    TAKEN["nvml"] = os.getpid()
 
 
 def nvmlDeviceGetCount():
+    if TAKEN.get("nvml") != os.getpid():
+        raise RuntimeError("Uninitialized")
     return GIVEN["n"]
 
 
 def nvmlDeviceGetHandleByIndex(index):
+    if TAKEN.get("nvml") != os.getpid():
+        raise RuntimeError("Uninitialized")
     return index
 
 

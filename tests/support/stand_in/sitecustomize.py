@@ -3,10 +3,12 @@
 `STAND_IN` is JSON: `n`, `kind` (DeepSpeed's name of the accelerator), `name`, `capability`, `memory_gib`, `hip` (a version),
 `log` (a file that gets a line for each device that a process takes, or starts a context on), `asks` (DeepSpeed asks for the
 capability of devices as it is imported, as before 0.19.3). Tensors that ask for the device are made on the CPU;
-memory is the process's own.
+memory is the process's own. To count devices starts a thread of the driver, as NVML does.
 """
 
+import _thread
 import contextlib
+import ctypes
 import functools
 import importlib.abc
 import importlib.machinery
@@ -42,6 +44,24 @@ def visible():
             break
         found.append(names[part.strip()])
     return found
+
+
+def load_driver():
+    """Starts the thread that a real driver starts in each process that counts devices by NVML."""
+    if TAKEN.get("driver") != os.getpid():
+        TAKEN["driver"] = os.getpid()
+        _thread.start_new_thread(_driver_thread, ())
+
+
+def _driver_thread():
+    ctypes.CDLL(None).prctl(15, b"cuda00001800007", 0, 0, 0)  # PR_SET_NAME
+    time.sleep(3600.0)
+
+
+def count():
+    if KIND == "cuda" and not GIVEN["hip"]:
+        load_driver()
+    return len(visible())
 
 
 def uuid(index):
@@ -139,7 +159,7 @@ def patch_torch(torch):
         take(device)
 
     faces = {
-        "is_available": lambda: bool(visible()), "device_count": lambda: len(visible()), "init": init,
+        "is_available": lambda: bool(count()), "device_count": count, "init": init,
         "is_initialized": lambda: TAKEN["initialised"], "current_device": lambda: TAKEN["device"],
         "set_device": set_device, "get_device_properties": properties,
         "get_device_name": lambda *_: properties().name, "get_device_capability": capability,

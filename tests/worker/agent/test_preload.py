@@ -78,3 +78,36 @@ assert "quiet" in sys.modules and "native" not in sys.modules
 assert [*preload._import_all(["outer"])] == ["outer"] and not preload.preload_more([])
 """
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": f"{shelf}:{os.getcwd()}"}, check=True)
+
+
+# What NVIDIA's management library does where devices are counted, and what a library does that starts CUDA past torch.
+DRIVER = """
+import _thread, ctypes, os, sys, time
+def driver():
+    ctypes.CDLL(None).prctl(15, b"cuda00001800007", 0, 0, 0)
+    time.sleep(600)
+_thread.start_new_thread(driver, ())
+while b"cuda00001800007" not in b"".join(open(f"/proc/self/task/{task}/comm", "rb").read() for task in os.listdir("/proc/self/task")):
+    time.sleep(0.01)
+"""
+STARTED = """
+import ctypes
+class Library:
+    def cuDeviceGetCount(self, n):
+        return 0
+open_library = ctypes.CDLL
+ctypes.CDLL = lambda name, *more: Library() if name == "libcuda.so.1" else open_library(name, *more)
+"""
+
+
+@pytest.mark.process
+def test_the_thread_of_nvidias_driver_is_no_reason_against_forking_but_cuda_past_torch_is(shelf):
+    (shelf / "counts.py").write_text(DRIVER)
+    (shelf / "starts.py").write_text(STARTED)
+    code = """
+from autotune.worker.agent import preload
+assert preload.preload_more(["counts"]) and not preload._traces()
+assert preload._import_all(["starts"]) == {"starts": "importing `starts` initialised CUDA"}
+assert not preload.preload_more([])
+"""
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": f"{shelf}:{os.getcwd()}"}, check=True)

@@ -127,9 +127,11 @@ def test_what_the_budget_leaves_is_no_more_than_an_interval_needs(ledger):
     assert ledger.window_steps() == ledgers.MIN_STEPS - 2
 
 
-def test_a_pause_in_a_window_is_one_steps_and_not_the_others(ledger):
+def test_a_pause_in_a_window_is_one_steps_and_not_the_others_and_the_first_step_is_not_of_the_budget(ledger):
+    add(ledger, 2.5)  # the first, in which kernels are loaded, takes nothing of the budget
+    assert ledger.elapsed_s == 0.0
     add(ledger, 0.004, 0.004, 0.5, 0.004)
-    assert ledger.report.step_times_s == pytest.approx([0.004, 0.004, 0.5, 0.004])
+    assert ledger.report.step_times_s == pytest.approx([2.5, 0.004, 0.004, 0.5, 0.004])
     assert ledger.elapsed_s == pytest.approx(0.512)
 
 
@@ -157,6 +159,7 @@ def test_a_step_ends_when_its_last_rank_has_ended_it(monkeypatch, tmp_path, own,
         return [seen]
 
     ledger = made(monkeypatch, tmp_path, slower)
+    ledger._began = True
     add(ledger, *own)
     assert ledger.report.step_times_s == pytest.approx(steps) and ledger.elapsed_s == pytest.approx(sum(steps))
 

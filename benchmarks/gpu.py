@@ -47,14 +47,16 @@ DRY_CARDS_GIB: dict[str, float | None] = {"tiny": 0.06, "full": 0.12}
 MOST_SAMPLES = 512
 # Seconds after which a part begins nothing more; in the order in which they run.
 PARTS = {
-    "default": 75.0, "doctor": 45.0, "grid": 90.0, "search": 90.0, "honesty": 70.0, "trainer": 75.0, "forecast": 30.0,
-    "limits": 80.0, "kill": 40.0, "startup": 70.0, "larger": 150.0,
+    "default": 130.0, "doctor": 60.0, "grid": 110.0, "search": 100.0, "honesty": 70.0, "trainer": 110.0, "forecast": 30.0,
+    "limits": 80.0, "kill": 40.0, "segments": 45.0, "startup": 70.0, "larger": 150.0,
 }  # fmt: skip
 # Parts that are commands as a user types them, before anything else has touched the device.
 COMMANDS = ("default", "doctor")
 # A part, and a trial, is begun only if so much is left for it.
 LEAST_S, LEAST_TRIAL_S = 30.0, 12.0
 PLAIN_STEPS, SETTLING = 500, 5
+# Torch's variable for its allocator.
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 # What a run leaves behind of its folder, file by file, so that what went wrong can be read where no GPU is.
 LOGS, LARGEST_LOG_BYTES = (".json", ".jsonl", ".log", ".md", ".txt", ".yaml"), 200_000
 # Share of the memory that the trial after a killed one takes.
@@ -117,7 +119,7 @@ class Run:
     def default(self, name: str, size: Size) -> None:
         """The first thing that a user does: `autotune run model.py`, without a configuration or a toolkit."""
         target = write_study(self.folder / "default" / name, size, dry=self.dry).with_name("model.py")
-        few = ["--trials", "2", "--quick"] if self.dry else ["--time-budget", f"{0.6 * self.left_s:.0f}s"]
+        few = ["--trials", "2", "--quick"] if self.dry else ["--time-budget", f"{0.75 * self.left_s:.0f}s"]
         self.command("default", "run", str(target), *few)
 
     def doctor(self, _: str, __: Size) -> None:
@@ -243,7 +245,7 @@ class Run:
         few = (
             ["--trials", "3", "--quick"]
             if self.dry
-            else ["--trials", "8", "--time-budget", f"{0.6 * self.left_s:.0f}s"]
+            else ["--trials", "8", "--time-budget", f"{0.75 * self.left_s:.0f}s"]
         )
         self.command("trainer", "run", " ".join(words), "--ranks", "1", *few)
 
@@ -334,10 +336,30 @@ class Run:
             with contextlib.suppress(psutil.Error):
                 rank.send_signal(signal.SIGKILL)
 
+    def segments(self, bench: Bench) -> None:
+        """The same configurations under torch's allocator as it is and with segments that grow, each from a server of its own."""
+        micro = 4 * bench.size.micro
+        wanted = [{"precision": "bf16", "micro_batch_size": n} for n in (micro, 9 * bench.size.micro + 2)]
+        for setting in ("", "expandable_segments:True"):
+            with contextlib.ExitStack() as stack:
+                stack.callback(os.environ.pop, ALLOCATOR, None)
+                if setting:
+                    os.environ[ALLOCATOR] = setting
+                folder = self.folder / "segments" / (setting.partition(":")[0] or "usual")
+                executor = stack.enter_context(executor_for(bench.found.spec, folder))
+                other = Bench(bench.name, bench.size, bench.found, executor, folder)
+                for knobs in wanted[: 1 if self.dry else None]:
+                    result = self.one(other, "segments trial", knobs, max_steps=6) if self.room() else None
+                    if result is not None:
+                        row = {"candidate": knobs, "allocator": setting, "outcome": result.outcome}
+                        row["allocated_bytes"] = (result.memory_by_phase_bytes or {}).get("steady")
+                        row["step_time_s"] = result.steps and result.steps.median_s
+                        self.output.write("segments", **row, reserved_bytes=result.reserved_memory_bytes)
+
     def startup(self, bench: Bench) -> None:
         """What a trial takes beyond its steps, warm and as torchrun starts it: the model of the grid, and a large one on the device."""
-        sizes = {"gpt-small": TINY["gpt-small"]} if self.dry else {"gpt-1.3b": SIZES["gpt-1.3b"]}
-        for name, size in {**sizes, bench.name: bench.size}.items():
+        large = {"gpt-small": TINY["gpt-small"]} if self.dry else {"gpt-1.3b": SIZES["gpt-1.3b"]}
+        for name, size in {bench.name: bench.size, **large}.items():
             target = write_study(self.folder / "startup" / name, size, dry=self.dry).with_name("model.py")
             candidate = Candidate(micro_batch_size=size.micro, zero_stage=1, precision="bf16")
             for number in range(1 if self.dry else 2):

@@ -60,6 +60,10 @@ def figures(rows: list[Row]) -> dict[str, Any]:
             {"words": row["words"], "exit_status": row["outcome"], "seconds": row["seconds"]}
             for row in rows if row["part"] in COMMANDS and "words" in row
         ],
+        "segments": [
+            {name: row[name] for name in ("candidate", "allocator", "outcome", "allocated_bytes", "reserved_bytes", "step_time_s")}
+            for row in rows if row["part"] == "segments" and "allocator" in row
+        ],
         "kill": next((kill(row) for row in rows if row["part"] == "kill" and "killed" in row), None),
         "seconds": {row["of"]: row["seconds"] for row in rows if row["part"] == "clock"},
         "limits": [limit(row) for row in rows if row["part"] == "limits"],

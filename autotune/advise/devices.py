@@ -10,7 +10,7 @@ from autotune.errors import UserError
 from autotune.forecast.communication import NODE_LATENCY_S
 from autotune.space.torch_settings import has_tf32
 from autotune.system.cards import Card, cards, find_card
-from autotune.trial.profile import Machine
+from autotune.trial.profile import HOST_OP_S, Machine
 
 GIB, GB = 2.0**30, 1e9
 # `8xA100-40`, `2x8xH100`, `A100-40`, `8 H100`.
@@ -108,7 +108,7 @@ class Devices:
             device_bytes=self.memory_bytes,
             ranks_per_node=self.per_node if self.nodes > 1 else 0,
             node_bytes_per_s=self.stated.get("network_bytes_per_s", card.network_bytes_per_s),
-            node_alpha_s=NODE_LATENCY_S, algorithm="ring",
+            node_alpha_s=NODE_LATENCY_S, algorithm="ring", host_op_s=HOST_OP_S,
         )  # fmt: skip
 
 

@@ -101,7 +101,7 @@ def lines(found: Probe, *, kept: bool) -> Iterator[str]:
     yield f"optimizer      {optimizer:>8,.1f} GB/s, the 28 bytes of each parameter that AdamW moves"
     if machine.accelerator != "cpu":
         yield f"  offloaded    {machine.host_memory_bytes_per_s / 1e9:>8,.1f} GB/s, the same where it runs on the host"
-    yield f"one operation  {machine.op_s / 2 * 1e6:>8,.1f} us, however small"
+    yield f"one operation  {machine.op_s * 1e6:>8,.1f} us in training, however small"
     yield ""
     yield from _links(found.links) if found.links else ["messages       none between the ranks: there is one"]
     yield ""

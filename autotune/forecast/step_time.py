@@ -42,10 +42,14 @@ EXPOSED_AT_LEAST = 0.1
 WITHIN_A_STEP = {"cpu": 2.0, "cuda": 1.3}
 # The same for links between nodes, which no core of a rank drives.
 BETWEEN_NODES = {"cpu": 1.0, "cuda": 1.3}
-# What ZeRO does in Python for each tensor of parameters, in operations: at stages 1 and 2 wherever gradients are reduced
-# (as timed: two networks of 1.6 million parameters in 10 and in 50 tensors), at stage 3 in every micro-step (fetched,
-# released, split again) and once more in the step (counted on a small transformer).
-REDUCE_OPS, PARTITION_OPS = 8.0, 180.0
+# What ZeRO does in Python for each tensor of parameters, in operations of the host: at stages 1 and 2 wherever gradients are
+# reduced (as timed: two networks of 1.6 million parameters in 10 and in 50 tensors), at stage 3 in every micro-step (fetched,
+# released, split again) and once more in the step (counted on a small transformer of two ranks, timed on one).
+REDUCE_OPS, PARTITION_OPS, PARTITION_OPS_ALONE = 8.0, 180.0, 110.0
+# Operations of an optimizer's step for each tensor of parameters: of DeepSpeed's for 16-bit weights at stage 0 (norm, copies of
+# gradients and weights one by one), of ZeRO's for weights of 16 bits (flattened, cast, copied back) and of 32 (counted on
+# networks of 8 and of 24 tensors; DeepSpeed 0.19.8).
+STEP_OPS_16, STEP_OPS_ZERO_16, STEP_OPS_ZERO_32 = 20.0, 15.0, 4.0
 # Of a block whose operations were not counted.
 TENSORS_A_BLOCK, OPS_A_BLOCK = 12, 120
 
@@ -55,7 +59,7 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
 
     * compute: K micro-steps of FLOPs / rate; where the operations were not counted, x (b + b_half) / b: a small batch
       does not fill the device;
-    * traffic: what other operations read and write over the memory bandwidth, and the weights three times a micro-step,
+    * traffic: what operations read and write over the memory bandwidth, and the weights three times a micro-step,
       those of 4 bits besides as they are written out for each pass;
     * recompute: what a forward of the recomputed blocks adds to both;
     * communication, elements per rank and step: stage 0 all-reduces 2 P at the boundary; stages 1 and 2 all-reduce too,
@@ -70,7 +74,7 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
     * offload: what crosses between device and host, see `_offloaded_bytes`;
     * launches: a fixed cost of each operation; the same of what ZeRO does for each tensor in Python, at stages 1 and 2
       (bookkeeping) and at stage 3 (partitioning); on a GPU what the device's own work does not hide; to the bookkeeping
-      its copies into buckets and out of them are added;
+      the step's own operations for each tensor, and ZeRO's copies into buckets and out of them are added;
     * input: what drawing the samples takes.
     """
     P, Pt, N = float(profile.n_parameters), float(profile.n_trainable), float(machine.world_size)
@@ -132,20 +136,26 @@ def _on_the_host(
         device_s: Seconds of the device's own work in a step.
         launches_s: Seconds of the launches in a micro-step.
     """
-    K, stage, N = knobs.accumulation, knobs.stage, machine.world_size
+    K, stage = knobs.accumulation, knobs.stage
     tensors = sum(count for _, count in profile.sizes) or TENSORS_A_BLOCK * max(profile.n_blocks, 1)
-    reductions = np.where(stage == 2, K, stage == 1) * (N > 1)  # through buckets; stage 3 reduces otherwise
+    reductions = np.where(stage == 2, K, stage == 1)  # through buckets, of a lone rank too; stage 3 reduces otherwise
     op_s = machine.op_s if profile.passes else machine.launch_s / OPS_A_BLOCK
+    host_op_s = machine.host_op_s if profile.passes and machine.host_op_s else op_s
     # Other code of ZeRO, so other terms: what trials of stages 1 and 2 teach of theirs must not pass for stage 3's.
-    bookkeeping = reductions * REDUCE_OPS * tensors * op_s
-    partitioning = np.where(stage == 3, (K + 1.0) * PARTITION_OPS, 0.0) * tensors * op_s
+    bookkeeping = reductions * REDUCE_OPS * tensors * host_op_s
+    partition_ops = PARTITION_OPS if machine.world_size > 1 else PARTITION_OPS_ALONE
+    partitioning = np.where(stage == 3, (K + 1.0) * partition_ops, 0.0) * tensors * host_op_s
+    sixteen = knobs.weight_bytes == 2.0
+    of_zero = np.where(stage == 3, 0.0, np.where(sixteen, STEP_OPS_ZERO_16, STEP_OPS_ZERO_32))
+    # The step begins with a norm that waits for the device, so nothing of it is hidden. Uncounted, it is part of `launch_s`.
+    in_step = np.where(stage >= 1, of_zero, np.where(sixteen, STEP_OPS_16, 0.0)) * tensors * op_s * bool(profile.passes)
     if machine.accelerator != "cpu":  # the host runs ahead of the device
         host = K * launches_s + bookkeeping + partitioning
         seen = np.maximum(host - device_s, EXPOSED_AT_LEAST * host) / np.maximum(host, 1e-12)
         launches_s, bookkeeping, partitioning = launches_s * seen, bookkeeping * seen, partitioning * seen
     rate = machine.optimizer_bytes_per_s or machine.memory_bytes_per_s
     copies = reductions * BUCKET_PASSES * knobs.weight_bytes * float(profile.n_trainable) / rate
-    return {"launches": K * launches_s, "bookkeeping": bookkeeping + copies, "partitioning": partitioning}
+    return {"launches": K * launches_s, "bookkeeping": bookkeeping + in_step + copies, "partitioning": partitioning}
 
 
 def _between_ranks(knobs: Knobs, profile: Profile, machine: Machine, compute: Floats) -> tuple[Floats, Floats]:

@@ -12,6 +12,8 @@ Floats = NDArray[np.float64]
 GUESSED_SEQUENCE = 256
 # Bytes per value in messages between ranks.
 WIRE_BYTES = {"fp16": 2.0, "bf16": 2.0, "fp32": 4.0}
+# A typical `Machine.host_op_s` beside a GPU.
+HOST_OP_S = 4e-6
 # Arithmetic of each precision of a candidate; a pass is traced once for each.
 ARITHMETIC = {
     "fp32": "fp32", "bf16": "bf16", "fp16": "bf16", "torch_autocast": "autocast", "torch_autocast_fp16": "autocast",
@@ -32,7 +34,7 @@ class Pass:
         kept_bytes: Live bytes at the end of forward.
         largest_bytes: Bytes of forward's largest tensor, often the logits.
         flops: FLOPs of matrix products, convolutions and attention, with recomputation.
-        moved_bytes: Bytes that all other operations read and write.
+        moved_bytes: Bytes that operations read and write, of products without the weights.
         tf32_share: Share of the FLOPs that take TensorFloat-32 in fp32 without being asked to: those of convolutions, unless
             the target turns that off.
     """
@@ -295,6 +297,7 @@ class Machine:
         launch_s: Fixed cost of one block in one micro-step: kernel launches, Python.
         half_samples: Micro-batch at which half of the compute rate is reached.
         op_s: Fixed cost of one operation, if a workload's operations were counted.
+        host_op_s: The same of one that the host computes itself, the unit of what DeepSpeed does in Python; 0 for `op_s`.
         optimizer_bytes_per_s: Rate at which an optimizer's step moves its bytes; None for the memory bandwidth.
         workspace_bytes: Memory of a process that has trained, besides tensors; 0 for a typical amount.
         kernel_bytes: Further memory for 16-bit arithmetic; 0 for a typical amount.
@@ -318,6 +321,7 @@ class Machine:
     launch_s: float = 1e-4
     half_samples: float = 0.5
     op_s: float = 1e-5
+    host_op_s: float = 0.0
     optimizer_bytes_per_s: float | None = None
     workspace_bytes: float = 0.0
     kernel_bytes: float = 0.0
@@ -343,5 +347,5 @@ class Machine:
             memory_bytes_per_s, link_alpha_s, link_bytes_per_s = 2e12, 2e-5, 1e11
         return cls(
             accelerator=accelerator, world_size=world_size, flops=rates, memory_bytes_per_s=memory_bytes_per_s,
-            link_alpha_s=link_alpha_s, link_bytes_per_s=link_bytes_per_s,
+            link_alpha_s=link_alpha_s, link_bytes_per_s=link_bytes_per_s, host_op_s=0.0 if accelerator == "cpu" else HOST_OP_S,
         )  # fmt: skip

@@ -26,6 +26,7 @@ from autotune.worker.measure import malloc
 from autotune.worker.measure.laps import synchronize
 from autotune.worker.measure.memory import resident_bytes
 from autotune.worker.model import model_file
+from autotune.worker.profile.op_counter import OpCounter
 from autotune.worker.rank import connect, device_name, prepare_device
 
 if TYPE_CHECKING:
@@ -107,8 +108,6 @@ def _machine(
     source = torch.empty(COPIED_BYTES[kind] // 4, device=device)
     target = torch.empty_like(source)
     copied = 2.0 * COPIED_BYTES[kind] / _best(lambda: target.copy_(source), device)
-    small = torch.ones(16, device=device)
-    op_s = _best(lambda: [small.add(1.0) for _ in range(100)], device) / 100
     reduced = next((link for link in links if link.collective == "all_reduce"), None)
     return Machine(
         accelerator=device.type,
@@ -121,8 +120,8 @@ def _machine(
         host_memory_bytes_per_s=_agreed(
             copied if kind == "cpu" else _optimizer(HOST, OPTIMISED[kind], fused=True), device
         ),
-        # Autograd and Python cost about as much as the operation itself.
-        op_s=2.0 * op_s,
+        op_s=_agreed(_operation_s(device), device),
+        host_op_s=0.0 if kind == "cpu" else _agreed(_operation_s(HOST), device),
         # As by default in studies; an offloaded optimizer keeps `fused`.
         optimizer_bytes_per_s=_agreed(_optimizer(device, OPTIMISED[kind], fused=device.type == "cuda"), device),
         workspace_bytes=_agreed(workspace, device),
@@ -131,6 +130,26 @@ def _machine(
         n_cores=len(os.sched_getaffinity(0)) if kind == "cpu" else 0,
         measured=True,
     )
+
+
+def _operation_s(device: torch.device) -> float:
+    """Returns the seconds that an operation of a training step takes at least, however small it is.
+
+    Autograd and Python cost about as much as an addition itself; a device's other kernels cost the host more to launch.
+    """
+    small = torch.ones(16, device=device)
+    added = _best(lambda: [small.add(1.0) for _ in range(100)], device) / 100
+    layers = nn.Sequential(
+        *(nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True, device=device) for _ in range(4))
+    )
+    weights, batch = list(layers.parameters()), torch.ones(2, 4, 16, device=device)
+
+    def train() -> object:
+        return torch.autograd.grad(layers(batch).sum(), weights)
+
+    with OpCounter(weights) as counter:
+        train()
+    return float(max(2.0 * added, _best(train, device) / counter.trace.n_ops))
 
 
 def _product(device: torch.device, name: str, n: int) -> float:

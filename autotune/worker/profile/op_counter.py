@@ -37,6 +37,11 @@ FLOPS: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention(0, 1, 2),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(0, 1, 2, 3),
 }
+# Of these, an argument is a table of which only some values are read: its place among the arguments.
+TABLES = {
+    aten.embedding: 0, aten.gather: 0, aten.index: 0, aten.index_select: 0, aten.nll_loss_forward: 0, aten.nll_loss2d_forward: 0,
+    aten.nll_loss_backward: 1, aten.nll_loss2d_backward: 1,
+}  # fmt: skip
 CONVOLUTIONS = {packet for packet in flop_registry if "conv" in str(packet)}
 
 
@@ -50,7 +55,7 @@ class Trace:
         largest_bytes: Largest storage that forward made.
         flops: Of matrix products, convolutions and attention.
         tf32_flops: Of these, what may take TensorFloat-32 without being asked to: convolutions.
-        moved_bytes: Size of arguments and results of all other operations.
+        moved_bytes: Size of arguments and results of all operations; of tables the results alone, of products no weights.
         peak_bytes: Most bytes alive.
     """
 
@@ -82,6 +87,8 @@ class OpCounter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func.namespace == "prim":  # a fake tensor is asked for its device
+            return result
         packet, trace = func._overloadpacket, self.trace
         trace.n_ops += 1
         count = FLOPS.get(packet)
@@ -91,9 +98,14 @@ class OpCounter(TorchDispatchMode):
             flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
             trace.flops += flops
             trace.tf32_flops += flops if packet in CONVOLUTIONS and convolves_in_tf32() else 0
-        elif not func.is_view:
+        if not func.is_view and packet is not aten._unsafe_view:
+            table = TABLES.get(packet)
+            read = args if table is None else args[:table] + args[table + 1 :]
+            product = count is not None or packet in flop_registry
             trace.moved_bytes += sum(
-                tensor.numel() * tensor.element_size() for tensor in tensors_in((args, kwargs, result))
+                tensor.numel() * tensor.element_size()
+                for tensor in tensors_in((read, kwargs, result))
+                if not (product and self._is_known(tensor))  # each weight is read once a pass: `step_time_terms`
             )
         made = sum(self._made(tensor) for tensor in tensors_in(result))
         if made:
@@ -110,6 +122,12 @@ class OpCounter(TorchDispatchMode):
         """Notes the bytes alive after forward; see `live`."""
         self.trace.kept_bytes = self.live(without)
         self._forward = False
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        try:
+            return tensor.untyped_storage()._cdata in self._known
+        except (NotImplementedError, RuntimeError):
+            return False
 
     def _made(self, tensor: Tensor) -> int:
         try:

@@ -47,8 +47,8 @@ DRY_CARDS_GIB: dict[str, float | None] = {"tiny": 0.06, "full": 0.12}
 MOST_SAMPLES = 512
 # Seconds after which a part begins nothing more; in the order in which they run.
 PARTS = {
-    "default": 130.0, "doctor": 60.0, "grid": 110.0, "search": 100.0, "honesty": 70.0, "trainer": 110.0, "forecast": 30.0,
-    "limits": 80.0, "kill": 40.0, "segments": 45.0, "startup": 70.0, "larger": 150.0,
+    "default": 130.0, "doctor": 60.0, "grid": 110.0, "search": 100.0, "honesty": 110.0, "trainer": 110.0, "forecast": 30.0,
+    "limits": 80.0, "kill": 40.0, "segments": 70.0, "startup": 70.0, "larger": 150.0,
 }  # fmt: skip
 # Parts that are commands as a user types them, before anything else has touched the device.
 COMMANDS = ("default", "doctor")
@@ -131,7 +131,9 @@ class Run:
         """Runs a command of autotune, and writes how it ended and the last that it printed; returns its status."""
         began = time.monotonic()
         status, said = ran([sys.executable, "-m", "autotune", *arguments], max(5.0, self.left_s), cwd=self.folder)
-        words = f"autotune {' '.join(arguments)}".replace(str(self.folder), ".")
+        words = f"autotune {' '.join(arguments)}".replace(str(self.folder), ".").replace(
+            f"{TRAINER.parent.parent}/", ""
+        )
         self.output.write(
             part, words=words, outcome="stopped" if status is None else status, seconds=time.monotonic() - began,
             said=said[-4000:],

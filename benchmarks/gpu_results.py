@@ -71,13 +71,17 @@ def figures(rows: list[Row]) -> dict[str, Any]:
         "honesty": honesty([row for row in rows if row["part"] == "honesty" and "ratio" in row]),
         "outcomes": dict(Counter(row["outcome"] for row in measured)),
         "crashes": sorted({f"{row['words']}: {row['reason']}" for row in measured if row["outcome"] in ("crashed", "timeout", "lost")}),
-        "not_run": [f"{row['part']}: {row['error']}" for row in rows if row.get("error")]
+        "not_run": [f"{row['part']}: {first_line(row['error'])}" for row in rows if row.get("error")]
         + ([] if any(row["part"] == "end" for row in rows) else ["the call was ended before its last part"]),
         "measured_on": {
             "date": system["date"], "device": card, "device_memory_bytes": system["environment"]["device_memory_bytes"],
             "cores": system["environment"]["n_cores"], "versions": system["environment"]["versions"], "dry_run": system["dry"],
         },
     }  # fmt: skip
+
+
+def first_line(text: str) -> str:
+    return text.partition("\n")[0][:200]
 
 
 def model_figures(model: Row, rows: list[Row], card: str) -> dict[str, Any]:
@@ -123,6 +127,7 @@ def peak_flops(card: str, precision: str, measured: dict[str, float]) -> float:
 
 def forecast(rows: list[Row], name: str) -> dict[str, Any] | None:
     """Errors of what was expected before any trial, or after those that came before each."""
+    rows = [row for row in rows if "expected" in row]
     found: dict[str, Any] = {}
     for metric in ("peak_memory_bytes", "step_time_s"):
         pairs = [(row["expected"][name][metric], row[metric]) for row in rows if row.get(metric)]

@@ -101,7 +101,7 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
         "groups": np.zeros(len(messages)),  # of degrees; see `forecast.degrees`
         "optimizer": optimizer,
         "offload": offload,
-        **_on_the_host(knobs, profile, machine, K * (compute + traffic + recompute), launches),
+        **_on_the_host(knobs, profile, machine, K * (compute + traffic + recompute), launches, optimizer),
         "input": K * b * profile.input_s_per_sample,
     }
 
@@ -128,13 +128,14 @@ def _offloaded_bytes(knobs: Knobs) -> Floats:
 
 
 def _on_the_host(
-    knobs: Knobs, profile: Profile, machine: Machine, device_s: Floats, launches_s: Floats
+    knobs: Knobs, profile: Profile, machine: Machine, device_s: Floats, launches_s: Floats, optimizer_s: Floats
 ) -> dict[str, Floats]:
     """Seconds of an optimizer step that go to launches, bookkeeping and partitioning; see `step_time_terms`.
 
     Args:
-        device_s: Seconds of the device's own work in a step.
+        device_s: Seconds of the device's own work in the micro-steps of a step.
         launches_s: Seconds of the launches in a micro-step.
+        optimizer_s: Seconds of the optimizer's own work.
     """
     K, stage = knobs.accumulation, knobs.stage
     tensors = sum(count for _, count in profile.sizes) or TENSORS_A_BLOCK * max(profile.n_blocks, 1)
@@ -147,12 +148,14 @@ def _on_the_host(
     partitioning = np.where(stage == 3, (K + 1.0) * partition_ops, 0.0) * tensors * host_op_s
     sixteen = knobs.weight_bytes == 2.0
     of_zero = np.where(stage == 3, 0.0, np.where(sixteen, STEP_OPS_ZERO_16, STEP_OPS_ZERO_32))
-    # The step begins with a norm that waits for the device, so nothing of it is hidden. Uncounted, it is part of `launch_s`.
+    # Uncounted, they are part of `launch_s`.
     in_step = np.where(stage >= 1, of_zero, np.where(sixteen, STEP_OPS_16, 0.0)) * tensors * op_s * bool(profile.passes)
     if machine.accelerator != "cpu":  # the host runs ahead of the device
         host = K * launches_s + bookkeeping + partitioning
         seen = np.maximum(host - device_s, EXPOSED_AT_LEAST * host) / np.maximum(host, 1e-12)
         launches_s, bookkeeping, partitioning = launches_s * seen, bookkeeping * seen, partitioning * seen
+        # The step begins with a norm that waits for the device, so that only the optimizer's own work hides its launches.
+        in_step = np.maximum(in_step - optimizer_s * (1.0 - knobs.offload_optimizer), EXPOSED_AT_LEAST * in_step)
     rate = machine.optimizer_bytes_per_s or machine.memory_bytes_per_s
     copies = reductions * BUCKET_PASSES * knobs.weight_bytes * float(profile.n_trainable) / rate
     return {"launches": K * launches_s, "bookkeeping": bookkeeping + in_step + copies, "partitioning": partitioning}

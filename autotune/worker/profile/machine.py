@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autotune.worker.measure.recorder import Recorder
 
 
-# Each rate is the best within this time: a device needs some of it to raise its clock, and a CPU shows the same in half of it.
+# Each rate is measured for this time: a device needs some of it to raise its clock, and a CPU shows the same in half of it.
 BUDGET_S = {"cpu": 0.12, "cuda": 0.25}
 MATRIX = {"cpu": 512, "cuda": 4096}
 COPIED_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
@@ -107,7 +107,7 @@ def _machine(
     usual, kind = Machine.guess(device.type, world_size), _kind(device)
     source = torch.empty(COPIED_BYTES[kind] // 4, device=device)
     target = torch.empty_like(source)
-    copied = 2.0 * COPIED_BYTES[kind] / _best(lambda: target.copy_(source), device)
+    copied = 2.0 * COPIED_BYTES[kind] / _seconds(lambda: target.copy_(source), device)
     reduced = next((link for link in links if link.collective == "all_reduce"), None)
     return Machine(
         accelerator=device.type,
@@ -121,7 +121,7 @@ def _machine(
             copied if kind == "cpu" else _optimizer(HOST, OPTIMISED[kind], fused=True), device
         ),
         op_s=_agreed(_operation_s(device), device),
-        host_op_s=0.0 if kind == "cpu" else _agreed(_operation_s(HOST), device),
+        host_op_s=0.0 if kind == "cpu" else _agreed(2.0 * _addition_s(HOST), device),
         # As by default in studies; an offloaded optimizer keeps `fused`.
         optimizer_bytes_per_s=_agreed(_optimizer(device, OPTIMISED[kind], fused=device.type == "cuda"), device),
         workspace_bytes=_agreed(workspace, device),
@@ -132,13 +132,16 @@ def _machine(
     )
 
 
+def _addition_s(device: torch.device) -> float:
+    small = torch.ones(16, device=device)
+    return _seconds(lambda: [small.add(1.0) for _ in range(100)], device) / 100
+
+
 def _operation_s(device: torch.device) -> float:
     """Returns the seconds that an operation of a training step takes at least, however small it is.
 
     Autograd and Python cost about as much as an addition itself; a device's other kernels cost the host more to launch.
     """
-    small = torch.ones(16, device=device)
-    added = _best(lambda: [small.add(1.0) for _ in range(100)], device) / 100
     layers = nn.Sequential(
         *(nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True, device=device) for _ in range(4))
     )
@@ -149,13 +152,13 @@ def _operation_s(device: torch.device) -> float:
 
     with OpCounter(weights) as counter:
         train()
-    return float(max(2.0 * added, _best(train, device) / counter.trace.n_ops))
+    return float(max(2.0 * _addition_s(device), _seconds(train, device) / counter.trace.n_ops))
 
 
 def _product(device: torch.device, name: str, n: int) -> float:
     """Returns the FLOP/s of a square product, the mean over the ranks."""
     a, b = (torch.randn(n, n, device=device).to(DTYPES[name.removeprefix("tf32") or "fp32"]) for _ in range(2))
-    return _agreed(2.0 * n**3 / _best(lambda: a @ b, device), device)
+    return _agreed(2.0 * n**3 / _seconds(lambda: a @ b, device), device)
 
 
 def _products(device: torch.device, caveats: list[str], *, at_length: bool) -> dict[str, tuple[int, float]]:
@@ -182,17 +185,20 @@ def _products(device: torch.device, caveats: list[str], *, at_length: bool) -> d
     return found
 
 
-def _best(run: Callable[[], Any], device: torch.device) -> float:
-    """Returns the shortest time of a run in seconds, after a warm-up run."""
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Returns the time of a run in seconds, after a warm-up run: on a device the shortest, on a CPU the mean.
+
+    Ranks that share cores, or a core's matrix unit, take turns, which a mean shows and the shortest of many runs does not.
+    """
     run()
-    best, until = float("inf"), time.perf_counter() + BUDGET_S[_kind(device)]
+    times, until = [], time.perf_counter() + BUDGET_S[_kind(device)]
     while time.perf_counter() < until:
         synchronize(device)
         start = time.perf_counter()
         run()
         synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return max(best, 1e-9)
+        times.append(time.perf_counter() - start)
+    return max(sum(times) / len(times) if device.type == "cpu" else min(times), 1e-9)
 
 
 def _agreed(value: float, device: torch.device) -> float:
@@ -287,7 +293,7 @@ def _optimizer(device: torch.device, size: int, *, fused: bool) -> float:
     parameter = nn.Parameter(torch.zeros(size, device=device))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], lr=1e-3, fused=fused)
-    return 28.0 * size / _best(optimizer.step, device)
+    return 28.0 * size / _seconds(optimizer.step, device)
 
 
 def _host_link(device: torch.device) -> float:
@@ -295,7 +301,7 @@ def _host_link(device: torch.device) -> float:
     size = 1 << 28
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(size, dtype=torch.uint8, device=device)
-    return size / _best(lambda: there.copy_(pinned, non_blocking=True), device)
+    return size / _seconds(lambda: there.copy_(pinned, non_blocking=True), device)
 
 
 def _host_memory(start_bytes: int) -> tuple[float, float]:

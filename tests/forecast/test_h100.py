@@ -1,0 +1,75 @@
+"""Parts of the formulas that only a device shows, held against what one rank took on an H100 (DeepSpeed 0.19.8)."""
+
+from dataclasses import replace
+
+import pytest
+
+from autotune.forecast.knobs import Knobs
+from autotune.forecast.memory import memory_phases
+from autotune.forecast.step_time import STEP_OPS_16, step_time_terms
+from autotune.space.candidate import Candidate
+from autotune.trial.profile import Machine, Pass, Profile
+
+TENSORS = 292
+PASS = Pass(
+    moments=((0.0, 1e6, 0.0),), kept_bytes=(0.0, 1e6), largest_bytes=(0.0, 1e6), flops=(0.0, 1e12), moved_bytes=(0.0, 1e9), n_ops=1000.0
+)  # fmt: skip
+H100 = Machine(
+    accelerator="cuda", world_size=1, flops={"fp32": 5e13, "bf16": 7e14}, memory_bytes_per_s=3e12, link_alpha_s=2e-5, link_bytes_per_s=1e11,
+    op_s=1.6e-5, host_op_s=4e-6, optimizer_bytes_per_s=2e12, workspace_bytes=1e8, device_bytes=8.5e10,
+)  # fmt: skip
+
+
+def profile(n):
+    return Profile(
+        n_parameters=n, n_trainable=n, flops_per_sample=1e12, activation_bytes_per_sample=1e6, checkpointed_bytes_per_sample=1e6,
+        n_blocks=24, sequence=1024, passes={"fp32/0": PASS, "bf16/0": PASS}, sizes=((n // TENSORS, TENSORS),), optimizer_scratch=0.0,
+    )  # fmt: skip
+
+
+def in_step_bytes(n, **values):
+    phases = memory_phases(Knobs.of([Candidate.of({"micro_batch_size": 1, **values})]), profile(n), H100)
+    return sum(float(term[0]) for name, term in phases["step"].items() if name != "allocator")
+
+
+def seconds(name, machine=H100, **values):
+    terms = step_time_terms(Knobs.of([Candidate.of({"micro_batch_size": 1, **values})]), profile(350_000_000), machine)
+    return float(terms[name][0])
+
+
+@pytest.mark.parametrize(
+    ("n", "values", "allocated"),
+    [
+        (1_315_819_520, {"zero_stage": 1}, 29.02e9),
+        (354_871_296, {"zero_stage": 1}, 7.88e9),
+        (354_871_296, {"zero_stage": 3}, 8.88e9),
+        (124_475_904, {"zero_stage": 1}, 2.81e9),
+        (124_475_904, {"zero_stage": 2}, 2.81e9),
+        (124_475_904, {"zero_stage": 3}, 3.81e9),
+        (124_475_904, {"zero_stage": 0}, 2.59e9),
+        (
+            124_475_904,
+            {"zero_stage": 1, "bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True},
+            1.62e9,
+        ),
+    ],
+)
+def test_what_a_step_holds_is_what_an_h100_allocated(n, values, allocated):
+    assert in_step_bytes(n, precision="bf16", **values) == pytest.approx(allocated, rel=0.02)
+
+
+def test_deepspeeds_steps_of_16_bit_weights_launch_for_each_tensor_and_torchs_do_not():
+    assert seconds("bookkeeping", precision="torch_autocast") == 0.0
+    lone, sharded = (seconds("bookkeeping", precision="bf16", zero_stage=stage) for stage in (0, 1))
+    assert lone > sharded > 0.01
+    # What the optimizer's own work takes of the device hides as much of the launches.
+    slow = replace(H100, optimizer_bytes_per_s=1e9)
+    assert seconds("bookkeeping", slow, precision="bf16") == pytest.approx(0.1 * STEP_OPS_16 * TENSORS * H100.op_s)
+
+
+def test_stage_3_is_priced_by_the_hosts_python_and_not_by_the_devices_launches():
+    twice = replace(H100, host_op_s=2 * H100.host_op_s)
+    assert seconds("partitioning", twice, zero_stage=3) > 1.5 * seconds("partitioning", zero_stage=3)
+    assert seconds("partitioning", replace(H100, op_s=3.2e-5), zero_stage=3) == pytest.approx(
+        seconds("partitioning", zero_stage=3), rel=0.1
+    )

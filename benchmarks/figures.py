@@ -1,4 +1,4 @@
-"""Writes the tables of docs/develop/figures.md, docs/clusters.md and docs/develop/comparison.md from `results`.
+"""Writes the tables of docs/develop/figures.md, gpu.md and comparison.md beside it, and docs/clusters.md from `results`.
 
 `python benchmarks/figures.py` (`make pages`) writes the pages; `python benchmarks/figures.py run [NAME ...]` (`make
 bench`) runs the benchmarks of the figures, or those named, and then writes them: hours on an idle machine. A benchmark
@@ -20,12 +20,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gpu_results
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-FIGURES, CLUSTERS, COMPARISON = (
+FIGURES, CLUSTERS, COMPARISON, GPU = (
     ROOT / "docs" / "develop" / "figures.md",
     ROOT / "docs" / "clusters.md",
     ROOT / "docs" / "develop" / "comparison.md",
+    ROOT / "docs" / "develop" / "gpu.md",
 )
 Results = Mapping[str, Any]
 # What was measured, and the value as text.
@@ -697,6 +700,7 @@ def capacity(found: Results) -> str:
 TABLES: dict[Path, dict[str, tuple[Callable[[Results], str], str]]] = {
     COMPARISON: {"peers": (tuners, "make bench-peers"), "search": (samplers, "python benchmarks/search.py")},
     CLUSTERS: {"capacity": (capacity, "python benchmarks/capacity.py")},
+    GPU: {"gpu-h100-80gb-hbm3": (gpu_results.table, "benchmarks/gpu.sh")},
 }
 
 
@@ -749,7 +753,7 @@ def main() -> None:
     if unknown := set(arguments.names) - set(BENCHMARKS):
         parser.error(f"there is no benchmark {min(unknown)!r}; known: {', '.join(BENCHMARKS)}")
     failed = run(arguments.names or list(BENCHMARKS)) if arguments.what else []
-    for path in (FIGURES, COMPARISON, CLUSTERS):
+    for path in (FIGURES, COMPARISON, CLUSTERS, GPU):
         path.write_text(page(path))
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")

@@ -204,6 +204,52 @@ def honesty(rows: list[Row]) -> dict[str, Any] | None:
     return {"plain_over_claimed": medians, "worst": worst, "rounds": min(map(len, by_configuration.values()))}
 
 
+def table(found: dict[str, Any]) -> str:
+    """Returns the figures as a table for a page."""
+    rows = []
+    for name, row in found["startup"].items():
+        what = f"start-up of a trial of {name}, warm server against `torchrun` of the same"
+        rows.append((what, f"{row['warm_s']:.1f} s against {row['torchrun_s']:.0f} s, {row['ratio']:.0f}x"))
+    for name, model in found["models"].items():
+        before, after = model["forecast"]["before"], model["forecast"]["after"]
+        for metric, what in (("step_time_s", "step time"), ("peak_memory_bytes", "peak memory (reserved)")):
+            errors, holds = (
+                [100 * each[metric][key] for each in (before, after)] for key in ("error_median", "interval_90_holds")
+            )
+            rows.append(
+                (
+                    f"{name}, {before['n']} configurations, {what}: median error before any trial, and after those before it; "
+                    "90 % intervals hold",
+                    f"{errors[0]:.1f} and {errors[1]:.1f} %; {holds[0]:.0f} and {holds[1]:.0f} %",
+                )
+            )
+        rows.append(
+            (f"{name}: model FLOPs utilisation of the best of these", f"{100 * model['best_flops_share']:.0f} %")
+        )
+    if limits := [row for row in found["limits"] if "ran" in row]:
+        kept, unused = (
+            sum(row["what_surely_fits_ran"] for row in limits),
+            statistics.median(row["left_unused"] for row in limits),
+        )
+        what = "cases (card or cap, with and without recomputation) whose largest micro-batch that was said to fit ran; left unused, median"
+        rows.append((what, f"{kept} of {len(limits)}; {100 * unused:.0f} %"))
+    if honest := found["honesty"]:
+        what = "step time of a plain script that waits for the device at its ends only, over what the trial claimed"
+        rows.append((what, ", ".join(f"{ratio:.2f}x" for ratio in honest["plain_over_claimed"])))
+    if killed := found["kill"]:
+        what = "a trial whose rank is killed in mid-step on a nearly full card; the next such trial"
+        rows.append((what, f"{killed['killed']}; {killed['next_trial']}"))
+    where = found["measured_on"]
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    lines = [
+        f"{where['device']}, {where['cores']} cores, {where['date']}; {versions}.",
+        "",
+        "| figure | value |",
+        "| --- | --- |",
+    ]
+    return "\n".join([*lines, *(f"| {what} | {value} |" for what, value in rows)])
+
+
 def slug(card: str) -> str:
     """A card as a part of a file's name: `NVIDIA H100 80GB HBM3` is `h100-80gb-hbm3`."""
     words = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-").split("-")

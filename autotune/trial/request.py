@@ -58,7 +58,7 @@ class TrialRequest:
         candidate: The configuration (none for `inspect`).
         nodes: Machines, with the same number of ranks on each.
         seed: Seed of weights and data order, the same for all trials of a study.
-        budget_s: Training time after the first step, at which the measurement ends.
+        budget_s: Training time, counted from the end of the first step, after which the measurement ends.
         max_steps: Optimizer steps after which it ends at the latest.
         min_samples: Samples to train on at least, so that loss curves of different batches overlap (budget permitting).
         deadline_s: Wall time after which the ranks are killed, from their start.

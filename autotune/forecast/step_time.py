@@ -139,17 +139,18 @@ def _on_the_host(
     """
     K, stage = knobs.accumulation, knobs.stage
     tensors = sum(count for _, count in profile.sizes) or TENSORS_A_BLOCK * max(profile.n_blocks, 1)
-    reductions = np.where(stage == 2, K, stage == 1)  # through buckets, of a lone rank too; stage 3 reduces otherwise
-    op_s = machine.op_s if profile.passes else machine.launch_s / OPS_A_BLOCK
-    host_op_s = machine.host_op_s if profile.passes and machine.host_op_s else op_s
+    # Through buckets; stage 3 reduces otherwise. What a lone rank does there and in its step is, uncounted, part of `launch_s`.
+    counted = bool(profile.passes)
+    reductions = np.where(stage == 2, K, stage == 1) * (counted or machine.world_size > 1)
+    op_s = machine.op_s if counted else machine.launch_s / OPS_A_BLOCK
+    host_op_s = machine.host_op_s if counted and machine.host_op_s else op_s
     # Other code of ZeRO, so other terms: what trials of stages 1 and 2 teach of theirs must not pass for stage 3's.
     bookkeeping = reductions * REDUCE_OPS * tensors * host_op_s
     partition_ops = PARTITION_OPS if machine.world_size > 1 else PARTITION_OPS_ALONE
     partitioning = np.where(stage == 3, (K + 1.0) * partition_ops, 0.0) * tensors * host_op_s
     sixteen = knobs.weight_bytes == 2.0
     of_zero = np.where(stage == 3, 0.0, np.where(sixteen, STEP_OPS_ZERO_16, STEP_OPS_ZERO_32))
-    # Uncounted, they are part of `launch_s`.
-    in_step = np.where(stage >= 1, of_zero, np.where(sixteen, STEP_OPS_16, 0.0)) * tensors * op_s * bool(profile.passes)
+    in_step = np.where(stage >= 1, of_zero, np.where(sixteen, STEP_OPS_16, 0.0)) * tensors * op_s * counted
     if machine.accelerator != "cpu":  # the host runs ahead of the device
         host = K * launches_s + bookkeeping + partitioning
         seen = np.maximum(host - device_s, EXPOSED_AT_LEAST * host) / np.maximum(host, 1e-12)

@@ -270,7 +270,7 @@ def take_study(folder: Path, card: str, studies: Path) -> list[Path]:
                 continue
             path = studies / f"{card}-{model}" / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(source.read())
+            path.write_bytes(source.read().replace(f"studies/{model}/".encode(), f"studies/{card}-{model}/".encode()))
             found.append(path)
     return found
 

@@ -339,8 +339,9 @@ def _in_step(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     copy = np.where(((stage == 0) & (w == 4.0)) | _both(knobs), 0.0, master * tile)
     single = np.where(stage == 0, Pt if profile.scratch_for_all else float(profile.largest_parameter), tile)
     scratch = profile.optimizer_scratch * master / 4.0 * single
-    # ZeRO flattens the gradients of its shard, casts the flat copy, and drops those that it flattened only then: at stage 3
-    # they count as gradients (stage_1_and_2.py, `step`; stage3.py, `_prepare_fp32_grad_for_sub_group`).
+    # ZeRO flattens the gradients of its shard (group by group; here they are of one), casts the flat copy, and drops those that
+    # it flattened only then: at stage 3 they count as gradients (stage_1_and_2.py, `step`; stage3.py,
+    # `_prepare_fp32_grad_for_sub_group`).
     flat = np.where(stage >= 1, tile * (w * np.where(stage == 3, 1.0, 2.0) + np.where(w != master, master, 0.0)), 0.0)
     flat = np.where(_both(knobs), 0.0, flat)
     bucket = np.where(stage == 3, _bucket_bytes(knobs, profile, machine), 0.0)

@@ -80,7 +80,9 @@ class OpCounter(TorchDispatchMode):
         self._forward = True
         self._alive: dict[int, Any] = {}
         # Holds the storages, since a new one could get the address of a dead one.
+        known = list(known)
         self._known = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in known)}
+        self._weights = {tensor.untyped_storage()._cdata for tensor in known if isinstance(tensor, nn.Parameter)}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -105,7 +107,7 @@ class OpCounter(TorchDispatchMode):
             trace.moved_bytes += sum(
                 tensor.numel() * tensor.element_size()
                 for tensor in tensors_in((read, kwargs, result))
-                if not (product and self._is_known(tensor))  # each weight is read once a pass: `step_time_terms`
+                if not (product and self._is_weight(tensor))  # each weight is read once a pass: `step_time_terms`
             )
         made = sum(self._made(tensor) for tensor in tensors_in(result))
         if made:
@@ -123,9 +125,9 @@ class OpCounter(TorchDispatchMode):
         self.trace.kept_bytes = self.live(without)
         self._forward = False
 
-    def _is_known(self, tensor: Tensor) -> bool:
+    def _is_weight(self, tensor: Tensor) -> bool:
         try:
-            return tensor.untyped_storage()._cdata in self._known
+            return tensor.untyped_storage()._cdata in self._weights
         except (NotImplementedError, RuntimeError):
             return False
 

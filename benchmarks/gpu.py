@@ -2,9 +2,9 @@
 
 `python benchmarks/gpu.py --out DIR [--budget 490] [--parts grid,search] [--sizes gpt-125m] [--dry-run]` writes
 `DIR/results.jsonl`, one line a result, `DIR/study.tar.gz`, and the records and logs of all trials (`DIR/logs.tar.gz`);
-`gpu_results.py` makes figures of the first two. The parts come
-in order of what they tell for their time, so that whoever stops the call has lost the least. Each has a limit of its own,
-and looks at the clock before each of its trials. On a CPU a tiny model goes the same way (`--dry-run`).
+`gpu_results.py` makes figures of the first two. The parts come in order of what they tell for their time, so that
+whoever stops the call has lost the least. Each has a limit of its own, and looks at the clock before each of its trials.
+On a CPU a tiny model goes the same way (`--dry-run`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -343,12 +344,11 @@ class Run:
         micro = 4 * bench.size.micro
         wanted = [{"precision": "bf16", "micro_batch_size": n} for n in (micro, 9 * bench.size.micro + 2)]
         for setting in ("", "expandable_segments:True"):
-            with contextlib.ExitStack() as stack:
-                stack.callback(os.environ.pop, ALLOCATOR, None)
-                if setting:
-                    os.environ[ALLOCATOR] = setting
-                folder = self.folder / "segments" / (setting.partition(":")[0] or "usual")
-                executor = stack.enter_context(executor_for(bench.found.spec, folder))
+            folder = self.folder / "segments" / (setting.partition(":")[0] or "usual")
+            with (
+                mock.patch.dict(os.environ, {ALLOCATOR: setting} if setting else {}),
+                executor_for(bench.found.spec, folder) as executor,
+            ):
                 other = Bench(bench.name, bench.size, bench.found, executor, folder)
                 for knobs in wanted[: 1 if self.dry else None]:
                     result = self.one(other, "segments trial", knobs, max_steps=6) if self.room() else None

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,18 +126,12 @@ class OpCounter(TorchDispatchMode):
         self._forward = False
 
     def _is_weight(self, tensor: Tensor) -> bool:
-        try:
-            return tensor.untyped_storage()._cdata in self._weights
-        except (NotImplementedError, RuntimeError):
-            return False
+        storage = _storage(tensor)
+        return storage is not None and storage._cdata in self._weights
 
     def _made(self, tensor: Tensor) -> int:
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse tensors, and wrappers around others
-            return 0
-        key = storage._cdata
-        if key in self._known or key in self._alive:
+        storage = _storage(tensor)
+        if storage is None or (key := storage._cdata) in self._known or key in self._alive:
             return 0
         size = int(storage.nbytes())
 
@@ -150,6 +144,13 @@ class OpCounter(TorchDispatchMode):
         if self._forward:
             self.trace.largest_bytes = max(self.trace.largest_bytes, size)
         return size
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The storage of a tensor; None for sparse ones, and wrappers around others."""
+    with suppress(NotImplementedError, RuntimeError):
+        return tensor.untyped_storage()
+    return None
 
 
 def follow(model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any) -> Trace:

@@ -117,6 +117,7 @@ def _of_a_rank(profile: Profile, machine: Machine, split: Split) -> tuple[Profil
         sizes=tuple(
             (max(1, _share(size, held * stages)), max(1, _share(count, 1 / stages))) for size, count in profile.sizes
         ),
+        n_frozen=_share(profile.n_frozen, 1 / stages),
         largest_module=_share(profile.largest_module, held * stages),
         passes={
             name: _pass(each, kept if name.endswith("/0") else again, work, held)

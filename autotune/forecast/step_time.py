@@ -42,13 +42,14 @@ EXPOSED_AT_LEAST = 0.1
 WITHIN_A_STEP = {"cpu": 2.0, "cuda": 1.3}
 # The same for links between nodes, which no core of a rank drives.
 BETWEEN_NODES = {"cpu": 1.0, "cuda": 1.3}
-# What ZeRO does in Python for each tensor of parameters, in operations of the host: at stages 1 and 2 wherever gradients are
-# reduced (as timed: two networks of 1.6 million parameters in 10 and in 50 tensors), at stage 3 in every micro-step (fetched,
-# released, split again) and once more in the step (counted on a small transformer of two ranks, timed on one).
+# What ZeRO does in Python, in operations of the host: at stages 1 and 2 for each trained tensor of parameters wherever
+# gradients are reduced (as timed: two networks of 1.6 million parameters in 10 and in 50 tensors), at stage 3 for each
+# tensor in every micro-step (fetched, released, split again) and once more in the step (counted on a small transformer
+# of two ranks, timed on one).
 REDUCE_OPS, PARTITION_OPS, PARTITION_OPS_ALONE = 8.0, 180.0, 110.0
-# Operations of an optimizer's step for each tensor of parameters: of DeepSpeed's for 16-bit weights at stage 0 (norm, copies of
-# gradients and weights one by one), of ZeRO's for weights of 16 bits (flattened, cast, copied back) and of 32 (counted on
-# networks of 8 and of 24 tensors; DeepSpeed 0.19.8).
+# Operations of an optimizer's step for each trained tensor of parameters: of DeepSpeed's for 16-bit weights at stage 0
+# (norm, copies of gradients and weights one by one), of ZeRO's for weights of 16 bits (flattened, cast, copied back) and
+# of 32 (counted on networks of 8 and of 24 tensors; DeepSpeed 0.19.8).
 STEP_OPS_16, STEP_OPS_ZERO_16, STEP_OPS_ZERO_32 = 20.0, 15.0, 4.0
 # Of a block whose operations were not counted.
 TENSORS_A_BLOCK, OPS_A_BLOCK = 12, 120
@@ -139,18 +140,19 @@ def _on_the_host(
     """
     K, stage = knobs.accumulation, knobs.stage
     tensors = sum(count for _, count in profile.sizes) or TENSORS_A_BLOCK * max(profile.n_blocks, 1)
+    trained = max(tensors - profile.n_frozen, 0)
     # Through buckets; stage 3 reduces otherwise. What a lone rank does there and in its step is, uncounted, part of `launch_s`.
     counted = bool(profile.passes)
     reductions = np.where(stage == 2, K, stage == 1) * (counted or machine.world_size > 1)
     op_s = machine.op_s if counted else machine.launch_s / OPS_A_BLOCK
     host_op_s = machine.host_op_s if counted and machine.host_op_s else op_s
     # Other code of ZeRO, so other terms: what trials of stages 1 and 2 teach of theirs must not pass for stage 3's.
-    bookkeeping = reductions * REDUCE_OPS * tensors * host_op_s
+    bookkeeping = reductions * REDUCE_OPS * trained * host_op_s
     partition_ops = PARTITION_OPS if machine.world_size > 1 else PARTITION_OPS_ALONE
     partitioning = np.where(stage == 3, (K + 1.0) * partition_ops, 0.0) * tensors * host_op_s
     sixteen = knobs.weight_bytes == 2.0
     of_zero = np.where(stage == 3, 0.0, np.where(sixteen, STEP_OPS_ZERO_16, STEP_OPS_ZERO_32))
-    in_step = np.where(stage >= 1, of_zero, np.where(sixteen, STEP_OPS_16, 0.0)) * tensors * op_s * counted
+    in_step = np.where(stage >= 1, of_zero, np.where(sixteen, STEP_OPS_16, 0.0)) * trained * op_s * counted
     if machine.accelerator != "cpu":  # the host runs ahead of the device
         host = K * launches_s + bookkeeping + partitioning
         seen = np.maximum(host - device_s, EXPOSED_AT_LEAST * host) / np.maximum(host, 1e-12)

@@ -89,6 +89,7 @@ class Profile:
         passes: Traced passes by `ARITHMETIC/CHECKPOINT_EVERY`, such as `fp32/0`; empty if none was traced.
         n_tied: Parameters with more than one name, counted once in `n_parameters`.
         sizes: Distinct sizes of the parameters in elements, each with the number of parameters.
+        n_frozen: Number of parameter tensors, of those in `sizes`, that are not trained.
         largest_module: Elements of the largest module's own parameters, which stage 3 gathers at once.
         quantized: Frozen parameters that are held at 4 bits.
         n_expert: Parameters of the experts of mixtures, of which a token passes a few.
@@ -119,6 +120,7 @@ class Profile:
     passes: Mapping[str, Pass] = field(default_factory=dict, hash=False)
     n_tied: int = 0
     sizes: tuple[tuple[int, int], ...] = ()
+    n_frozen: int = 0
     largest_module: int = 0
     quantized: int = 0
     n_expert: int = 0

@@ -303,6 +303,18 @@ def test_on_a_gpu_the_host_costs_only_what_the_device_does_not_hide_and_on_a_cpu
         assert (host[1] < 0.5 * host[0]) == hidden
 
 
+def test_frozen_tensors_cost_no_reduction_and_no_step_but_are_fetched_at_stage_3():
+    sizes = {"passes": {"fp32/0": a_pass((0, 1e6, 0))}, "sizes": ((1000, 50),)}
+    knobs = Knobs.of([Candidate.of({"micro_batch_size": 1, "zero_stage": stage}) for stage in (1, 2, 3)])
+    machine = Machine.guess("cpu", N)
+    whole, adapters, none = (
+        step_time.step_time_terms(knobs, replace(PROFILE, n_frozen=frozen, **sizes), machine) for frozen in (0, 40, 50)
+    )
+    saved = [whole["bookkeeping"] - found["bookkeeping"] for found in (adapters, none)]
+    assert saved[0] == pytest.approx(0.8 * saved[1]) and (saved[0][:2] > 0).all() and saved[0][2] == 0
+    assert (adapters["partitioning"] == whole["partitioning"]).all()
+
+
 def test_over_gloo_a_scatter_is_an_all_reduce():
     flat = {ZERO + "overlap_comm": False, "zero_stage": 3, "micro_batch_size": 8}
     on_cpu = of(Candidate.of(flat), terms=step_time.step_time_terms, machine=replace(GPU, accelerator="cpu"))[

@@ -298,6 +298,7 @@ def _assemble(subject: _Subject, passes: dict[str, Pass], **found: Any) -> Profi
         passes=passes,
         n_tied=named - n_parameters,
         sizes=tuple(sorted(Counter(p.numel() for p in parameters).items())),
+        n_frozen=sum(not p.requires_grad for p in parameters),
         lengths=subject.lengths,
         largest_module=max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()),
         built_bytes=subject.built_bytes,

@@ -101,7 +101,8 @@ class ForwardProfile:
         if blocks and kept:
             passes["fp32/1"] = self._pass(samples, again, PASS + inside / kept)
         state, scratch, for_all = self._optimizer(str((ds_config.get("optimizer") or {}).get("type", "adam")).lower())
-        sizes = Counter(map(n_elements, dict.fromkeys(self._engine.parameters())))
+        parameters = dict.fromkeys(self._engine.parameters())
+        sizes = Counter(map(n_elements, parameters))
         mixed = workload.experts or Experts()
         return Profile(
             n_parameters=workload.n_parameters, n_trainable=workload.n_trainable,
@@ -109,7 +110,7 @@ class ForwardProfile:
             checkpointed_bytes_per_sample=passes.get("fp32/1", plain).kept_bytes[1],
             n_blocks=workload.n_blocks, sequence=length_in(self._shape, micro_batch_size) or 1, block_share=workload.block_share,
             optimizer_bytes=state, optimizer_scratch=scratch, scratch_for_all=for_all,
-            passes=passes, sizes=tuple(sorted(sizes.items())),
+            passes=passes, sizes=tuple(sorted(sizes.items())), n_frozen=sum(not p.requires_grad for p in parameters),
             n_expert=mixed.parameters, expert_layers=mixed.layers, experts_per_token=mixed.per_token, caveats=(CAVEAT,),
         )  # fmt: skip
 

@@ -69,6 +69,7 @@ def test_tied_frozen_and_giant_parameters_are_counted_once_each_in_their_own_way
     found = profile_of(zoo, model)
     assert (found.n_parameters, found.n_trainable, found.n_tied) == (parameters, trainable, tied)
     assert sum(size * count for size, count in found.sizes) == parameters
+    assert found.n_frozen == (4 if model == "frozen" else 0)
     assert max(elements for _, _, elements in found.passes["fp32/0"].moments) <= trainable
 
 

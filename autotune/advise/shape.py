@@ -162,13 +162,13 @@ def _pass(model: Architecture, how: Training, constants: Constants, width: float
     working = width * (2 * inner + 2 * h) + (block if every else 0.0)
     logits = {"plain": constants.logit_bytes, "fused": 2.0 * width, "none": 0.0}[how.loss] * model.vocab
     parts = model.parameters_of()
-    head, rest = float(model.vocab * h), float(sum(parts.values()))
-    if how.method != "full":
-        head = rest = 0.0
+    head, rest = float(model.vocab * h), float(sum(parts.values()) - (0 if model.tied else parts["embedding"]))
+    if how.method != "full":  # an element stands for the first adapter, with which buckets come
+        head, rest = 1.0, float(_adapters(model, how.lora_rank))
     moments = (
         (0.0, s * (L * kept + 4 * width * h + logits), 0.0),
         (0.0, s * (L * kept + 2 * width * h + working), head),
-        (0.0, s * (kept + working), rest - (0.0 if model.tied else parts["embedding"])),
+        (0.0, s * (kept + working), rest),
     )
     flops, again = _flops(model, how, constants)
     adapters = 3.0 * ADAPTER_BYTES * sum(_ends(model)) if how.method != "full" else 0.0

@@ -226,37 +226,41 @@ def _in_backward(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
         otherwise=0.0,
     )
     settled = _where((keeps_all & several, whole * Pt), ((stage == 2) & several, g * Pt / N * on_device), otherwise=0.0)
-    # Stage 1 too allocates its bucket when the first gradient comes, and fills it at the end.
+    # Stages 1 and 2 allocate their buckets when the first gradient comes and release them where gradients are reduced
+    # (`setup_buckets`, `_release_ipg_buffers`): stage 2 in each micro-step, stage 1 after the last. Stage 3 keeps its own.
     flat = (knobs.contiguous > 0) & ~(on_cpu & (waits | (stage == 1)))
     in_bucket = _where(
         ((stage == 0) | _both(knobs), 0.0), (stage == 3, bucket), (flat, bucket * (1.0 + knobs.overlap)),
         ((stage == 2) & ~waits, filled * w), otherwise=0.0,
     )  # fmt: skip
-    activations, complete = _activations(knobs, profile, early)
+    there = (stage == 3) | ((stage == 1) & several)
+    activations, complete, with_first = _activations(knobs, profile, early, np.where(there, 0.0, in_bucket))
     return {
         # What fits is what fits with the longest samples.
         "activations": activations * profile.worst_share(knobs.micro, knobs.budgeted, knobs.limits),
         "gradients": complete + settled,
-        "buckets": in_bucket,
+        "buckets": np.where(there, in_bucket, with_first),
         "gathered": _gathered(knobs, profile, machine),
     }
 
 
-def _activations(knobs: Knobs, profile: Profile, gradient_bytes: Floats) -> tuple[Floats, Floats]:
-    """Bytes of activations at the highest instant of backward, and of the gradients complete by then.
+def _activations(
+    knobs: Knobs, profile: Profile, gradient_bytes: Floats, bucket_bytes: Floats
+) -> tuple[Floats, Floats, Floats]:
+    """Bytes of activations at the highest instant of backward, of the gradients complete by then, and of buckets.
 
     From the passes that were followed, linear in the micro-batch; accumulation, stage and offload do not change them.
     Recomputation of every k-th block where only all and none were followed lies between the two.
     """
-    live, complete = np.zeros(len(knobs.micro)), np.zeros(len(knobs.micro))
+    live, complete, buckets = (np.zeros(len(knobs.micro)) for _ in range(3))
     arithmetic = knobs.arithmetic
     share = knobs.recomputed_share(profile.n_blocks)
     for name, every in dict.fromkeys(zip(arithmetic.tolist(), knobs.recomputed.tolist(), strict=True)):
         rows = np.flatnonzero((arithmetic == name) & (knobs.recomputed == every))
-        live[rows], complete[rows] = profile.highest(
-            name, int(every), float(share[rows[0]]), knobs.micro[rows], gradient_bytes[rows]
+        live[rows], complete[rows], buckets[rows] = profile.highest(
+            name, int(every), float(share[rows[0]]), knobs.micro[rows], gradient_bytes[rows], bucket_bytes[rows]
         )
-    return live, complete
+    return live, complete, buckets
 
 
 def _gathered(knobs: Knobs, profile: Profile, machine: Machine) -> Floats:

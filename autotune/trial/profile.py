@@ -56,18 +56,22 @@ class Pass:
         moments = tuple((factor * constant, factor * slope, n) for constant, slope, n in self.moments)
         return replace(self, moments=moments, kept_bytes=kept, largest_bytes=largest, moved_bytes=moved)
 
-    def highest(self, micro: Floats, gradient_bytes: Floats) -> tuple[Floats, Floats]:
-        """Returns the bytes of activations and of gradients at the moment at which their sum is highest.
+    def highest(self, micro: Floats, gradient_bytes: Floats, bucket_bytes: Floats) -> tuple[Floats, Floats, Floats]:
+        """Returns the bytes of activations, gradients and buckets at the moment at which their sum is highest.
 
         Args:
             micro: Micro-batches, shape [n].
             gradient_bytes: Bytes per element of a complete gradient, shape [n].
+            bucket_bytes: Bytes of buckets that are allocated when the first gradient is complete, shape [n].
         """
         constant, slope, elements = np.array(self.moments).T
         live = constant + np.outer(micro, slope)
-        complete = np.outer(gradient_bytes, elements)
-        at = np.argmax(live + complete, axis=1)[:, None]
-        return np.take_along_axis(live, at, axis=1)[:, 0], np.take_along_axis(complete, at, axis=1)[:, 0]
+        complete, buckets = np.outer(gradient_bytes, elements), np.outer(bucket_bytes, elements > 0)
+        at = np.argmax(live + complete + buckets, axis=1)[:, None]
+        activations, gradients, held = (
+            np.take_along_axis(each, at, axis=1)[:, 0] for each in (live, complete, buckets)
+        )
+        return activations, gradients, held
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,9 +204,9 @@ class Profile:
         return sum(size * count for size, count in self.sizes if size <= threshold)
 
     def highest(
-        self, arithmetic: str, every: int, share: float, micro: Floats, gradient_bytes: Floats
-    ) -> tuple[Floats, Floats]:
-        """Returns the bytes of activations and complete gradients at the peak of a pass; see `Pass.highest`.
+        self, arithmetic: str, every: int, share: float, micro: Floats, gradient_bytes: Floats, bucket_bytes: Floats
+    ) -> tuple[Floats, Floats, Floats]:
+        """Returns the bytes of activations, complete gradients and buckets at the peak of a pass; see `Pass.highest`.
 
         Args:
             arithmetic: A value of `ARITHMETIC`.
@@ -210,32 +214,34 @@ class Profile:
             share: Share of the blocks that are recomputed.
             micro: Micro-batches, shape [n].
             gradient_bytes: Bytes per element of a complete gradient, shape [n].
+            bucket_bytes: Bytes of buckets that are allocated when the first gradient is complete, shape [n].
         """
         if not self.passes:
             kept = self.activation_bytes_per_sample * (1 - share) + self.checkpointed_bytes_per_sample * share
-            return micro * kept * ACTIVATION_SCALE[arithmetic], gradient_bytes * self.n_trainable
+            return micro * kept * ACTIVATION_SCALE[arithmetic], gradient_bytes * self.n_trainable, bucket_bytes
         for name, scale in ((arithmetic, 1.0), ("fp32", ACTIVATION_SCALE[arithmetic])):
             exact = self.passes.get(f"{name}/{every}")
             if exact is not None:
-                live, complete = exact.highest(micro, gradient_bytes / scale)
-                return scale * live, scale * complete
+                live, complete, buckets = exact.highest(micro, gradient_bytes / scale, bucket_bytes / scale)
+                return scale * live, scale * complete, scale * buckets
             plain, again = self.passes.get(f"{name}/0"), self.passes.get(f"{name}/1")
             if plain is not None:
-                whole = plain.highest(micro, gradient_bytes / scale)
-                found = again.highest(micro, gradient_bytes / scale) if again else self._recomputed(*whole, micro)
-                live, complete = ((1 - share) * a + share * b for a, b in zip(whole, found, strict=True))
-                return scale * live, scale * complete
+                moment = micro, gradient_bytes / scale, bucket_bytes / scale
+                whole = plain.highest(*moment)
+                found = again.highest(*moment) if again else (self._recomputed(whole[0], micro), *whole[1:])
+                live, complete, buckets = ((1 - share) * a + share * b for a, b in zip(whole, found, strict=True))
+                return scale * live, scale * complete, scale * buckets
         raise AssertionError("the plain fp32 pass is followed first")
 
-    def _recomputed(self, live: Floats, complete: Floats, micro: Floats) -> tuple[Floats, Floats]:
-        """Peak with every block recomputed, from the peak without, where that pass was not traced.
+    def _recomputed(self, live: Floats, micro: Floats) -> Floats:
+        """Returns the bytes of activations with every block recomputed, from the peak without, where that pass was not traced.
 
         Kept are the blocks' inputs, 4 s b h L bytes in fp32 (Korthikanti et al., 2205.05198: 2 s b h L at 16 bits), one
         block's activations, and what lies outside of the blocks.
         """
         layers = max(1, self.n_blocks)
         inputs = 4.0 * self.sequence * self.width * layers * micro
-        return np.minimum(live, inputs + live * (1 - self.block_share + self.block_share / layers)), complete
+        return np.minimum(live, inputs + live * (1 - self.block_share + self.block_share / layers))
 
     def largest_tensor_bytes(self, precision: str, micro_batch_size: int) -> float:
         """Returns the bytes of forward's largest tensor, often the logits; 0 if no pass was traced."""

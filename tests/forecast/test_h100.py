@@ -58,6 +58,27 @@ def test_what_a_step_holds_is_what_an_h100_allocated(n, values, allocated):
     assert in_step_bytes(n, precision="bf16", **values) == pytest.approx(allocated, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("values", "allocated"),
+    [
+        ({"zero_stage": 1}, 9.20e9),
+        ({"zero_stage": 2}, 9.20e9),
+        ({"zero_stage": 3}, 10.45e9),
+        ({"zero_stage": 1, "gradient_accumulation_steps": 4}, 10.46e9),
+        ({"zero_stage": 2, "gradient_accumulation_steps": 4}, 9.45e9),
+    ],
+)
+def test_buckets_count_at_the_loss_only_where_they_are_there_before_the_first_gradient(values, allocated):
+    """A GPT of 125 million parameters whose memory peaks at the loss; its pass as it was traced there."""
+    traced = replace(PASS, moments=((0.0, 0.9241e9, 0.0), (0.0, 0.512e9, 768.0)))
+    workload = replace(profile(124_475_904), passes={"fp32/0": traced, "bf16/0": traced})
+    candidate = Candidate.of({"micro_batch_size": 8, "precision": "bf16", **values})
+    found = memory_phases(Knobs.of([candidate]), workload, H100)["backward"]
+    assert sum(float(term[0]) for name, term in found.items() if name != "allocator") == pytest.approx(
+        allocated, rel=0.02
+    )
+
+
 def test_deepspeeds_steps_of_16_bit_weights_launch_for_each_tensor_and_torchs_do_not():
     assert seconds("bookkeeping", precision="torch_autocast") == 0.0
     lone, sharded = (seconds("bookkeeping", precision="bf16", zero_stage=stage) for stage in (0, 1))

@@ -472,7 +472,7 @@ def test_where_no_recomputing_pass_was_followed_its_memory_is_not_that_of_the_pl
     plain = {"fp32/0": a_pass((0, 100e6, 0))}
     short = replace(PROFILE, passes=plain, cut_short=True)
     live = [
-        float(short.highest("fp32", every, float(every > 0), np.array([4.0]), np.array([4.0]))[0][0])
+        float(short.highest("fp32", every, float(every > 0), np.array([4.0]), np.array([4.0]), np.zeros(1))[0][0])
         for every in (0, 1)
     ]
     assert live[1] < 0.5 * live[0]

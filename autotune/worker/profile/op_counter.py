@@ -187,7 +187,8 @@ def combine(first: Trace, second: Trace, sizes: tuple[int, int]) -> Pass:
         moments = [(*affine(a, b), float(elements)) for (a, elements), (b, _) in pairs]
     else:  # the two ran differently: only their peaks compare
         whole = max(elements for _, elements in second.moments)
-        moments = [(*affine(first.peak_bytes, second.peak_bytes), 0.0), (0.0, 0.0, float(whole))]
+        # One element stands for the first gradient, with which buckets come.
+        moments = [(*affine(first.peak_bytes, second.peak_bytes), 1.0), (0.0, 0.0, float(whole))]
     return Pass(
         moments=_highest(moments),
         kept_bytes=affine(first.kept_bytes, second.kept_bytes),
@@ -200,12 +201,16 @@ def combine(first: Trace, second: Trace, sizes: tuple[int, int]) -> Pass:
 
 
 def _highest(moments: list[tuple[float, float, float]]) -> tuple[tuple[float, float, float], ...]:
-    """Returns the instants with the highest memory for some micro-batch and gradient type."""
+    """Returns the instants with the highest memory for some micro-batch and gradient type, before the first gradient and after.
+
+    Buckets come with the first gradient, so that the highest instant with them may be another.
+    """
     table = np.array(moments)
     kept: dict[int, None] = {}
-    for width in LOOKED_AT_GRADIENT:
-        heights = table[:, 0] + np.outer(LOOKED_AT_MICRO, table[:, 1]) + width * table[:, 2]
-        kept |= dict.fromkeys(int(row) for row in heights.argmax(axis=1))
+    for rows in (np.arange(len(table)), np.flatnonzero(table[:, 2])):
+        for width in LOOKED_AT_GRADIENT if len(rows) else ():
+            heights = table[rows, 0] + np.outer(LOOKED_AT_MICRO, table[rows, 1]) + width * table[rows, 2]
+            kept |= dict.fromkeys(int(rows[row]) for row in heights.argmax(axis=1))
     return tuple(moments[row] for row in sorted(kept))
 
 

@@ -139,8 +139,9 @@ class ForwardProfile:
         wide = 1.0 / ACTIVATION_SCALE[self._arithmetic()] / samples
         n_trained = float(sum(map(n_elements, trained)))
         return Pass(
-            # Backward starts with the gradient of forward's output, which may be as large as its largest tensor.
-            moments=((0.0, (kept + trace.largest_bytes) * wide, 0.0), (0.0, 0.0, n_trained)),
+            # Backward starts with the gradient of forward's output, which may be as large as its largest tensor; the first
+            # gradient of a parameter comes when that is gone.
+            moments=((0.0, (kept + trace.largest_bytes) * wide, 0.0), (0.0, kept * wide, 1.0), (0.0, 0.0, n_trained)),
             kept_bytes=(0.0, kept * wide),
             largest_bytes=(0.0, trace.largest_bytes * wide),
             flops=(0.0, times * trace.flops / samples),

@@ -227,6 +227,11 @@ def test_every_page_is_found_from_the_readme():
     assert set(TEXTS) - set(found) == {"README.md"}
 
 
+def test_decisions_are_numbered_without_gaps():
+    numbers = [int(page[len("docs/decisions/") :][:4]) for page in sorted(TEXTS) if page.startswith("docs/decisions/0")]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
 def test_every_word_of_the_terminal_is_in_the_glossary():
     text = TEXTS["docs/glossary.md"]
     words = "baseline drop-in front pick finalist goodput headroom branch gate noise-scale tie gain measured-once MFU"

@@ -13,7 +13,7 @@ from autotune.errors import UserError
 from autotune.report import trial_notes
 from autotune.report.timeline import Run
 from autotune.scoring.effects import Effects, effects
-from autotune.scoring.estimates import WIDEST
+from autotune.scoring.estimates import Gain
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.recommend import PICKS
 from autotune.space.candidate import Candidate, differing
@@ -38,15 +38,6 @@ FOR_LONG_SAMPLES = (
     "cut them (`data.max_length` in the search space; or state a smaller --max-length if it says too much), recompute"
     " (`checkpoint_every: 1`), split sequences over ranks (`sequence_parallel_size`), or take devices with more memory"
 )
-PICK_NOTES = {
-    "recommended": "the best by the objectives",
-    "drop_in": "keeps the baseline's global batch and numerics",
-    "lowest_latency": "the shortest optimizer step",
-    "highest_throughput": "the most samples per second",
-    "fastest_convergence": "the soonest at any target, by goodput",
-    "lowest_memory": "the least memory at its peak",
-    "out_of_reach": "the best of what only a trial can run",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,22 +360,27 @@ def pick_words(report: StudyReport, names: Sequence[str], pick: Data) -> str:
     if not said:
         return ", ".join([NO_SPEEDUP, *_unsure(pick)])
     at = price_words(report, pick, lead)
-    whole = [f"{said} the baseline's {METRICS[lead].label}" + (f", at {' and '.join(at)}" if at else "")]
-    return ", ".join([*whole, *([doubt] if (doubt := doubt_words(pick, lead)) else [])])
+    whole = [f"{said} the baseline's {METRICS[lead].label}", *_untold(pick, lead)]
+    return ", ".join([*whole, *([f"at {' and '.join(at)}"] if at else []), *_unsure(pick)])
 
 
 def price_words(report: StudyReport, pick: Data, lead: str) -> list[str]:
     """What a pick costs beside the metric that it leads with: `2.48x the step time`.
 
     If it costs nothing, its throughput, or the metric that the goal is about where it leads with its throughput; neither
-    where that is the figure just said, as goodput is throughput at an equal global batch.
+    where that is the figure just said, as goodput is throughput at an equal global batch. A price that cannot be stated is
+    said to be so: what is not known is not free.
     """
-    gains = pick.get("gains") or {}
-    ratios = {name: _ratio(name, gains[name][0]) for name in (THROUGHPUT, *report.objectives) if name in gains}
-    worse = {name: ratio for name, ratio in ratios.items() if name != lead and gains[name][0] < 1 - PRICE}
+    gains = {name: Gain(*ends) for name, ends in (pick.get("gains") or {}).items()}
+    known = [name for name in dict.fromkeys([THROUGHPUT, *report.objectives]) if name in gains]
+    vague = [name for name in known if name != lead and gains[name].vague]
+    ratios = {name: _ratio(name, gains[name].factor) for name in known if name not in vague}
+    worse = {name: ratio for name, ratio in ratios.items() if name != lead and gains[name].factor < 1 - PRICE}
     other = THROUGHPUT if lead != THROUGHPUT else _heaviest(report)
     price = worse or {n: ratio for n, ratio in ratios.items() if n == other and times(ratio) != times(ratios.get(lead))}
-    return [f"{times(ratio)} the {METRICS[name].label}" for name, ratio in price.items()]
+    noise = {name: "" if gains[name].told else " (within noise)" for name in price}
+    said = [f"{times(ratio)} the {METRICS[name].label}{noise[name]}" for name, ratio in price.items()]
+    return said + [f"no comparable {METRICS[name].label}" for name in vague[:1]]
 
 
 def _ratio(metric: str, gain: float) -> float:
@@ -394,7 +390,7 @@ def _ratio(metric: str, gain: float) -> float:
 
 def _ratio_words(metric: str, gain: Sequence[float] | None) -> str:
     """A metric over the baseline's with its interval, `0.64x (0.60 to 0.68)`; empty where that says nothing."""
-    if gain is None or gain[2] > WIDEST * gain[1]:
+    if gain is None or Gain(*gain).vague:
         return ""
     ratio, *ends = (_ratio(metric, each) for each in gain)
     low, high = (f"{end:.2f}" for end in sorted(ends))
@@ -403,8 +399,12 @@ def _ratio_words(metric: str, gain: Sequence[float] | None) -> str:
 
 def doubt_words(pick: Data, metric: str = THROUGHPUT) -> str:
     """What keeps a gain over the baseline from being a result: `measured once`; empty if nothing does."""
+    return ", ".join([*_unsure(pick), *_untold(pick, metric)])
+
+
+def _untold(pick: Data, metric: str) -> list[str]:
     found = change(pick, metric)
-    return ", ".join([*_unsure(pick), *(["not to be told from 1"] if found is not None and not found.told else [])])
+    return ["not to be told from 1"] if found is not None and not found.told else []
 
 
 def _unsure(pick: Data) -> list[str]:
@@ -443,8 +443,7 @@ class Change:
 
 
 def change(point: Data, metric: str) -> Change | None:
-    """A metric of a trial against the baseline's; None where one of them has none."""
-    if (ends := (point.get("gains") or {}).get(metric)) is None:
+    """A metric of a trial against the baseline's; None where one of them has none, or the interval says nothing."""
+    if (ends := (point.get("gains") or {}).get(metric)) is None or (gain := Gain(*ends)).vague:
         return None
-    factor, low, high = ends
-    return Change(factor=max(factor, 1 / factor), better=factor >= 1, told=not low <= 1 <= high)
+    return Change(factor=max(gain.factor, 1 / gain.factor), better=gain.factor >= 1, told=gain.told)

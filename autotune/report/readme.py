@@ -13,7 +13,7 @@ from autotune.report.data import NO_SPEEDUP, Data, StudyReport, end_words, measu
 from autotune.report.next_steps import next_steps, reproduce
 from autotune.report.started import started
 from autotune.scoring.metrics import METRICS
-from autotune.scoring.reasons import KEPT
+from autotune.scoring.reasons import kept
 from autotune.system.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
@@ -176,11 +176,11 @@ def _answer(report: StudyReport) -> str:
         return f"**Nothing to recommend**: {_plain(report.why_nothing)}."
     found = f"**Recommended: trial {pick['trial']}**, {_code(words(pick['candidate']))}"
     if report.is_baseline(pick):
-        return f"{found}, the baseline itself: {KEPT}."
+        return f"{found}, the baseline itself: {kept(len(report.points))}."
     names = next(names for names, picked in report.picks_by_trial() if "recommended" in names)
     if NO_SPEEDUP not in (said := pick_words(report, names, pick)):
         return f"{found}: {said}."
-    why = "did not run" if report.baseline is None else "cannot be compared with it"
+    why = "did not complete" if report.baseline is None else "cannot be compared with it"
     return f"{found}. The baseline {why}, so there is no speed-up to state."
 
 

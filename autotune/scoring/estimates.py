@@ -47,6 +47,11 @@ class Gain(NamedTuple):
         """Whether the two can be told apart."""
         return not self.low <= 1.0 <= self.high
 
+    @property
+    def vague(self) -> bool:
+        """Whether the interval is so wide that it says nothing."""
+        return self.high > WIDEST * self.low
+
 
 @dataclass(frozen=True)
 class Estimates:
@@ -131,7 +136,7 @@ class Estimates:
     def speedup(self, measured: Measured) -> Gain | None:
         """Throughput over the baseline's; None without one, or where the interval says nothing."""
         found = self.gain(measured, self.baseline, "samples_per_s") if self.baseline is not None else None
-        return found if found is not None and found.high <= WIDEST * found.low else None
+        return found if found is not None and not found.vague else None
 
     def gains(self, measured: Measured) -> dict[str, Gain]:
         """The gains over the baseline by metric; of a trial that ended early none in time, which has no estimate."""
@@ -329,7 +334,8 @@ def _estimated(
             ci95[name] = metrics[name] * math.exp(-wide), metrics[name] * math.exp(wide)
         elif name in METRICS and value > 0:
             seen = [value, *(again[name] for again in m.repeats.values() if again.get(name, 0) > 0)]
-            metrics[name] = value if len(seen) == 1 else math.exp(sum(map(math.log, seen)) / len(seen))
+            # Equal readings are their own mean, which logarithms would miss by a rounding that ranks one trial before another.
+            metrics[name] = value if len(set(seen)) == 1 else math.exp(sum(map(math.log, seen)) / len(seen))
             # Memory is the same in every run, or else as the readings differ; a time, and the energy that goes with it, is as
             # noisy as the step time.
             wide = math.exp(noise / math.sqrt(len(seen))) if METRICS[name].unit in ("s", "J") else 1.0

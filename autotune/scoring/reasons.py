@@ -8,8 +8,8 @@ from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
 
-# Why the user's own configuration is recommended.
-KEPT = "no trial that passed its checks is measurably better"
+# Why the user's own configuration is recommended: see `kept`.
+KEPT, ALONE = "no trial that passed its checks is measurably better", "nothing else was measured"
 # The noise scale grows over a training (McCandlish et al., 1812.06162).
 SMALLER = (
     "a smaller global batch pays most at the start of a training, where this was measured, and less later"
@@ -17,6 +17,11 @@ SMALLER = (
 )
 # From this change of the machine's speed between first trial and re-measurements on, the reasons mention it: 10 %.
 DRIFT = 0.1
+
+
+def kept(n_measured: int) -> str:
+    """Why the user's own configuration is recommended, of `n_measured` trials that yielded something."""
+    return KEPT if n_measured > 1 else ALONE
 
 
 def named(objectives: Sequence[Objective]) -> str:
@@ -29,9 +34,9 @@ def words(measured: Measured, estimates: Estimates, objectives: Sequence[Objecti
     """The changes of a trial, and its gains over the baseline."""
     baseline = estimates.baseline
     if baseline is None:
-        return ["the baseline did not run, so there is no speed-up to state"]
+        return ["the baseline did not complete, so there is no speed-up to state"]
     if measured.trial == baseline.trial:
-        return [f"this is the baseline: {KEPT}"]
+        return ["this is the baseline"]
     found = measured.candidate.changes_from(baseline.candidate)
     gains = [f"{METRICS[o.metric].label} {_gain(measured, estimates, o.metric)}" for o in objectives]
     smaller = measured.candidate.samples_per_rank < baseline.candidate.samples_per_rank
@@ -47,9 +52,14 @@ def _gain(measured: Measured, estimates: Estimates, metric: str) -> str:
     gain = estimates.gain(measured, estimates.baseline, metric)
     if gain is None:
         return "not measured"
-    said = f"{max(gain.factor, 1 / gain.factor):.2f}x {'better' if gain.factor >= 1 else 'worse'}"
+    if gain.vague:
+        return "cannot be compared"
+    times = f"{max(gain.factor, 1 / gain.factor):.2f}x"
+    if times == "1.00x":
+        return "equal"
+    said = f"{times} {'better' if gain.factor >= 1 else 'worse'}"
     if not gain.told:
-        return "equal" if gain.low == gain.high else f"{said} (not to be told from equal)"
+        return f"{said} (not to be told from equal)"
     if metric != GOODPUT:
         return said
     # Goodput read as the time to any target, relative to the baseline's.

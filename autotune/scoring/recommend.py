@@ -10,7 +10,7 @@ from autotune.scoring.estimates import Estimates
 from autotune.scoring.measured import Measured, improvement, log_gain, log_ratio
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
-from autotune.scoring.reasons import KEPT, checked, drift, named, passed_by, words
+from autotune.scoring.reasons import checked, drift, kept, named, passed_by, words
 from autotune.space.candidate import differing
 from autotune.trial.result import Outcome
 
@@ -168,9 +168,9 @@ def recommend(estimates: Estimates, objectives: Sequence[Objective], world_size:
     if baseline is not None and same:
         keeps, _ = _best(same, estimates, objectives)
         batch = baseline.candidate.global_batch_size(world_size)
-        kept = f"keeps the baseline's global batch of {batch} and its numerics"
+        keeping = f"keeps the baseline's global batch of {batch} and its numerics"
         tried = any(drops_in(m, baseline, world_size) for m in estimates.measured if m.trial != baseline.trial)
-        why = f"the best {named(objectives)} that {kept}" if tried else f"no other one that {kept} was tried"
+        why = f"the best {named(objectives)} that {keeping}" if tried else f"no other one that {keeping} was tried"
         picks["drop_in"] = _pick(keeps, estimates, [why, *words(keeps, estimates, objectives)])
     extremes, unchecked = _extremes(ranked, sound, estimates, objectives)
     picks |= extremes
@@ -269,11 +269,13 @@ def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence
     chosen = min(alike, key=lambda m: (not m.numerics_kept, n_changes[m.trial], behind[m.trial]))
     why = f"the best {named(objectives)}"
     if chosen is baseline:
-        why = f"the baseline: {KEPT}"
+        why = f"the baseline: {kept(sum(bool(m.metrics) for m in estimates.measured))}"
     elif baseline is not None:
+        found = [estimates.gain(chosen, baseline, o.metric) for o in objectives]
         gain = math.exp(log_gain(chosen, baseline, objectives))
         mean = "weighted geometric mean" if len({o.weight for o in objectives}) > 1 else "geometric mean"
-        why += f" ({f'{mean} of the gains: ' if len(objectives) > 1 else ''}{gain:.2f}x)"
+        if not any(each is not None and each.vague for each in found):
+            why += f" ({f'{mean} of the gains: ' if len(objectives) > 1 else ''}{gain:.2f}x)"
     others = [m for m in confirmed if m is not chosen and tied(m, chosen, estimates, objectives)]
     if others:
         why += f"; not to be told from {', '.join(f'trial {m.trial}' for m in others)} within the noise"

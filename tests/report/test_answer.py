@@ -2,12 +2,13 @@
 
 import re
 from dataclasses import replace
+from html import unescape
 
 import pytest
 from rich.console import Console
 from support.instant import Instant, failed, runner_of
 from support.instant import report as instant_report
-from support.study_report import EVIL, MIB, OBJECTIVES, study_report
+from support.study_report import EVIL, MIB, OBJECTIVES, study_report, with_picks
 
 from autotune.report import load
 from autotune.report.answer import Answer
@@ -287,6 +288,27 @@ def test_a_pick_leads_with_its_own_metric_and_says_the_price(report):
     assert words.startswith(f"{ratio:.2f}x the baseline's peak memory, at ") and " the throughput" in words
     weighted = replace(report, study={**report.study, "weights": {"step_time_s": 1.0}})
     assert leading_metric(weighted, ["recommended"], pick) == "step_time_s"
+
+
+def test_a_price_within_noise_is_said_to_be_so_and_one_that_says_nothing_is_not_stated(report):
+    """`at 0.91x the throughput` stood for an interval from 0.75 to 1.10, and for one from 0.2 to 4."""
+    lean = next(point for point in report.front if not report.is_baseline(point))
+    plain, memory = replace(report, study=report.study | {"objectives": ["peak_memory_bytes"]}), [1.25, 1.25, 1.25]
+
+    def said(gain):
+        vague = gain[2] > 4 * gain[1]
+        gains = {"peak_memory_bytes": memory, "samples_per_s": gain}
+        pick = lean | {"gains": gains, "speedup": None if vague else gain[0], "measurements": 3}
+        pick["speedup_ci95"] = None if vague else gain[1:]
+        goal = replace(plain, study=plain.study | {"weights": {"peak_memory_bytes": 1.0}})
+        shown = with_picks(goal, recommended=pick)
+        words = pick_words(shown, ["recommended"], pick)
+        assert all(words in text for text in (render(shown), unescape(report_page.render(shown)), printed(shown, 200)))
+        return words.removeprefix("0.80x the baseline's peak memory, at ")
+
+    assert said([0.91, 0.89, 0.93]) == "0.91x the throughput"
+    assert said([0.91, 0.75, 1.10]) == "0.91x the throughput (within noise)"
+    assert said([0.91, 0.20, 4.00]) == "no comparable throughput"
 
 
 def test_what_gains_nothing_by_the_metric_of_the_goal_leads_with_what_it_gains(report):

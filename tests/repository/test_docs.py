@@ -13,7 +13,8 @@ from support.instant import finished
 from support.paths import MODELS, ROOT
 
 from autotune.cli.app import COMMANDS, app, imported
-from autotune.report.data import PICK_NOTES, StudyReport, title
+from autotune.report.data import StudyReport, title
+from autotune.report.page.content import PICK_NOTES
 from autotune.space.candidate import Candidate
 from autotune.study.spec.spec import StudySpec
 from autotune.trial.result import Outcome

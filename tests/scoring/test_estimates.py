@@ -54,6 +54,13 @@ def test_a_rate_that_other_trials_settle_leaves_open_what_the_loss_curves_do(rat
     assert math.sqrt(max(0.0, curve)) / 2 == pytest.approx(0.12, abs=0.03)
 
 
+def test_the_mean_of_equal_readings_is_that_reading():
+    """A rounding made it another one, by which a trial of the same memory was said to read better."""
+    sizes = [104e6 + n for n in range(20)]
+    found = estimate([measured(n, 0.1, size, rounds=[0.1, 0.1]) for n, size in enumerate(sizes)])
+    assert [m.metrics["peak_memory_bytes"] for m in found.measured] == sizes
+
+
 def test_a_trial_that_was_stopped_early_has_no_gain_in_time():
     """Its interval was 1e-22 to 1e22 in `report.json`."""
     found = estimate([measured(0, 0.1), replace(measured(1, 0.2), outcome=Outcome.STOPPED_EARLY)])

@@ -152,6 +152,8 @@ def test_an_interval_that_says_nothing_is_no_result():
     assert memory.measured.trial == 1 and memory.speedup is memory.speedup_ci95 is None
     assert memory.to_data()["speedup"] is None
     assert any(reason.startswith("its throughput cannot be compared") for reason in memory.reasons)
+    # Nor is it a gain in a reason, beside which it was said that it cannot be compared.
+    assert any("throughput cannot be compared" in reason and "x better" in reason for reason in memory.reasons)
     # By speed, what cannot be told is no pick.
     assert chosen(found, "highest_throughput") != 1 and chosen(found, "lowest_latency") != 1
 
@@ -232,6 +234,20 @@ def test_the_baseline_is_recommended_where_nothing_is_measurably_better():
     why, *others = pick.reasons
     assert why.startswith("the baseline: no trial") and "not to be told from trial 1" in why  # not "the best, 1.00x"
     assert not any("is the baseline" in reason for reason in others)
+    assert reasons(recommend([base], [LATENCY])) == "the baseline: nothing else was measured"
+
+
+def test_a_baseline_that_is_only_another_pick_is_not_said_to_be_unbeaten():
+    """Beside a recommended trial of 9.47x the throughput its drop-in said that no trial was measurably better."""
+    found = recommend([measured(0, 0.1, 90e6), measured(1, 0.05, micro=16)], [THROUGHPUT])
+    assert chosen(found) == 1 and chosen(found, "drop_in") == chosen(found, "lowest_memory") == 0
+    assert all(reasons(found, name).endswith("this is the baseline") for name in ("drop_in", "lowest_memory"))
+
+
+def test_a_gain_that_reads_as_one_is_said_to_be_equal():
+    """As the tables do; it was `1.00x better (not to be told from equal)`."""
+    found = recommend([measured(0, 0.1), measured(1, 0.05, 100.1e6, micro=16)], [THROUGHPUT, MEMORY])
+    assert chosen(found) == 1 and "peak memory equal" in reasons(found)
 
 
 # The baseline is missing, or nothing is usable.

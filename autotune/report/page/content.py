@@ -9,7 +9,7 @@ from typing import Any
 
 from autotune.report import attempts, samples, series, tables
 from autotune.report.data import (
-    PICK_NOTES,
+    NO_SPEEDUP,
     THROUGHPUT,
     Change,
     Data,
@@ -32,10 +32,19 @@ from autotune.report.series import level_text
 from autotune.scoring.convergence.quality_gate import GateVerdict
 from autotune.scoring.effects import Effect, Effects
 from autotune.scoring.metrics import METRICS
-from autotune.scoring.reasons import KEPT
+from autotune.scoring.reasons import kept
 from autotune.system.units import Scale, format_bytes, format_duration
 
 Context = dict[str, Any]
+PICK_NOTES = {
+    "recommended": "the best by the objectives",
+    "drop_in": "keeps the baseline's global batch and numerics",
+    "lowest_latency": "the shortest optimizer step",
+    "highest_throughput": "the most samples per second",
+    "fastest_convergence": "the soonest at any target, by goodput",
+    "lowest_memory": "the least memory at its peak",
+    "out_of_reach": "the best of what only a trial can run",
+}
 # Fields of the study that the page shows elsewhere or that only programs need.
 HIDDEN_FIELDS = (
     "name", "target", "wall_s", "folder", "stored_as", "trials_wanted", "time_budget_s", "max_length", "under_way", "retuned",
@@ -112,18 +121,12 @@ def _verdict(report: StudyReport, names: Sequence[str], pick: Data) -> Context:
     """The answer's headline: the speed-up as `factor`, or a `text` in its place; `span` is the interval."""
     factor, span, text = times(pick.get("speedup"), "×"), _span(pick), ""
     if report.is_baseline(pick):
-        return {
-            "factor": "",
-            "span": "",
-            "price": "",
-            "text": "Keep your configuration: "
-            + (f"{KEPT}." if len(report.points) > 1 else "nothing else was measured."),
-        }
-    if not factor:
-        why = "did not run" if report.baseline is None else "cannot be compared with it"
+        return {"factor": "", "span": "", "price": "", "text": f"Keep your configuration: {kept(len(report.points))}."}
+    said = pick_words(report, names, pick)
+    if NO_SPEEDUP in said:
+        why = "did not complete" if report.baseline is None else "cannot be compared with it"
         text = f"The baseline {why}, so there is no speed-up to state."
-    elif pick["speedup"] < 1 or leading_metric(report, names, pick) != THROUGHPUT:
-        said = pick_words(report, names, pick)
+    elif not factor or pick["speedup"] < 1 or leading_metric(report, names, pick) != THROUGHPUT:
         factor, text = "", said[0].upper() + said[1:]
     price = (
         f"at {' and '.join(price_words(report, pick, THROUGHPUT))}"

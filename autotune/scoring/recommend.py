@@ -271,10 +271,8 @@ def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence
     if chosen is baseline:
         why = f"the baseline: {kept(sum(bool(m.metrics) for m in estimates.measured))}"
     elif baseline is not None:
-        found = [estimates.gain(chosen, baseline, o.metric) for o in objectives]
-        gain = math.exp(log_gain(chosen, baseline, objectives))
         mean = "weighted geometric mean" if len({o.weight for o in objectives}) > 1 else "geometric mean"
-        if not any(each is not None and each.vague for each in found):
+        if (gain := goal_gain(chosen, baseline, estimates, objectives)) is not None:
             why += f" ({f'{mean} of the gains: ' if len(objectives) > 1 else ''}{gain:.2f}x)"
     others = [m for m in confirmed if m is not chosen and tied(m, chosen, estimates, objectives)]
     if others:
@@ -282,6 +280,15 @@ def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence
         if any(abs(log_gain(m, chosen, objectives)) > estimates.reach(m, chosen, objectives, 1) for m in others):
             why += f" (the best of {estimates.n_usable} trials reads better than it is)"  # though its own interval does not hold 1
     return chosen, why
+
+
+def goal_gain(
+    measured: Measured, baseline: Measured, estimates: Estimates, objectives: Sequence[Objective]
+) -> float | None:
+    """The factor by which a trial is better than the baseline by the objectives; None where an interval of them says nothing."""
+    gains = [estimates.gain(measured, baseline, o.metric) for o in objectives]
+    vague = any(gain is not None and gain.vague for gain in gains)
+    return None if vague else math.exp(log_gain(measured, baseline, objectives))
 
 
 def shown_better(measured: Measured, estimates: Estimates, objectives: Sequence[Objective]) -> bool:

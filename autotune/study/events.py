@@ -74,7 +74,8 @@ class Progress:
     Attributes:
         role: `baseline`, `search` or `repeat`.
         n_told: Trials told so far.
-        best_gain: Its gain over the baseline by the goal: the weighted geometric mean over the objectives.
+        best_gain: Its gain over the baseline by the goal: the weighted geometric mean over the objectives; None where that
+            says nothing.
         best_open: What may keep it from being the answer: `unchecked`, `not yet shown to be better`.
         left_s: Estimated seconds until the end of the study.
     """

@@ -15,7 +15,7 @@ from autotune.forecast.regression import STOPPED_SD, interval_sd
 from autotune.scoring import objective, recommend
 from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE, first_losses_off
 from autotune.scoring.estimates import Estimates, estimate
-from autotune.scoring.measured import Measured, log_gain, set_apart
+from autotune.scoring.measured import Measured, set_apart
 from autotune.scoring.objective import Objective, Score
 from autotune.search.observation import MEASURED_ATTR
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
@@ -181,7 +181,7 @@ class Teller:
         estimates, objectives = estimate(self._state.measured()), self._state.objectives
         best = next((m for m in recommend.rank(estimates, objectives) if not m.barred), None)
         baseline = estimates.baseline
-        gain = math.exp(log_gain(best, baseline, objectives)) if best and baseline else None
+        gain = recommend.goal_gain(best, baseline, estimates, objectives) if best and baseline else None
         lacks = _left_open(best, estimates, objectives) if best and baseline and best.trial != baseline.trial else ""
         self._stood = best, gain, lacks, estimates.noise_sd
         took_s = time.thread_time() - began_s

@@ -154,6 +154,8 @@ def test_an_interval_that_says_nothing_is_no_result():
     assert any(reason.startswith("its throughput cannot be compared") for reason in memory.reasons)
     # Nor is it a gain in a reason, beside which it was said that it cannot be compared.
     assert any("throughput cannot be compared" in reason and "x better" in reason for reason in memory.reasons)
+    estimates, objectives = found.estimates, [MEMORY, THROUGHPUT]
+    assert recommendation.goal_gain(memory.measured, estimates.baseline, estimates, objectives) is None
     # By speed, what cannot be told is no pick.
     assert chosen(found, "highest_throughput") != 1 and chosen(found, "lowest_latency") != 1
 

@@ -6,6 +6,7 @@ from collections import Counter
 
 from autotune.report.data import StudyReport, pick_words
 from autotune.report.started import started
+from autotune.space.space import EXHAUSTED
 from autotune.study.events import DECIDING_SHARE, STOPPED, UNFINISHED, n_spent
 from autotune.trial.command import EXPORTED_CONFIG
 
@@ -70,6 +71,8 @@ def _kept(report: StudyReport, again: str) -> str:
         return (
             f"Keep your configuration until what reads better is checked: `{checks}` does so, and searches no further."
         )
+    if _exhausted(report):
+        return "Keep your configuration: nothing is left to try in this search space."
     return f"Keep your configuration. `{again} {_more(report)}` looks further."
 
 
@@ -84,6 +87,11 @@ def _checks(report: StudyReport, again: str) -> str:
 
 def _ended(report: StudyReport) -> str:
     return str(report.study.get("ended") or "")
+
+
+def _exhausted(report: StudyReport) -> bool:
+    """Whether no candidate is left, nor one that only a longer run would include."""
+    return _ended(report) == EXHAUSTED and not report.study.get("left_out")
 
 
 def _with_answer(report: StudyReport, name: str) -> list[str]:
@@ -110,6 +118,8 @@ def _without_answer(report: StudyReport, again: str) -> list[str]:
     if not ends["complete"] and 2 * (ends["oom"] + ends["predicted_oom"]) >= len(report.trials):
         smaller = "`--space batch,zero,offload` tries smaller micro-batches, ZeRO stages and offloading"
         return [f"Need less memory: {smaller}; more ranks (`--ranks`) share the states."]
+    if ends["complete"] and _exhausted(report):
+        return ["Loosen the constraints in study.yaml: nothing is left to try in this search space."]
     if ends["complete"] and report.trials_left:
         return ["Or loosen the constraints in study.yaml."]
     if ends["complete"]:

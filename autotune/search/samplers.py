@@ -20,7 +20,7 @@ from autotune.space.deepspeed import Scalar
 from autotune.space.legality import why_illegal
 from autotune.space.parameter import Parameter
 from autotune.space.rule import Setting
-from autotune.space.space import SearchSpace
+from autotune.space.space import EXHAUSTED, SearchSpace
 
 STARTUP_TRIALS = 8
 # The Gaussian process costs seconds a draw; the others are asked again when they propose what cannot run.
@@ -47,7 +47,7 @@ class LegalSampler(BaseSampler):
     def __init__(self, name: str, space: SearchSpace, default: Candidate, setting: Setting, seed: int) -> None:
         check_sampler(name)
         self.exhausted = False
-        self.why_exhausted = "every candidate that can run here has been measured"
+        self.why_exhausted = EXHAUSTED
         self.forced: Candidate | None = None
         self._space, self._default, self._setting = space, default, setting
         self._draws = DRAWS[name]

@@ -11,6 +11,7 @@ from autotune.scoring.quantiles import Z90
 from autotune.search.observation import Observation
 from autotune.search.optimizer import HOPELESS, CandidateOptimizer, RemainingCandidates, chance_needed
 from autotune.space.candidate import Candidate
+from autotune.space.space import EXHAUSTED
 from autotune.system.units import format_bytes
 from autotune.trial.profile import Floats
 from autotune.trial.request import TrialToBeat
@@ -46,7 +47,7 @@ def nothing_left(left: RemainingCandidates, limit: float | None) -> str:
             f"no remaining candidate fits the device memory of {format_bytes(math.exp(limit))}: of {left.n_open:,} that were not run"
             f" the smallest is predicted to need {format_bytes(left.least_memory_bytes)}"
         )
-    return "every candidate that can run here has been measured"
+    return EXHAUSTED
 
 
 def settled(

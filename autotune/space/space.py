@@ -20,6 +20,8 @@ NEUTRAL = {
     f.name: f.default for f in fields(Candidate) if f.default is not MISSING and f.name not in (*BATCH, "config")
 }
 MOST_STRUCTURES = 100_000
+# Why a search ends that has no candidate left.
+EXHAUSTED = "every candidate that can run here has been measured"
 MOST_CANDIDATES = 10**100
 
 

@@ -166,6 +166,10 @@ def test_a_search_that_its_time_budget_ended_goes_on_with_more_time():
     assert "--trials 60` looks further" in next_steps(report)[0]
     stopped = report.study | study | {"ended": "stopped after 30 of 40 trials: no further trial is expected to"}
     assert "--stop-below 0` looks further" in next_steps(replace(report, study=stopped))[0]
+    over = replace(report, study=stopped | {"ended": "every candidate that can run here has been measured"})
+    assert next_steps(over)[0] == "Keep your configuration: nothing is left to try in this search space."
+    unfit = replace(over, recommended={"picks": {}, "baseline": base})
+    assert next_steps(unfit)[0].endswith("study.yaml: nothing is left to try in this search space.")
     last = stopped | {"trials_wanted": 30}
     assert "--stop-below 0 --trials 60` looks further" in next_steps(replace(report, study=last))[0]
     assert "--time-budget 7m` looks further" in next_steps(replace(report, study=report.study | study))[0]

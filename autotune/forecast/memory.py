@@ -75,7 +75,7 @@ def memory_phases(knobs: Knobs, profile: Profile, machine: Machine) -> dict[str,
     in DeepSpeed's engine.py, stage_1_and_2.py, stage3.py, unfused_optimizer.py, bf16_optimizer.py):
 
     * weights w P, at stage 3 w P / N; frozen ones are never sharded below stage 3;
-    * master 4 Pt with 16-bit weights, from stage 1 on over N; in fp32 stages 1 and 2 clone their shard all the same;
+    * master 4 Pt with 16-bit weights, from stage 1 on over N; in fp32 ZeRO clones its shard all the same;
     * states (8 bytes for Adam) Pt, from stage 1 on over N.
     """
     n = len(knobs.micro)
@@ -106,12 +106,15 @@ def _fixed(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     on_device, param_on_device = 1.0 - knobs.offload_optimizer, 1.0 - knobs.offload_param
     weights = _whole(knobs, profile) * np.where(stage == 3, param_on_device / N, 1.0)
     weights = weights + np.where((knobs.hpz > 1) & (stage == 3), w * P / np.maximum(knobs.hpz, 1.0), 0.0)
-    clones = np.where((stage == 1) | (stage == 2), 4.0, 0.0)  # stage 3 shares fp32 weights with its optimizer
+    # Stage 3 too: it would share them where the device is the same, but compares a `torch.device` with a text.
+    clones = np.where(stage >= 1, 4.0, 0.0)
     master = np.where(w == 2.0, np.where(knobs.master_16 > 0, 2.0, 4.0), clones) * Pt / over_1 * on_device
     states = np.where(knobs.states_16 > 0, 0.5, 1.0) * profile.optimizer_bytes * Pt / over_1 * on_device
     # Held between steps: stage 3's flat gradients, and the unsharded fp32 sums of BF16_Optimizer.
     gradients = (
-        np.where(stage == 3, knobs.gradient_bytes * Pt / N, np.where(_both(knobs), knobs.gradient_bytes * Pt, 0.0))
+        np.where(
+            stage == 3, knobs.gradient_bytes * Pt / N, np.where(bf16_optimizer(knobs), knobs.gradient_bytes * Pt, 0.0)
+        )
         * on_device
     )
     return {
@@ -151,7 +154,7 @@ def _in_loading(knobs: Knobs, profile: Profile, machine: Machine, fixed: Terms) 
     return {"loading": _where((knobs.stage == 3, at_3), ((knobs.stage >= 1) & has_room, flat), otherwise=0.0)}
 
 
-def _both(knobs: Knobs) -> Mask:
+def bf16_optimizer(knobs: Knobs) -> Mask:
     """BF16_Optimizer: 16-bit gradients of a backward beside fp32 sums.
 
     DeepSpeed takes it neither for fp16 nor with an offloaded optimizer (runtime/engine.py, `_do_optimizer_sanity_check`).
@@ -166,7 +169,7 @@ def _apart(knobs: Knobs) -> Mask:
     Stage 1 then has all gradients in the type of the sums; and the own part of the sums stays on the device even where
     the optimizer is offloaded (zero/stage_1_and_2.py, `use_grad_accum_attribute`, `_build_compact_grad_partition_buffer`).
     """
-    other = (knobs.weight_bytes == 2.0) & (knobs.gradient_bytes > 2.0) & ~_both(knobs)
+    other = (knobs.weight_bytes == 2.0) & (knobs.gradient_bytes > 2.0) & ~bf16_optimizer(knobs)
     return np.asarray(other & ((knobs.stage == 1) | (knobs.stage == 2)), dtype=bool)
 
 
@@ -230,7 +233,7 @@ def _in_backward(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     # (`setup_buckets`, `_release_ipg_buffers`): stage 2 in each micro-step, stage 1 after the last. Stage 3 keeps its own.
     flat = (knobs.contiguous > 0) & ~(on_cpu & (waits | (stage == 1)))
     in_bucket = _where(
-        ((stage == 0) | _both(knobs), 0.0), (stage == 3, bucket), (flat, bucket * (1.0 + knobs.overlap)),
+        ((stage == 0) | bf16_optimizer(knobs), 0.0), (stage == 3, bucket), (flat, bucket * (1.0 + knobs.overlap)),
         ((stage == 2) & ~waits, filled * w), otherwise=0.0,
     )  # fmt: skip
     there = (stage == 3) | ((stage == 1) & several)
@@ -305,7 +308,7 @@ def _in_reduction(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     """The end of backward: complete gradients, the last bucket, and its flat copy in the type that travels."""
     Pt, N = float(profile.n_trainable), float(machine.world_size)
     w, g, stage, whole = knobs.weight_bytes, knobs.gradient_bytes, knobs.stage, _whole_bytes(knobs)
-    both, on_device = _both(knobs), np.where(_apart(knobs), 1.0, 1.0 - knobs.offload_optimizer)
+    both, on_device = bf16_optimizer(knobs), np.where(_apart(knobs), 1.0, 1.0 - knobs.offload_optimizer)
     bucket, filled = _bucket_bytes(knobs, profile, machine), np.minimum(knobs.reduce_bucket, Pt)
     reduced = np.where(both, g, whole)
     # Stages 1 and 2 move gradients into the bucket and their own part out of it; at stage 1 the rest stays.
@@ -339,15 +342,16 @@ def _in_step(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     master = np.where(knobs.master_16 > 0, 2.0, 4.0)
     # Stage 0 in fp32 steps on the gradients themselves; BF16_Optimizer on its own sums; all others on a flat copy.
     # Stage 0 and BF16_Optimizer drop the gradients of backward only afterwards.
-    left = np.where((stage == 0) | _both(knobs), w * Pt, 0.0)
-    copy = np.where(((stage == 0) & (w == 4.0)) | _both(knobs), 0.0, master * tile)
+    left = np.where((stage == 0) | bf16_optimizer(knobs), w * Pt, 0.0)
+    copy = np.where(((stage == 0) & (w == 4.0)) | bf16_optimizer(knobs), 0.0, master * tile)
     single = np.where(stage == 0, Pt if profile.scratch_for_all else float(profile.largest_parameter), tile)
     scratch = profile.optimizer_scratch * master / 4.0 * single
     # ZeRO flattens the gradients of its shard (group by group; here they are of one), casts the flat copy, and drops those that
-    # it flattened only then: at stage 3 they count as gradients (stage_1_and_2.py, `step`; stage3.py,
-    # `_prepare_fp32_grad_for_sub_group`).
-    flat = np.where(stage >= 1, tile * (w * np.where(stage == 3, 1.0, 2.0) + np.where(w != master, master, 0.0)), 0.0)
-    flat = np.where(_both(knobs), 0.0, flat)
+    # it flattened only then: at stage 3 they count as gradients, and sums in fp32 of 16-bit gradients are flat from the start
+    # (stage_1_and_2.py, `step`, `_use_compact_grad_partition_buffer`; stage3.py, `_prepare_fp32_grad_for_sub_group`).
+    g, once = knobs.gradient_bytes, (stage == 3) | _apart(knobs)
+    flat = np.where(stage >= 1, tile * (g * np.where(once, 1.0, 2.0) + np.where(g != master, master, 0.0)), 0.0)
+    flat = np.where(bf16_optimizer(knobs), 0.0, flat)
     bucket = np.where(stage == 3, _bucket_bytes(knobs, profile, machine), 0.0)
     return {"gradients": left, "step": np.maximum(copy + scratch, flat) * on_device, "buckets": bucket}
 

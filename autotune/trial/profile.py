@@ -253,7 +253,7 @@ class Profile:
         return scale * (constant + per_sample * micro_batch_size)
 
     def work(self, arithmetic: str, every: int, micro: Floats) -> tuple[Floats, Floats, Floats]:
-        """Returns FLOPs, bytes moved by other operations, and number of operations of one micro-step.
+        """Returns FLOPs, bytes moved, and number of operations of one micro-step.
 
         Args:
             arithmetic: A value of `ARITHMETIC`.

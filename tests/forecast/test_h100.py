@@ -59,6 +59,21 @@ def test_what_a_step_holds_is_what_an_h100_allocated(n, values, allocated):
 
 
 @pytest.mark.parametrize(
+    ("values", "per_element"),
+    [
+        ({"zero_stage": 1, "precision": "fp16", "data_types.grad_accum_dtype": "fp32"}, 2 + 4 + 8 + 4),
+        ({"zero_stage": 2, "precision": "bf16", "data_types.grad_accum_dtype": "fp32"}, 2 + 4 + 8 + 4),
+        ({"zero_stage": 3, "precision": "bf16", "data_types.grad_accum_dtype": "fp32"}, 2 + 4 + 8 + 4 + 4),
+        ({"zero_stage": 3}, 4 + 4 + 8 + 4 + 4),
+    ],
+)
+def test_what_a_step_holds_is_what_deepspeed_allocates_for_each_element(values, per_element):
+    """Counted on one rank: weights, master weights (stage 3 clones those of 32 bits, too), states, gradients, their flat copy."""
+    n, bucket = 350_000_000, 5e8 * (4 if "precision" not in values else 2) * (values["zero_stage"] == 3)
+    assert in_step_bytes(n, **values) - 1e8 - bucket == pytest.approx(per_element * n, rel=0.001)
+
+
+@pytest.mark.parametrize(
     ("values", "allocated"),
     [
         ({"zero_stage": 1}, 9.20e9),

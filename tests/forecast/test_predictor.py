@@ -56,8 +56,8 @@ def test_mixed_precision_adam_takes_the_bytes_of_the_zero_paper(stage, expected)
     assert states(zero_stage=stage, precision="bf16") == expected
 
 
-@pytest.mark.parametrize(("stage", "total"), [(0, 16), (1, 8 + 12 / N), (2, 4 + 16 / N), (3, 16 / N)])
-def test_in_fp32_stages_1_and_2_clone_a_master_shard_and_the_others_do_not(stage, total):
+@pytest.mark.parametrize(("stage", "total"), [(0, 16), (1, 8 + 12 / N), (2, 4 + 16 / N), (3, 20 / N)])
+def test_in_fp32_zero_clones_a_master_shard_and_stage_0_does_not(stage, total):
     assert sum(states(zero_stage=stage)) == pytest.approx(total)
 
 

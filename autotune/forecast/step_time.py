@@ -6,7 +6,7 @@ import numpy as np
 
 from autotune.forecast.communication import collective_s, within_node_s
 from autotune.forecast.knobs import Knobs
-from autotune.forecast.memory import QUANTIZED_BYTES, wire_bytes
+from autotune.forecast.memory import QUANTIZED_BYTES, bf16_optimizer, wire_bytes
 from autotune.trial.profile import Floats, Machine, Profile
 
 # Standard deviation of the logarithm of each term, before anything was measured.
@@ -48,9 +48,10 @@ BETWEEN_NODES = {"cpu": 1.0, "cuda": 1.3}
 # of two ranks, timed on one).
 REDUCE_OPS, PARTITION_OPS, PARTITION_OPS_ALONE = 8.0, 180.0, 110.0
 # Operations of an optimizer's step for each trained tensor of parameters: of DeepSpeed's for 16-bit weights at stage 0
-# (norm, copies of gradients and weights one by one), of ZeRO's for weights of 16 bits (flattened, cast, copied back) and
-# of 32 (counted on networks of 8 and of 24 tensors; DeepSpeed 0.19.8).
-STEP_OPS_16, STEP_OPS_ZERO_16, STEP_OPS_ZERO_32 = 20.0, 15.0, 4.0
+# (overflow, norm, copies of gradients and weights one by one), of ZeRO's for each in a rank's shard with weights of 16
+# bits (overflow, norm) and of 32 (norm); and of BF16_Optimizer, which casts and adds a gradient in each micro-step (counted
+# without views on networks of 14 and of 26 tensors, one and two ranks; DeepSpeed 0.19.8).
+STEP_OPS_16, STEP_OPS_ZERO_16, STEP_OPS_ZERO_32, SUM_OPS = 20.0, 15.0, 2.0, 2.0
 # Of a block whose operations were not counted.
 TENSORS_A_BLOCK, OPS_A_BLOCK = 12, 120
 
@@ -151,7 +152,8 @@ def _on_the_host(
     partition_ops = PARTITION_OPS if machine.world_size > 1 else PARTITION_OPS_ALONE
     partitioning = np.where(stage == 3, (K + 1.0) * partition_ops, 0.0) * tensors * host_op_s
     sixteen = knobs.weight_bytes == 2.0
-    of_zero = np.where(stage == 3, 0.0, np.where(sixteen, STEP_OPS_ZERO_16, STEP_OPS_ZERO_32))
+    of_zero = np.where(sixteen, STEP_OPS_ZERO_16, STEP_OPS_ZERO_32) / float(machine.world_size)
+    of_zero = np.where(stage == 3, 0.0, np.where(bf16_optimizer(knobs), K * SUM_OPS, of_zero))
     in_step = np.where(stage >= 1, of_zero, np.where(sixteen, STEP_OPS_16, 0.0)) * trained * op_s * counted
     if machine.accelerator != "cpu":  # the host runs ahead of the device
         host = K * launches_s + bookkeeping + partitioning

@@ -103,6 +103,23 @@ def test_deepspeeds_steps_of_16_bit_weights_launch_for_each_tensor_and_torchs_do
     assert seconds("bookkeeping", slow, precision="bf16") == pytest.approx(0.1 * STEP_OPS_16 * TENSORS * H100.op_s)
 
 
+def test_zeros_step_launches_for_the_tensors_of_a_ranks_own_shard_and_bf16_optimizers_in_each_micro_step():
+    """As counted on real steps of one and two ranks: 15 operations for each tensor of a shard, 2 where weights are of 32 bits."""
+    names = ("16", "32", "sums")
+    settings = ({"precision": "bf16"}, {}, {"precision": "bf16", "data_types.grad_accum_dtype": "fp32"})
+    slow = replace(
+        H100, accelerator="cpu", optimizer_bytes_per_s=1e30, host_op_s=1e-30
+    )  # all that is left is the step's
+    ops = {
+        name: [
+            seconds("bookkeeping", replace(slow, world_size=n), zero_stage=1, **values) / H100.op_s / TENSORS
+            for n in (1, 4)
+        ]
+        for name, values in zip(names, settings, strict=True)
+    }
+    assert ops == {"16": pytest.approx([15, 15 / 4]), "32": pytest.approx([2, 2 / 4]), "sums": pytest.approx([2, 2])}
+
+
 def test_stage_3_is_priced_by_the_hosts_python_and_not_by_the_devices_launches():
     twice = replace(H100, host_op_s=2 * H100.host_op_s)
     assert seconds("partitioning", twice, zero_stage=3) > 1.5 * seconds("partitioning", zero_stage=3)

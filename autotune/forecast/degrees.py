@@ -120,7 +120,7 @@ def _of_a_rank(profile: Profile, machine: Machine, split: Split) -> tuple[Profil
         n_frozen=_share(profile.n_frozen, 1 / stages),
         largest_module=_share(profile.largest_module, held * stages),
         passes={
-            name: _pass(each, kept if name.endswith("/0") else again, work, held)
+            name: replace(_pass(each, kept if name.endswith("/0") else again, work, held), n_ops=each.n_ops / stages)
             for name, each in profile.passes.items()
         },
     )

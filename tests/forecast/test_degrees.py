@@ -8,7 +8,7 @@ import pytest
 from autotune.forecast.degrees import cost_terms, held_share
 from autotune.forecast.step_time import _within_a_step
 from autotune.space.candidate import Candidate
-from autotune.trial.profile import Machine, Profile
+from autotune.trial.profile import Machine, Pass, Profile
 
 TENSOR, SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
 STAGES = "pipeline.stages"
@@ -42,6 +42,24 @@ def test_a_tensor_group_shares_weights_states_and_work_and_pays_in_messages():
     assert parted["activations"] < 0.5 * whole["activations"]
     assert parted_time["compute"] < 0.2 * time["compute"]
     assert parted_time["groups"] > 0
+
+
+def test_a_stage_of_a_pipeline_launches_its_own_operations_alone():
+    counted = Pass(
+        moments=((0, 1e6, 0),),
+        kept_bytes=(0, 1e6),
+        largest_bytes=(0, 1e6),
+        flops=(0, 1.0),
+        moved_bytes=(0, 1.0),
+        n_ops=1e6,
+    )
+    profile, machine = replace(MODEL, passes={"fp32/0": counted}), Machine.guess("cpu", 8)
+    candidates = [
+        Candidate.of({"micro_batch_size": 1, "gradient_accumulation_steps": 4, STAGES: stages}) for stages in (1, 4)
+    ]
+    launches = cost_terms(candidates, profile, machine)[1]["launches"]
+    # A quarter of them for each micro-batch, in 4 + 3 turns in place of 4.
+    assert launches[1] / launches[0] == pytest.approx(7 / 4 / 4)
 
 
 def test_an_expert_group_shares_experts_and_pays_in_tokens_sent():

@@ -255,8 +255,8 @@ def with_movable(
     results = {
         name: both if both.observed is not None else run([name], f"{path.name}-{name}", probed) for name in tried
     }
-    movable, changes, caveats = [], list[str](), list(workload.caveats)
-    caveats += [_of_own_size(probed.uneven, micro)] if probed.uneven is not None else []
+    movable, changes = list[str](), list[str]()
+    caveats = [*workload.caveats, *([] if probed.uneven is None else [_of_own_size(probed.uneven, micro)])]
     first, moved = result_in(path.with_name("inspect")), results["gradient_accumulation_steps"]
     growth = _growth(first, moved)
     if growth < 0:  # as the loss of some does with the micro-batch alone
@@ -265,7 +265,9 @@ def with_movable(
     for name, result in results.items():
         changes += [change for change in result.side_changes if change not in changes]
         word, was = SCRIPT_BATCH[name], getattr(baseline, name)
-        if ran(name, result.observed):
+        if behind := () if name in ("gradient_accumulation_steps", *spec.templated()) else _left_behind(first, result):
+            caveats.append(_beside(was, behind))
+        elif ran(name, result.observed):
             movable.append(name)
         elif result.observed is not None:
             caveats.append(f"the {word} stays {was}: {_unmoved(spec, probed, name)}")
@@ -276,6 +278,23 @@ def with_movable(
     flags |= {name: [flag] for name, flag in mapped_flags(spec, probed).items()}
     probed = replace(probed, adds_up=growth > 0, divides=growth < 0, flags=probed.flags | flags)
     return replace(workload, script=replace(probed, movable=tuple(movable), moved_by=tuple(changes)), caveats=caveats)
+
+
+def _left_behind(first: TrialResult | None, moved: TrialResult) -> tuple[int, ...]:
+    """Returns the samples that loaders draw for each micro-batch as before, where those of another loader changed."""
+    before, after = (r.observed.draws if r is not None and r.observed is not None else () for r in (first, moved))
+    same = tuple(one for one, other in zip(before, after, strict=False) if one == other)
+    return same if len(before) == len(after) > len(same) else ()
+
+
+def _beside(micro: int, others: tuple[int, ...]) -> str:
+    """Returns why a micro-batch stays whose other loaders do not follow, and the remedy."""
+    times = "".join(f"*{n // micro}" for n in others[:1] if n % micro == 0 and n > micro)
+    return (
+        f"the micro-batch stays {micro}: each also takes {' and '.join(map(str, others))} samples of another DataLoader, which did"
+        f" not follow, so a step would train on another share of them. To tune it, pass both sizes by flags"
+        f" (`--flag {{micro_batch_size}} --other {{micro_batch_size}}{times}` on the command line) or constants of the script (`--set`)"
+    )
 
 
 def _left_open(spec: StudySpec, baseline: Candidate) -> list[str]:

@@ -25,6 +25,7 @@ class Watch:
     Attributes:
         loader: The loader of a `model.py`; None for a script's.
         iterator: Returns the iterator over a DataLoader's batches; None where there is none.
+        draws: Returns the samples that each loader drew for a micro-batch, of those that fed more than one.
         lengths: Of the micro-batches so far: the lengths of the rows, and the length that they are padded to.
         rows: Returns the rows and the samples of the micro-batches so far.
         row: The arguments of the latest forward of a packed row, and its tokens; None where none was seen.
@@ -37,6 +38,7 @@ class Watch:
     def __init__(self) -> None:
         self.loader: Any = None
         self.iterator: Callable[[], Any] = lambda: self.loader.workers if self.loader is not None else None
+        self.draws: Callable[[], tuple[int, ...]] = tuple
         self.lengths: Sequence[tuple[Tensor | list[int], int]] = ()
         self.rows: Callable[[], set[tuple[int, int | None]]] = set
         self.row: Callable[[], tuple[tuple[Any, ...], Mapping[str, Any], Tensor] | None] = lambda: None

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from autotune.trial.result import Observed
+from autotune.worker.data.witness import watch
 from autotune.worker.device import multiplies_in_tf32
 from autotune.worker.measure import groups
 from autotune.worker.measure.batches import BatchObserver
@@ -45,6 +46,7 @@ def observe(
         tf32=multiplies_in_tf32() if torch.device(engine.device).type == "cuda" else None,
         draw_size=batches.draw_size,
         parts=batches.parts,
+        draws=watch.draws(),
         groups=groups.observe(engine),
     )
     observed = _of_all_stages(observed, n_copies) if pipelined else observed

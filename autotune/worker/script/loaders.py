@@ -27,8 +27,9 @@ class Loaders:
         self._latest: dict[int, Any] = {}  # iterators by data set, the one drawn from last at the end
         self._drawn: dict[int, None] = {}  # data sets that were drawn from since the last forward
         self._largest: dict[int, tuple[int, Any]] = {}  # sizes and batches by data set
+        self._n_samples: dict[int, int] = {}  # samples of the largest draw by data set
         self._worst: Any = None
-        context.feed_worst, context.went_forward = self.feed_worst, self.went_forward
+        context.feed_worst, context.went_forward, watch.draws = self.feed_worst, self.went_forward, self.draws
         context.latest_loader = watch.iterator = lambda: self.trained
 
     @property
@@ -46,6 +47,11 @@ class Loaders:
         if trains:
             self._trained.update([*self._drawn])
         self._drawn.clear()
+
+    def draws(self) -> tuple[int, ...]:
+        """Returns the samples that each loader drew for a micro-batch, of those that fed more than one."""
+        # One that `itertools.cycle` repeats is drawn from in its first round alone.
+        return tuple(self._n_samples[place] for place, n in self._trained.items() if n > 1)
 
     def feed_worst(self, check: TailCheck) -> Any:
         """Makes loaders of the trained data set yield the worst batch from now on.
@@ -148,6 +154,8 @@ class Loaders:
             raise
         queue = iterator.__dict__.get("_autotune_draws")
         n_samples = queue.popleft() if queue else None
+        place = id(iterator._dataset)
+        self._n_samples[place] = max(n_samples or 0, self._n_samples.get(place, 0))
         batch = self._noted(iterator, batch)
         in_rows = self._context.in_rows and iterator is self.trained
         if in_rows:

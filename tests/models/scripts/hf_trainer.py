@@ -57,6 +57,7 @@ def main():
     if model_args.half:
         model = model.to(torch.bfloat16)
     trainer = PrintingTrainer(model=model, args=training_args, train_dataset=Tokens(2048), eval_dataset=Tokens(16))
+    os.listdir(trainer.args.output_dir)  # on each rank, as where a script looks for its checkpoints
     if "--deepspeed" not in sys.argv:  # with DeepSpeed transformers cannot save before it trains
         trainer.save_model("untrained")
         print(f"perplexity {math.exp(trainer.evaluate()['eval_loss']):.1f}")  # with DeepSpeed only at ZeRO 3

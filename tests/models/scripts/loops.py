@@ -1,6 +1,7 @@
 """The loops of `styles.py`."""
 
 import argparse
+import itertools
 import time
 
 import deepspeed
@@ -47,6 +48,13 @@ class Maker(Net):
         return x
 
 
+class TwoTasks(Net):
+    """Trains on a batch of another data set, too."""
+
+    def forward(self, x, y, other_x, other_y):
+        return super().forward(x, y) + super().forward(other_x, other_y)
+
+
 class Big(Net):
     """Fits four samples."""
 
@@ -78,7 +86,7 @@ def train(style, batch, accum, arguments):
     torch.manual_seed(-1 if style == "noise" else 0)
     own = {"own steps": {"gradient_accumulation_steps": 1}, "judged": {"zero_optimization": {"stage": 1}}}
     settings = config(**own.get(style, {}))
-    model = {"packed": Packed, "halves": Big}.get(style, Net)()
+    model = {"packed": Packed, "halves": Big, "two loaders": TwoTasks}.get(style, Net)()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
     if style == "critic":
         other = Net()
@@ -100,6 +108,7 @@ def train(style, batch, accum, arguments):
         engine.train()
     if style == "evaluation mode":
         engine.eval()
+    beside = itertools.cycle(torch.utils.data.DataLoader(dataset(96, seed=3), batch_size=16))
     n = 0
     while True:
         for batch_of_samples in loader:
@@ -118,7 +127,7 @@ def train(style, batch, accum, arguments):
                     engine(*((x, y) if style == "plays" else next(held_out)))
                 time.sleep(0.5 if n < 16 else 0.0)  # the inspection goes on for longer
             try:
-                loss = called(x, y)
+                loss = called(x, y, *(next(beside) if style == "two loaders" else ()))
             except RuntimeError:  # as scripts do that halve what does not fit
                 loss = called(x[:4], y[:4])
             if style == "divides":

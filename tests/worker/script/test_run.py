@@ -234,6 +234,15 @@ def test_batches_of_varying_sizes_are_measured_as_they_come(bench):
     }
 
 
+def test_a_batch_of_which_a_second_loaders_part_stays_is_frozen_unless_the_user_moves_it(bench):
+    found = bench.plan("styles.py", "two loaders")
+    assert facts(found) == (8, 2, ACCUM)
+    assert any("takes 16 samples of another DataLoader" in note for note in found.notes)
+    assert any("--other {micro_batch_size}*2" in note for note in found.notes)
+    moved = bench.plan("styles.py", "two loaders", script_set=["BATCH={micro_batch_size}"])
+    assert facts(moved) == (8, 2, BOTH)
+
+
 def test_a_constant_that_is_cut_up_is_to_be_multiplied(bench):
     notes = bench.plan("parts.py", "--style", "hand-made", script_set=["BIG={micro_batch_size}"]).notes
     assert any("4 micro-batches of each batch" in note and "--set NAME={micro_batch_size}*4`" in note for note in notes)

@@ -125,7 +125,9 @@ class _Adapter:
 
     def _prepare(self, arguments: Any) -> None:
         """Changes the arguments before the Trainer derives anything from them."""
-        arguments.output_dir = str(self._context.scratch / "output")
+        output = self._context.scratch / "output"
+        output.mkdir(parents=True, exist_ok=True)  # on all ranks, as a script may list its checkpoints on each
+        arguments.output_dir = str(output)
         arguments.report_to = []
         arguments.push_to_hub = False
         arguments.resume_from_checkpoint = None

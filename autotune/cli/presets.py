@@ -113,7 +113,7 @@ def cp(
     if file.is_dir():
         file = file / f"{preset}.yaml"
     if file.exists():
-        raise UserError(f"cp: {file} exists")
+        raise UserError(f"cp: {file} exists; name another file, or remove it")
     files.write_text(file, every[preset].read_text())
     flag = "--space" if preset in presets.presets("search_spaces") else "--objective"
     print(f"wrote {file}; use it with {flag} {file}")

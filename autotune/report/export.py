@@ -34,6 +34,7 @@ from autotune.trial.command import (
     with_flag,
     without_flag,
 )
+from autotune.trial.target import is_yaml
 from autotune.trial.workload import ACCELERATE, TRAINER
 
 # What DeepSpeed's JSON and transformers' TrainingArguments both say, and must say alike
@@ -107,11 +108,10 @@ class Exported:
         Raises:
             UserError: It cannot be written, or is a file that the tuned command reads.
         """
-        if path.resolve() in self.own_files or (self.tuned and _holds(path, self.tuned)):
-            raise UserError(
-                f"export: {path} belongs to the command that the study tuned, its baseline; write to another file, as"
-                f" tuned_{path.name}"
-            )
+        tuned = path.resolve() in self.own_files or (self.tuned and _holds(path, self.tuned))
+        why = "belongs to the command that the study tuned, its baseline" if tuned else "is a study or a program"
+        if tuned or _is_source(path):
+            raise UserError(f"export: {path} {why}; write to another file")
         try:
             files.write_text(path, self.text, named=True)
         except OSError as error:
@@ -127,6 +127,13 @@ def _holds(path: Path, config: DsConfig) -> bool:
         return bool(files.json_of(files.read_regular(path)) == config)
     except (OSError, ValueError):
         return False
+
+
+def _is_source(path: Path) -> bool:
+    """Whether a file is there that people write and an export never is: Python, or a study."""
+    if path.suffix == ".py" or not is_yaml(path) or not path.is_file():
+        return path.suffix == ".py" and path.exists()
+    return re.search(r"^(target|command)\s*:", path.read_text(errors="replace"), re.MULTILINE) is not None
 
 
 def export(

@@ -179,7 +179,7 @@ def _distinct(name: str, values: Sequence[Scalar]) -> tuple[Scalar, ...]:
 def _parse_range(name: str, data: Mapping[str, Any], when: dict[str, tuple[Scalar, ...]], where: str) -> Parameter:
     bounds, step, power = data["range"], data.get("step", 1), data.get("power_of_two", False)
     if not isinstance(bounds, list) or len(bounds) != 2 or not all(map(is_int, bounds)) or bounds[0] > bounds[1]:
-        raise SpaceError(f"{where}: range: two whole numbers are needed, [low, high], not {bounds!r}")
+        raise SpaceError(f"{where}: range: two whole numbers are needed, [low, high], the lower first, not {bounds!r}")
     if not is_int(step) or not 1 <= step <= LARGEST_BOUND:
         raise SpaceError(f"{where}: step: {step!r} is not a whole number of at least 1")
     if max(map(abs, bounds)) > LARGEST_BOUND:

@@ -198,7 +198,7 @@ class BaselineTrial:
         if candidate.gradient_accumulation_steps * world < 2:
             return "the gradient noise scale needs two micro-batches a step, and the script's batch cannot be split"
         if not self._budget.affords((2 * self._budget.trial_s + self._budget.startup_s()) / PROBE_SHARE):
-            return "the time budget has no room for the probe of the gradient noise scale"
+            return self._with_more_time("the time budget has no room for the probe of the gradient noise scale")
         self._events.say("measuring the gradient noise scale, which says what a larger global batch is worth")
         start = spec.from_checkpoint
         try:
@@ -210,15 +210,20 @@ class BaselineTrial:
                 save_weights=str(records.warm_path(state.folder)) if spec.branch and start is None else None,
             )
         except TimeOver:
-            return "the time budget ended in the probe of the gradient noise scale"
+            return self._with_more_time("the time budget ended in the probe of the gradient noise scale")
         noise = noise_scale_of(result.noise) if result.noise is not None else None
         if noise is None:
             return f"its probe ended with {result.outcome}: {result.reason}"
         if not noise.compares:
-            return str(noise)
+            return self._with_more_time(str(noise))
         self._events.say(str(noise))
         state.settle(replace(reference, noise=noise), state.objectives)
         return ""
+
+    def _with_more_time(self, problem: str) -> str:
+        """A problem of the noise probe that more time would solve, with what sets that time."""
+        short = self._budget.trial_s < self._state.spec.trial_budget_s
+        return f"{problem} (--fresh with more of {'the time budget' if short else 'trial_budget_s in study.yaml'} measures it)"
 
     def _keep_batch(self, problem: str) -> None:
         """Searches the baseline's global batch alone, if goodput needs the noise scale that could not be measured."""
@@ -236,13 +241,8 @@ class BaselineTrial:
                 f"{problem}, so that other global batches cannot be compared by {name!r}, and the space varies"
                 " nothing else"
             )
-        longer = (
-            "the time budget"
-            if self._budget.trial_s < self._state.spec.trial_budget_s
-            else "trial_budget_s in study.yaml"
-        )
         self._events.say(
-            f"{problem}: what other global batches are worth is not known, so the baseline's {batch} is kept; begin anew"
-            f" (--fresh) with more of {longer}, or leave {name!r} out of the objectives to vary it all the same"
+            f"{problem}: what other global batches are worth is not known, so the baseline's {batch} is kept; leave {name!r}"
+            " out of the objectives to vary it all the same"
         )
         self._state.narrow(space, global_batch=setting.global_batch)

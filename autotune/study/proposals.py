@@ -157,7 +157,7 @@ class Proposer:
             return ""
         with undisturbed():
             gain = self.advisor().next_gain(self._state.study)
-        if gain < max(spec.stop_below, LEAST_TOLD_GAIN):
+        if not max(spec.stop_below, LEAST_TOLD_GAIN) <= gain < math.inf:  # infinite while no trial can be recommended
             return ""
         n = f"the {spec.trials} trials are" if spec.trials > 1 else "the only trial is"
         return (

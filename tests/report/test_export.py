@@ -489,6 +489,17 @@ def test_the_configuration_that_was_tuned_is_not_written_over(tmp_path):
     with pytest.raises(UserError, match="its baseline; write to another file"):
         found.write(tmp_path / "." / "ds_config.json")
     found.write(tmp_path / "tuned_ds_config.json")
+    for name, text in (
+        ("model.py", "mine"),
+        ("study.yaml", "target: model.py\n"),
+        ("sh.yaml", "command: ./train.sh\n"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=r"is a study or a program; write to another file"):
+            found.write(tmp_path / name)
+        assert (tmp_path / name).read_text() == text
+    (tmp_path / "accelerate.yaml").write_text("num_processes: 2\n")  # of an earlier export
+    found.write(tmp_path / "accelerate.yaml")
     os.mkfifo(tmp_path / "pipe")  # written to, and never read from: nobody would ever answer
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     found.write(tmp_path / "pipe")

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 
 import pytest
 from optuna.trial import TrialState
-from support.instant import SPACE, Clock, Instant, plan_of, report, runner_of, spec_of
+from support.instant import SPACE, Clock, Instant, failed, plan_of, report, runner_of, spec_of
 from support.studies import candidates, run, states
 
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
@@ -20,6 +20,7 @@ from autotune.study.budget import measuring_s
 from autotune.study.proposals import Proposer
 from autotune.study.storage import records
 from autotune.system.signals import undisturbed
+from autotune.trial.result import Outcome
 
 
 def test_the_baseline_is_trial_0_and_all_others_are_new_and_can_run(tmp_path):
@@ -56,6 +57,17 @@ def test_where_the_trials_are_spent_it_is_said_what_a_further_one_may_gain(tmp_p
         "the only trial is spent, and a further one is expected to improve the answer by"
     )
     assert short.study.user_attrs[records.ENDED_ATTR] == watcher.said[-1]
+    diverging = Instant(lambda candidate: failed(Outcome.DIVERGED, "the loss was not finite at step 1"))
+    _, _, watcher = run(
+        tmp_path / "none",
+        diverging,
+        sampler="physics",
+        objectives=["throughput"],
+        stop_below=0.01,
+        trials=2,
+        finalists=0,
+    )
+    assert len(diverging.ran) == 2 and not any("further one" in said for said in watcher.said)  # no share of nothing
     whole, _, watcher = run(
         tmp_path, sampler="physics", objectives=["throughput"], stop_below=0.01, trials=40, finalists=0
     )

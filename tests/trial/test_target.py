@@ -49,6 +49,7 @@ def test_imports_are_listed_without_what_lies_beside_the_target(target):
         ("def model(:", "line 1: not Python"),
         ("x = 1", "defines no model()"),
         ("def modle(): ...", "there is 'modle'"),
+        ("from net import *", "defines no model() by name (`import *` is not followed)"),
         ("import torch\nmodel = torch.nn.Linear(2, 2)\ndef data(): ...", "line 2: model is a value"),
         ("def model(): ...", "neither data() -> Dataset nor batch(n)"),
         ("def model(size): ...\ndef data(): ...", "line 1: model must be callable as model()"),

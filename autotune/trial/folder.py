@@ -85,6 +85,12 @@ def read_record(path: Path, kind: type[T]) -> T:
     return found
 
 
+def prepare(*kinds: type[Any]) -> None:
+    """Makes what reads and writes these dataclasses, which takes milliseconds, ahead of the first use; forks have it too."""
+    for kind in kinds:
+        _adapter(kind)
+
+
 def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
     if kind not in _ADAPTERS:  # takes milliseconds, and a trial has nine such files
         _ADAPTERS[kind] = TypeAdapter(kind)

@@ -30,7 +30,8 @@ def settle(script: Path, working_dir: str | None = None) -> None:
 
 def holds(path: str) -> bool:
     """Returns whether a file is the user's own code; before `settle`, none is."""
-    return bool(path) and _is_users(os.path.abspath(path))
+    installed = path.startswith(INSTALLED_FOLDERS) and f"{os.sep}..{os.sep}" not in path  # at once, as most files are
+    return bool(path) and not installed and _is_users(os.path.abspath(path))
 
 
 @functools.cache

@@ -31,12 +31,13 @@ from autotune.worker.measure.ledger import Diverged, NotApplied
 from autotune.worker.measure.memory import Memory, limit_host_memory, resident_bytes
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.measure.witnesses import recomputations
+from autotune.worker.script import patching
 
 
 def complete(recorder: Recorder) -> NoReturn:
     """Reports success, and ends the process when all ranks have done so."""
     recorder.check_memory()
-    temporary.note_imports(recorder.imported)
+    temporary.note_imports(patching.imported_since())
     if recorder.report.outcome is not Outcome.STOPPED_EARLY:
         recorder.report.outcome = Outcome.COMPLETE
     recorder.enter("done")

@@ -49,6 +49,7 @@ def missing() -> dict[str, str]:
 
 def why_missing(name: str) -> str:
     """Returns why an op cannot be compiled here, as far as that shows without trying; empty if it can, or if it is."""
+    import deepspeed
     import torch
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
@@ -65,8 +66,8 @@ def why_missing(name: str) -> str:
     cuda = isinstance(ALL_OPS[name], CUDAOpBuilder) and not torch.version.hip and torch.version.cuda
     if cuda and (why := _why_no_cuda()):
         return why
-    # Ask DeepSpeed last: it looks for libraries, as libaio, and prints what is missing.
-    return "" if name != "async_io" or ALL_OPS[name].is_compatible() else "no libaio: install libaio-dev"
+    # DeepSpeed looks for libaio by compiling and linking; what it found when the server asked holds for forked ranks.
+    return "" if name != "async_io" or deepspeed.ops.__compatible_ops__[name] else "no libaio: install libaio-dev"
 
 
 @functools.cache

@@ -20,6 +20,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, Self
 
 from autotune.system.device import CHOOSE
+from autotune.trial import folder
+from autotune.trial.request import TrialRequest
+from autotune.trial.result import Exit, RankReport
 
 # DeepSpeed imports these inside `initialize`, at 2.4 CPU-seconds a rank. Releases differ in which they have.
 LAZY_MODULES = (
@@ -58,6 +61,7 @@ def import_rank_modules() -> None:
             importlib.import_module(name)
     for name in RANK_MODULES:
         importlib.import_module(name)
+    folder.prepare(TrialRequest, RankReport, Exit)
 
 
 @contextlib.contextmanager
@@ -179,6 +183,9 @@ def preload_more(modules: Sequence[str]) -> bool:
 
 
 def _freeze() -> None:
+    from autotune.worker.script import patching
+
+    patching.index_copies()
     gc.collect()
     gc.freeze()
 

@@ -5,8 +5,9 @@ import getpass
 import os
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 
 from autotune.system import temporary
 from autotune.system.processes import MARK
@@ -44,21 +45,20 @@ def environment(folder: Path | None) -> dict[str, str]:
     return {name: place for name, place in caches.items() if name not in os.environ} | {"TMPDIR": str(folder)}
 
 
-def note_imports(before: Collection[str]) -> None:
-    """In a rank: leaves the names of the library modules that were imported since, which the server then preloads."""
+def note_imports(modules: Iterable[ModuleType]) -> None:
+    """In a rank: leaves the names of the library modules among those that it imported, which the server then preloads."""
     if os.environ.get("LOCAL_RANK") != "0" or "TMPDIR" not in os.environ:
         return
     with contextlib.suppress(Exception):  # a module may run code when it is asked for its name; the trial is over
-        names = [
-            name for name, module in sys.modules.copy().items() if name not in before and _is_library(name, module)
-        ]
+        names = [name for name in map(_library, modules) if name]
         (Path(os.environ["TMPDIR"]) / IMPORTS).write_text("\n".join(names))
 
 
-def _is_library(name: str, module: object) -> bool:
-    """Returns whether a module can be imported by its name, and is neither ours nor the user's."""
-    found = getattr(getattr(module, "__spec__", None), "name", "") == name and not name.startswith(OWN_MODULES)
-    return found and not project.holds(getattr(module, "__file__", None) or "")
+def _library(module: ModuleType) -> str:
+    """Returns the name by which a module can be imported; empty for ours and the user's."""
+    name = str(getattr(getattr(module, "__spec__", None), "name", ""))
+    found = sys.modules.get(name) is module and not name.startswith(OWN_MODULES)
+    return name if found and not project.holds(getattr(module, "__file__", None) or "") else ""
 
 
 def noted_imports(folder: Path | None) -> list[str]:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,14 +19,12 @@ class Recorder:
     Attributes:
         report: The report; its outcome is a crash unless a better one is set.
         check_memory: Fails the rank if its memory is over the limit.
-        imported: Modules that were imported before the target ran.
     """
 
     def __init__(self, folder: TrialDir, rank: int) -> None:
         self.folder = folder
         self.report = RankReport(rank=rank, outcome=Outcome.CRASHED, phase="start")
         self.check_memory: Callable[[], object] = lambda: None
-        self.imported = frozenset(sys.modules.copy())  # other threads may import
         self._entered = time.monotonic()
         self._lock = threading.Lock()
 

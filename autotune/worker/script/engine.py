@@ -51,6 +51,7 @@ class PreparedModel:
 
     Attributes:
         config_source: Path of that configuration; empty for a dict.
+        workload: Describes the model; None but in a probe, which alone reads it.
         config_at: File and line of the dict; empty if it is not written out.
         initialized_at: File and line of the script's call; empty if a framework calls.
         watch: Notes which blocks are recomputed.
@@ -62,7 +63,7 @@ class PreparedModel:
 
     own_config: DsConfig
     config_source: str
-    workload: Workload
+    workload: Workload | None
     blocks: list[nn.Module]
     watch: recompute.Recomputations
     noise: NoiseMeter | None = None
@@ -87,12 +88,13 @@ class EngineHooks:
         import deepspeed
 
         # Everywhere: libraries that the server has imported may have bound them already.
-        patch_everywhere(deepspeed, "initialize", self._initialize)
+        patch_everywhere(deepspeed, {"initialize": self._initialize})
         patch(deepspeed.zero.Init, "__init__", self._zero_init)
-        patch_everywhere(checkpointing, "checkpoint", self._checkpoint)
+        patch_everywhere(checkpointing, {"checkpoint": self._checkpoint})
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        context, place = self._context, ds_config.places(users_frame())
+        context, probes = self._context, self._context.candidate is None
+        place = ds_config.places(users_frame()) if probes else ("", "")
         bound = inspect.signature(original).bind(*args, **kwargs)
         given = bound.arguments
         namespace: Any = given.get("args")
@@ -108,7 +110,7 @@ class EngineHooks:
             prepared = self._prepare(given, own, source) if context.meter is None else None
         except UserError as error:  # the script must not catch it
             context.abort(error)
-        if prepared is None and context.candidate is None:
+        if prepared is None and probes:
             context.once(FURTHER)
         config = context.config(own, first=prepared is not None)
         config = {key: value for key, value in config.items() if key not in SIDE_EFFECT_KEYS}
@@ -147,19 +149,20 @@ class EngineHooks:
         own_config = copy.deepcopy({key: value for key, value in own.items() if value != math.inf})
         config_source = "" if isinstance(source, dict) else str(source)
         blocks = model_file.find_blocks(model, None)
-        workload = workload_of(model, blocks, n_samples=None, client_optimizer=given.get("optimizer") is not None)
-        workload = with_experts(workload, model)
+        workload = None
+        if context.candidate is None:
+            workload = workload_of(model, blocks, n_samples=None, client_optimizer=given.get("optimizer") is not None)
+            workload = with_experts(workload, model)
         if isinstance(model, PipelineModule):
             context.family = context.family or "DeepSpeed PipelineModule"
-            workload, watch = pipeline.whole(workload, model), pipeline.recompute(context, model, own)
+            workload = pipeline.whole(workload, model) if workload is not None else None
+            watch = pipeline.recompute(context, model, own)
             own_config = pipeline.without_stages(own_config)
             return PreparedModel(own_config, config_source, workload, blocks, watch)
         self._change_model(model, blocks)
         self._watch = recompute.Recomputations(blocks)
         prepared = PreparedModel(own_config, config_source, workload, blocks, self._watch)
-        if context.candidate is None and (  # a probe, which alone reads it
-            at_path(own, f"{ZERO}stage") == 3 or not (context.family or _names_sharding())
-        ):
+        if workload is not None and (at_path(own, f"{ZERO}stage") == 3 or not (context.family or _names_sharding())):
             prepared.built_bytes = built_bytes(model)
         request, candidate = context.request, context.candidate
         if request.noise and candidate is not None:

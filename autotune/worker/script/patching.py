@@ -3,11 +3,12 @@
 import ast
 import functools
 import importlib.abc
+import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from autotune.worker import project
@@ -43,15 +44,40 @@ def patch(owner: Any, name: str, hook: Callable[..., Any]) -> None:
     setattr(owner, name, patched)
 
 
-def patch_everywhere(module: ModuleType, name: str, hook: Callable[..., Any]) -> None:
-    """Patches a function of a module, and its copies in modules that have imported it under that name."""
-    original = getattr(module, name, None)
-    if original is None:
-        return
-    patch(module, name, hook)
-    for other in list(sys.modules.values()):
-        if getattr(other, "__dict__", {}).get(name) is original:
-            setattr(other, name, getattr(module, name))
+def patch_everywhere(module: ModuleType, hooks: Mapping[str, Callable[..., Any]]) -> None:
+    """Patches functions of a module, and their copies in modules that have imported them under their names."""
+    newer = imported_since()
+    for name, hook in hooks.items():
+        original = getattr(module, name, None)
+        patch(module, name, hook)
+        for other in (*_holders.get(name, ()), *newer):
+            if original is not None and getattr(other, "__dict__", {}).get(name) is original:
+                setattr(other, name, getattr(module, name))
+
+
+def index_copies() -> None:
+    """Notes which modules have imported functions of others: a rank that looked at each would copy thousands of pages."""
+    _holders.clear()
+    _indexed.clear()
+    for module in list(sys.modules.values()):
+        _indexed[id(module)] = module
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            # By type(), as isinstance() asks some objects for their class, and these warn.
+            if type(value) in (FunctionType, MethodType) and value.__module__ != getattr(module, "__name__", ""):
+                _holders.setdefault(name, []).append(module)
+
+
+def imported_since() -> list[ModuleType]:
+    """Returns the modules that were imported since the index was made, or all where there is none."""
+    try:
+        return list(itertools.takewhile(lambda module: id(module) not in _indexed, reversed(sys.modules.values())))
+    except RuntimeError:  # another thread imports
+        return list(sys.modules.values())
+
+
+# Modules by the name of a function that they have from another one, and by identity all that were looked at.
+_holders: dict[str, list[ModuleType]] = {}
+_indexed: dict[int, ModuleType] = {}
 
 
 def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:

@@ -31,7 +31,8 @@ def workload_of(
         profile: Counts of the script's first forward; None if there are none.
         plain_backward: Whether the script calls `loss.backward()` rather than `engine.backward(loss)`.
     """
-    seen, engine, report = meter.observe(), meter.engine, context.report
+    seen, engine, report, described = meter.observe(), meter.engine, context.report, prepared.workload
+    assert described is not None
     counted = seen.loader_batch_size or seen.micro_batch_size
     if how := _how_counted(seen, flattened=meter.batches.flattened):
         report.caveats.append(how)
@@ -48,7 +49,8 @@ def workload_of(
         initialized_at=prepared.initialized_at,
         configured_accumulation=engine.gradient_accumulation_steps(),
         # Degrees belong to the candidate, which divides them out itself.
-        model_parallel_size=context.request.world_size // (meter.data_parallel * _degree(prepared)),
+        model_parallel_size=context.request.world_size
+        // (meter.data_parallel * _degree(prepared.own_config, described)),
         pipeline_stages=getattr(engine, "num_stages", 0),
         expert_parallel=any(getattr(p, "allreduce", True) is False for p in engine.module.parameters()),
         learning_rates=prepared.own_rates,
@@ -59,12 +61,12 @@ def workload_of(
     )
     data = _data(context, meter)
     workload = replace(
-        prepared.workload,
+        described,
         n_samples=data.n_samples if data is not None else None,
-        environment=replace(prepared.workload.environment, free_bytes=meter.memory.free_bytes),
+        environment=replace(described.environment, free_bytes=meter.memory.free_bytes),
         script=probed,
         optimizer=type(getattr(engine, "basic_optimizer", None)).__name__,
-        caveats=[*prepared.workload.caveats, *report.caveats],
+        caveats=[*described.caveats, *report.caveats],
         data=data,
     )
     if profile is None:
@@ -100,9 +102,9 @@ def _how_counted(seen: Observed, *, flattened: bool) -> str:
     )
 
 
-def _degree(prepared: PreparedModel) -> int:
-    own = configured_degrees(lambda path: at_path(prepared.own_config, path))
-    stages = prepared.workload.pipeline.stages if prepared.workload.pipeline is not None else 1
+def _degree(config: DsConfig, workload: Workload) -> int:
+    own = configured_degrees(lambda path: at_path(config, path))
+    stages = workload.pipeline.stages if workload.pipeline is not None else 1
     return ranks_per_replica(own | {PIPELINE_DEGREE: stages})
 
 

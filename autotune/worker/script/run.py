@@ -145,8 +145,8 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
         after_import(name, lambda module: patch(module.Command, "parse_args", arguments.parse_click))
     Loaders(context).install()
     Joining().install()
-    for name in ("spawn", "start_processes"):
-        patch_everywhere(torch.multiprocessing, name, lambda *_args, **_kwargs: context.abort(ScriptError(SPAWNS)))
+    spawns = dict.fromkeys(("spawn", "start_processes"), lambda *_args, **_kwargs: context.abort(ScriptError(SPAWNS)))
+    patch_everywhere(torch.multiprocessing, spawns)
     for adapter in (accelerate, huggingface, lightning):
         adapter.install(context)
     Isolation(context).install()

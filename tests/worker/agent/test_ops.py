@@ -1,5 +1,6 @@
 """Locks of compilers that died, and what an op lacks."""
 
+import deepspeed
 import pytest
 import torch
 
@@ -82,9 +83,8 @@ def test_on_cuda_too_async_io_is_asked_for_libaio(monkeypatch, has_libaio, why):
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
     from deepspeed.ops.op_builder.async_io import AsyncIOBuilder  # CUDA's
 
-    builder = AsyncIOBuilder()
-    monkeypatch.setattr(builder, "has_function", lambda name, libraries: has_libaio)
-    monkeypatch.setitem(ALL_OPS, "async_io", builder)
+    monkeypatch.setitem(ALL_OPS, "async_io", AsyncIOBuilder())
+    monkeypatch.setitem(vars(deepspeed.ops), "__compatible_ops__", {"async_io": has_libaio})
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(ops, "_why_no_cuda", lambda: "")
     monkeypatch.setattr(ops.shutil, "which", lambda program: program)

@@ -33,12 +33,10 @@ def test_a_rank_leaves_the_names_of_the_libraries_that_it_imported_and_not_of_th
         (tmp_path / folder).mkdir()
         (tmp_path / folder / f"{name}.py").write_text("")
         monkeypatch.syspath_prepend(tmp_path / folder)
-    before = set(sys.modules)
-    for name in ("of_the_user", "of_a_library"):
-        importlib.import_module(name)
+    imported = [importlib.import_module(name) for name in ("of_the_user", "of_a_library")]
     for rank, left in (("1", []), ("0", ["of_a_library"])):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        temporary.note_imports(before)
+        temporary.note_imports(imported)
         assert temporary.noted_imports(tmp_path) == left
     assert temporary.noted_imports(None) == temporary.noted_imports(tmp_path / "nowhere") == []
     for name in ("of_the_user", "of_a_library"):

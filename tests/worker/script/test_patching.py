@@ -58,6 +58,29 @@ def test_what_a_version_does_not_have_is_left_alone(library):
     assert not hasattr(shelf.books, "no_such_function")
 
 
+@pytest.mark.parametrize("indexed", ["never", "with the library", "before it"])
+def test_modules_that_have_bound_a_function_have_the_patched_one_too(library, monkeypatch, indexed):
+    """Ranks look at those modules alone that the server noted before it forked them, and at what came since."""
+    monkeypatch.setattr(patching, "_holders", {})
+    monkeypatch.setattr(patching, "_indexed", {})
+    (library / "shelf" / "reader.py").write_text("from shelf.books import count\nBook = str\n")
+    if indexed == "before it":
+        patching.index_copies()
+    import shelf.books
+    import shelf.reader
+
+    if indexed == "before it":
+        assert {shelf.books, shelf.reader} <= {*patching.imported_since()}
+
+    if indexed == "with the library":
+        patching.index_copies()
+    book = shelf.books.Book
+    patching.patch_everywhere(shelf.books, {"count": double, "Book": double, "no_such_function": double})
+    assert shelf.reader.count() == shelf.books.count() == 2
+    assert shelf.reader.Book is str and shelf.books.Book is not book
+    sys.modules.pop("shelf.reader")
+
+
 def test_a_module_that_does_not_exist_stays_missing(library):
     patching.after_import("no_such_module", lambda module: None)
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):

@@ -176,7 +176,7 @@ class _Adapter:
             # Accelerate makes 1 of "auto"; at which norm the script clips gradients itself shows when it does so.
             file.write_text(json.dumps(NO_DEEPSPEED | {"gradient_clipping": 0.0}))
             self._injected = True
-            patch_everywhere(torch.nn.utils, "clip_grad_norm_", self._clips)
+            patch_everywhere(torch.nn.utils, {"clip_grad_norm_": self._clips})
             os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
             self._context.changed(
                 "DeepSpeed: the script is run without it; launch it with"

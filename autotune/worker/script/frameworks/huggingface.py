@@ -238,9 +238,11 @@ class _Adapter:
                 patch(saved, method, self._context.saver(method))
 
     def on_hub(self, module: ModuleType) -> None:
-        for name in [name for name in dir(module.HfApi) if name.startswith(HUB_VERBS)]:
-            patch(module.HfApi, name, functools.partial(self._not_uploaded, module, name))
-            patch_everywhere(module, name, functools.partial(self._not_uploaded, module, name))
+        names = [name for name in dir(module.HfApi) if name.startswith(HUB_VERBS)]
+        hooks = {name: functools.partial(self._not_uploaded, module, name) for name in names}
+        for name, hook in hooks.items():
+            patch(module.HfApi, name, hook)
+        patch_everywhere(module, hooks)
 
     def _not_uploaded(
         self, module: ModuleType, name: str, _original: Callable[..., Any], *args: Any, **kwargs: Any
@@ -253,5 +255,5 @@ class _Adapter:
         return module.RepoUrl(f"https://huggingface.co/{repo if '/' in repo else f'user/{repo}'}")
 
     def on_safetensors(self, module: ModuleType) -> None:
-        for name in ("save_file", "save_model"):
-            patch_everywhere(module, name, self._context.saver(f"safetensors.{name}"))
+        names = ("save_file", "save_model")
+        patch_everywhere(module, {name: self._context.saver(f"safetensors.{name}") for name in names})

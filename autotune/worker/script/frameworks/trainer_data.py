@@ -103,7 +103,7 @@ class TrainerData:
         return "the script groups by length already" if _groups(self._trainer.args) else ""
 
     def _on_samplers(self, module: ModuleType) -> None:
-        patch_everywhere(module, "get_length_grouped_indices", self._grouped_indices)
+        patch_everywhere(module, {"get_length_grouped_indices": self._grouped_indices})
 
     def _grouped_indices(
         self, original: Callable[..., Any], lengths: Any, batch_size: int, *args: Any, **kwargs: Any

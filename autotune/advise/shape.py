@@ -1,5 +1,6 @@
 """The profile of a model that was not run: counted from its architecture, the method and the sequence length."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,13 +63,14 @@ def profile_of(model: Architecture, how: Training, constants: Constants = CONSTA
     total = sum(parts.values()) + adapters
     trainable = adapters + (parts["embedding"] + parts["head"] if adapters and how.train_embeddings else 0)
     states, scratch = OPTIMIZERS[how.optimizer]
+    sizes, n_frozen = _sizes(model, how)
     return Profile(
         n_parameters=total, n_trainable=trainable or total, n_blocks=model.layers, sequence=how.sequence,
         flops_per_sample=_flops(model, how, constants)[0],
         activation_bytes_per_sample=0.0, checkpointed_bytes_per_sample=0.0,  # the passes say it
         block_share=parts["blocks"] / total, optimizer_bytes=states, optimizer_scratch=scratch, scratch_for_all=True,
         passes={f"{name}/{every}": passes[width, every] for name, width in WIDTHS.items() for every in (0, 1)},
-        sizes=_sizes(model), largest_module=model.vocab * model.hidden,
+        sizes=tuple(sizes.items()), n_frozen=n_frozen, largest_module=model.vocab * model.hidden,
         quantized=parts["blocks"] if how.method == "qlora" else 0,
         **_mixture(model, how),
     )  # fmt: skip
@@ -101,21 +103,28 @@ def _adapters(model: Architecture, rank: int) -> int:
     return rank * (model.layers * attention + (model.layers - sparse) * dense + sparse * each)
 
 
-def _sizes(model: Architecture) -> tuple[tuple[int, int], ...]:
-    """Distinct sizes of the parameters, each with their number."""
-    counts: dict[int, int] = {model.hidden: 2 * model.layers + 1, model.vocab * model.hidden: 1 if model.tied else 2}
+def _sizes(model: Architecture, how: Training) -> tuple[dict[int, int], int]:
+    """Distinct sizes of the parameters, each with their number; and how many of these parameters are frozen."""
+    ends = 1 if model.tied else 2
+    counts = Counter({model.hidden: 2 * model.layers + 1, model.vocab * model.hidden: ends})
     sparse = model.layers - model.dense_layers if model.experts else 0
-    groups = [
+    # Libraries keep the experts of a block in one tensor each.
+    experts = [(model.experts * a, b) for a, b in model.mlp_matrices(model.expert_intermediate)]
+    groups = (
         (model.layers, model.attention_matrices()),
         (model.layers - sparse, model.mlp_matrices(model.intermediate)),
-    ]
-    # Libraries keep the experts of a block in one tensor each.
-    groups.append((sparse, [(model.experts * a, b) for a, b in model.mlp_matrices(model.expert_intermediate)]))
-    for count, matrices in groups:
-        for a, b in matrices:
-            if count and a * b:
-                counts[a * b] = counts.get(a * b, 0) + count
-    return tuple(counts.items())
+        (sparse, experts),
+    )
+    linear = [(count, a, b) for count, matrices in groups for a, b in matrices if count and a * b]
+    for count, a, b in linear:
+        counts[a * b] += count
+    if how.method == "full":
+        return counts, 0
+    n_frozen = counts.total() - (ends if how.train_embeddings else 0)
+    for count, a, b in linear:
+        counts[how.lora_rank * a] += count
+        counts[how.lora_rank * b] += count
+    return counts, n_frozen
 
 
 def block_bytes(model: Architecture, how: Training, width: float = 2.0) -> float:

@@ -71,6 +71,16 @@ def test_each_expert_of_a_mixture_has_adapters_of_its_own():
     assert adapters == 16 * found.layers * (attention + found.experts * 3 * (h + f))
 
 
+@pytest.mark.parametrize(
+    ("how", "n_trained"), [({}, 291), ({"method": "lora"}, 448), ({"method": "lora", "train_embeddings": True}, 450)]
+)
+def test_sizes_are_those_of_all_parameters_and_the_base_of_adapters_is_frozen(how, n_trained):
+    """ZeRO was taken to reduce all tensors of the base, and none of the adapters."""
+    profile = profile_of(architecture.find("Llama-2-7b"), Training(**how))
+    assert sum(size * count for size, count in profile.sizes) == profile.n_parameters
+    assert sum(count for _, count in profile.sizes) - profile.n_frozen == n_trained
+
+
 def test_the_cheapest_number_of_devices_is_sought_among_those_that_can_run_it():
     chosen, _ = best(asked("llama 3.1 8b", "8xH100", goal="cost", settings={"tensor_parallel.autotp_size": 2}))
     assert chosen.devices.count % 2 == 0

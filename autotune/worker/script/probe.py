@@ -34,8 +34,7 @@ def workload_of(
     seen, engine, report, described = meter.observe(), meter.engine, context.report, prepared.workload
     assert described is not None
     counted = seen.loader_batch_size or seen.micro_batch_size
-    if how := _how_counted(seen, flattened=meter.batches.flattened):
-        report.caveats.append(how)
+    report.caveats += filter(None, [_how_counted(seen, flattened=meter.batches.flattened)])
     probed = Probed(
         ds_config=redaction.without_secrets(_as_trained(context, prepared.own_config, seen.dtype)),
         micro_batch_size=counted,

@@ -1,5 +1,6 @@
 """Count the memory, FLOPs and bytes moved of one forward and backward, operation by operation."""
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -71,15 +72,23 @@ class Trace:
 
 
 class OpCounter(TorchDispatchMode):
-    """Counts operations below autograd, and the living bytes that they make; `known` tensors do not count."""
+    """Counts operations below autograd, and the living bytes that they make; `known` tensors do not count.
+
+    Attributes:
+        sharded: ZeRO 3 detaches what enters and leaves each module, and adds a bias apart from the product
+            (runtime/zero/linear.py): neither counts, so that a profile is one for all stages.
+        gathers: Operations gather its weights or drop them again: they do not count, and what they make are weights.
+    """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.gradient_elements = 0
+        self.sharded = self.gathers = False
         self._live = 0
         self._forward = True
         self._alive: dict[int, Any] = {}
+        self._gathered: dict[int, Any] = {}
         # Holds the storages, since a new one could get the address of a dead one.
         known = list(known)
         self._known = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in known)}
@@ -92,7 +101,12 @@ class OpCounter(TorchDispatchMode):
         if func.namespace == "prim":
             return _asked(func, *args, **kwargs)
         result = func(*args, **kwargs)
+        if self.gathers:
+            self._note_gathered(result)
+            return result
         packet, trace = func._overloadpacket, self.trace
+        if self.sharded and (packet is aten.detach or (packet is aten.add_ and self._is_weight(args[1]))):
+            return result
         trace.n_ops += 1
         count = FLOPS.get(packet)
         if count is not None:
@@ -126,13 +140,20 @@ class OpCounter(TorchDispatchMode):
         self.trace.kept_bytes = self.live(without)
         self._forward = False
 
-    def _is_weight(self, tensor: Tensor) -> bool:
-        storage = _storage(tensor)
-        return storage is not None and storage._cdata in self._weights
+    def _is_weight(self, tensor: object) -> bool:
+        storage = _storage(tensor) if isinstance(tensor, Tensor) else None
+        return storage is not None and (storage._cdata in self._weights or storage._cdata in self._gathered)
+
+    def _note_gathered(self, result: Any) -> None:
+        for storage in filter(None, map(_storage, tensors_in(result))):
+            gone = functools.partial(self._gathered.pop, storage._cdata)
+            self._gathered[storage._cdata] = weakref.ref(storage, gone)  # dropped once their module has run
 
     def _made(self, tensor: Tensor) -> int:
         storage = _storage(tensor)
-        if storage is None or (key := storage._cdata) in self._known or key in self._alive:
+        if storage is None or any(
+            (key := storage._cdata) in held for held in (self._known, self._alive, self._gathered)
+        ):
             return 0
         size = int(storage.nbytes())
 

@@ -1,6 +1,7 @@
 """Profile of a script, from one real forward; its backward is estimated, since no part can be run alone."""
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections import Counter
@@ -57,6 +58,7 @@ class ForwardProfile:
         self._counter = OpCounter(
             [*engine.parameters(), *engine.buffers(), *(a for a in args if isinstance(a, Tensor))]
         )
+        self._leave_out_gathering(self._counter)
         # Operations within what is compiled cannot be counted, and torch refuses a whole graph while they are.
         if "torch._dynamo" in sys.modules:
             self._eager = torch.compiler.set_stance("force_eager")
@@ -72,6 +74,22 @@ class ForwardProfile:
             self._eager.__exit__(None, None, None)
         for hook in self._hooks:
             hook.remove()
+
+    def _leave_out_gathering(self, counter: OpCounter) -> None:
+        """Has the counter leave out what ZeRO 3 does around each module, which forecasts price by themselves."""
+        offload = getattr(getattr(self._engine, "optimizer", None), "parameter_offload", None)
+        counter.sharded = offload is not None
+
+        def within(original: Callable[[nn.Module], None], module: nn.Module) -> None:
+            counter.gathers = True
+            try:
+                original(module)
+            finally:
+                counter.gathers = False
+
+        for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
+            if hasattr(offload, name):
+                setattr(offload, name, functools.partial(within, getattr(offload, name)))
 
     def _enter_block(self, block: nn.Module, _args: Any) -> None:
         if self._counter is not None and not self._done:

@@ -87,6 +87,11 @@ def test_a_probe_tells_whether_each_device_has_the_whole_model_before_stage_3_sh
     whole = bench.plan("own_flags.py", "--conf", str(tmp_path / "ds.json"), "--rows", "4")
     in_shards, below = bench.plan("from_engine.py"), bench.plan("own_flags.py", "--rows", "4")
     assert [found.workload.profile.built_bytes for found in (whole, in_shards, below)] == [0, None, 0]
+    # What ZeRO 3 does around each module is no part of the model: a baseline of it had four times the operations.
+    ours, plain = (found.workload.profile.passes["fp32/0"] for found in (whole, below))
+    assert plain.n_ops <= ours.n_ops <= 1.1 * plain.n_ops
+    assert (ours.flops, ours.kept_bytes) == (plain.flops, plain.kept_bytes)
+    assert ours.moved_bytes[1] == pytest.approx(plain.moved_bytes[1], rel=0.01)
 
 
 def test_how_often_the_users_configuration_prints_stays_in_it(bench, tmp_path):

@@ -105,12 +105,16 @@ class Recomputations:
         blocks: The repeated blocks of the model.
         every: The value of `Candidate.checkpoint_every` for a pipeline, whose engine calls whole blocks again; None if it
             follows from the recomputed blocks, which may checkpoint their own forward.
+
+    Attributes:
+        around: Runs what a script recomputes, given it by its call: in forward, or `again` in backward.
     """
 
     def __init__(self, blocks: list[nn.Module], every: int | None = None) -> None:
         self.recomputed: set[int] = set()
         self._n_blocks, self._every = len(blocks), every
         self._n_seen = 0
+        self.around: Callable[..., Any] = lambda _call, run, again: run()
         _when_traced(self._another)
         # If a block's own forward is checkpointed, its hook runs once only; those of its children run again.
         self._handles = [
@@ -140,7 +144,7 @@ class Recomputations:
         def noted(*args: Any, **kwargs: Any) -> Any:
             again, n_seen = _in_backward(), self._n_seen
             try:
-                return function(*args, **kwargs)
+                return self.around(noted, functools.partial(function, *args, **kwargs), again=again)
             finally:  # it raises where the rest is not needed
                 if again and self._n_seen == n_seen:
                     self._another()

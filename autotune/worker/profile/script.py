@@ -16,8 +16,9 @@ from autotune.trial.workload import Experts, Workload
 from autotune.worker.containers import n_elements, tensors_in
 from autotune.worker.data.worst import length_in
 from autotune.worker.measure import batches
+from autotune.worker.measure.recompute import Recomputations
 from autotune.worker.profile.model import FUSED_STATES
-from autotune.worker.profile.op_counter import OpCounter, optimizer_needs
+from autotune.worker.profile.op_counter import OpCounter, Trace, optimizer_needs
 
 # Forward and backward together; a backward computes and moves about twice what its forward does.
 PASS = 3.0
@@ -27,18 +28,31 @@ CAVEAT = "forecasts rest on one forward of the script in its own precision; the 
 class ForwardProfile:
     """Counts the operations of an engine's first training forward, in a step that is not timed.
 
+    Of blocks that the script recomputes, the backward that follows shows what they would keep without that.
+
     Args:
         trains: Returns whether a forward call is part of the training.
+        watch: Tells of what the script recomputes.
     """
 
-    def __init__(self, engine: Any, blocks: list[nn.Module], trains: Callable[[], bool]) -> None:
+    def __init__(
+        self, engine: Any, blocks: list[nn.Module], trains: Callable[[], bool], watch: Recomputations | None = None
+    ) -> None:
         self._engine, self._trains = engine, trains
         self._counter: OpCounter | None = None
         self._eager: Any = None
         self._done = False
         self._shape: tuple[int, ...] = ()
+        self._trace = Trace()
+        # By block: bytes that it keeps and bytes of its output; those alive when it was entered; those that it keeps besides
+        # when it is recomputed. By call: the block that is recomputed.
         self._inside: dict[int, tuple[int, int]] = {}
         self._entered: dict[int, int] = {}
+        self._again: Counter[int] = Counter()
+        self._recomputed: dict[Callable[..., Any], int] = {}
+        self._latest = 0
+        if watch is not None:
+            watch.around = self.around
         self._hooks = [
             engine.register_forward_pre_hook(self._begin, with_kwargs=True),
             engine.register_forward_hook(self._end),
@@ -70,6 +84,7 @@ class ForwardProfile:
         self._done = True
         self._counter.forward_ended(self._engine.parameters())
         self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._trace, self._counter.trace = self._counter.trace, Trace()
         if self._eager is not None:
             self._eager.__exit__(None, None, None)
         for hook in self._hooks:
@@ -93,6 +108,7 @@ class ForwardProfile:
 
     def _enter_block(self, block: nn.Module, _args: Any) -> None:
         if self._counter is not None and not self._done:
+            self._latest = id(block)
             self._entered[id(block)] = self._counter.live(self._engine.parameters())
 
     def _leave_block(self, block: nn.Module, _args: Any, output: Any) -> None:
@@ -104,13 +120,30 @@ class ForwardProfile:
         before, outputs = self._inside.get(id(block), (0, 0))
         self._inside[id(block)] = before + kept, outputs + size
 
+    def around(self, call: Callable[..., Any], run: Callable[[], Any], *, again: bool) -> Any:
+        """Runs what a script recomputes, in its forward or `again` in its backward, where it counts what it then keeps."""
+        if self._counter is None or not (call in self._recomputed if again else not self._done):
+            return run()
+        if not again:
+            result = run()
+            self._recomputed[call] = self._latest  # the block around it, or in it
+            return result
+        block, before, results = self._recomputed.pop(call), self._counter.live(self._engine.parameters()), None
+        with self._counter:
+            try:
+                results = run()
+            finally:  # it raises where the rest is not needed
+                kept = self._counter.live([*self._engine.parameters(), *tensors_in(results)]) - before
+                self._again[block] += kept
+        return results
+
     def profile(self, workload: Workload, ds_config: Mapping[str, Any], micro_batch_size: int | None) -> Profile | None:
         """Returns the profile; None without a complete forward or a count of its samples."""
-        if not self._done or self._counter is None or not micro_batch_size or not self._counter.trace.n_ops:
+        if not self._done or not micro_batch_size or not self._trace.n_ops:
             return None
         samples = float(micro_batch_size)
-        blocks = list(self._inside.values())
-        kept, inside = self._counter.trace.kept_bytes, sum(size for size, _ in blocks)
+        blocks = [(size + self._again[block], output) for block, (size, output) in self._inside.items()]
+        kept, inside = self._trace.kept_bytes + self._again.total(), sum(size for size, _ in blocks)
         # Recomputed blocks keep their outputs, and one block's working set is alive at a time.
         outputs, largest = sum(output for _, output in blocks), max((size for size, _ in blocks), default=0)
         again = min(kept, kept - inside + outputs + largest)
@@ -152,8 +185,7 @@ class ForwardProfile:
 
     def _pass(self, samples: float, kept: float, times: float) -> Pass:
         """Returns the pass as it would be in fp32, proportional to the samples."""
-        assert self._counter is not None
-        trace, trained = self._counter.trace, [p for p in dict.fromkeys(self._engine.parameters()) if p.requires_grad]
+        trace, trained = self._trace, [p for p in dict.fromkeys(self._engine.parameters()) if p.requires_grad]
         wide = 1.0 / ACTIVATION_SCALE[self._arithmetic()] / samples
         n_trained = float(sum(map(n_elements, trained)))
         return Pass(

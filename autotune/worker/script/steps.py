@@ -72,7 +72,7 @@ class StepHooks:
         else:
             engine.register_forward_pre_hook(self._on_forward, with_kwargs=True, prepend=True)
             if context.candidate is None and not getattr(engine, "is_compiled", False):
-                self._profile = ForwardProfile(engine, prepared.blocks, lambda: batches.trains)
+                self._profile = ForwardProfile(engine, prepared.blocks, lambda: batches.trains, prepared.watch)
             engine.forward = functools.partial(self._engine_forward, engine.forward)
             engine.backward = functools.partial(self._engine_backward, engine.backward)
             if hasattr(engine, "_backward_prologue"):

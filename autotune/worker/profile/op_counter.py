@@ -59,6 +59,8 @@ class Trace:
         tf32_flops: Of these, what may take TensorFloat-32 without being asked to: convolutions.
         moved_bytes: Size of arguments and results of all operations; of tables the results alone, of products no weights.
         peak_bytes: Most bytes alive.
+        cast_bytes: Size of copies of weights in another type, where they count apart.
+        n_casts: Number of these copies.
     """
 
     moments: list[tuple[int, int]] = field(default_factory=list)
@@ -69,6 +71,8 @@ class Trace:
     moved_bytes: int = 0
     n_ops: int = 0
     peak_bytes: int = 0
+    cast_bytes: int = 0
+    n_casts: int = 0
 
 
 class OpCounter(TorchDispatchMode):
@@ -78,13 +82,14 @@ class OpCounter(TorchDispatchMode):
         sharded: ZeRO 3 detaches what enters and leaves each module, and adds a bias apart from the product
             (runtime/zero/linear.py): neither counts, so that a profile is one for all stages.
         gathers: Operations gather its weights or drop them again: they do not count, and what they make are weights.
+        casts_apart: Copies of weights in another type, as autocast makes, count apart: they do not grow with the batch.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.gradient_elements = 0
-        self.sharded = self.gathers = False
+        self.sharded = self.gathers = self.casts_apart = False
         self._live = 0
         self._forward = True
         self._alive: dict[int, Any] = {}
@@ -105,6 +110,10 @@ class OpCounter(TorchDispatchMode):
             self._note_gathered(result)
             return result
         packet, trace = func._overloadpacket, self.trace
+        if self.casts_apart and packet is aten._to_copy and self._is_weight(args[0]):
+            self._note_gathered(result)
+            trace.cast_bytes, trace.n_casts = trace.cast_bytes + result.nbytes, trace.n_casts + 1
+            return result
         if self.sharded and (packet is aten.detach or (packet is aten.add_ and self._is_weight(args[1]))):
             return result
         trace.n_ops += 1

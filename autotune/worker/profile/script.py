@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -73,6 +74,7 @@ class ForwardProfile:
             [*engine.parameters(), *engine.buffers(), *(a for a in args if isinstance(a, Tensor))]
         )
         self._leave_out_gathering(self._counter)
+        self._counter.casts_apart = True
         # Operations within what is compiled cannot be counted, and torch refuses a whole graph while they are.
         if "torch._dynamo" in sys.modules:
             self._eager = torch.compiler.set_stance("force_eager")
@@ -151,6 +153,8 @@ class ForwardProfile:
         passes = {"fp32/0": plain}
         if blocks and kept:
             passes["fp32/1"] = self._pass(samples, again, PASS + inside / kept)
+        if self._arithmetic() == "autocast":
+            passes |= {f"autocast/{name[-1]}": self._with_casts(each) for name, each in passes.items()}
         state, scratch, for_all = self._optimizer(str((ds_config.get("optimizer") or {}).get("type", "adam")).lower())
         parameters = dict.fromkeys(self._engine.parameters())
         sizes = Counter(map(n_elements, parameters))
@@ -199,6 +203,17 @@ class ForwardProfile:
             moved_bytes=(0.0, times * trace.moved_bytes * wide),
             n_ops=times * trace.n_ops,
         )
+
+    def _with_casts(self, plain: Pass) -> Pass:
+        """Returns a pass under autocast, as it was seen: with 16-bit copies of weights, however large the batch is."""
+        cast, scale = float(self._trace.cast_bytes), ACTIVATION_SCALE["autocast"]
+        moments = tuple((cast * (size > 0), size * scale, elements) for _, size, elements in plain.moments)
+        return replace(
+            plain, moments=moments, kept_bytes=(cast, plain.kept_bytes[1] * scale),
+            largest_bytes=(0.0, plain.largest_bytes[1] * scale), n_ops=plain.n_ops + 2 * self._trace.n_casts,
+            # 4 bytes are read and 2 are written for each; backward does the same with gradients.
+            moved_bytes=(2 * 3 * cast, plain.moved_bytes[1] * scale),
+        )  # fmt: skip
 
     def _arithmetic(self) -> str:
         if getattr(self._engine, "torch_autocast_enabled", bool)():

@@ -85,6 +85,29 @@ def test_what_the_script_recomputes_is_known_without_that_too(reentrant):
     assert found["fp32/1"].kept_bytes == plain["fp32/1"].kept_bytes and found["fp32/0"].n_ops == plain["fp32/0"].n_ops
 
 
+def test_the_copies_of_weights_that_autocast_makes_do_not_grow_with_the_batch():
+    """They passed for activations and for traffic of each sample."""
+
+    class Autocast(Engine):
+        def torch_autocast_enabled(self):
+            return True
+
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().forward(x)
+
+    model = nn.Sequential(Block(), Block())
+    engine, slopes = Autocast(model), []
+    for samples in (SAMPLES, 4 * SAMPLES):
+        sketch = ForwardProfile(engine, list(model), torch.is_grad_enabled)
+        engine(torch.randn(samples, 16, WIDTH)).float().square().mean().backward()
+        passes = sketch.profile(WORKLOAD, {}, samples).passes
+        assert passes["autocast/0"].kept_bytes[0] == 2 * sum(p.numel() for p in model.parameters())
+        assert passes["fp32/0"].kept_bytes[0] == 0
+        slopes.append((passes["autocast/0"].kept_bytes[1], passes["autocast/0"].moved_bytes[1]))
+    assert slopes[0] == pytest.approx(slopes[1], rel=0.001)
+
+
 @pytest.mark.parametrize("allowed", [True, False])
 def test_convolutions_are_counted_apart_unless_the_target_keeps_them_from_tf32(monkeypatch, allowed):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)

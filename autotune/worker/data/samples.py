@@ -97,7 +97,8 @@ def length_in_batch(sample: Any, collate: Callable[[list[Any]], Any]) -> int:
 
 def is_text(sample: Any) -> bool:
     """Returns whether a sample is text, whose tokens only the collate function makes."""
-    return {dtype for _, shape, dtype in _fields(sample, "") if shape} == {"text"}
+    dtypes = (dtype for _, shape, dtype in _fields(sample, "") if shape)
+    return next(dtypes, "") == "text" and all(dtype == "text" for dtype in dtypes)
 
 
 def _only(batch: Any) -> Any:
@@ -159,8 +160,10 @@ def _is_row(value: Any) -> bool:
 
 def _fields(value: Any, name: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Yields name, shape and type of each tensor, array or list of numbers in a sample."""
-    if isinstance(value, Tensor) or hasattr(value, "shape"):
-        yield f"{name} ".lstrip(), tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch.")
+    if isinstance(value, Tensor):
+        yield f"{name} ".lstrip(), tuple(value.shape), str(value.dtype).removeprefix("torch.")
+    elif hasattr(value, "shape"):
+        yield f"{name} ".lstrip(), tuple(int(size) for size in value.shape), str(value.dtype)
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _fields(inner, f"{name}.{key}".lstrip("."))

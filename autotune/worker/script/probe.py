@@ -117,7 +117,8 @@ def _data(context: ScriptContext, meter: Meter) -> DataShape | None:
         return replace(batches, cannot=change.why_not(None, list, None, mapped=False, loader=False))
     dataset, collate = iterator._dataset, iterator._collate_fn
     mapped = samples.is_map_style(dataset) and iterator._auto_collation
-    read = samples.describe(dataset, {}, collate) if mapped else None
+    # Other ranks would read it beside the first, whose word counts.
+    read = samples.describe(dataset, {}, collate) if mapped and context.report.rank == 0 else None
     of_loader = change.why_not(dataset, collate, meter.engine.module, mapped=mapped, loader=True)
     cannot = context.data_limits(of_loader, read)
     if read is None:

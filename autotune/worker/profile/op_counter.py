@@ -82,6 +82,7 @@ class OpCounter(TorchDispatchMode):
         sharded: ZeRO 3 detaches what enters and leaves each module, and adds a bias apart from the product
             (runtime/zero/linear.py): neither counts, so that a profile is one for all stages.
         gathers: Operations gather its weights or drop them again: they do not count, and what they make are weights.
+        off: Nothing counts any more.
         casts_apart: Copies of weights in another type, as autocast makes, count apart: they do not grow with the batch.
     """
 
@@ -89,7 +90,7 @@ class OpCounter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.gradient_elements = 0
-        self.sharded = self.gathers = self.casts_apart = False
+        self.sharded = self.gathers = self.casts_apart = self.off = False
         self._live = 0
         self._forward = True
         self._alive: dict[int, Any] = {}
@@ -106,6 +107,8 @@ class OpCounter(TorchDispatchMode):
         if func.namespace == "prim":
             return _asked(func, *args, **kwargs)
         result = func(*args, **kwargs)
+        if self.off:
+            return result
         if self.gathers:
             self._note_gathered(result)
             return result

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _python_dispatch
 
 from autotune.trial.profile import ACTIVATION_SCALE, Pass, Profile
 from autotune.trial.workload import Experts, Workload
@@ -27,7 +28,7 @@ CAVEAT = "forecasts rest on one forward of the script in its own precision; the 
 
 
 class ForwardProfile:
-    """Counts the operations of an engine's first training forward, in a step that is not timed.
+    """Counts the operations of an engine's first training forward, in a step that is not timed, with the loss after it.
 
     Of blocks that the script recomputes, the backward that follows shows what they would keep without that.
 
@@ -42,7 +43,7 @@ class ForwardProfile:
         self._engine, self._trains = engine, trains
         self._counter: OpCounter | None = None
         self._eager: Any = None
-        self._done = False
+        self._done = self._open = False
         self._shape: tuple[int, ...] = ()
         self._trace = Trace()
         # By block: bytes that it keeps and bytes of its output; those alive when it was entered; those that it keeps besides
@@ -66,6 +67,7 @@ class ForwardProfile:
         return self
 
     def _begin(self, engine: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._close()
         if self._done or self._counter is not None or not self._trains():
             return
         counted = batches.counted_tensor(args, kwargs)
@@ -78,15 +80,34 @@ class ForwardProfile:
         # Operations within what is compiled cannot be counted, and torch refuses a whole graph while they are.
         if "torch._dynamo" in sys.modules:
             self._eager = torch.compiler.set_stance("force_eager")
+        # What else follows operations may end while these are counted, and modes must end in order.
+        self._alone = _python_dispatch._get_current_dispatch_mode() is None
         self._counter.__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self, *_: Any) -> None:
         if self._counter is None or self._done:
             return
-        self._done = True
-        self._counter.forward_ended(self._engine.parameters())
-        self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self._trace, self._counter.trace = self._counter.trace, Trace()
+        self._done = self._open = True
+        # As it is now, should the loss not be seen.
+        self._trace = replace(self._counter.trace, kept_bytes=self._counter.live(self._engine.parameters()))
+        if not self._alone:
+            self._close()
+
+    def goes_backward(self) -> None:
+        """Notes that a backward begins: what was counted since the forward ended is the loss, as scripts compute it outside."""
+        if self._open and self._counter is not None:
+            self._counter.forward_ended(self._engine.parameters())
+            self._trace = self._counter.trace
+            self._close()
+
+    def _close(self) -> None:
+        if not self._open or self._counter is None:
+            return
+        self._open, self._counter.trace = False, Trace()
+        if _python_dispatch._get_current_dispatch_mode() is self._counter:
+            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        else:
+            self._counter.off = True
         if self._eager is not None:
             self._eager.__exit__(None, None, None)
         for hook in self._hooks:
@@ -124,7 +145,7 @@ class ForwardProfile:
 
     def around(self, call: Callable[..., Any], run: Callable[[], Any], *, again: bool) -> Any:
         """Runs what a script recomputes, in its forward or `again` in its backward, where it counts what it then keeps."""
-        if self._counter is None or not (call in self._recomputed if again else not self._done):
+        if self._counter is None or (self._open if again else self._done) or (again and call not in self._recomputed):
             return run()
         if not again:
             result = run()
@@ -141,6 +162,7 @@ class ForwardProfile:
 
     def profile(self, workload: Workload, ds_config: Mapping[str, Any], micro_batch_size: int | None) -> Profile | None:
         """Returns the profile; None without a complete forward or a count of its samples."""
+        self._close()
         if not self._done or not micro_batch_size or not self._trace.n_ops:
             return None
         samples = float(micro_batch_size)

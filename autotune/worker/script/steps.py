@@ -46,9 +46,8 @@ class StepHooks:
         self._total: torch.Tensor | float | None = None
         self._n_backward = 0
         self._tail: ScriptTail | None = None
-        self._begun = self._reached = self._summed = self._plain_backward = self._asked = False
+        self._begun = self._reached = self._summed = self._plain_backward = self._asked = self._called = False
         self._evaluations = Evaluations(context)
-        self._called = False  # as `engine(...)`, whose hooks have run
 
     def install(self) -> None:
         """Patches the backward functions that a script may call."""
@@ -147,11 +146,12 @@ class StepHooks:
         return result
 
     def _begin_backward(self) -> None:
-        if self._meter.gradients is not None:
-            n_micro = self._meter.engine.gradient_accumulation_steps()
-            self._meter.gradients.divided_by = n_micro if self._context.sums_losses else 1
-            if self._context.script.adds_up:  # stated per micro-batch, as its losses
-                self._meter.gradients.divided_by = 1 / n_micro
+        if self._profile is not None:
+            self._profile.goes_backward()
+        if (gradients := self._meter.gradients) is not None:
+            n_micro, summed = self._meter.engine.gradient_accumulation_steps(), self._context.sums_losses
+            # A script that adds up states its gradients per micro-batch, as its losses.
+            gradients.divided_by = 1 / n_micro if self._context.script.adds_up else n_micro if summed else 1
         self._meter.enter("backward")
 
     def _on_prologue(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

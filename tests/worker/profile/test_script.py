@@ -5,6 +5,7 @@ import pytest
 import torch
 from support.instant import WORKLOAD
 from torch import nn
+from torch.utils import _python_dispatch
 
 from autotune.worker.measure.recompute import Recomputations
 from autotune.worker.profile import op_counter
@@ -56,7 +57,9 @@ def sketched(model, x, config=None, samples=SAMPLES, optimizer=None):
     with torch.no_grad():
         engine(x)  # an evaluation before training is not what is looked for
     for _ in range(2):
-        engine(x).square().mean().backward()
+        loss = engine(x).square().mean()
+        sketch.goes_backward()
+        loss.backward()
     return sketch.profile(WORKLOAD, config or {}, samples)
 
 
@@ -106,6 +109,40 @@ def test_the_copies_of_weights_that_autocast_makes_do_not_grow_with_the_batch():
         assert passes["fp32/0"].kept_bytes[0] == 0
         slopes.append((passes["autocast/0"].kept_bytes[1], passes["autocast/0"].moved_bytes[1]))
     assert slopes[0] == pytest.approx(slopes[1], rel=0.001)
+
+
+class Chunk(nn.Module):
+    """Gives its loss itself."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return entropy(self.model(x))
+
+
+def entropy(logits):
+    found = logits.log_softmax(-1)
+    return (found.exp() * found).mean()
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_loss_that_the_script_computes_outside_of_its_model_is_counted(seen):
+    """Of a language model its logits and their copies are the most that a batch takes; none of it was forecast."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Block(), nn.Linear(WIDTH, 1000)), torch.randn(SAMPLES, WIDTH)
+    inside = sketched(Chunk(model), x).passes["fp32/0"]
+    engine = Engine(model)
+    sketch = ForwardProfile(engine, [], torch.is_grad_enabled)
+    loss = entropy(engine(x))
+    if seen:
+        sketch.goes_backward()
+    loss.backward()
+    outside = sketch.profile(WORKLOAD, {}, SAMPLES).passes["fp32/0"]
+    assert (outside.kept_bytes == pytest.approx(inside.kept_bytes, rel=0.001)) == seen
+    assert (outside.moved_bytes == pytest.approx(inside.moved_bytes, rel=0.001)) == seen
+    assert _python_dispatch._get_current_dispatch_mode() is None
 
 
 @pytest.mark.parametrize("allowed", [True, False])
@@ -191,7 +228,9 @@ def test_weights_that_are_gathered_for_a_forward_are_no_activations():
         module.register_forward_pre_hook(gather)
     engine = Engine(model)
     sketch = ForwardProfile(engine, [], torch.is_grad_enabled)
-    engine(x).square().mean().backward()
+    loss = engine(x).square().mean()
+    sketch.goes_backward()
+    loss.backward()
     assert sketch.profile(WORKLOAD, {}, len(x)).passes["fp32/0"].kept_bytes == plain
 
 

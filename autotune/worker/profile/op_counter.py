@@ -180,15 +180,15 @@ class OpCounter(TorchDispatchMode):
         return size
 
 
-def _asked(func: Any, tensor: Tensor, **kwargs: Any) -> Any:
+def _asked(func: Any, *args: Any, **kwargs: Any) -> Any:
     """What a tensor answers a question such as that for its device, which is no operation.
 
     A fake one is asked twice for each operation, and to dispatch these questions took a fifth of a profile's time; answered as
     it would (torch/_subclasses/fake_tensor.py, `FakeTensor.__torch_dispatch__`).
     """
-    if func is torch.ops.prim.device.default and type(tensor) is FakeTensor:
+    if func is torch.ops.prim.device.default and isinstance(tensor := args[0], FakeTensor):
         return torch.device("meta") if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
-    return func(tensor, **kwargs)
+    return func(*args, **kwargs)
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:

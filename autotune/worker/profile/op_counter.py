@@ -79,18 +79,18 @@ class OpCounter(TorchDispatchMode):
     """Counts operations below autograd, and the living bytes that they make; `known` tensors do not count.
 
     Attributes:
-        sharded: ZeRO 3 detaches what enters and leaves each module, and adds a bias apart from the product
-            (runtime/zero/linear.py): neither counts, so that a profile is one for all stages.
+        sharded: ZeRO 3 adds a bias apart from the product (runtime/zero/linear.py): that does not count.
         gathers: Operations gather its weights or drop them again: they do not count, and what they make are weights.
         off: Nothing counts any more.
-        casts_apart: Copies of weights in another type, as autocast makes, count apart: they do not grow with the batch.
+        of_script: The model is as a script's baseline has it. Copies of weights in another type, as autocast makes, count
+            apart: they do not grow with the batch. That a tensor is detached does not count, as ZeRO 3 does around each module.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.gradient_elements = 0
-        self.sharded = self.gathers = self.casts_apart = self.off = False
+        self.sharded = self.gathers = self.of_script = self.off = False
         self._live = 0
         self._forward = True
         self._alive: dict[int, Any] = {}
@@ -113,11 +113,13 @@ class OpCounter(TorchDispatchMode):
             self._note_gathered(result)
             return result
         packet, trace = func._overloadpacket, self.trace
-        if self.casts_apart and packet is aten._to_copy and self._is_weight(args[0]):
+        if self.of_script and packet is aten._to_copy and self._is_weight(args[0]):
             self._note_gathered(result)
             trace.cast_bytes, trace.n_casts = trace.cast_bytes + result.nbytes, trace.n_casts + 1
             return result
-        if self.sharded and (packet is aten.detach or (packet is aten.add_ and self._is_weight(args[1]))):
+        if (self.of_script and packet is aten.detach) or (
+            self.sharded and packet is aten.add_ and self._is_weight(args[1])
+        ):
             return result
         trace.n_ops += 1
         count = FLOPS.get(packet)
@@ -136,7 +138,7 @@ class OpCounter(TorchDispatchMode):
                 for tensor in tensors_in((read, kwargs, result))
                 if not (product and self._is_weight(tensor))  # each weight is read once a pass: `step_time_terms`
             )
-        made = sum(self._made(tensor) for tensor in tensors_in(result))
+        made = sum(self._made(tensor, (args, kwargs)) for tensor in tensors_in(result))
         if made:
             trace.moments.append((self._live, self.gradient_elements))
             trace.peak_bytes = max(trace.peak_bytes, self._live)
@@ -161,11 +163,14 @@ class OpCounter(TorchDispatchMode):
             gone = functools.partial(self._gathered.pop, storage._cdata)
             self._gathered[storage._cdata] = weakref.ref(storage, gone)  # dropped once their module has run
 
-    def _made(self, tensor: Tensor) -> int:
+    def _made(self, tensor: Tensor, given: Any) -> int:
         storage = _storage(tensor)
         if storage is None or any(
             (key := storage._cdata) in held for held in (self._known, self._alive, self._gathered)
         ):
+            return 0
+        # A view of what was there before, as of the weights of a teacher that the loss calls.
+        if any(other is not None and other._cdata == key for other in map(_storage, tensors_in(given))):
             return 0
         size = int(storage.nbytes())
 

@@ -67,7 +67,10 @@ class ForwardProfile:
         return self
 
     def _begin(self, engine: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._close()
+        if self._open and self._trains():  # of the same micro-batch, as one for each of two views
+            self._done = False
+            return
+        self.close()
         if self._done or self._counter is not None or not self._trains():
             return
         counted = batches.counted_tensor(args, kwargs)
@@ -76,7 +79,7 @@ class ForwardProfile:
             [*engine.parameters(), *engine.buffers(), *(a for a in args if isinstance(a, Tensor))]
         )
         self._leave_out_gathering(self._counter)
-        self._counter.casts_apart = True
+        self._counter.of_script = True
         # Operations within what is compiled cannot be counted, and torch refuses a whole graph while they are.
         if "torch._dynamo" in sys.modules:
             self._eager = torch.compiler.set_stance("force_eager")
@@ -91,23 +94,25 @@ class ForwardProfile:
         # As it is now, should the loss not be seen.
         self._trace = replace(self._counter.trace, kept_bytes=self._counter.live(self._engine.parameters()))
         if not self._alone:
-            self._close()
+            self.close()
 
     def goes_backward(self) -> None:
         """Notes that a backward begins: what was counted since the forward ended is the loss, as scripts compute it outside."""
         if self._open and self._counter is not None:
             self._counter.forward_ended(self._engine.parameters())
             self._trace = self._counter.trace
-            self._close()
+            self.close()
 
-    def _close(self) -> None:
-        if not self._open or self._counter is None:
+    def close(self) -> None:
+        """Ends the counting, with what was counted up to the end of forward unless a backward has begun."""
+        if self._counter is None or not (self._open or self._counter.off):
             return
         self._open, self._counter.trace = False, Trace()
-        if _python_dispatch._get_current_dispatch_mode() is self._counter:
-            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        else:
-            self._counter.off = True
+        # A mode that the script has begun meanwhile must end first: its next forward tries again.
+        self._counter.off = _python_dispatch._get_current_dispatch_mode() is not self._counter
+        if self._counter.off:
+            return
+        self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if self._eager is not None:
             self._eager.__exit__(None, None, None)
         for hook in self._hooks:
@@ -118,16 +123,18 @@ class ForwardProfile:
         offload = getattr(getattr(self._engine, "optimizer", None), "parameter_offload", None)
         counter.sharded = offload is not None
 
-        def within(original: Callable[[nn.Module], None], module: nn.Module) -> None:
+        def within(original: Callable[..., None], *args: Any) -> None:
             counter.gathers = True
             try:
-                original(module)
+                original(*args)
             finally:
                 counter.gathers = False
 
-        for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
-            if hasattr(offload, name):
-                setattr(offload, name, functools.partial(within, getattr(offload, name)))
+        # The last of these compares the order of modules between ranks.
+        of_modules = [(offload, f"{when}_sub_module_forward_function") for when in ("pre", "post")]
+        for owner, name in (*of_modules, (getattr(offload, "param_coordinator", None), "reset_step")):
+            if hasattr(owner, name):
+                setattr(owner, name, functools.partial(within, getattr(owner, name)))
 
     def _enter_block(self, block: nn.Module, _args: Any) -> None:
         if self._counter is not None and not self._done:
@@ -152,17 +159,19 @@ class ForwardProfile:
             self._recomputed[call] = self._latest  # the block around it, or in it
             return result
         block, before, results = self._recomputed.pop(call), self._counter.live(self._engine.parameters()), None
+        off, self._counter.off = self._counter.off, False
         with self._counter:
             try:
                 results = run()
             finally:  # it raises where the rest is not needed
+                self._counter.off = off
                 kept = self._counter.live([*self._engine.parameters(), *tensors_in(results)]) - before
                 self._again[block] += kept
         return results
 
     def profile(self, workload: Workload, ds_config: Mapping[str, Any], micro_batch_size: int | None) -> Profile | None:
         """Returns the profile; None without a complete forward or a count of its samples."""
-        self._close()
+        self.close()
         if not self._done or not micro_batch_size or not self._trace.n_ops:
             return None
         samples = float(micro_batch_size)

@@ -119,6 +119,8 @@ class StepHooks:
             return original(*args, **kwargs)
 
     def _any_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._profile is not None:
+            self._profile.close()
         with self._context.inside_backward():  # of any engine: a critic's passes do not count
             return original(*args, **kwargs)
 
@@ -192,8 +194,6 @@ class StepHooks:
             self._boundary()
         except BaseException as error:  # the script must not catch it
             self._context.abort(error)
-
-    # Windows of steps
 
     def _boundary(self) -> None:
         """Handles the end of an optimizer step."""

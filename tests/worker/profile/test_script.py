@@ -145,6 +145,55 @@ def test_a_loss_that_the_script_computes_outside_of_its_model_is_counted(seen):
     assert _python_dispatch._get_current_dispatch_mode() is None
 
 
+def test_what_a_teacher_holds_that_a_loss_calls_is_no_activation():
+    """Its weights passed for bytes that each sample keeps."""
+    model, teacher, x = Block(), nn.Linear(WIDTH, 100 * WIDTH).requires_grad_(False), torch.randn(SAMPLES, WIDTH)
+    plain, engine = sketched(model, x).passes["fp32/0"], Engine(model)
+    sketch = ForwardProfile(engine, [], torch.is_grad_enabled)
+    found = engine(x).square().mean()
+    told = teacher(x)
+    sketch.goes_backward()
+    passes = sketch.profile(WORKLOAD, {}, SAMPLES).passes
+    assert found.item() and passes["fp32/0"].kept_bytes[1] * SAMPLES == plain.kept_bytes[1] * SAMPLES + told.nbytes
+
+
+def test_all_forwards_before_a_backward_are_of_one_micro_batch():
+    """Of two views of each sample, as in contrastive training, half of the memory was forecast."""
+    model, x = nn.Sequential(Block(), Block()), torch.randn(SAMPLES, WIDTH)
+    one = sketched(model, x, samples=SAMPLES).passes
+    engine = Engine(model)
+    sketch = ForwardProfile(engine, list(model), torch.is_grad_enabled)
+    loss = engine(x).square().mean() + engine(x + 1).square().mean()
+    sketch.goes_backward()
+    loss.backward()
+    two = sketch.profile(WORKLOAD, {}, SAMPLES).passes
+    for name in one:
+        assert two[name].kept_bytes[1] == pytest.approx(2 * one[name].kept_bytes[1], rel=0.05)
+        assert two[name].flops[1] == pytest.approx(2 * one[name].flops[1], rel=0.05)
+
+
+class Mode(_python_dispatch.TorchDispatchMode):
+    """Follows operations, as a script may do with torch's counter of FLOPs."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs or {})
+
+
+def test_a_mode_that_the_script_begins_before_its_backward_leaves_none_behind():
+    """The probe's timed steps went on with the counter, and what blocks keep without recomputation was not seen."""
+    x = torch.randn(SAMPLES, 16, WIDTH)
+    plain, model = sketched(Recomputing(reentrant=False), x).passes["fp32/0"], Recomputing(reentrant=False)
+    engine = Engine(model)
+    sketch = ForwardProfile(engine, list(model.blocks), torch.is_grad_enabled, model.watch)
+    for _ in range(2):
+        loss = engine(x).square().mean()
+        with Mode():
+            sketch.goes_backward()
+            loss.backward()
+    assert _python_dispatch._get_current_dispatch_mode() is None
+    assert sketch.profile(WORKLOAD, {}, SAMPLES).passes["fp32/0"].kept_bytes == plain.kept_bytes
+
+
 @pytest.mark.parametrize("allowed", [True, False])
 def test_convolutions_are_counted_apart_unless_the_target_keeps_them_from_tf32(monkeypatch, allowed):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)

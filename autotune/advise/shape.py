@@ -108,20 +108,19 @@ def _sizes(model: Architecture, how: Training) -> tuple[dict[int, int], int]:
     ends = 1 if model.tied else 2
     counts = Counter({model.hidden: 2 * model.layers + 1, model.vocab * model.hidden: ends})
     sparse = model.layers - model.dense_layers if model.experts else 0
-    # Libraries keep the experts of a block in one tensor each.
-    experts = [(model.experts * a, b) for a, b in model.mlp_matrices(model.expert_intermediate)]
+    # Libraries keep the experts of a block in one tensor for each matrix.
     groups = (
-        (model.layers, model.attention_matrices()),
-        (model.layers - sparse, model.mlp_matrices(model.intermediate)),
-        (sparse, experts),
+        (model.layers, 1, model.attention_matrices()),
+        (model.layers - sparse, 1, model.mlp_matrices(model.intermediate)),
+        (sparse, model.experts, model.mlp_matrices(model.expert_intermediate)),
     )
-    linear = [(count, a, b) for count, matrices in groups for a, b in matrices if count and a * b]
-    for count, a, b in linear:
-        counts[a * b] += count
+    linear = [(count, n * a, n * b, n) for count, n, matrices in groups for a, b in matrices if count and a * b]
+    for count, a, b, n in linear:
+        counts[a * b // n] += count
     if how.method == "full":
         return counts, 0
     n_frozen = counts.total() - (ends if how.train_embeddings else 0)
-    for count, a, b in linear:
+    for count, a, b, _ in linear:
         counts[how.lora_rank * a] += count
         counts[how.lora_rank * b] += count
     return counts, n_frozen

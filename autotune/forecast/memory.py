@@ -111,12 +111,8 @@ def _fixed(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     master = np.where(w == 2.0, np.where(knobs.master_16 > 0, 2.0, 4.0), clones) * Pt / over_1 * on_device
     states = np.where(knobs.states_16 > 0, 0.5, 1.0) * profile.optimizer_bytes * Pt / over_1 * on_device
     # Held between steps: stage 3's flat gradients, and the unsharded fp32 sums of BF16_Optimizer.
-    gradients = (
-        np.where(
-            stage == 3, knobs.gradient_bytes * Pt / N, np.where(bf16_optimizer(knobs), knobs.gradient_bytes * Pt, 0.0)
-        )
-        * on_device
-    )
+    sums = knobs.gradient_bytes * Pt * on_device
+    gradients = _where((stage == 3, sums / N), (bf16_optimizer(knobs), sums), otherwise=0.0)
     return {
         "weights": weights,
         "master": master,

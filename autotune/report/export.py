@@ -131,9 +131,9 @@ def _holds(path: Path, config: DsConfig) -> bool:
 
 def _is_source(path: Path) -> bool:
     """Whether a file is there that people write and an export never is: Python, or a study."""
-    if path.suffix == ".py" or not is_yaml(path) or not path.is_file():
-        return path.suffix == ".py" and path.exists()
-    return re.search(r"^(target|command)\s*:", path.read_text(errors="replace"), re.MULTILINE) is not None
+    text = path.read_text(errors="replace") if is_yaml(path) and path.is_file() else ""
+    study = re.search(r"^(target|command)\s*:", text, re.MULTILINE) is not None
+    return study or (path.suffix == ".py" and path.exists())
 
 
 def export(

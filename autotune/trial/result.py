@@ -97,7 +97,7 @@ class Observed:
         loader_batch_size: Samples drawn from the data set per micro-batch; None without a data set.
         draw_size: Samples of the largest batch that the loader drew on this rank; 0 without a loader.
         parts: Micro-batches that the script makes of one such batch; 0 unless it cuts it up.
-        draws: Samples that each of a script's loaders drew for a micro-batch, of those that feed most micro-batches.
+        draws: Samples that each of a script's loaders drew for a micro-batch, of those that fed more than one.
         gradient_accumulation_steps: Backward calls per optimizer step; None if it varied.
         samples_per_step: Samples per optimizer step, summed over ranks; where they vary the mean, of a trial the candidate's.
         tokens_per_step: Mean tokens of an optimizer step, summed over ranks, padding included; None where samples are

@@ -107,9 +107,8 @@ def test_zeros_step_launches_for_the_tensors_of_a_ranks_own_shard_and_bf16_optim
     """As counted on real steps of one and two ranks: 15 operations for each tensor of a shard, 2 where weights are of 32 bits."""
     names = ("16", "32", "sums")
     settings = ({"precision": "bf16"}, {}, {"precision": "bf16", "data_types.grad_accum_dtype": "fp32"})
-    slow = replace(
-        H100, accelerator="cpu", optimizer_bytes_per_s=1e30, host_op_s=1e-30
-    )  # all that is left is the step's
+    # All that is left is the step's.
+    slow = replace(H100, accelerator="cpu", optimizer_bytes_per_s=1e30, host_op_s=1e-30)
     ops = {
         name: [
             seconds("bookkeeping", replace(slow, world_size=n), zero_stage=1, **values) / H100.op_s / TENSORS

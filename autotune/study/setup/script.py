@@ -265,7 +265,7 @@ def with_movable(
     for name, result in results.items():
         changes += [change for change in result.side_changes if change not in changes]
         word, was = SCRIPT_BATCH[name], getattr(baseline, name)
-        if behind := () if name in ("gradient_accumulation_steps", *spec.templated()) else _left_behind(first, result):
+        if name == "micro_batch_size" and (behind := _left_behind(spec, first, result)):
             caveats.append(_beside(was, behind))
         elif ran(name, result.observed):
             movable.append(name)
@@ -280,8 +280,10 @@ def with_movable(
     return replace(workload, script=replace(probed, movable=tuple(movable), moved_by=tuple(changes)), caveats=caveats)
 
 
-def _left_behind(first: TrialResult | None, moved: TrialResult) -> tuple[int, ...]:
+def _left_behind(spec: StudySpec, first: TrialResult | None, moved: TrialResult) -> tuple[int, ...]:
     """Returns the samples that loaders draw for each micro-batch as before, where those of another loader changed."""
+    if "micro_batch_size" in spec.templated():  # the user says what follows
+        return ()
     before, after = (r.observed.draws if r is not None and r.observed is not None else () for r in (first, moved))
     same = tuple(one for one, other in zip(before, after, strict=False) if one == other)
     return same if len(before) == len(after) > len(same) else ()

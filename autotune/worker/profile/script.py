@@ -43,7 +43,7 @@ class ForwardProfile:
         self._engine, self._trains = engine, trains
         self._counter: OpCounter | None = None
         self._eager: Any = None
-        self._done = self._open = False
+        self._done = self._open = self._alone = False
         self._shape: tuple[int, ...] = ()
         self._trace = Trace()
         # By block: bytes that it keeps and bytes of its output; those alive when it was entered; those that it keeps besides

@@ -49,9 +49,11 @@ def patch_everywhere(module: ModuleType, hooks: Mapping[str, Callable[..., Any]]
     newer = imported_since()
     for name, hook in hooks.items():
         original = getattr(module, name, None)
+        if original is None:
+            continue
         patch(module, name, hook)
         for other in (*_holders.get(name, ()), *newer):
-            if original is not None and getattr(other, "__dict__", {}).get(name) is original:
+            if getattr(other, "__dict__", {}).get(name) is original:
                 setattr(other, name, getattr(module, name))
 
 

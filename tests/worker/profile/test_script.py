@@ -111,7 +111,7 @@ def test_the_copies_of_weights_that_autocast_makes_do_not_grow_with_the_batch():
     assert slopes[0] == pytest.approx(slopes[1], rel=0.001)
 
 
-class Chunk(nn.Module):
+class WithLoss(nn.Module):
     """Gives its loss itself."""
 
     def __init__(self, model):
@@ -132,7 +132,7 @@ def test_a_loss_that_the_script_computes_outside_of_its_model_is_counted(seen):
     """Of a language model its logits and their copies are the most that a batch takes; none of it was forecast."""
     torch.manual_seed(0)
     model, x = nn.Sequential(Block(), nn.Linear(WIDTH, 1000)), torch.randn(SAMPLES, WIDTH)
-    inside = sketched(Chunk(model), x).passes["fp32/0"]
+    inside = sketched(WithLoss(model), x).passes["fp32/0"]
     engine = Engine(model)
     sketch = ForwardProfile(engine, [], torch.is_grad_enabled)
     loss = entropy(engine(x))

@@ -15,6 +15,8 @@ RUN := .venv/bin/python
 STAMP := .venv/.installed-$(shell printf '%s %s' "$$PWD" '$(TORCH)' | cksum | cut -d' ' -f1)
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PYTHONNOUSERSITE := 1
+# Where it is set, each command would compile all modules anew, for up to a second.
+unexport PYTHONDONTWRITEBYTECODE
 export AUTOTUNE_CACHE ?= $(CURDIR)/.cache/autotune
 
 .DELETE_ON_ERROR:

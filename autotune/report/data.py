@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
-from pydantic import TypeAdapter
-
 from autotune.errors import UserError
 from autotune.report import trial_notes
 from autotune.report.timeline import Run
@@ -21,6 +19,7 @@ from autotune.study.events import n_spent
 from autotune.system.units import Scale, scale_for
 from autotune.trial import lengths
 from autotune.trial.command import Invocation
+from autotune.trial.folder import adapter
 from autotune.trial.result import BESIDE
 from autotune.trial.workload import Environment
 
@@ -132,7 +131,7 @@ class StudyReport:
         stated = self.study.get("device_memory_bytes")
         if stated or not self.environment.get("device_memory_bytes"):
             return float(stated) if stated else None
-        return TypeAdapter(Environment).validate_python(dict(self.environment)).share_bytes(self.world_size)
+        return adapter(Environment).validate_python(dict(self.environment)).share_bytes(self.world_size)
 
     @property
     def trials_left(self) -> int:

@@ -5,8 +5,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from autotune.forecast.degrees import cost_terms
 from autotune.forecast.step_time import STEP_BYTES
 from autotune.report.data import Data, StudyReport, measured, metric_scale, times, words
@@ -19,7 +17,7 @@ from autotune.space.candidate import Candidate
 from autotune.study import tracing
 from autotune.study.setup import profile_cache
 from autotune.study.storage import records
-from autotune.trial.folder import TrialDir, read_record, reports, result_in
+from autotune.trial.folder import TrialDir, adapter, read_record, reports, result_in
 from autotune.trial.links import Probe
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome, Traced, TrialResult
@@ -52,7 +50,7 @@ def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
         tokens_per_step=result.tokens_per_step if result else None,
         traced=traces(paths[0], report.world_size),
         **of_workload(
-            TypeAdapter(Workload).validate_python(dict(report.workload)), seen[number].candidate, report.world_size
+            adapter(Workload).validate_python(dict(report.workload)), seen[number].candidate, report.world_size
         ),
     )
     told = [(row.candidate, row.samples_per_s) for row in seen.values() if row.samples_per_s]

@@ -70,7 +70,7 @@ class TrialDir:
 
 def write_record(path: Path, value: Any, *, sync: bool = True, private: bool = False) -> None:
     """Writes a dataclass or plain data as JSON, atomically; see `files.write_bytes`."""
-    data = _adapter(type(value)).dump_python(value, mode="json") if hasattr(value, "__dataclass_fields__") else value
+    data = adapter(type(value)).dump_python(value, mode="json") if hasattr(value, "__dataclass_fields__") else value
     files.write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n", sync=sync, private=private)
 
 
@@ -81,18 +81,19 @@ def read_record(path: Path, kind: type[T]) -> T:
         FileNotFoundError: There is no such file.
         ValueError: The file does not hold such a dataclass.
     """
-    found: T = _adapter(kind).validate_json(files.read_regular(path))
+    found: T = adapter(kind).validate_json(files.read_regular(path))
     return found
 
 
 def prepare(*kinds: type[Any]) -> None:
     """Makes what reads and writes these dataclasses, which takes milliseconds, ahead of the first use; forks have it too."""
     for kind in kinds:
-        _adapter(kind)
+        adapter(kind)
 
 
-def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    if kind not in _ADAPTERS:  # takes milliseconds, and a trial has nine such files
+def adapter(kind: type[T]) -> TypeAdapter[T]:
+    """What reads and writes dataclasses of a kind."""
+    if kind not in _ADAPTERS:  # takes up to 0.1 s, and a trial has nine such files
         _ADAPTERS[kind] = TypeAdapter(kind)
     return _ADAPTERS[kind]
 
@@ -124,7 +125,7 @@ def reports(trial_dir: TrialDir, world_size: int) -> dict[int, RankReport]:
     found = {}
     for rank in range(world_size):
         with contextlib.suppress(ValueError):
-            report: RankReport = _adapter(RankReport).validate_json(
+            report: RankReport = adapter(RankReport).validate_json(
                 files.tail(trial_dir.report(rank), LARGEST_REPORT_BYTES, whole=True) or b""
             )
             if report.rank == rank:

@@ -120,6 +120,7 @@ def test_a_study_is_exported_for_other_tools(finished):
     assert "not both" in one_sentence(called("export", "small", "--pick", "drop_in", "--trial", "1", cwd=folder))
 
 
+@pytest.mark.system
 def test_its_own_study_yaml_goes_on_from_anywhere_with_what_the_budget_lacks(finished, warm, tmp_path):
     folder, there = finished[0], tmp_path / "there"
     there.mkdir()
@@ -202,6 +203,7 @@ def test_a_model_that_always_crashes_stops_the_study_with_its_reason(warm):
     assert len(told(warm)) == 4
 
 
+@pytest.mark.system
 def test_over_a_stated_memory_some_trials_end_and_the_study_goes_on(models, warm):
     """The model takes 16 MiB for every sample of a micro-batch, and some 100 MiB besides."""
     shutil.copyfile(models / "oom.py", warm / "oom.py")
@@ -297,6 +299,7 @@ def launched(tmp_path_factory, models) -> tuple[Path, str, subprocess.CompletedP
     return folder, command, autotune("run", command, *options, cwd=folder)
 
 
+@pytest.mark.system
 def test_a_launch_command_is_tuned_and_its_study_runs_it_again(launched, warm):
     folder, command, done = launched
     assert done.returncode == 0, done.stderr

@@ -89,6 +89,8 @@ def test_a_trial_that_ran_elsewhere_is_not_traced_here(study):
 
 
 @pytest.mark.process
+@pytest.mark.system
+@pytest.mark.smoke
 def test_a_trial_is_run_again_and_its_trace_kept_and_read(zoo, study, capsys):
     folder = TrialDir(study / "trials" / "0000")
     request = read_record(folder.request, TrialRequest)

@@ -48,6 +48,7 @@ def test_two_slots_run_two_trials_at_once_and_each_candidate_once(tmp_path):
     assert caveats[0] == [] and any("ran on this host at the same time" in text for found in caveats for text in found)
 
 
+@pytest.mark.system
 def test_trials_at_once_do_not_make_the_studys_time_longer_than_it_took(tmp_path):
     """It was the sum of the trials' times, in the answer and in the time that it advised."""
 

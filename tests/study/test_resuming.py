@@ -85,21 +85,18 @@ def test_an_interrupted_round_is_measured_anew(tmp_path):
     assert list(base.repeats) == [2]
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
+def test_another_study_of_that_name_is_refused_and_what_differs_is_named(tmp_path):
+    run(tmp_path, trials=2, finalists=0)
+    for change, named in (
         ({"space": [SPACE | {"zero_stage": [0, 1]}]}, "space"),
         ({"objectives": ["latency"]}, "objectives"),
         ({"seed": 1}, r"seed \(1 instead of 0\)"),
         ({"device_memory_bytes": "1GiB"}, "device_memory_bytes"),
         ({"global_batch": "8..64"}, "global_batch"),
         ({"base_config": {"bf16": {"enabled": True}}}, "base_config"),
-    ],
-)
-def test_another_study_of_that_name_is_refused_and_what_differs_is_named(tmp_path, change, named):
-    run(tmp_path, trials=2, finalists=0)
-    with pytest.raises(UserError, match=rf"study 's' exists, but differs in {named}.*--fresh"):
-        run(tmp_path, trials=3, finalists=0, **change)
+    ):
+        with pytest.raises(UserError, match=rf"study 's' exists, but differs in {named}.*--fresh"):
+            run(tmp_path, trials=3, finalists=0, **change)
 
 
 def test_a_study_of_a_script_goes_on_where_its_project_was_moved_but_not_in_another_folder(tmp_path):

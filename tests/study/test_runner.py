@@ -145,7 +145,7 @@ def test_a_short_time_budget_is_for_the_search_and_one_round_of_the_finalists(tm
     assert max(len(m.repeats) for m in told) <= 2
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "nsga2"])
+@pytest.mark.parametrize("sampler", ["tpe", pytest.param("nsga2", marks=pytest.mark.system)])
 def test_a_sampler_of_optunas_sees_what_was_told_since_its_first_trial(tmp_path, sampler):
     """One that does not draws as `random` does, for ever."""
     drawn = {}

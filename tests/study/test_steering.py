@@ -49,7 +49,9 @@ def outcomes(runner):
 # What does not fit.
 
 
-@pytest.mark.parametrize("sampler", ["random", "tpe", "grid"])
+@pytest.mark.parametrize(
+    "sampler", [*(pytest.param(name, marks=pytest.mark.system) for name in ("random", "tpe")), "grid"]
+)
 def test_what_surely_does_not_fit_is_told_and_not_launched_and_costs_no_trial(tmp_path, sampler):
     given = {"sampler": sampler, "space": SMALL, "trials": 17, "device_memory_bytes": LIMIT}
     runner, executor, watcher = run(tmp_path, limited, **given, **NEVER)
@@ -69,7 +71,7 @@ def test_what_surely_does_not_fit_is_told_and_not_launched_and_costs_no_trial(tm
     assert watcher.ended_with[-1].n_told == min(17, len(executor.ran))
 
 
-@pytest.mark.parametrize("sampler", ["grid", "physics"])
+@pytest.mark.parametrize("sampler", [pytest.param("grid", marks=pytest.mark.system), "physics"])
 def test_without_the_filter_everything_is_launched(tmp_path, sampler):
     runner, executor, _ = run(
         tmp_path,
@@ -159,6 +161,7 @@ def test_a_study_ends_when_nothing_is_left_to_gain_and_says_so(tmp_path):
     assert not any("stopped after" in text for text in load.load("s", str(again.storage.url), tmp_path / "s").caveats())
 
 
+@pytest.mark.system
 def test_a_study_that_cannot_foretell_does_not_end_itself(tmp_path):
     """Times that follow no rule: each candidate has its own."""
 
@@ -315,6 +318,7 @@ def test_bounds_are_held_by_what_all_measurements_say(tmp_path):
     assert "recommended" not in shown.picks
 
 
+@pytest.mark.system
 def test_with_stopping_switched_off_every_trial_runs_to_its_end(tmp_path):
     runner, _ = stopping(tmp_path, sampler="random", trials=8, finalists=0, objectives=["latency"], stop_trials=False)
     assert set(outcomes(runner)) == {Outcome.COMPLETE}

@@ -19,8 +19,17 @@ MIB = 1 << 20
 STAGES = (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "torch_autocast"])
+@pytest.mark.parametrize(
+    ("precision", "stage"),
+    [
+        *(("fp32", stage) for stage in STAGES),
+        *(("bf16", 1), ("bf16", 3), ("torch_autocast", 2)),
+        *(
+            pytest.param(*each, marks=pytest.mark.system)
+            for each in (("bf16", 0), ("bf16", 2), *(("torch_autocast", stage) for stage in (0, 1, 3)))
+        ),
+    ],
+)
 def test_the_configuration_that_ran_is_read_from_the_engine_and_recomputing_changes_no_digit(
     measured, precision, stage
 ):
@@ -118,9 +127,9 @@ def cold(tmp_path_factory):
 
 
 # A rank in a fresh process imports torch and DeepSpeed, for seconds.
-@pytest.mark.parametrize(
-    ("stage", "ranks"), [(0, 2), *(pytest.param(*each, marks=pytest.mark.system) for each in ((1, 1), (2, 1), (3, 2)))]
-)
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 1), (2, 1), (3, 2)])
+@pytest.mark.system
+@pytest.mark.smoke
 def test_a_forked_trial_equals_one_in_a_fresh_process_to_the_last_digit(cold, measured, stage, ranks):
     assert cold.executor.cold_reason.endswith("Python itself, as it is set up here, started the thread `busy`")
     what = {"zero_stage": stage, "world_size": ranks}

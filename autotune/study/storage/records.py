@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import optuna
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from autotune.errors import UserError, nearest
 from autotune.scoring.convergence.branch import Branch
@@ -34,7 +34,7 @@ from autotune.study.storage.database import Storage
 from autotune.study.storage.optuna_tables import CachedStorage, set_study_attr, storage_of, study_attr, study_id
 from autotune.system import files, redaction
 from autotune.trial.command import Invocation
-from autotune.trial.folder import read_record
+from autotune.trial.folder import adapter, read_record
 from autotune.trial.result import Outcome
 from autotune.trial.workload import Workload
 
@@ -197,7 +197,7 @@ def record(study: Study) -> StudyRecord | None:
     """
     text = study_attr(study, RECORD_ATTR)
     try:
-        return None if text is None else TypeAdapter(StudyRecord).validate_json(text)
+        return None if text is None else adapter(StudyRecord).validate_json(text)
     except ValidationError:
         raise StoreError(
             f"study {study.study_name!r} was made by another version of autotune;"
@@ -207,7 +207,7 @@ def record(study: Study) -> StudyRecord | None:
 
 def keep(study: Study, kept: StudyRecord, folder: Path) -> None:
     """Store the record with the study, and in its folder in case that the database is lost."""
-    text = json.dumps(redaction.redact(TypeAdapter(StudyRecord).dump_python(kept, mode="json")))
+    text = json.dumps(redaction.redact(adapter(StudyRecord).dump_python(kept, mode="json")))
     set_study_attr(study, RECORD_ATTR, text)
     files.write_text(folder / RECORD_FILE, text)
 

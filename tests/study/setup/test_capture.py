@@ -200,7 +200,12 @@ TORCHRUN = {"OMP_NUM_THREADS": "1"}
             TORCHRUN,
         ),
         ("deepspeed --num_gpus 2 train.py --deepspeed", ("--local_rank={local_rank}", "--deepspeed"), {}),
-        ("accelerate launch --config_file two.yaml train.py", (), TORCHRUN | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}),
+        pytest.param(
+            "accelerate launch --config_file two.yaml train.py",
+            (),
+            TORCHRUN | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
+            marks=pytest.mark.system,
+        ),
         ("X=1 bash train.sh", ("--lr", "1"), TORCHRUN | {"X": "1"}),
     ],
 )

@@ -88,6 +88,7 @@ def test_the_gradient_of_a_scripts_optimizer_is_compared_with_the_micro_gradient
     assert found.error < 1e-6 if clean else "is off by" in judge_gradient(found, found, {})
 
 
+@pytest.mark.system
 def test_a_loss_that_lightning_and_deepspeed_both_divide_by_the_accumulation_is_judged_at_its_size(run):
     norms = []
     for micro, accumulation in ((8, 1), (2, 4)):

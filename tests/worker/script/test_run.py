@@ -43,7 +43,11 @@ BOTH = MICRO | ACCUM
         ("dict_config.py", ("--batch_size", "{micro_batch_size}"), {}, (8, 1, BOTH)),
         ("hand_made.py", (), {"script_set": ["BATCH={micro_batch_size}"]}, (8, 2, BOTH)),
         ("chunks.py", (), {}, (8, 4, MICRO)),
-        *(("parts.py", ("--parts", str(n)), {}, (24 // n, 1, BOTH)) for n in (2, 3, 8)),
+        *(
+            pytest.param("parts.py", ("--parts", str(n)), {}, (24 // n, 1, BOTH), marks=pytest.mark.system)
+            for n in (2, 8)
+        ),
+        ("parts.py", ("--parts", "3"), {}, (8, 1, BOTH)),
         ("parts.py", ("--style", "follow", "--accumulate", "4"), {}, (6, 4, BOTH)),
         ("parts.py", ("--style", "split"), {}, (8, 1, ACCUM)),
         ("parts.py", ("--style", "split"), {"script_set": ["PART={micro_batch_size}"]}, (8, 1, BOTH)),
@@ -137,17 +141,11 @@ def test_the_flags_that_carry_something_are_known_by_all_their_names(bench):
     [
         *(
             (style, {}, (8, 2, BOTH))
-            for style in (
-                "workers",
-                "batch sampler",
-                "packed",
-                "critic",
-                "another model",
-                "evaluates",
-                "text flag",
-                "by name",
-                "evaluation mode",
-            )
+            for style in ("workers", "batch sampler", "packed", "another model", "text flag", "evaluation mode")
+        ),
+        *(
+            pytest.param(style, {}, (8, 2, BOTH), marks=pytest.mark.system)
+            for style in ("critic", "evaluates", "by name")
         ),
         ("own sampler", {}, (8, 2, ACCUM)),
         ("iterable", {}, (8, 2, ACCUM)),
@@ -363,7 +361,13 @@ def test_an_evaluation_before_the_training_takes_no_time_of_the_steps(bench):
     assert sum(result.step_times_s) < began["warmup"] - began["first_evaluation"]
 
 
-@pytest.mark.parametrize(("style", "n_slow"), [("evaluates at times", 0), ("plays", 3), ("labels", 5)])
+@pytest.mark.parametrize(
+    ("style", "n_slow"),
+    [
+        *(pytest.param(*each, marks=pytest.mark.system) for each in (("evaluates at times", 0), ("labels", 5))),
+        ("plays", 3),
+    ],
+)
 def test_an_evaluation_of_some_steps_is_no_part_of_them_but_what_is_then_trained_on_is(bench, style, n_slow):
     """Every second step has calls without gradients, and half a second of sleep; or each step."""
     result = bench.measure(bench.plan("styles.py", style), steps=6)

@@ -22,7 +22,10 @@ BOTH = {"micro_batch_size", "gradient_accumulation_steps"}
     [
         {"zero_stage": 3, "precision": "bf16", "checkpoint_every": 1,
          "micro_batch_size": 4, "gradient_accumulation_steps": 1},
-        {"zero_stage": 1, "precision": "torch_autocast", "micro_batch_size": 3, "gradient_accumulation_steps": 3},
+        pytest.param(
+            {"zero_stage": 1, "precision": "torch_autocast", "micro_batch_size": 3, "gradient_accumulation_steps": 3},
+            marks=pytest.mark.system,
+        ),
     ],
     ids=["z3", "z1"],
 )  # fmt: skip

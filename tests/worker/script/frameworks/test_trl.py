@@ -8,10 +8,11 @@ from autotune.trial.request import TailCheck
 from autotune.trial.result import Outcome
 from autotune.trial.target import inspect_target
 
-pytestmark = [pytest.mark.process, pytest.mark.usefixtures("home")]
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("home")]
 IMPORTS = inspect_target(SCRIPTS / "trl_sft.py").imports
 
 
+@pytest.mark.smoke
 def test_rows_that_trl_packs_are_counted_as_samples_without_padding_up_to_the_worst_of_them(bench):
     found = bench.plan("trl_sft.py", "--packing", "--max_length", "128", "--per_device_train_batch_size", "4")
     cannot, data, profile = dict(found.setting.data_cannot), found.workload.data, found.workload.profile

@@ -1,13 +1,15 @@
 """Run the user's training script under hooks until it has been measured."""
 
 import argparse
+import builtins
 import functools
 import itertools
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from autotune.space import torch_settings
 from autotune.system.toolkit import is_built
 from autotune.trial.request import TrialRequest
+from autotune.worker import project
 from autotune.worker.device import free_bytes
 from autotune.worker.measure import experts
 from autotune.worker.measure.recorder import Recorder
@@ -58,14 +61,31 @@ def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: i
     # A script that seeds nothing begins alike in all trials. Its ranks share torch's seed alone, as under a launcher.
     set_seed(request.seed + rank)
     torch.manual_seed(request.seed)
+    why = ""
     try:
         execute.execute(Path(request.target), context.script)
     except SystemExit as end:
         if end.code not in (None, 0):
             context.abort(_exited(end))
+        why = f"; it exits at {_place(end)}"
     except BaseException as error:
         context.abort(error)
-    steps.script_ended()
+    try:
+        steps.script_ended()
+    except ScriptError as error:
+        caught = f"; it caught an exception of the engine's: {context.raised}" if context.raised else ""
+        raise ScriptError(f"{error}{why}{caught}") from error
+
+
+def _place(end: SystemExit) -> str | None:
+    """Returns `file:line` of the user's code that a script exits at."""
+    frames = [each for each in traceback.walk_tb(end.__traceback__) if project.holds(each[0].f_code.co_filename)]
+    return f"{Path(frames[-1][0].f_code.co_filename).name}:{frames[-1][1]}" if frames else None
+
+
+def _ask(_original: Callable[..., Any], prompt: object = "") -> NoReturn:
+    """Stands in for `input`, which finds nothing to read in a rank."""
+    raise EOFError(f"the script asks for {f'input ({prompt})' if prompt else 'input'}, which nobody gives in a trial")
 
 
 def _exited(end: SystemExit) -> ScriptError:
@@ -145,6 +165,7 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
         after_import(name, lambda module: patch(module.Command, "parse_args", arguments.parse_click))
     Loaders(context).install()
     Joining().install()
+    patch(builtins, "input", _ask)
     spawns = dict.fromkeys(("spawn", "start_processes"), lambda *_args, **_kwargs: context.abort(ScriptError(SPAWNS)))
     patch_everywhere(torch.multiprocessing, spawns)
     for adapter in (accelerate, huggingface, lightning):

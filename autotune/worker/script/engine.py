@@ -82,6 +82,7 @@ class EngineHooks:
         self._script_recomputes = True
         self._unrecomputed = ""  # caller whose recomputation was skipped
         self._watch: recompute.Recomputations | None = None
+        self._pid = os.getpid()
 
     def install(self) -> None:
         """Patches the entry points."""
@@ -99,6 +100,8 @@ class EngineHooks:
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         context, probes = self._context, self._context.candidate is None
+        if os.getpid() != self._pid:  # a process that the script forked, which must not write this rank's report
+            return original(*args, **kwargs)
         place = ds_config.places(users_frame()) if probes else ("", "")
         bound = inspect.signature(original).bind(*args, **kwargs)
         given = bound.arguments

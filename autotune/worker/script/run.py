@@ -4,7 +4,9 @@ import argparse
 import builtins
 import functools
 import itertools
+import multiprocessing
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -30,7 +32,7 @@ from autotune.worker.script.engine import EngineHooks
 from autotune.worker.script.frameworks import accelerate, huggingface, lightning
 from autotune.worker.script.isolation import Isolation
 from autotune.worker.script.loaders import Loaders
-from autotune.worker.script.patching import after_import, patch, patch_everywhere
+from autotune.worker.script.patching import after_import, patch, patch_everywhere, users_frame
 from autotune.worker.script.steps import StepHooks
 
 # Where click is, and Typer's copy of it.
@@ -101,6 +103,13 @@ def _exited(end: SystemExit) -> ScriptError:
     return error
 
 
+def _start_process(context: ScriptContext, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Notes that the user's code starts a process before it trains: if the trial comes to no end, that may be why."""
+    if context.meter is None and users_frame(through_libraries=True) is not None:
+        context.recorder.event(phase="other_process")
+    return original(*args, **kwargs)
+
+
 def _compile(context: ScriptContext, original: Callable[..., Any], builder: Any, *args: Any, **kwargs: Any) -> Any:
     """Writes events around the loading of an op, which compiles it the first time."""
     if not is_built(builder.name, Path(os.environ.get("TORCH_EXTENSIONS_DIR", ""))):
@@ -168,6 +177,8 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
     patch(builtins, "input", _ask)
     spawns = dict.fromkeys(("spawn", "start_processes"), lambda *_args, **_kwargs: context.abort(ScriptError(SPAWNS)))
     patch_everywhere(torch.multiprocessing, spawns)
+    for owner, name in ((subprocess.Popen, "__init__"), (multiprocessing.process.BaseProcess, "start")):
+        patch(owner, name, functools.partial(_start_process, context))
     for adapter in (accelerate, huggingface, lightning):
         adapter.install(context)
     Isolation(context).install()

@@ -158,7 +158,10 @@ def more_time(phase: str) -> str:
         return "it was evaluating, and had not begun to train: leave that out while it is tuned, or give it more time (--trial-deadline)"
     if phase in ("warmup", "measure"):
         return "it had loaded and begun to train: if it neither hangs nor leaves step() out, --trial-deadline gives it more time"
-    return "--trial-deadline gives it more time, if it takes that long to load"
+    load = "--trial-deadline gives it more time, if it takes that long to load"
+    if phase == "other_process":
+        return f"it had started another process, whose training no trial sees, and not begun to train itself; {load}"
+    return load
 
 
 def headline(text: str) -> str:

@@ -25,7 +25,7 @@ NOT_FINITE = sys.float_info.max
 BESIDE = "ran on this host at the same time"
 # Phases of a rank, in order.
 PHASES = (
-    "start", "import", "build", "initialize", "first_evaluation", "warmup", "measure", "tail", "evaluate", "save", "done",
+    "start", "import", "build", "other_process", "initialize", "first_evaluation", "warmup", "measure", "tail", "evaluate", "save", "done",
 )  # fmt: skip
 # The phases of the tail check, each with what does not fit if it runs out of memory.
 TAIL_PHASES = {"tail": "the longest batch", "evaluate": "an evaluation step", "save": "saving a checkpoint"}

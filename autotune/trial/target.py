@@ -257,7 +257,10 @@ def _why_no_model(names: Mapping[str, ast.AST]) -> str:
         return f"line {line}: model is a value; make it a function, model() -> torch.nn.Module, that builds it"
     close = difflib.get_close_matches("model", list(names), n=1, cutoff=0.6)
     hint = f" (there is {close[0]!r})" if close else " by name (`import *` is not followed)" if "*" in names else ""
-    return f"defines no model(){hint}; a target has model() -> torch.nn.Module, and data() -> Dataset or batch(n)"
+    return (
+        f"defines no model(){hint}; a target has model() -> torch.nn.Module, and data() -> Dataset or batch(n), or is the"
+        " file that itself trains, with deepspeed.initialize, a Trainer, Accelerate or Lightning"
+    )
 
 
 def _imports(body: Sequence[ast.stmt], folder: Path) -> list[str]:

@@ -412,6 +412,7 @@ def test_what_a_message_means(means, text, holds):
     [
         ("first_evaluation", "not begun to train"),
         ("build", "that long to load"),
+        ("other_process", "started another process, whose training no trial sees"),
         ("warmup", "begun to train"),
         ("measure", "hangs"),
     ],

@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +61,7 @@ class Trace:
         peak_bytes: Most bytes alive.
         cast_bytes: Size of copies of weights in another type, where they count apart.
         n_casts: Number of these copies.
+        backward: FLOPs, bytes moved and operations of the backward pass, estimated from forward's for scripts.
     """
 
     moments: list[tuple[int, int]] = field(default_factory=list)
@@ -73,6 +74,7 @@ class Trace:
     peak_bytes: int = 0
     cast_bytes: int = 0
     n_casts: int = 0
+    backward: tuple[int, int, int] = (0, 0, 0)
 
 
 class OpCounter(TorchDispatchMode):
@@ -122,22 +124,25 @@ class OpCounter(TorchDispatchMode):
         ):
             return result
         trace.n_ops += 1
-        count = FLOPS.get(packet)
+        count, flops, moved = FLOPS.get(packet), 0, 0
+        product = count is not None or packet in flop_registry
         if count is not None:
-            trace.flops += count(*args, **kwargs)
-        elif packet in flop_registry:
+            flops = count(*args, **kwargs)
+        elif product:
             flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
-            trace.flops += flops
             trace.tf32_flops += flops if packet in CONVOLUTIONS and convolves_in_tf32() else 0
         if not func.is_view and packet is not aten._unsafe_view:
             table = TABLES.get(packet)
             read = args if table is None else args[:table] + args[table + 1 :]
-            product = count is not None or packet in flop_registry
-            trace.moved_bytes += sum(
+            moved = sum(
                 tensor.numel() * tensor.element_size()
                 for tensor in tensors_in((read, kwargs, result))
                 if not (product and self._is_weight(tensor))  # each weight is read once a pass: `step_time_terms`
             )
+        trace.flops, trace.moved_bytes = trace.flops + flops, trace.moved_bytes + moved
+        if self.of_script and (times := self._backward_of(tuple(tensors_in((args, kwargs))), product=product)):
+            before = trace.backward
+            trace.backward = before[0] + times * flops, before[1] + times * moved, before[2] + times
         made = sum(self._made(tensor, (args, kwargs)) for tensor in tensors_in(result))
         if made:
             trace.moments.append((self._live, self.gradient_elements))
@@ -153,6 +158,18 @@ class OpCounter(TorchDispatchMode):
         """Notes the bytes alive after forward; see `live`."""
         self.trace.kept_bytes = self.live(without)
         self._forward = False
+
+    def _backward_of(self, given: Sequence[Tensor], *, product: bool) -> int:
+        """Returns how often an operation's work comes again in backward: twice, for each of a product's factors.
+
+        Where gradients are off nothing tells that of a custom function, or of what is recomputed, from a teacher.
+        """
+        on = torch.is_grad_enabled()
+        if on and not any(tensor.requires_grad for tensor in given):
+            return 0
+        owners = [tensor if tensor._base is None else tensor._base for tensor in given if self._is_weight(tensor)]
+        frozen = any(not each.requires_grad and (on or isinstance(each, nn.Parameter)) for each in owners)
+        return 1 if product and frozen else 2
 
     def _is_weight(self, tensor: object) -> bool:
         storage = _storage(tensor) if isinstance(tensor, Tensor) else None

@@ -4,9 +4,10 @@ import contextlib
 import functools
 import inspect
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -22,9 +23,17 @@ from autotune.worker.measure.recompute import Recomputations
 from autotune.worker.profile.model import FUSED_STATES
 from autotune.worker.profile.op_counter import OpCounter, Trace, optimizer_needs
 
-# Forward and backward together; a backward computes and moves about twice what its forward does.
-PASS = 3.0
 CAVEAT = "forecasts rest on one forward of the script in its own precision; the rest of a step is estimated"
+
+
+@dataclass
+class _Region:
+    """What a script recomputes at once: the block that it is of, its operations, and its output, if that is kept for others."""
+
+    block: int
+    n_ops: int
+    output: list[weakref.ref[torch.UntypedStorage]]
+    output_bytes: int = 0
 
 
 class ForwardProfile:
@@ -47,11 +56,12 @@ class ForwardProfile:
         self._shape: tuple[int, ...] = ()
         self._trace = Trace()
         # By block: bytes that it keeps and bytes of its output; those alive when it was entered; those that it keeps besides
-        # when it is recomputed. By call: the block that is recomputed.
+        # when it is recomputed. By call: what is recomputed; and the block of what is so now.
         self._inside: dict[int, tuple[int, int]] = {}
         self._entered: dict[int, int] = {}
         self._again: Counter[int] = Counter()
-        self._recomputed: dict[Callable[..., Any], int] = {}
+        self._recomputed: dict[Callable[..., Any], _Region] = {}
+        self._within: int | None = None
         self._latest = 0
         if watch is not None:
             watch.around = self.around
@@ -91,6 +101,7 @@ class ForwardProfile:
         if self._counter is None or self._done:
             return
         self._done = self._open = True
+        self._note_outputs()
         # As it is now, should the loss not be seen.
         self._trace = replace(self._counter.trace, kept_bytes=self._counter.live(self._engine.parameters()))
         if not self._alone:
@@ -152,22 +163,43 @@ class ForwardProfile:
 
     def around(self, call: Callable[..., Any], run: Callable[[], Any], *, again: bool) -> Any:
         """Runs what a script recomputes, in its forward or `again` in its backward, where it counts what it then keeps."""
-        if self._counter is None or (self._open if again else self._done) or (again and call not in self._recomputed):
+        counter = self._counter
+        if counter is None or (self._open if again else self._done):
             return run()
-        if not again:
-            result = run()
-            self._recomputed[call] = self._latest  # the block around it, or in it
-            return result
-        block, before, results = self._recomputed.pop(call), self._counter.live(self._engine.parameters()), None
-        off, self._counter.off = self._counter.off, False
-        with self._counter:
+        if (region := self._recomputed.pop(call, None)) is not None:
+            return self._run_again(counter, region, run)
+        if again and self._within is None:
+            return run()
+        n_before = counter.trace.n_ops
+        result = run()
+        # The block around it, or in it; what is recomputed may hold more that is.
+        block = self._latest if self._within is None else self._within
+        output = [weakref.ref(tensor.untyped_storage()) for tensor in tensors_in(result)]
+        self._recomputed[call] = _Region(block, counter.trace.n_ops - n_before, output)
+        return result
+
+    def _run_again(self, counter: OpCounter, region: _Region, run: Callable[[], Any]) -> Any:
+        """Counts what a region keeps while it is recomputed, without its output, which counts where it first was."""
+        before, n_before, results = counter.live(self._engine.parameters()), counter.trace.n_ops, None
+        outer, self._within = self._within, region.block
+        off, counter.off = counter.off, False
+        with counter:
             try:
                 results = run()
-            finally:  # it raises where the rest is not needed
-                self._counter.off = off
-                kept = self._counter.live([*self._engine.parameters(), *tensors_in(results)]) - before
-                self._again[block] += kept
+            finally:  # it raises where the rest is not needed: after all of it where its last operation saves the output
+                counter.off, self._within = off, outer
+                kept = counter.live([*self._engine.parameters(), *tensors_in(results)]) - before
+                whole = results is None and counter.trace.n_ops - n_before == region.n_ops
+                self._again[region.block] += kept - (region.output_bytes if whole else 0)
+                self._note_outputs()
         return results
+
+    def _note_outputs(self) -> None:
+        """Notes whether the output of each region that went forward is kept, before the backward pass frees it."""
+        for region in self._recomputed.values():
+            alive = {ref() for ref in region.output}
+            region.output_bytes += sum(int(storage.nbytes()) for storage in alive if storage is not None)
+            region.output = []
 
     def profile(self, workload: Workload, ds_config: Mapping[str, Any], micro_batch_size: int | None) -> Profile | None:
         """Returns the profile; None without a complete forward or a count of its samples."""
@@ -180,10 +212,10 @@ class ForwardProfile:
         # Recomputed blocks keep their outputs, and one block's working set is alive at a time.
         outputs, largest = sum(output for _, output in blocks), max((size for size, _ in blocks), default=0)
         again = min(kept, kept - inside + outputs + largest)
-        plain = self._pass(samples, kept, PASS)
+        plain = self._pass(samples, kept, 1.0)
         passes = {"fp32/0": plain}
         if blocks and kept:
-            passes["fp32/1"] = self._pass(samples, again, PASS + inside / kept)
+            passes["fp32/1"] = self._pass(samples, again, 1.0 + inside / kept)
         if self._arithmetic() == "autocast":
             passes |= {f"autocast/{name[-1]}": self._with_casts(each) for name, each in passes.items()}
         state, scratch, for_all = self._optimizer(str((ds_config.get("optimizer") or {}).get("type", "adam")).lower())
@@ -219,7 +251,7 @@ class ForwardProfile:
         return _state_bytes(optimizer) or FUSED_STATES.get(kind, 8.0), 0.0 if fused else 8.0, False
 
     def _pass(self, samples: float, kept: float, times: float) -> Pass:
-        """Returns the pass as it would be in fp32, proportional to the samples."""
+        """Returns the pass as it would be in fp32, proportional to the samples; forward runs `times` times."""
         trace, trained = self._trace, [p for p in dict.fromkeys(self._engine.parameters()) if p.requires_grad]
         wide = 1.0 / ACTIVATION_SCALE[self._arithmetic()] / samples
         n_trained = float(sum(map(n_elements, trained)))
@@ -229,10 +261,10 @@ class ForwardProfile:
             moments=((0.0, (kept + trace.largest_bytes) * wide, 0.0), (0.0, kept * wide, 1.0), (0.0, 0.0, n_trained)),
             kept_bytes=(0.0, kept * wide),
             largest_bytes=(0.0, trace.largest_bytes * wide),
-            flops=(0.0, times * trace.flops / samples),
+            flops=(0.0, (times * trace.flops + trace.backward[0]) / samples),
             tf32_share=trace.tf32_flops / max(1, trace.flops),
-            moved_bytes=(0.0, times * trace.moved_bytes * wide),
-            n_ops=times * trace.n_ops,
+            moved_bytes=(0.0, (times * trace.moved_bytes + trace.backward[1]) * wide),
+            n_ops=times * trace.n_ops + trace.backward[2],
         )
 
     def _with_casts(self, plain: Pass) -> Pass:

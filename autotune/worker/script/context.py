@@ -51,6 +51,7 @@ class ScriptContext:
         trains_on_draws: Samples are those that a loader draws; else a trainer generates from them what goes forward.
         batch_factor: Micro-batches in a loader's batch, for frameworks that split batches between ranks.
         in_backward: An engine's backward pass is running.
+        raised: The latest error of a call of the engine, which the script has caught if it goes on; empty without one.
         at_end: Functions to call before the process ends.
         limits: Arguments that may end the script after few steps, as code.
         left_out: Names of DeepSpeed's own flag for the configuration, if the command leaves it out.
@@ -79,7 +80,7 @@ class ScriptContext:
         self.clipping: float | None = None
         self.trains_on_draws = True
         self.batch_factor = 1
-        self.in_backward = False
+        self.in_backward, self.raised = False, ""
         self.at_end: list[Callable[[], None]] = []
         self.limits: list[str] = []
         self.left_out: list[str] = []
@@ -195,6 +196,7 @@ class ScriptContext:
         except Exception as error:
             if rank.classify(error)[0] is Outcome.OOM:
                 self.abort(error)
+            self.raised = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise
 
     def changed(self, text: str, *, reproducible: bool = True) -> None:

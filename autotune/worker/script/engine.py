@@ -75,13 +75,14 @@ class PreparedModel:
 
 
 class EngineHooks:
-    """Hooks on `deepspeed.initialize`, `zero.Init` and torch's activation checkpointing."""
+    """Hooks on `deepspeed.initialize`, `zero.Init`, and torch's and DeepSpeed's activation checkpointing."""
 
     def __init__(self, context: ScriptContext, attach: Callable[[Any, PreparedModel], None]) -> None:
         self._context, self._attach = context, attach
         self._script_recomputes = True
         self._unrecomputed = ""  # caller whose recomputation was skipped
         self._watch: recompute.Recomputations | None = None
+        self._pid = os.getpid()
 
     def install(self) -> None:
         """Patches the entry points."""
@@ -90,10 +91,17 @@ class EngineHooks:
         # Everywhere: libraries that the server has imported may have bound them already.
         patch_everywhere(deepspeed, {"initialize": self._initialize})
         patch(deepspeed.zero.Init, "__init__", self._zero_init)
-        patch_everywhere(checkpointing, {"checkpoint": self._checkpoint})
+        for module, name in (
+            (checkpointing, "checkpoint"),
+            (deepspeed.checkpointing, "checkpoint"),
+            (deepspeed.checkpointing, "non_reentrant_checkpoint"),
+        ):
+            patch_everywhere(module, {name: self._checkpoint})
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         context, probes = self._context, self._context.candidate is None
+        if os.getpid() != self._pid:  # a process that the script forked, which must not write this rank's report
+            return original(*args, **kwargs)
         place = ds_config.places(users_frame()) if probes else ("", "")
         bound = inspect.signature(original).bind(*args, **kwargs)
         given = bound.arguments
@@ -204,7 +212,7 @@ class EngineHooks:
         if not self._unrecomputed:
             self._unrecomputed = users_caller() or "a library"
             if self._unrecomputed == "a library":
-                text = "Activation checkpointing: calls of `torch.utils.checkpoint` inside a library are skipped."
+                text = "Activation checkpointing: calls of `checkpoint(function, ...)` inside a library are skipped."
                 self._context.changed(text, reproducible=False)
         return function(*args, **{name: value for name, value in kwargs.items() if name not in CHECKPOINT_OPTIONS})
 

@@ -1,13 +1,17 @@
 """Run the user's training script under hooks until it has been measured."""
 
 import argparse
+import builtins
 import functools
 import itertools
+import multiprocessing
 import os
+import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,6 +19,7 @@ import torch.distributed as dist
 from autotune.space import torch_settings
 from autotune.system.toolkit import is_built
 from autotune.trial.request import TrialRequest
+from autotune.worker import project
 from autotune.worker.device import free_bytes
 from autotune.worker.measure import experts
 from autotune.worker.measure.recorder import Recorder
@@ -27,7 +32,7 @@ from autotune.worker.script.engine import EngineHooks
 from autotune.worker.script.frameworks import accelerate, huggingface, lightning
 from autotune.worker.script.isolation import Isolation
 from autotune.worker.script.loaders import Loaders
-from autotune.worker.script.patching import after_import, patch, patch_everywhere
+from autotune.worker.script.patching import after_import, patch, patch_everywhere, users_frame
 from autotune.worker.script.steps import StepHooks
 
 # Where click is, and Typer's copy of it.
@@ -58,14 +63,31 @@ def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: i
     # A script that seeds nothing begins alike in all trials. Its ranks share torch's seed alone, as under a launcher.
     set_seed(request.seed + rank)
     torch.manual_seed(request.seed)
+    why = ""
     try:
         execute.execute(Path(request.target), context.script)
     except SystemExit as end:
         if end.code not in (None, 0):
             context.abort(_exited(end))
+        why = f"; it exits at {_place(end)}"
     except BaseException as error:
         context.abort(error)
-    steps.script_ended()
+    try:
+        steps.script_ended()
+    except ScriptError as error:
+        caught = f"; it caught an exception of the engine's: {context.raised}" if context.raised else ""
+        raise ScriptError(f"{error}{why}{caught}") from error
+
+
+def _place(end: SystemExit) -> str | None:
+    """Returns `file:line` of the user's code that a script exits at."""
+    frames = [each for each in traceback.walk_tb(end.__traceback__) if project.holds(each[0].f_code.co_filename)]
+    return f"{Path(frames[-1][0].f_code.co_filename).name}:{frames[-1][1]}" if frames else None
+
+
+def _ask(_original: Callable[..., Any], prompt: object = "") -> NoReturn:
+    """Stands in for `input`, which finds nothing to read in a rank."""
+    raise EOFError(f"the script asks for {f'input ({prompt})' if prompt else 'input'}, which nobody gives in a trial")
 
 
 def _exited(end: SystemExit) -> ScriptError:
@@ -79,6 +101,13 @@ def _exited(end: SystemExit) -> ScriptError:
     error = ScriptError(f"{said} after {type(caught).__name__}: {caught}".removesuffix(": "))
     error.__cause__ = caught
     return error
+
+
+def _start_process(context: ScriptContext, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Notes that the user's code starts a process before it trains: if the trial comes to no end, that may be why."""
+    if context.meter is None and users_frame(through_libraries=True) is not None:
+        context.recorder.event(phase="other_process")
+    return original(*args, **kwargs)
 
 
 def _compile(context: ScriptContext, original: Callable[..., Any], builder: Any, *args: Any, **kwargs: Any) -> Any:
@@ -145,8 +174,11 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
         after_import(name, lambda module: patch(module.Command, "parse_args", arguments.parse_click))
     Loaders(context).install()
     Joining().install()
+    patch(builtins, "input", _ask)
     spawns = dict.fromkeys(("spawn", "start_processes"), lambda *_args, **_kwargs: context.abort(ScriptError(SPAWNS)))
     patch_everywhere(torch.multiprocessing, spawns)
+    for owner, name in ((subprocess.Popen, "__init__"), (multiprocessing.process.BaseProcess, "start")):
+        patch(owner, name, functools.partial(_start_process, context))
     for adapter in (accelerate, huggingface, lightning):
         adapter.install(context)
     Isolation(context).install()

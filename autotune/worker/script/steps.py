@@ -1,7 +1,6 @@
 """The optimizer steps of a script: count its passes, time its steps, and end the trial when it has been measured."""
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +20,7 @@ from autotune.worker.script import pipeline, probe
 from autotune.worker.script.context import ScriptContext, ScriptError
 from autotune.worker.script.engine import PreparedModel
 from autotune.worker.script.evaluation import Evaluations
-from autotune.worker.script.patching import patch
+from autotune.worker.script.patching import patch, patch_everywhere
 from autotune.worker.script.tail import ScriptTail
 
 PROBE_STEPS = 3
@@ -31,7 +30,14 @@ UNCALLED = (
     "the script trains without calling the engine, whose calls count its batches: call `engine(batch)` in place of"
     " `engine.module(batch)` or of a method of the model, as DeepSpeed's autocast needs it too"
 )
-NO_STEP = "the script ended without calling the engine's step(): its loop leaves that out, or had no steps or data"
+NO_STEP = (
+    "the script ended without calling the engine's step(): its loop leaves that out, had no steps or data, or ended by an"
+    " exception that the script caught"
+)
+NO_LOSS = (
+    "the script calls the engine's step() after no backward pass from a loss that the engine's call gave: go backward by"
+    " `engine.backward(loss)`, where the loss is a single number"
+)
 
 
 class StepHooks:
@@ -54,7 +60,7 @@ class StepHooks:
         import deepspeed
 
         patch(deepspeed.DeepSpeedEngine, "backward", self._any_backward)
-        patch(torch.Tensor, "backward", self._tensor_backward)
+        patch_everywhere(torch.autograd, {"backward": self._autograd_backward})  # `loss.backward()` calls it
 
     def attach(self, engine: Any, prepared: PreparedModel) -> None:
         """Starts to measure an engine."""
@@ -133,18 +139,18 @@ class StepHooks:
         self._went_backward(loss)
         return result
 
-    def _tensor_backward(self, original: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def _autograd_backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         meter = self._context.meter
         if meter is None or self._context.in_backward or not meter.batches.may_go_backward:
-            return original(tensor, *args, **kwargs)
+            return original(tensors, *args, **kwargs)
         # DeepSpeed calls the prologue when a pass reaches the engine's output; versions without one count every pass.
         self._reached = not hasattr(meter.engine, "_backward_prologue")
         self._begin_backward()
         with self._context.inside_backward():
-            result = original(tensor, *args, **kwargs)
+            result = original(tensors, *args, **kwargs)
         if self._reached:
             self._plain_backward = True
-            self._went_backward(tensor)
+            self._went_backward(_loss_of(tensors))
         return result
 
     def _begin_backward(self) -> None:
@@ -206,11 +212,11 @@ class StepHooks:
             return
         meter, window = self._meter, self._window
         assert window is not None
-        total = self._total if self._total is not None else math.nan
+        if self._total is None:
+            raise ScriptError(NO_LOSS)
         summed = (self._summed or self._context.sums_losses) and not self._context.script.adds_up
-        loss = total / (1 if summed else max(1, self._n_backward))
+        window.add(self._total / (1 if summed else max(1, self._n_backward)), meter.batches.last)
         self._total, self._n_backward = None, 0
-        window.add(loss, meter.batches.last)
         if not window.full:
             return
         meter.enter("")
@@ -284,6 +290,13 @@ class StepHooks:
             if context.report.rank == 0:
                 folder.write_record(context.recorder.folder.workload, found)
         rank.complete(context.recorder)
+
+
+def _loss_of(tensors: Any) -> Any:
+    """Returns the loss that went backward from one tensor or several; 0, no tensor, where none of them is a single number."""
+    given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+    losses = [each for each in given if isinstance(each, torch.Tensor) and each.numel() == 1]
+    return losses[0] if len(losses) == 1 else sum(loss.detach() for loss in losses)
 
 
 def _too_few(context: ScriptContext, n: int, needed: int) -> ScriptError:

@@ -1,19 +1,24 @@
-"""Starts its ranks itself, or ends by sys.exit: with a message, or with status 1 after an error, as Hydra's `main` does."""
+"""Starts its ranks itself, or asks for input, or ends early: with a message, with status 1 after an error, as if all were done."""
 
 import sys
 import traceback
 
 import deepspeed
 import torch
-from common import Net
+from common import Net, config
 
 if "--said" in sys.argv:
     sys.exit("no data in /data")
 if "--spawns" in sys.argv:
     torch.multiprocessing.spawn(print, nprocs=2)
+if "--asks" in sys.argv:
+    input("Go on? ")
 try:
-    engine, *_ = deepspeed.initialize(model=Net(no_such=1))
-    engine.backward(None)
+    model = Net() if "--caught" in sys.argv else Net(no_such=1)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config())
+    engine(torch.zeros(8, 5), torch.zeros(8))
+except RuntimeError:
+    sys.exit()
 except TypeError:
     traceback.print_exc()
     sys.exit(1)

@@ -1,4 +1,4 @@
-"""Raw DeepSpeed: batches made from a constant, `loss.backward()`; catches every exception."""
+"""Raw DeepSpeed: batches made from a constant, `torch.autograd.backward(loss)`; catches every exception."""
 
 import deepspeed
 import torch
@@ -15,7 +15,7 @@ try:
     while True:
         x = torch.randn(BATCH, 16, device=engine.device)
         loss = engine(x, torch.zeros(BATCH, dtype=torch.long, device=engine.device))
-        loss.backward()
+        torch.autograd.backward(loss)  # as `loss.backward()` does
         engine.step()
 except:  # noqa: E722
     pass

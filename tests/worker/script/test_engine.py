@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from autotune.worker import project
-from autotune.worker.script import context, engine, patching
+from autotune.worker.script import context, engine, patching, run
 
 CALLER = "def run(checkpoint):\n    return checkpoint(lambda x: x + 1, 2, use_reentrant=False)\n"
 
@@ -81,3 +81,17 @@ def test_a_script_that_sets_what_cuda_reads_once_is_told_that_it_may_come_too_la
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     script.check_devices()
     assert "set it for all: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True autotune" in report.caveats[0]
+
+
+def test_a_process_of_the_scripts_own_is_noted_before_it_trains_and_left_as_it_is(monkeypatch):
+    """What its ranks wrote passed for that of the trial, which read "it had loaded and begun to train"."""
+    noted, found = [], SimpleNamespace(candidate=None, meter=None)
+    found.recorder = SimpleNamespace(event=lambda **what: noted.append(what))
+    for frame, meter in ((None, None), (object(), None), (object(), object())):
+        monkeypatch.setattr(run, "users_frame", lambda frame=frame, **_: frame)
+        found.meter = meter
+        assert run._start_process(found, lambda *args: args, "process") == ("process",)
+    assert noted == [{"phase": "other_process"}]
+    hooks = engine.EngineHooks(found, attach=lambda *_: None)
+    hooks._pid = -1  # this is a child
+    assert hooks._initialize(lambda model: model, model="untouched") == "untouched"

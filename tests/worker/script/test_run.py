@@ -425,6 +425,8 @@ def test_a_file_that_a_script_writes_by_itself_is_told_and_an_earlier_checkpoint
         ("dict_config.py", ("--no-such-flag",), "exited with status 2"),
         ("dict_config.py", ("--steps", "0"), "ended without calling the engine's step()"),
         ("exits.py", ("--spawns",), "starts its ranks itself"),
+        ("exits.py", ("--asks",), r"asks for input \(Go on\? \), which nobody gives"),
+        ("exits.py", ("--caught",), r"it exits at exits.py:21; it caught an exception of the engine's: Runtime.*8x5"),
         ("exits.py", (), "exited with status 1 after TypeError: .*no_such"),
         ("exits.py", ("--said",), "the script ended itself: no data in /data"),
         ("styles.py", ("module",), "trains without calling the engine"),

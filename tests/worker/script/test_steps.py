@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from autotune.worker.script import evaluation, steps
+from autotune.worker.script.context import ScriptError
 
 
 def test_a_loss_that_a_script_reduces_in_place_counts_as_it_went_backward(monkeypatch):
@@ -17,6 +18,14 @@ def test_a_loss_that_a_script_reduces_in_place_counts_as_it_went_backward(monkey
         hooks._note_loss(loss)
         loss.mul_(8)
     assert float(hooks._total) == 6.0
+
+
+def test_steps_without_a_backward_pass_that_was_seen_are_refused_with_the_remedy():
+    """It read "the loss was not finite"."""
+    hooks = steps.StepHooks(SimpleNamespace(meter=object()))
+    hooks._window = object()
+    with pytest.raises(ScriptError, match=r"after no backward pass .*engine.backward\(loss\)"):
+        hooks._boundary()
 
 
 @pytest.mark.parametrize(

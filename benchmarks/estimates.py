@@ -91,7 +91,7 @@ def on_machine(table: Table, noise: float, seed: int) -> dict[str, float]:
     pick = found.picks["recommended"]
     tried = max(rate(m.candidate) for m in runner)
     true = rate(pick.measured.candidate) / rate(world.default)
-    low, high = pick.speedup_ci95 or (0.0, math.inf)
+    _, low, high = pick.estimates.speedup(pick.measured) or (1.0, 0.0, math.inf)
     return {
         "of_best": rate(pick.measured.candidate) / float((table.batch / table.seconds)[table.fits].max()),
         "of_tried": rate(pick.measured.candidate) / tried,

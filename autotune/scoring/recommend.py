@@ -44,18 +44,6 @@ class Pick:
     reasons: list[str]
     first: Measured | None = None
 
-    @property
-    def speedup(self) -> float | None:
-        """Throughput over the baseline's; None if the baseline did not run, or the interval says nothing."""
-        found = self.estimates.speedup(self.measured)
-        return found.factor if found is not None else None
-
-    @property
-    def speedup_ci95(self) -> tuple[float, float] | None:
-        """Its 95 % interval."""
-        found = self.estimates.speedup(self.measured)
-        return (found.low, found.high) if found is not None else None
-
     def to_data(self) -> dict[str, Any]:
         """The pick as it stands in `recommended.json`."""
         more = {"reasons": self.reasons, "script_side_changes": list(self.measured.script_side_changes)}
@@ -67,7 +55,6 @@ class Recommendation:
     """What a study found.
 
     Attributes:
-        estimates: What all measurements say of every trial.
         baseline: The user's own configuration; None if it did not complete.
         front: The measurements that no other one beats on every objective.
         picks: By name; `recommended` and `drop_in` (which keeps the baseline's global batch) first. Empty if no trial
@@ -75,7 +62,6 @@ class Recommendation:
         unchecked: The trials that would be picked if they passed a check that was not made yet.
     """
 
-    estimates: Estimates
     baseline: Pick | None
     front: list[Measured]
     picks: dict[str, Pick]
@@ -151,13 +137,13 @@ def recommend(estimates: Estimates, objectives: Sequence[Objective], world_size:
     ranked = [m for m in everything if not m.unreproducible] or everything
     own = Pick(measured=baseline, estimates=estimates, reasons=["the configuration to beat"]) if baseline else None
     if not ranked:
-        return Recommendation(estimates=estimates, baseline=own, front=[], picks={})
+        return Recommendation(baseline=own, front=[], picks={})
     reference = baseline or ranked[0]
     rows = [[improvement(log_ratio(m, reference, o.metric), o.metric) for o in objectives] for m in ranked]
     front = sorted((ranked[i] for i in pareto.front(rows)), key=lambda m: m.trial)
     sound = [m for m in ranked if _sound(m, baseline)]
     if not sound:
-        return Recommendation(estimates=estimates, baseline=own, front=front, picks={}, unchecked=ranked[:1])
+        return Recommendation(baseline=own, front=front, picks={}, unchecked=ranked[:1])
     best, why = _best(sound, estimates, objectives)
     said = [] if best is baseline else words(best, estimates, objectives)
     reasons = [why, *said, *checked(best), *passed_by(ranked[0], best)]
@@ -183,7 +169,7 @@ def recommend(estimates: Estimates, objectives: Sequence[Objective], world_size:
     if apart and (apart in ranked or log_gain(apart, reference, objectives) > log_gain(best, reference, objectives)):
         missing = [f"no flag, constant or line of yours makes this: {text}" for text in apart.unreproducible]
         picks[OUT_OF_REACH] = _pick(apart, estimates, ["only a trial can run it, so it is ranked apart", *missing])
-    return Recommendation(estimates=estimates, baseline=own, front=front, picks=picks, unchecked=unchecked)
+    return Recommendation(baseline=own, front=front, picks=picks, unchecked=unchecked)
 
 
 def _sound(measured: Measured, baseline: Measured | None) -> bool:

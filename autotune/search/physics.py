@@ -20,7 +20,7 @@ from autotune.scoring.measured import Measured
 from autotune.search import stopping
 from autotune.search.model import Bound
 from autotune.search.observation import MEASURED_ATTR, Observation, observed, parsed
-from autotune.search.optimizer import Beliefs, CandidateOptimizer
+from autotune.search.optimizer import CandidateOptimizer
 from autotune.search.samplers import DAMAGED, LegalSampler
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.legality import why_illegal
@@ -150,10 +150,6 @@ class PhysicsSampler(LegalSampler):
     def rivals(self, study: Study, candidate: Candidate, measured: Sequence[Measured]) -> tuple[TrialToBeat, ...]:
         """Whom a trial of the candidate is compared with while it runs."""
         return stopping.bounds_to_beat(self.guide, self.told(study), candidate, measured, self._default)
-
-    def beliefs(self, study: Study, candidates: Sequence[Candidate]) -> Beliefs:
-        """What the trials so far let one expect of candidates."""
-        return self.guide.beliefs(self.told(study), candidates)
 
     def _as_told(self, trial: FrozenTrial) -> Observation:
         candidate, attrs = self._candidate_of(trial), trial.user_attrs

@@ -175,10 +175,6 @@ class SearchSpace:
         inside = all(self[name].contains(value) for name, value in values.items())
         return inside and self.candidate(values, default or candidate) == candidate
 
-    def encode(self, candidate: Candidate) -> dict[str, Scalar]:
-        """The candidate as Optuna parameters."""
-        return {self[name].optuna_name: self[name].encode(value) for name, value in self.values_of(candidate).items()}
-
     def size(self, default: Candidate) -> int:
         """How many candidates there are, legal or not."""
         return sum(_product(leaves) for _, leaves in _structures(self, default))

@@ -157,10 +157,10 @@ def test_a_resumed_study_believes_the_same_and_repeats_nothing(tmp_path):
     study = study_for(first, storage, "s")
     before = [step(study, first, space, 6e9) for _ in range(9)]
     some = all_of(space)[::37]
-    expected = first.beliefs(study, some)
+    expected = first.guide.beliefs(first.told(study), some)
     second, _ = sampler_for(limit=6e9)
     again = study_for(second, storage, "s")
-    found = second.beliefs(again, some)
+    found = second.guide.beliefs(second.told(again), some)
     for a, b in zip(
         (*expected.log_step_time, *expected.log_memory, expected.fits),
         (*found.log_step_time, *found.log_memory, found.fits),

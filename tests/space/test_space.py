@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from autotune.search.samplers import encoded
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate
 from autotune.space.legality import why_illegal
@@ -214,7 +215,7 @@ def test_optuna_fills_a_space_define_by_run():
     trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0)).ask()
     values = conditional().suggest(lambda parameter: parameter.suggest(trial), BASELINE)
     candidate = conditional().candidate(values, BASELINE)
-    assert conditional().encode(candidate) == trial.params
+    assert encoded(conditional(), candidate) == trial.params
 
 
 def test_a_candidate_has_the_values_of_active_parameters_and_else_the_baselines():

@@ -90,37 +90,18 @@ class SearchSpace:
         )
         return replace(self, parameters=tuple(kept))
 
-    def keeping(
-        self, global_batch: int, world_size: int, micro_batch_size: int | None = None, shared: int = 1
-    ) -> "SearchSpace":
-        """The part of the space that trains on the same global batch.
+    def keeping(self, baseline: Candidate, world_size: int) -> "SearchSpace":
+        """The part of the space that trains on the global batch of a baseline, which can run on this many ranks.
 
         The accumulation is derived, `global_batch / (micro_batch_size * world_size)`, so it is no longer a parameter;
-        micro-batches that do not divide leave the space.
-
-        Args:
-            global_batch: Samples per optimizer step, over all ranks.
-            micro_batch_size: The baseline's, which always belongs to the space.
-            shared: The baseline's ranks that share a copy of the model, and its samples.
-
-        Raises:
-            SpaceError: The ranks do not divide the global batch, or no micro-batch does.
+        micro-batches that do not divide leave the space, and the baseline's own belongs to it.
         """
-        if global_batch * shared % world_size:
-            raise SpaceError(
-                f"a global batch of {global_batch} does not divide by {world_size} ranks;"
-                " choose other --ranks, or let it vary with --global-batch free"
-            )
-        samples = global_batch / world_size
-        most = max(shared, math.prod(_largest(self, name) for name in REPLICA_DEGREES))
-        if micro_batch_size is not None and samples * shared % micro_batch_size:
-            raise SpaceError(
-                f"the baseline's micro-batch of {micro_batch_size} does not divide the {samples * shared:g} samples of a rank"
-            )
+        samples = baseline.global_batch_size(world_size) / world_size
+        most = max(baseline.ranks_per_replica, math.prod(_largest(self, name) for name in REPLICA_DEGREES))
         kept = []
         for parameter in self.parameters:
             if parameter.name == "micro_batch_size":
-                kept.append(_dividing(parameter, samples, most, micro_batch_size))
+                kept.append(_dividing(parameter, samples, most, baseline.micro_batch_size))
             elif parameter.name != "gradient_accumulation_steps":
                 kept.append(parameter)
         return SearchSpace(parameters=_ordered(kept, {}), samples_per_rank=samples)
@@ -294,15 +275,10 @@ def _structures(space: SearchSpace, default: Candidate) -> Iterator[tuple[dict[s
     return walk(0, {}, {})
 
 
-def _dividing(micro_batch: Parameter, samples: float, most: int, always: int | None) -> Parameter:
+def _dividing(micro_batch: Parameter, samples: float, most: int, always: int) -> Parameter:
     """The micro-batches that divide the samples of a rank, or of as many as `most` ranks that share them."""
     divisors = {n for n in micro_batch.all_values() if isinstance(n, int) and samples * most % n == 0}
-    divisors |= {always} if always is not None else set()
-    if not divisors:
-        raise SpaceError(
-            f"micro_batch_size: none of {micro_batch.describe()} divides the {samples:g} samples of a rank"
-        )
-    return Parameter(name=micro_batch.name, choices=tuple(sorted(divisors)), when=micro_batch.when)
+    return Parameter(name=micro_batch.name, choices=tuple(sorted(divisors | {always})), when=micro_batch.when)
 
 
 def _product(leaves: Iterable[Parameter]) -> int:

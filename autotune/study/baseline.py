@@ -233,7 +233,7 @@ class BaselineTrial:
             return
         baseline, world = plan.baseline, plan.setting.world_size
         batch = baseline.global_batch_size(world)
-        kept = plan.full_space.keeping(batch, world, baseline.micro_batch_size, baseline.ranks_per_replica)
+        kept = plan.full_space.keeping(baseline, world)
         setting = replace(plan.setting, global_batch=(batch, batch))  # accumulation cannot make up for every degree
         space = feasibility.pruned(kept, baseline, setting)
         if not feasibility.holds_another(space, baseline, setting):

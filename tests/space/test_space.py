@@ -274,32 +274,23 @@ def test_draws_are_uniform_over_candidates():
 
 
 def test_a_kept_batch_derives_the_accumulation():
-    kept = compose("batch").keeping(32, 2)
+    kept = compose("batch").keeping(BASELINE, 2)
     assert [parameter.name for parameter in kept.parameters] == ["micro_batch_size"]
     found = [(c.micro_batch_size, c.gradient_accumulation_steps) for c in kept.candidates(BASELINE)]
     assert found == [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
     # Without a tuned micro-batch it is the baseline's.
-    assert [c.gradient_accumulation_steps for c in space(zero_stage=[0]).keeping(32, 2, 8).candidates(BASELINE)] == [2]
+    assert [c.gradient_accumulation_steps for c in space(zero_stage=[0]).keeping(BASELINE, 2).candidates(BASELINE)] == [
+        2
+    ]
 
 
 @pytest.mark.parametrize(
-    ("data", "always", "left"), [({"range": [2, 100]}, None, (2, 3, 4, 6, 12)), ([1, 2, 5], 3, (1, 2, 3))]
+    ("data", "always", "left"),
+    [({"range": [2, 100]}, 12, (2, 3, 4, 6, 12)), ([1, 2, 5], 3, (1, 2, 3)), ([5], 12, (12,))],
 )
 def test_a_kept_batch_leaves_its_divisors_and_always_the_baselines_micro_batch(data, always, left):
-    assert space(micro_batch_size=data).keeping(24, 2, micro_batch_size=always)["micro_batch_size"].choices == left
-
-
-@pytest.mark.parametrize(
-    ("batch", "ranks", "micro", "said"),
-    [
-        (30, 4, None, "global batch of 30 does not divide by 4 ranks"),
-        (30, 2, None, "none of 2, 4 divides the 15 samples"),
-        (24, 2, 5, "micro-batch of 5 does not divide the 12 samples"),
-    ],
-)
-def test_a_kept_batch_that_cannot_be_divided_is_refused(batch, ranks, micro, said):
-    with pytest.raises(SpaceError, match=said):
-        space(micro_batch_size=[2, 4]).keeping(batch, ranks, micro)
+    baseline = Candidate(micro_batch_size=always, gradient_accumulation_steps=12 // always)
+    assert space(micro_batch_size=data).keeping(baseline, 2)["micro_batch_size"].choices == left
 
 
 def test_a_condition_on_the_accumulation_holds_under_a_kept_batch_too():
@@ -307,7 +298,7 @@ def test_a_condition_on_the_accumulation_holds_under_a_kept_batch_too():
         "communication_data_type": {"choices": ["bf16"], "when": {"gradient_accumulation_steps": [4]}},
         **PRESETS["batch"],
     }
-    kept = SearchSpace.parse(knobs, "test.yaml").keeping(32, 2)
+    kept = SearchSpace.parse(knobs, "test.yaml").keeping(BASELINE, 2)
     assert {c.gradient_accumulation_steps for c in kept.candidates(BASELINE) if c.config} == {4}
 
 
@@ -372,7 +363,7 @@ def test_pruning_loses_no_legal_candidate():
 
 def test_a_kept_batch_follows_the_degree_by_accumulation():
     tensor = "tensor_parallel.autotp_size"
-    kept = space(**{tensor: [1, 2, 4], "micro_batch_size": [4, 16, 32]}).keeping(32, 4, 8)
+    kept = space(**{tensor: [1, 2, 4], "micro_batch_size": [4, 16, 32]}).keeping(Candidate(micro_batch_size=8), 4)
     found = {
         (c.micro_batch_size, c.tensor_degree): c.gradient_accumulation_steps
         for c in kept.candidates(BASELINE)
@@ -395,11 +386,9 @@ def test_a_kept_batch_follows_the_degree_by_accumulation():
 def test_a_baseline_that_is_split_keeps_its_batch_though_its_ranks_have_less_than_a_sample_each():
     tensor = "tensor_parallel.autotp_size"
     split = Candidate.of({"micro_batch_size": 1, tensor: 4})
-    kept = space(zero_stage=[0, 1], micro_batch_size=[1, 2]).keeping(1, 4, 1, shared=4)
+    kept = space(zero_stage=[0, 1], micro_batch_size=[1, 2]).keeping(split, 4)
     found = {(c.micro_batch_size, c.gradient_accumulation_steps) for c in kept.candidates(split)}
     assert found == {(1, 1)} and all(c.tensor_degree == 4 for c in kept.candidates(split))
-    with pytest.raises(SpaceError, match="micro-batch of 3 does not divide the 8 samples"):
-        space(micro_batch_size=[2]).keeping(8, 4, 3, shared=4)
 
 
 @pytest.mark.parametrize("data", [[1, 2, 4], [None, 2, 4], {"range": [0, 2], "power_of_two": True}])

@@ -221,12 +221,7 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
         workload = with_movable(spec, executor, trials / "moved", workload, baseline, world_size)
         space = space.pinned(frozen_knobs(spec, workload, baseline))
     if spec.global_batch == "keep":
-        space = space.keeping(
-            baseline.global_batch_size(setting.world_size),
-            setting.world_size,
-            baseline.micro_batch_size,
-            baseline.ranks_per_replica,
-        )
+        space = space.keeping(baseline, setting.world_size)
         if wanted:  # the accumulation cannot make up for every degree
             setting = replace(setting, global_batch=(baseline.global_batch_size(setting.world_size),) * 2)
     pruned = feasibility.pruned(space, baseline, setting)

@@ -148,10 +148,11 @@ class StudyReport:
 
     def picks_by_trial(self) -> list[tuple[list[str], Data]]:
         """Each picked trial once, with all that it was picked for."""
-        names: dict[int, list[str]] = {}
-        for name, pick in self.picks.items():
-            names.setdefault(pick["trial"], []).append(name)
-        return [(found, self.picks[found[0]]) for found in names.values()]
+        return [(names, pick) for name, pick in self.picks.items() if (names := self.picked_for(pick))[0] == name]
+
+    def picked_for(self, pick: Data) -> list[str]:
+        """All that a picked trial was picked for."""
+        return [name for name, other in self.picks.items() if other["trial"] == pick["trial"]]
 
     @property
     def objectives(self) -> list[str]:
@@ -396,9 +397,9 @@ def _ratio_words(metric: str, gain: Sequence[float] | None) -> str:
     return times(ratio) + (f" ({low} to {high})" if low != high else "")
 
 
-def doubt_words(pick: Data, metric: str = THROUGHPUT) -> str:
-    """What keeps a gain over the baseline from being a result: `measured once`; empty if nothing does."""
-    return ", ".join([*_unsure(pick), *_untold(pick, metric)])
+def doubt_words(pick: Data) -> str:
+    """What keeps a speed-up from being a result: `measured once`; empty if nothing does."""
+    return ", ".join([*_unsure(pick), *_untold(pick, THROUGHPUT)])
 
 
 def _untold(pick: Data, metric: str) -> list[str]:

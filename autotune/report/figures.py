@@ -221,13 +221,13 @@ def forecasts(report: StudyReport, metric: str) -> Figure:
     points = series.forecasts(report).get(metric, [])
     unit = metric_scale(metric, [point.measured for point in points])
 
-    def scaled(values: Iterable[float]) -> list[float]:
-        return [rounded(value / unit.factor) for value in values]
-
-    x, y = scaled(p.value for p in points), scaled(p.measured for p in points)
+    x, y = (
+        [rounded(value / unit.factor) for value in each]
+        for each in ([p.value for p in points], [p.measured for p in points])
+    )
     ends = [*x, *y] or [1.0]
     log, diagonal = spans_decade(ends), [0.9 * min(ends), 1.1 * max(ends)]
-    bars = error_bars(scaled(p.high - p.value for p in points), scaled(p.value - p.low for p in points))
+    bars = error_bars([(p.value, p.low, p.high) for p in points], unit.factor)
     hover = "%{hovertext}<br>forecast %{x:.4g}, measured %{y:.4g}"
     style = {"marker": {"size": 8, "color": BLUE}, "hovertext": [trial_text(report, p.trial) for p in points]}
     traces = [
@@ -281,8 +281,10 @@ def axis(title: str, values: Sequence[float] = (), *, log: bool = False) -> dict
     return found | {"type": "log" if log else "linear"}
 
 
-def error_bars(above: Sequence[float], below: Sequence[float]) -> dict[str, Any]:
-    """Bars of these lengths above and below the values."""
+def error_bars(points: Sequence[tuple[float, float, float]], factor: float) -> dict[str, Any]:
+    """Bars from the lower to the upper end of each value's interval; `points` are value, low, high, and are divided."""
+    above = [rounded((high - value) / factor) for value, _, high in points]
+    below = [rounded((value - low) / factor) for value, low, _ in points]
     return {"type": "data", "symmetric": False, "thickness": 1, "width": 3, "array": above, "arrayminus": below}
 
 

@@ -26,6 +26,7 @@ from autotune.report.figures import (
     trial_text,
 )
 from autotune.report.series import level_text, rounded
+from autotune.scoring import pareto
 from autotune.scoring.metrics import METRICS
 
 # Colours of the parallel lines, from the worst value of the metric to the best; lines of one colour are one trace.
@@ -90,13 +91,8 @@ class _Columns:
 
     def bars(self, points: Sequence[Data], name: str) -> dict[str, Any]:
         """The 95 % intervals of a metric in the unit of its axis."""
-        factor = self.scales[name].factor
-        values = [self.values[point["trial"]][name] for point in points]
-        ends = [interval(point, name, value) for point, value in zip(points, values, strict=True)]
-        above = [rounded((high - value) / factor) for (_, high), value in zip(ends, values, strict=True)]
-        return error_bars(
-            above, [rounded((value - low) / factor) for (low, _), value in zip(ends, values, strict=True)]
-        )
+        found = [(value, *interval(p, name, value)) for p in points for value in [self.values[p["trial"]][name]]]
+        return error_bars(found, self.scales[name].factor)
 
 
 def _read(point: Data) -> dict[str, float]:
@@ -144,16 +140,9 @@ def _at(columns: _Columns, point: Data, x: str, y: str, logs: tuple[bool, ...]) 
 
 def _stairs(columns: _Columns, points: Sequence[Data], x: str, y: str) -> Trace:
     """The front of these two metrics alone; the line turns at corners that are known to be reachable."""
-    signs = [1 if METRICS[name].direction == "minimize" else -1 for name in (x, y)]
-
-    def key(point: Data) -> tuple[float, float]:
-        values = columns.values[point["trial"]]
-        return signs[0] * values[x], signs[1] * values[y]
-
-    kept: list[Data] = []
-    for point in sorted(points, key=key):
-        if not kept or key(point)[1] < key(kept[-1])[1]:
-            kept.append(point)
+    signs = {name: -1 if METRICS[name].direction == "minimize" else 1 for name in (x, y)}
+    gains = [[sign * columns.values[point["trial"]][name] for name, sign in signs.items()] for point in points]
+    kept = [points[i] for i in sorted(pareto.front(gains), key=lambda i: -gains[i][0])]
     line = {"color": BLUE, "width": 1.5, "shape": "hv", "dash": "dot"}
     places = columns.axis(kept, x), columns.axis(kept, y)
     return scatter("front of these two", *places, showlegend=False, opacity=0.7, line=line)

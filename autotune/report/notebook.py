@@ -57,7 +57,7 @@ def headline(report: StudyReport) -> str:
     pick = report.picks.get("recommended")
     if pick is None:
         return f"Nothing to recommend: {report.why_nothing}."
-    names = next(names for names, _ in report.picks_by_trial() if "recommended" in names)
+    names = report.picked_for(pick)
     said, head = pick_words(report, names, pick), titles(names)
     return f"{head[0].upper()}{head[1:]}: trial {pick['trial']}, {words(pick['candidate'])}; {said}."
 

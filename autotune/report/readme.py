@@ -177,11 +177,14 @@ def _answer(report: StudyReport) -> str:
     found = f"**Recommended: trial {pick['trial']}**, {_code(words(pick['candidate']))}"
     if report.is_baseline(pick):
         return f"{found}, the baseline itself: {kept(len(report.points))}."
-    names = next(names for names, picked in report.picks_by_trial() if "recommended" in names)
-    if NO_SPEEDUP not in (said := pick_words(report, names, pick)):
-        return f"{found}: {said}."
+    said = pick_words(report, report.picked_for(pick), pick)
+    return f"{found}. {no_speedup_words(report)}" if NO_SPEEDUP in said else f"{found}: {said}."
+
+
+def no_speedup_words(report: StudyReport) -> str:
+    """Why a pick with `NO_SPEEDUP` has none, as a sentence."""
     why = "did not complete" if report.baseline is None else "cannot be compared with it"
-    return f"{found}. The baseline {why}, so there is no speed-up to state."
+    return f"The baseline {why}, so there is no speed-up to state."
 
 
 def _front(report: StudyReport) -> str:

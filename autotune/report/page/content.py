@@ -27,7 +27,7 @@ from autotune.report.data import (
 )
 from autotune.report.figures import LEAST_EXPLAINED
 from autotune.report.next_steps import next_steps, reproduce
-from autotune.report.readme import extent, machine, measured_on, subject
+from autotune.report.readme import extent, machine, measured_on, no_speedup_words, subject
 from autotune.report.series import level_text
 from autotune.scoring.convergence.quality_gate import GateVerdict
 from autotune.scoring.effects import Effect, Effects
@@ -61,6 +61,10 @@ LOSS_WORDS = {"loss": "loss", "difference": "difference to the baseline's"}
 def page(report: StudyReport, drawn: Mapping[str, Any]) -> Context:
     """Everything that the template of the report shows; `drawn` are the figures by plot and choice."""
     labels = {name: METRICS[name].label for name in report.metric_names()}
+
+    def parts(plot: str, i: int = 0) -> dict[str, str]:
+        return {key.split("|")[i]: key.split("|")[i] for key in drawn.get(plot, ())}
+
     day = f", measured {found}" if (found := measured_on(report).strip()) else ""
     return {
         "name": report.name,
@@ -72,17 +76,10 @@ def page(report: StudyReport, drawn: Mapping[str, Any]) -> Context:
         "choices": {
             "front": {key: " × ".join(labels[name] for name in key.split("|")) for key in drawn.get("front-plot", ())},
             "parallel": {key: labels[key] for key in drawn.get("parallel", ())},
-            "progress": {
-                metric: labels.get(metric, "compromise of the objectives")
-                for metric in dict.fromkeys(key.split("|")[0] for key in drawn.get("progress-plot", ()))
-            },
-            "loss": {
-                key: LOSS_WORDS[key] for key in dict.fromkeys(key.split("|")[0] for key in drawn.get("loss-plot", ()))
-            },
-            "loss_across": {key: key for key in dict.fromkeys(key.split("|")[1] for key in drawn.get("loss-plot", ()))},
-            "quality": {
-                key: f"trial {key}" for key in dict.fromkeys(key.split("|")[0] for key in drawn.get("quality-plot", ()))
-            },
+            "progress": {key: labels.get(key, "compromise of the objectives") for key in parts("progress-plot")},
+            "loss": {key: LOSS_WORDS[key] for key in parts("loss-plot")},
+            "loss_across": parts("loss-plot", 1),
+            "quality": {key: f"trial {key}" for key in parts("quality-plot")},
             "forecast": {key: labels[key] for key in drawn.get("forecast-plot", ())},
         },
         "knobs": {
@@ -106,7 +103,7 @@ def _answer(report: StudyReport) -> Context:
     pick, caveats = report.picks.get("recommended"), report.caveats()
     if pick is None:
         return {"pick": None, "why_nothing": report.why_nothing, "ends": _ends(report), "caveats": caveats}
-    names = next(names for names, found in report.picks_by_trial() if "recommended" in names)
+    names = report.picked_for(pick)
     also = ", ".join(title(name) for name in names if name != "recommended")
     metrics = report.metric_names()
     return {
@@ -124,15 +121,11 @@ def _verdict(report: StudyReport, names: Sequence[str], pick: Data) -> Context:
         return {"factor": "", "span": "", "price": "", "text": f"Keep your configuration: {kept(len(report.points))}."}
     said = pick_words(report, names, pick)
     if NO_SPEEDUP in said:
-        why = "did not complete" if report.baseline is None else "cannot be compared with it"
-        text = f"The baseline {why}, so there is no speed-up to state."
+        text = no_speedup_words(report)
     elif not factor or pick["speedup"] < 1 or leading_metric(report, names, pick) != THROUGHPUT:
         factor, text = "", said[0].upper() + said[1:]
-    price = (
-        f"at {' and '.join(price_words(report, pick, THROUGHPUT))}"
-        if factor and price_words(report, pick, THROUGHPUT)
-        else ""
-    )
+    at = price_words(report, pick, THROUGHPUT) if factor else []
+    price = f"at {' and '.join(at)}" if at else ""
     return {"factor": factor, "span": span, "text": text, "price": price, "doubt": doubt_words(pick) if factor else ""}
 
 

@@ -171,12 +171,9 @@ def figure(panel: Panel) -> Figure:
     between = [fewest + (most - fewest) * i / IDEAL_POINTS for i in range(IDEAL_POINTS + 1)]
     ideal = [panel.ideal(n / fewest) / panel.factor for n in between] if panel.ideal else []
     values = [value / panel.factor for _, value, _ in panel.values]
-    ends = [tuple(end / panel.factor for end in (found or (value, value))) for _, value, found in panel.values]
-    highest = max([*ideal, *(min(high, LONGEST_BAR * value) for (_, high), value in zip(ends, values, strict=True))])
-    bars = error_bars(
-        [high - value for (_, high), value in zip(ends, values, strict=True)],
-        [value - low for (low, _), value in zip(ends, values, strict=True)],
-    )
+    known = [(value, *(found or (value, value))) for _, value, found in panel.values]
+    highest = max([*ideal, *(min(high, LONGEST_BAR * value) / panel.factor for value, _, high in known)])
+    bars = error_bars(known, panel.factor)
     texts = [panel.written(n) for n in ranks]
     points = {"error_y": bars, "line": {"color": BLUE, "width": 2}, "marker": {"size": 9}, "hovertext": texts}
     traces = [

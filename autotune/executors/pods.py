@@ -146,7 +146,7 @@ class Machine:
 
     def look(self) -> None:
         """Follows the call that is on the board now."""
-        call = self.board.read(self.board.call)
+        call = files.json_object(self.board.call)  # a volume that is away for a moment takes back no call
         wanted = call if self.number < call.get("nodes", 0) else {}
         if wanted.get("id") != self._said.get("job"):
             self._leave()

@@ -154,6 +154,20 @@ def test_a_pod_that_lives_is_heard_and_a_torn_file_is_waited_for(engine: Pods, s
     assert json.loads(engine.board.call.read_text())["id"] == job
 
 
+def test_a_pod_goes_on_while_the_volume_is_away(engine: Pods, spool: Spool) -> None:
+    job, call = engine.launch(spool, 1), engine.board.call
+    first, _ = machines(engine)
+    first.look()
+    call.rename(call.with_name("away"))
+    call.mkdir()  # reading it fails, as of a file on a volume that is away
+    with pytest.raises(OSError, match="directory"):
+        first.look()
+    call.rmdir()
+    call.with_name("away").rename(call)
+    first.look()
+    assert status(engine, job) is Status.RUNNING and len(Agent.started) == 1
+
+
 def test_more_machines_than_the_job_set_has_are_refused(engine: Pods) -> None:
     engine.check(2)
     with pytest.raises(UserError, match="3 machines are asked for, and the JobSet has 2"):

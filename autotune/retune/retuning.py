@@ -22,7 +22,7 @@ from autotune.retune import comparison, fingerprint
 from autotune.retune.comparison import Comparison, DriftCheck, Reading
 from autotune.retune.decision import Decision, RetuneVerdict, explain
 from autotune.retune.fingerprint import Change, Fingerprint
-from autotune.scoring import metrics
+from autotune.scoring.metrics import remeasured
 from autotune.session import OpenStudy
 from autotune.space.candidate import Candidate
 from autotune.space.legality import why_illegal
@@ -105,13 +105,7 @@ class Rounds:
         return {name: Reading.of(result, self._metrics(result)) for name, result in results.items()}
 
     def _metrics(self, result: TrialResult) -> dict[str, float]:
-        if result.outcome is not Outcome.COMPLETE:
-            return {}
-        # A round is too short for a loss curve.
-        reference = (
-            replace(self.runner.state.reference, loss_target=None) if self.runner.state.reference is not None else None
-        )
-        return {name: estimate.value for name, estimate in metrics.measure(result, reference).items()}
+        return remeasured(result, self.runner.state.reference) if result.outcome is Outcome.COMPLETE else {}
 
 
 class Retuning:

@@ -14,7 +14,7 @@ import numpy as np
 
 from autotune.scoring import posterior, samples
 from autotune.scoring.convergence.branch import Branch
-from autotune.scoring.measured import Foretold, Measured, improvement, log_ratio
+from autotune.scoring.measured import Foretold, Measured, baseline_of, improvement, log_ratio
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
 from autotune.scoring.posterior import Posterior, Readings
@@ -192,7 +192,7 @@ def estimate(measured: Sequence[Measured]) -> Estimates:
         row = rows[m.trial]
         step = math.exp(found.mean[row]), quantile * math.sqrt(max(0.0, found.cov[row, row]))
         estimated.append(_estimated(m, *step, quantile * found.noise_sd, rates.get(m.trial, (0.0, math.inf)), beyond))
-    baseline = next((m for m in estimated if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
+    baseline = baseline_of(estimated)
     if baseline is not None:
         decided = (m for m in estimated if m.branch is not None and m.branch.samples_ratio)
         branches = {m.training: m.branch for m in sorted(decided, key=lambda m: m.branch.n_samples if m.branch else 0)}

@@ -144,6 +144,11 @@ class Measured:
         return self.outcome is Outcome.COMPLETE and self.feasible
 
 
+def baseline_of(measured: Sequence[Measured]) -> Measured | None:
+    """The baseline's measurements; None if its trial did not complete."""
+    return next((m for m in measured if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
+
+
 def log_gain(measured: Measured, reference: Measured, objectives: Sequence[Objective]) -> float:
     """Weighted mean over the objectives of the logarithm of the gain over a reference; above 0 is better."""
     return weighted_gain({o.metric: log_ratio(measured, reference, o.metric) for o in objectives}, objectives)

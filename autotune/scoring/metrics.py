@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autotune.errors import nearest
@@ -151,3 +151,9 @@ def measure(result: TrialResult, reference: Reference | None) -> dict[str, Estim
     """Every metric that the trial yields."""
     estimates = {name: metric.of(result, reference) for name, metric in METRICS.items()}
     return {name: estimate for name, estimate in estimates.items() if estimate is not None}
+
+
+def remeasured(result: TrialResult, reference: Reference | None) -> dict[str, float]:
+    """The values of a trial that was measured again, which times steps and is too short for a loss curve."""
+    reference = replace(reference, loss_target=None) if reference is not None else None
+    return {name: estimate.value for name, estimate in measure(result, reference).items()}

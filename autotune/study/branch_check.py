@@ -7,13 +7,13 @@ from pathlib import Path
 from autotune.scoring import recommend
 from autotune.scoring.convergence.branch import Branch, Run, compare, of_another
 from autotune.scoring.estimates import estimate
-from autotune.scoring.measured import Measured
+from autotune.scoring.measured import Measured, baseline_of
 from autotune.scoring.metrics import GOODPUT
 from autotune.study.budget import Budget
 from autotune.study.events import EventSink
 from autotune.study.measure import ENDLESS_SAMPLES, TrialMeasurer
 from autotune.study.numerics_check import MIN_STEPS, WITHIN_DEADLINE, training_budget_s
-from autotune.study.state import StudyState, baseline_of
+from autotune.study.state import StudyState
 from autotune.study.storage import records
 from autotune.system.units import format_duration
 from autotune.trial.folder import result_in, write_record

@@ -7,7 +7,7 @@ from dataclasses import replace
 from autotune.scoring import racing, recommend
 from autotune.scoring.estimates import Estimates, estimate
 from autotune.scoring.measured import Measured
-from autotune.scoring.metrics import measure
+from autotune.scoring.metrics import remeasured
 from autotune.study.branch_check import BranchCheck
 from autotune.study.budget import MOST_ROUNDS, Budget
 from autotune.study.events import EventSink
@@ -133,8 +133,7 @@ class Finalists:
                     f"trial {m.trial} is measured again: it crashed, which it did not before ({result.reason})"
                 )
                 result = self._measurer.execute(m.candidate, path, role="repeat")
-            metrics = {name: each.value for name, each in measure(result, None).items()}
-            self._teller.progress(m.trial, "repeat", m.candidate, result, metrics)
+            self._teller.progress(m.trial, "repeat", m.candidate, result, remeasured(result, None))
 
     def _tried(self) -> dict[int, int]:
         """The re-measurements that have ended, by trial."""

@@ -8,14 +8,14 @@ from autotune.errors import UserError
 from autotune.scoring.convergence import quality_gate
 from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE
 from autotune.scoring.convergence.quality_gate import GateVerdict
-from autotune.scoring.measured import Measured
+from autotune.scoring.measured import Measured, baseline_of
 from autotune.space import data
 from autotune.space.candidate import Candidate
 from autotune.study.budget import Budget
 from autotune.study.events import EventSink
 from autotune.study.measure import ENDLESS_SAMPLES, TrialMeasurer
 from autotune.study.spec.spec import StudySpec
-from autotune.study.state import StudyState, baseline_of
+from autotune.study.state import StudyState
 from autotune.study.storage import records
 from autotune.trial.folder import result_in, write_record
 from autotune.trial.result import Outcome, TrialResult

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,11 +216,6 @@ def forget_runs(executor: Executor, folder: Path, kept: Path | None = None) -> N
             if path != kept:
                 base.forget(executor, path)
     records.warm_path(folder).unlink(missing_ok=True)
-
-
-def baseline_of(measured: Sequence[Measured]) -> Measured | None:
-    """The baseline's measurements; None if its trial did not complete."""
-    return next((m for m in measured if m.trial == 0 and m.outcome is Outcome.COMPLETE), None)
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> Iterator[str]:

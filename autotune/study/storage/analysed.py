@@ -11,10 +11,10 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from autotune.forecast.predictor import generic_prior
-from autotune.scoring import metrics
 from autotune.scoring.convergence.quality_gate import trains_alike
 from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.scoring.measured import Foretold, Measured
+from autotune.scoring.metrics import remeasured
 from autotune.search.observation import MEASURED_ATTR, observed
 from autotune.search.optimizer import CandidateOptimizer
 from autotune.search.physics import PhysicsSampler
@@ -130,6 +130,7 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConf
     refused = verdict is not None and verdict.passed is False
     beside = records.repeat_paths(folder, 0) if told.number and paths else {}
     repeats, tail_peaks = _repeated(paths, beside, candidate, kept.reference)
+    unfit, failed_again = _failures(paths.values(), candidate)
     if data.get("tail"):  # the memory of a run without the worst batch does not compare
         for values in (values for n, values in repeats.items() if n not in tail_peaks):
             values.pop(PEAK, None)
@@ -150,8 +151,8 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConf
         feasible=data["feasible"],
         bounds=kept.search.bounds,
         repeats=repeats,
-        unfit=_unfit(paths.values(), candidate),
-        failed_again=_failed_again(paths.values(), candidate),
+        unfit=unfit,
+        failed_again=failed_again,
         script_side_changes=data.get("side_changes", ()),
         unreproducible=data.get("unreproducible", ()),
         unwitnessed=data.get("unwitnessed", ()),
@@ -167,8 +168,6 @@ def _repeated(
     Args:
         beside: The baseline's in the same rounds: on other machines than these a time says nothing.
     """
-    # Re-measurements time steps; they are too short for a loss curve.
-    reference = replace(reference, loss_target=None) if reference is not None else None
     found, peaks = dict[int, dict[str, float]](), dict[int, float]()
     for n, path in paths.items():
         result, base = result_in(path), result_in(beside[n]) if n in beside else None
@@ -176,21 +175,15 @@ def _repeated(
             continue
         if base is not None and base.place and result.place and base.place != result.place:
             continue
-        found[n] = {name: each.value for name, each in metrics.measure(result, reference).items()}
+        found[n] = remeasured(result, reference)
         if result.tail and PEAK in found[n]:
             peaks[n] = found[n][PEAK]
     return found, peaks
 
 
-def _failed_again(paths: Iterable[Path], candidate: Candidate) -> str:
-    """Returns how a re-measurement failed, but for a tail check; empty if none did."""
-    results = (result_in(path) for path in paths)
-    failed = (r for r in results if r is not None and r.outcome not in RAN and not r.failed_check)
-    return next((f"{r.outcome}: {r.reason}" for r in failed if r.candidate == candidate.values()), "")
-
-
-def _unfit(paths: Iterable[Path], candidate: Candidate) -> str:
-    """Returns why the tail check of a re-measurement failed; empty if none did."""
-    results = (result_in(path) for path in paths)
-    failed = (r for r in results if r is not None and r.failed_check and r.candidate == candidate.values())
-    return next((result.reason for result in failed), "")
+def _failures(paths: Iterable[Path], candidate: Candidate) -> tuple[str, str]:
+    """Why the tail check of a re-measurement failed, and how one failed otherwise; empty if none did."""
+    results = [r for path in paths if (r := result_in(path)) is not None and r.candidate == candidate.values()]
+    unfit = (r.reason for r in results if r.failed_check)
+    failed = (f"{r.outcome}: {r.reason}" for r in results if r.outcome not in RAN and not r.failed_check)
+    return next(unfit, ""), next(failed, "")

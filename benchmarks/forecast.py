@@ -26,7 +26,7 @@ from truth import planned
 
 from autotune.errors import UserError
 from autotune.executors import base
-from autotune.forecast.predictor import Forecast, Predictor, probability_below, settings_of
+from autotune.forecast.predictor import Forecast, Predictor, probability_below
 from autotune.forecast.words import SURE
 from autotune.space.candidate import Candidate
 from autotune.space.legality import why_illegal
@@ -85,7 +85,7 @@ def score(source: Path, target: Path | None, ranks: int, *, timed: bool) -> None
         raise SystemExit(f"{source}: {len(found)} complete configurations are too few")
 
     def fresh() -> Predictor:
-        return Predictor(profile, machine, settings_of(base_config))
+        return Predictor(profile, machine, base_config)
 
     figures: dict[str, Any] = {"configurations": len(found), "ranks": ranks}
     for n in ANCHORS:

@@ -15,7 +15,7 @@ from common import request_of
 
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
-from autotune.forecast.predictor import Predictor, settings_of
+from autotune.forecast.predictor import Predictor
 from autotune.space.candidate import Candidate
 from autotune.space.legality import why_illegal
 from autotune.study.setup.plan import Plan
@@ -84,8 +84,7 @@ class Bench:
         workload = found.workload
         assert workload.profile is not None and workload.machine is not None, found.notes
         self.predictors = {  # before and after any trial
-            name: Predictor(workload.profile, workload.machine, settings_of(found.base_config))
-            for name in ("before", "after")
+            name: Predictor(workload.profile, workload.machine, found.base_config) for name in ("before", "after")
         }
 
     def measure(

@@ -36,7 +36,7 @@ from scipy.stats import kendalltau
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.forecast.cluster import Cluster, Projector
-from autotune.forecast.predictor import ForecastInputs, Predictor, settings_of
+from autotune.forecast.predictor import ForecastInputs, Predictor
 from autotune.space.candidate import Candidate
 from autotune.study.setup.forecasts import foresee_workload
 from autotune.study.spec.spec import StudySpec
@@ -223,7 +223,7 @@ def figures(rows: list[dict[str, Any]], foreseen: ForecastInputs, rate: float) -
             steps.setdefault(row["place"], {}).setdefault(Candidate.of(row["candidate"]), []).append(row["step_s"])
     machines = {name: typical(some) for name, some in seen.items()}
     medians = {name: {c: statistics.median(some) for c, some in row.items()} for name, row in steps.items()}
-    learned = Predictor(foreseen.profile, machines["2 ranks"], settings_of(foreseen.base_config))
+    learned = Predictor(foreseen.profile, machines["2 ranks"], foreseen.base_config)
     for place in SOURCES:
         for candidate, step in medians[place.name].items():
             learned.learn(candidate, peak_memory_bytes=None, step_time_s=step, machine=machines[place.name])

@@ -165,11 +165,11 @@ def _projection(
 
 def _calibrated(inputs: ForecastInputs, folder: Path, target: Path, front: Sequence[Row]) -> tuple[Predictor, int]:
     """The study's predictor, corrected by its trials and by `autotune scale`, else by its front; and by how many."""
-    from autotune.forecast.predictor import Predictor, settings_of
+    from autotune.forecast.predictor import Predictor
     from autotune.space.candidate import Candidate
     from autotune.study.setup.forecasts import measured_in
 
-    predictor = Predictor(inputs.profile, inputs.machine, settings_of(inputs.base_config))
+    predictor = Predictor(inputs.profile, inputs.machine, inputs.base_config)
     n = 0
     for part in (folder, folder / "scaling"):
         for ranks, trials in sorted(measured_in(part, target).items()):

@@ -67,7 +67,7 @@ class AnalyticPrior:
     """Memory and step time by the formulas of `forecast.memory` and `forecast.step_time`.
 
     Args:
-        base: Settings by dotted path that hold where a candidate says nothing; see `settings_of`.
+        base: Settings by dotted path that hold where a candidate says nothing.
     """
 
     def __init__(self, profile: Profile, machine: Machine, base: Mapping[str, Any] | None = None) -> None:
@@ -109,11 +109,11 @@ class Predictor:
     """Peak memory and step time of candidates, corrected by what was measured.
 
     Args:
-        base: Settings by dotted path that hold where a candidate says nothing; see `settings_of`.
+        base: The DeepSpeed configuration that holds where a candidate says nothing, nested or by dotted path.
     """
 
     def __init__(self, profile: Profile, machine: Machine, base: Mapping[str, Any] | None = None) -> None:
-        self.profile, self.machine, self.base = profile, machine, dict(base or {})
+        self.profile, self.machine, self.base = profile, machine, _by_path(base or {})
         self._measured: list[_Measurement] = []
         self._models: dict[Quantity, CalibratedGP] = {}
         self._tables: dict[Machine, FeatureTable] = {}
@@ -226,12 +226,12 @@ def probability_below(forecast: Forecast, limit: float) -> float:
     return float(scipy.special.ndtr(np.log(limit / max(forecast.total.value, 1e-30)) / max(forecast.log_sd, 1e-6)))
 
 
-def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def _by_path(config: Mapping[str, Any]) -> dict[str, Any]:
     """A DeepSpeed configuration as settings by dotted path."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
-            found |= {f"{key}.{inner}": leaf for inner, leaf in settings_of(value).items()}
+            found |= {f"{key}.{inner}": leaf for inner, leaf in _by_path(value).items()}
         elif value != "auto":
             found[key] = value
     return found

@@ -6,7 +6,7 @@ import numpy as np
 
 from autotune.forecast.communication import collective_s, within_node_s
 from autotune.forecast.knobs import Knobs
-from autotune.forecast.memory import QUANTIZED_BYTES, bf16_optimizer, wire_bytes
+from autotune.forecast.memory import ALLREDUCE_ELEMENTS, QUANTIZED_BYTES, bf16_optimizer, wire_bytes
 from autotune.trial.profile import Floats, Machine, Profile
 
 # Standard deviation of the logarithm of each term, before anything was measured.
@@ -175,7 +175,7 @@ def _between_ranks(knobs: Knobs, profile: Profile, machine: Machine, compute: Fl
     gather_bytes = np.where(knobs.quantized_weights > 0, 1.0, whole_bytes)
     gathers = np.where(knobs.hpz > 1, 1.0, 2.0)
     reductions = np.where(stage >= 2, K, 1.0)
-    buckets = np.ceil(Pt / np.where(stage == 0, 5e8, np.maximum(knobs.reduce_bucket, 1.0)))
+    buckets = np.ceil(Pt / np.where(stage == 0, ALLREDUCE_ELEMENTS, np.maximum(knobs.reduce_bucket, 1.0)))
     scatters = (stage == 3) & (machine.accelerator != "cpu")
     links = _within_a_step(machine)
     reduce_s, reduce_latency_s = collective_s(

@@ -10,7 +10,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from autotune.forecast.predictor import Predictor, generic_prior, settings_of
+from autotune.forecast.predictor import Predictor, generic_prior
 from autotune.forecast.regression import STOPPED_SD, interval_sd
 from autotune.scoring import objective, recommend
 from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE, first_losses_off
@@ -229,7 +229,7 @@ class Teller:
         """Forecasts from the profile, corrected by the trials that were told."""
         plan = self._state.plan
         prior = generic_prior(plan.workload, plan.setting)
-        return Predictor(prior.profile, prior.machine, settings_of(plan.base_config))
+        return Predictor(prior.profile, prior.machine, plan.base_config)
 
 
 def _left_open(best: Measured, estimates: Estimates, objectives: Sequence[Objective]) -> str:

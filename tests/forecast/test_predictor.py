@@ -10,7 +10,7 @@ import pytest
 from autotune.forecast import memory, step_time
 from autotune.forecast.knobs import Knobs
 from autotune.forecast.prediction import Prediction
-from autotune.forecast.predictor import AnalyticPrior, Predictor, probability_below, settings_of
+from autotune.forecast.predictor import AnalyticPrior, Predictor, probability_below
 from autotune.forecast.regression import Data, Design, fit
 from autotune.space.candidate import Candidate
 from autotune.trial.profile import Machine, Pass, Profile
@@ -454,7 +454,8 @@ def test_one_spoiled_measurement_does_not_bend_the_rest():
 
 
 def test_settings_of_a_configuration_are_dotted_paths_and_hold_where_a_candidate_says_nothing():
-    base = settings_of({"zero_optimization": {"reduce_bucket_size": 1000}, "bf16": {"enabled": "auto"}})
+    config = {"zero_optimization": {"reduce_bucket_size": 1000}, "bf16": {"enabled": "auto"}}
+    base = Predictor(PROFILE, GPU, config).base
     assert base == {ZERO + "reduce_bucket_size": 1000}
     said, own = (
         Candidate.of({"micro_batch_size": 1, "zero_stage": 2} | more) for more in ({}, {ZERO + "reduce_bucket_size": 5})

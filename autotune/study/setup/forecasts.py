@@ -13,7 +13,7 @@ import numpy as np
 from autotune.advise.devices import Devices
 from autotune.errors import UserError
 from autotune.forecast.prediction import MOST_SAMPLES, Prediction
-from autotune.forecast.predictor import ForecastInputs, Predictor, probability_below, settings_of
+from autotune.forecast.predictor import ForecastInputs, Predictor, probability_below
 from autotune.forecast.regression import STOPPED_SD, interval_sd
 from autotune.forecast.words import SURE_Z
 from autotune.scoring.measured import Measured
@@ -53,7 +53,7 @@ def foresee(
     candidate = Candidate.of({**found.baseline.values(), **settings})
     if (reason := why_illegal(candidate, replace(found.setting, global_batch=None))) is not None:
         raise UserError(f"this cannot run {f'on {on.describe()}' if on else 'here'}: {reason}")
-    predictor = Predictor(found.profile, found.machine, settings_of(found.base_config))
+    predictor = Predictor(found.profile, found.machine, found.base_config)
     measured = {} if on else measured_in(studies / spec.name, spec.target).get(found.world_size, {})
     for other, metrics in measured.items():
         predictor.learn(other, **metrics, machine=found.machine)

@@ -130,7 +130,7 @@ def _run(arguments: dict[str, Any]) -> StudyResult:
     return StudyResult(tuned.report)
 
 
-run.__doc__ = with_settings(run.__doc__ or "", ("target", "command"))
+run.__doc__ = with_settings(run.__doc__ or "")
 
 
 def load_study(study: FilePath, *, storage: str | None = None) -> StudyResult:

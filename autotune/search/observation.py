@@ -18,6 +18,7 @@ from autotune.trial.result import Outcome
 # The system attribute of a told trial that holds its result, as JSON.
 MEASURED_ATTR = "autotune:measured"
 CENSORED_SD = 0.5  # of an extrapolated value's logarithm, and the most that an interval is taken to say
+TIME_TO_LOSS_SD = 0.1  # of the logarithm of a time to a loss whose interval is not told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +61,13 @@ class Observation:
         """Noise of the step time as the trial's own steps show it; 0 where no interval was told."""
         return interval_sd(*self.ci95["step_time_s"]) if "step_time_s" in self.ci95 else 0.0
 
-    def spread(self, metric: str, otherwise: float) -> float:
-        """Standard deviation of a metric's logarithm by its interval; `otherwise` where none was told."""
-        low, high = self.ci95.get(metric, (0.0, 0.0))
+    def time_to_loss_sd(self) -> float:
+        """Standard deviation of the logarithm of the time to the target loss, as its interval shows it."""
+        if "time_to_loss_s" in self.censored:
+            return CENSORED_SD
+        low, high = self.ci95.get("time_to_loss_s", (0.0, 0.0))
         if not (0 < low <= high < math.inf):
-            return otherwise
+            return TIME_TO_LOSS_SD
         return min(max(math.log(high / low) / (2 * Z95), 0.01), CENSORED_SD)
 
 

@@ -60,9 +60,9 @@ def pool(state: CostModel, shares: Floats, open_rows: NDArray[np.bool_], rng: np
     lead = scaled.min(axis=1)
     present = state.catalogue.present[rows[leading]] > 0
     for column in range(present.shape[1]):
-        best = leading[_lowest(lead[leading], present[:, column], OF_A_LEVEL)]
+        best = leading[_best_of(lead[leading], present[:, column])]
         if len(best) < OF_A_LEVEL:
-            best = _lowest(lead, state.catalogue.present[rows, column] > 0, OF_A_LEVEL)
+            best = _best_of(lead, state.catalogue.present[rows, column] > 0)
         chosen.append(best)
     return rows[np.unique(np.concatenate(chosen))]
 
@@ -72,9 +72,9 @@ def _scaled(costs: Floats) -> Floats:
     return np.asarray((costs - costs.min(axis=0)) / (costs.std(axis=0) + 1e-9), dtype=float)
 
 
-def _lowest(values: Floats, where: NDArray[np.bool_], n: int) -> Rows:
-    rows = np.flatnonzero(where)
-    return rows if len(rows) <= n else rows[np.argpartition(values[rows], n)[:n]]
+def _best_of(lead: Floats, level: NDArray[np.bool_]) -> Rows:
+    rows = np.flatnonzero(level)
+    return rows if len(rows) <= OF_A_LEVEL else rows[np.argpartition(lead[rows], OF_A_LEVEL)[:OF_A_LEVEL]]
 
 
 def needed(state: CostModel, shares: Floats, rows: Rows, allowed: Floats, held: Rows) -> Floats:

@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 from autotune.forecast.features import FeatureTable
 from autotune.forecast.regression import CalibratedGP, Data, fit
 from autotune.scoring.metrics import GOODPUT
-from autotune.search.observation import CENSORED_SD, Observation
+from autotune.search.observation import Observation
 
-# Noise of a trial's count where its own interval does not tell (standard deviation of the logarithm).
-SAMPLES_SD = 0.1
 # A count is a constant and a part that grows with the batch; how far each of the two may be off.
 SPREAD = np.array([4.0, 4.0])
 
@@ -40,7 +38,7 @@ class SampleCounts:
             seconds = t.step_time_s(self.world_size)
             assert seconds is not None
             y.append(math.log(t.metrics["time_to_loss_s"] / seconds * t.candidate.global_batch_size(self.world_size)))
-            extra.append(CENSORED_SD if "time_to_loss_s" in t.censored else t.spread("time_to_loss_s", SAMPLES_SD))
+            extra.append(t.time_to_loss_sd())
         return fit(self._data(some, y, extra), self.catalogue.samples_sd, SPREAD)
 
     @cached_property

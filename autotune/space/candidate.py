@@ -358,7 +358,7 @@ def check_value(name: str, value: Scalar) -> None:
             raise ConfigError(f"{name}: {value!r} is more than {LARGEST_BATCH:,}")
 
 
-def from_deepspeed(config: Mapping[str, Any], world_size: int, where: str = "base config") -> Candidate:
+def from_deepspeed(config: Mapping[str, Any], world_size: int) -> Candidate:
     """The candidate that a DeepSpeed configuration means, as DeepSpeed itself resolves it.
 
     Of batch, micro-batch and accumulation any two give the third (deepspeed/runtime/config.py,
@@ -369,7 +369,7 @@ def from_deepspeed(config: Mapping[str, Any], world_size: int, where: str = "bas
     """
     config = without_auto(dict(config))
     degrees = configured_degrees(lambda path: at_path(config, path))
-    micro, steps = _batch(config, max(1, world_size // ranks_per_replica(degrees)), where)
+    micro, steps = _batch(config, max(1, world_size // ranks_per_replica(degrees)))
     zero = config.get("zero_optimization", {})
     values: dict[str, Scalar] = {
         "micro_batch_size": micro,
@@ -383,18 +383,18 @@ def from_deepspeed(config: Mapping[str, Any], world_size: int, where: str = "bas
     try:
         return Candidate.of(values)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"base config: {error}") from None
 
 
-def _batch(config: Mapping[str, Any], world_size: int, where: str) -> tuple[int, int]:
+def _batch(config: Mapping[str, Any], world_size: int) -> tuple[int, int]:
     total, micro, steps = (
-        _count(config, key, where)
+        _count(config, key)
         for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     )
     if micro is None:
         if total is None:
             raise ConfigError(
-                f"{where}: train_micro_batch_size_per_gpu is missing (or train_batch_size); DeepSpeed needs one of them"
+                "base config: train_micro_batch_size_per_gpu is missing (or train_batch_size); DeepSpeed needs one of them"
             )
         micro = total // world_size // (steps or 1)
     if steps is None:
@@ -404,17 +404,19 @@ def _batch(config: Mapping[str, Any], world_size: int, where: str) -> tuple[int,
         parts = [f"{name} {config[key]}" for key, name in stated if config.get(key) is not None]
         said = "is not" if len(parts) == len(stated) else "is no multiple of"
         raise ConfigError(
-            f"{where}: train_batch_size {total} {said} {' x '.join([*parts, f'{world_size} ranks'])};"
+            f"base config: train_batch_size {total} {said} {' x '.join([*parts, f'{world_size} ranks'])};"
             " change it or pass --ranks"
         )
     return micro, steps
 
 
-def _count(config: Mapping[str, Any], key: str, where: str) -> int | None:
+def _count(config: Mapping[str, Any], key: str) -> int | None:
     value = config.get(key)
     if value is None or (is_int(value) and 1 <= value <= LARGEST_BATCH):
         return value
-    raise ConfigError(f"{where}: {key}: {value!r} is not a whole number of at least 1 (and at most {LARGEST_BATCH:,})")
+    raise ConfigError(
+        f"base config: {key}: {value!r} is not a whole number of at least 1 (and at most {LARGEST_BATCH:,})"
+    )
 
 
 def _device(zero: Mapping[str, Any], section: str) -> str:

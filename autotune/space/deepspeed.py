@@ -163,11 +163,11 @@ def set_path(config: DsConfig, path: str, value: Any) -> None:
     config[key] = value
 
 
-def check_retired(config: Mapping[str, Any], deepspeed_version: str, where: str) -> None:
+def check_retired(config: Mapping[str, Any], deepspeed_version: str) -> None:
     """Refuses a key that the installed DeepSpeed no longer takes."""
     for key in RETIRED_KEYS & config.keys():
         if version(deepspeed_version) >= RETIRED_SINCE:
-            raise ConfigError(f"{where}: {key!r} is no longer read by DeepSpeed {deepspeed_version}; remove it")
+            raise ConfigError(f"base config: {key!r} is no longer read by DeepSpeed {deepspeed_version}; remove it")
 
 
 def without_auto(config: DsConfig) -> DsConfig:

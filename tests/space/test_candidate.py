@@ -221,7 +221,7 @@ def test_the_batch_is_resolved_as_deepspeed_resolves_it(config, batch):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({}, "mine: train_micro_batch_size_per_gpu is missing"),
+        ({}, "base config: train_micro_batch_size_per_gpu is missing"),
         ({"train_batch_size": 33, "train_micro_batch_size_per_gpu": 4}, "2 ranks"),
         ({"train_batch_size": 1}, "2 ranks"),
         ({"train_batch_size": "32"}, "train_batch_size: '32' is not a whole number"),
@@ -229,12 +229,12 @@ def test_the_batch_is_resolved_as_deepspeed_resolves_it(config, batch):
         ({"train_micro_batch_size_per_gpu": True}, "train_micro_batch_size_per_gpu: True is not"),
         ({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is not"),
         ({"train_micro_batch_size_per_gpu": LARGEST_BATCH + 1}, "at most 2,147,483,647"),
-        ({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 4}}, "mine: zero_stage: 4 is not one of 0, 1, 2, 3"),
+        ({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 4}}, "base config: zero_stage: 4 is not one of 0, 1, 2, 3"),
     ],
 )  # fmt: skip
 def test_a_batch_or_a_stage_that_cannot_be_is_refused(config, said):
     with pytest.raises(ConfigError, match=said):
-        from_deepspeed(config, 2, "mine")
+        from_deepspeed(config, 2)
 
 
 @pytest.mark.parametrize(

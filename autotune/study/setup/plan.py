@@ -301,7 +301,7 @@ def grounds(
         **degrees.facts(workload, base_config, world_size),
         **_of_data(workload),
     )
-    check_retired(base_config, setting.deepspeed_version, "base config")
+    check_retired(base_config, setting.deepspeed_version)
     baseline = _baseline(spec, base_config, workload, data_parallel)
     reason = why_illegal(baseline, replace(setting, global_batch=None))
     if reason is not None:

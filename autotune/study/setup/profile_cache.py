@@ -83,14 +83,13 @@ def machine_key(world_size: int, where: Sequence[Any] = ()) -> str:
     """Returns the cache key of the rates of this machine, or of others, with this number of ranks."""
     if where:
         return _digest(FORMAT, *_libraries(), *where, world_size)
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     # Devices of one model may be linked differently, so these are told apart, too.
     devices = device.here()
     machine = [
         devices.identity,
         [each.uuid for each in devices.each],
         platform.node() + processor_name(),
-        cores,
+        sorted(os.sched_getaffinity(0)),
         [os.environ.get(name) for name in CPU_VARIABLES],
     ]
     return _digest(FORMAT, *_libraries(), *machine, world_size)

@@ -226,11 +226,11 @@ def flag(key: str) -> str:
     return (SETTINGS[key].flag if key in SETTINGS else "") or f"--{key.replace('_', '-')}"
 
 
-def with_settings(docstring: str, left_out: tuple[str, ...] = ()) -> str:
-    """Returns a docstring with its line `{settings}` replaced by the settings, one a line."""
+def with_settings(docstring: str) -> str:
+    """Returns the docstring of a function that takes a target with its line `{settings}` replaced by the others, one a line."""
     rows = [
         f"{key}: {' '.join(filter(None, (each.help, each.more)))}"
         for key, each in SETTINGS.items()
-        if key not in left_out
+        if key not in ("target", "command")
     ]
     return docstring.replace("{settings}", "\n        ".join(rows))

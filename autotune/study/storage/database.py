@@ -376,7 +376,7 @@ def in_words(error: Exception) -> UserError | None:
 
 def _is_of_reader(error: Exception) -> bool:
     """Whether the innermost frame of an error, apart from libraries that read texts, is of code that reads rows."""
-    frames = [frame.f_code.co_filename.replace("\\", "/") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     own = [frame for frame in frames if any(part in frame for part in (*READERS, "/autotune/"))]
     return bool(own) and any(part in own[-1] for part in READERS)
 

@@ -172,11 +172,11 @@ def _calibrated(inputs: ForecastInputs, folder: Path, target: Path, front: Seque
     predictor = Predictor(inputs.profile, inputs.machine, inputs.base_config)
     n = 0
     for part in (folder, folder / "scaling"):
-        for ranks, trials in sorted(measured_in(part, target).items()):
+        for ranks, trials in sorted(measured_in(part, target, inputs.share_bytes).items()):
             machine = replace(inputs.machine, world_size=ranks)
             for candidate, metrics in trials.items():
                 predictor.learn(candidate, **metrics, machine=machine)
-                n += 1
+                n += "step_time_s" in metrics
     if not n:
         for row in front:
             peak, step = row.metrics.get("peak_memory_bytes"), row.metrics.get("step_time_s")

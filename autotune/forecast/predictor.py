@@ -14,6 +14,7 @@ from autotune.forecast.features import FeatureTable, PriorPrediction, knobs_of
 from autotune.forecast.regression import (
     MEMORY_NOISE,
     MEMORY_SMOOTH,
+    OVER_LIMIT,
     CalibratedGP,
     Data,
     Design,
@@ -103,6 +104,7 @@ class _Measurement:
     peak_memory_bytes: float | None
     step_time_s: float | None
     step_time_sd: float
+    exceeded_bytes: float | None
 
 
 class Predictor:
@@ -123,19 +125,23 @@ class Predictor:
         self,
         candidate: Candidate,
         *,
-        peak_memory_bytes: float | None,
-        step_time_s: float | None,
+        peak_memory_bytes: float | None = None,
+        step_time_s: float | None = None,
         step_time_sd: float = 0.0,
+        exceeded_bytes: float | None = None,
         machine: Machine | None = None,
     ) -> None:
         """Takes what a trial measured; a candidate may be measured several times.
 
         Args:
             step_time_sd: Standard deviation of the logarithm of the step time, as far as the trial itself shows it.
+            exceeded_bytes: The memory of which a trial ran out; None for one that fitted.
             machine: What it ran on, where that was not the predictor's machine (another number of ranks).
         """
         self._measured.append(
-            _Measurement(candidate, machine or self.machine, peak_memory_bytes, step_time_s, step_time_sd)
+            _Measurement(
+                candidate, machine or self.machine, peak_memory_bytes, step_time_s, step_time_sd, exceeded_bytes
+            )
         )
         self._models, self._tables = {}, {}
 
@@ -187,15 +193,18 @@ class Predictor:
         if which not in self._models:
             is_time = which == "time"
             known = [m for m in self._measured if (m.step_time_s if is_time else m.peak_memory_bytes)]
+            over = [m for m in self._measured if m.exceeded_bytes and not is_time]
+            values = [float((m.step_time_s if is_time else m.peak_memory_bytes) or 0.0) for m in known]
+            values += [OVER_LIMIT * float(m.exceeded_bytes or 0.0) for m in over]
+            known += over
             for machine in dict.fromkeys(m.machine for m in known):
                 self._design(which, machine, [m.candidate for m in known if m.machine == machine])
             table = self._table(self.machine, known[0].candidate if known else Candidate(micro_batch_size=1))
             within = [m.step_time_sd * is_time for m in known]
             data = None
             if known:
-                values = np.array([m.step_time_s if is_time else m.peak_memory_bytes for m in known], dtype=float)
                 design = joined([self._design(which, m.machine, [m.candidate]) for m in known])
-                data = Data.of(design, np.log(values), within)
+                data = Data.of(design, np.log(values), within, n_censored=len(over))
             self._models[which] = (
                 fit(data, table.time_sd, table.time_spread, expected_noise(within))
                 if is_time

@@ -38,6 +38,8 @@ WIDEST_OWN, STOPPED_SD = 0.2, 0.1
 # Noise of a trial's peak memory, and of its step time where no interval is known, as standard deviations of the
 # logarithm. Between trials times scatter more than the steps within one say: on the truth tables four times as much.
 MEMORY_NOISE, TIME_NOISE, BETWEEN_TRIALS, LARGEST_NOISE = 0.02, 0.03, 4.0, 0.15
+# A trial that ran out of memory needed at least this multiple of the limit.
+OVER_LIMIT = 1.02
 
 
 @dataclass(frozen=True, kw_only=True)

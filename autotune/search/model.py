@@ -19,6 +19,7 @@ from autotune.forecast.features import FeatureTable
 from autotune.forecast.regression import (
     MEMORY_NOISE,
     MEMORY_SMOOTH,
+    OVER_LIMIT,
     STOPPED_SD,
     CalibratedGP,
     Data,
@@ -37,8 +38,6 @@ from autotune.trial.result import FAILURES, RAN, Outcome
 Rows = NDArray[np.intp]
 Bound = tuple[str, Literal["min", "max"], float]
 
-# A trial that ran out of memory needed at least this multiple of the limit.
-OVER_LIMIT = 1.02
 HINGE_AT, HINGE_SD, HINGE_SQUARE_SD, HINGE_END = 0.85, 2.0, 10.0, 0.3
 # A value that followed from another accumulation's trial: besides that trial's noise, per doubling.
 DERIVED_SD = 0.03

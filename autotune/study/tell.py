@@ -211,8 +211,12 @@ class Teller:
         predictor = self._predictor
         for told in self._state.told():
             data = records.told_data(told)
-            if told.number not in self._learned and data["outcome"] in RAN:
-                self._learned.add(told.number)
+            if told.number in self._learned or data["outcome"] not in (*RAN, Outcome.OOM):
+                continue
+            self._learned.add(told.number)
+            if data["outcome"] == Outcome.OOM:
+                predictor.learn(records.told_candidate(told), exceeded_bytes=self._state.plan.memory_limit_bytes)
+            else:
                 metrics = {name: data["metrics"].get(name) for name in ("peak_memory_bytes", "step_time_s")}
                 within = data["ci95"].get("step_time_s")
                 stopped = STOPPED_SD if data["outcome"] == Outcome.STOPPED_EARLY else 0.0

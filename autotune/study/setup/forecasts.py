@@ -54,11 +54,16 @@ def foresee(
     if (reason := why_illegal(candidate, replace(found.setting, global_batch=None))) is not None:
         raise UserError(f"this cannot run {f'on {on.describe()}' if on else 'here'}: {reason}")
     predictor = Predictor(found.profile, found.machine, found.base_config)
-    measured = {} if on else measured_in(studies / spec.name, spec.target).get(found.world_size, {})
+    known = {} if on else measured_in(studies / spec.name, spec.target, found.share_bytes)
+    measured = known.get(found.world_size, {})
     for other, metrics in measured.items():
         predictor.learn(other, **metrics, machine=found.machine)
     limit = float(spec.device_memory_bytes or found.share_bytes)
-    memory = predictor.memory(candidate)
+    memory, own, notes = predictor.memory(candidate), dict(measured.get(candidate, {})), list(found.notes)
+    if (exceeded := own.pop("exceeded_bytes", None)) is not None:
+        notes.insert(
+            0, f"it ran out of {format_bytes(exceeded)} of memory in study {spec.name}, which this forecast knows"
+        )
     return Prediction(
         configuration=candidate, ranks=found.world_size, data_parallel=found.setting.world_size,
         memory=memory, step_time=predictor.step_time(candidate),
@@ -66,7 +71,7 @@ def foresee(
         largest_micro_batch_size=_largest(predictor, candidate, limit),
         largest_tensor_bytes=found.profile.largest_tensor_bytes(candidate.precision, candidate.micro_batch_size),
         tokens_per_sample=found.profile.tokens_per_sample,
-        measured=measured.get(candidate, {}), study=spec.name, notes=tuple(found.notes),
+        measured=own, study=spec.name, notes=tuple(notes),
         device=found.device + (f", as if it had {format_bytes(limit)}" if spec.device_memory_bytes else ""),
     )  # fmt: skip
 
@@ -116,11 +121,15 @@ def _of_card(here: Environment, on: Devices) -> Environment:
     )  # fmt: skip
 
 
-def measured_in(folder: Path, target: Path) -> dict[int, dict[Candidate, dict[str, float]]]:
+def measured_in(folder: Path, target: Path, share_bytes: float) -> dict[int, dict[Candidate, dict[str, float]]]:
     """What a study's trials of this target measured, by number of ranks and candidate, as `Predictor.learn` takes it.
 
     Where the study is in its database these are the estimates from all measurements, which its report shows too. A trial
-    that was stopped early counts with more noise, and only where no other trial of its candidate was complete.
+    that was stopped early counts with more noise, and only where no other trial of its candidate was complete; of one that
+    ran out of memory counts what it exceeded.
+
+    Args:
+        share_bytes: A rank's memory, where a trial was given no other.
     """
     found: dict[int, dict[Candidate, dict[str, float]]] = {}
     paths = sorted((folder / "trials").glob("[0-9]*"))
@@ -129,11 +138,14 @@ def measured_in(folder: Path, target: Path) -> dict[int, dict[Candidate, dict[st
         trial_dir = TrialDir(path)
         try:
             request, result = (files.json_of(file.read_bytes()) for file in (trial_dir.request, trial_dir.result))
-            if request["target"] != str(target) or result["outcome"] not in RAN:
+            if request["target"] != str(target) or result["outcome"] not in (*RAN, Outcome.OOM):
                 continue
             candidate, stopped = Candidate.of(result["candidate"]), result["outcome"] == Outcome.STOPPED_EARLY
             alike = found.setdefault(int(result["world_size"]), {})
-            if stopped and candidate in alike:
+            if (stopped or result["outcome"] == Outcome.OOM) and candidate in alike:
+                continue
+            if result["outcome"] == Outcome.OOM:
+                alike[candidate] = {"exceeded_bytes": float(request.get("device_memory_bytes") or share_bytes)}
                 continue
             median, half = float(result["steps"]["median_s"]), float(result["steps"]["ci95_s"])
             alike[candidate] = {

@@ -222,12 +222,14 @@ def test_a_script_is_known_by_its_sources_its_arguments_and_the_settings_beside_
     assert key("--steps", "3") != first
 
 
-def write_trial(folder: Path, number: int, candidate: Candidate, peak: int, ranks: int = 2, target: Path = TARGET):
+def write_trial(
+    folder: Path, number: int, candidate: Candidate, peak: int, ranks: int = 2, target: Path = TARGET, outcome: str = "complete"
+):  # fmt: skip
     steps = {"median_s": 0.5, "ci95_s": 0.01, "n_steps": 5, "n_warmup": 2}
     path = folder / "trials" / f"{number:04d}"
     request = TrialRequest(target=str(target), candidate=candidate.values(), world_size=ranks)
     write_record(path / "request.json", request)
-    data = {"outcome": "complete", "candidate": candidate.values(), "world_size": ranks, "peak_memory_bytes": peak}
+    data = {"outcome": outcome, "candidate": candidate.values(), "world_size": ranks, "peak_memory_bytes": peak}
     assert TrialResult.__dataclass_fields__.keys() >= {*data, "steps"}
     write_record(path / "result.json", {**data, "steps": steps})
 
@@ -248,6 +250,22 @@ def test_the_trials_of_the_study_correct_the_forecast(known, capsys):
     assert again["measured"]["step_time_s"] == 0.5
 
 
+@pytest.mark.process
+def test_a_trial_that_ran_out_of_memory_raises_the_forecast_beyond_what_it_had(known, capsys):
+    """Only the search knew of it: `predict` said that the same configuration surely fits."""
+    asked = ("micro_batch_size=64", "zero_stage=1")
+    before = said(capsys, *asked, ranks=2)
+    write_trial(known / "studies" / "ok", 0, Candidate(micro_batch_size=64, zero_stage=1), 0, outcome="oom")
+    path = known / "studies" / "ok" / "trials" / "0000" / "request.json"
+    limit = int(1.5 * before["peak_memory_bytes"]["value"])
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"device_memory_bytes": limit}))
+    after = said(capsys, *asked, ranks=2)
+    assert (
+        before["peak_memory_bytes"]["value"] < limit < after["peak_memory_bytes"]["value"] and after["measured"] == {}
+    )
+    assert any("ran out of" in note and "study ok" in note for note in after["notes"])
+
+
 def test_what_a_study_measured_is_what_its_report_says(tmp_path):
     """The first measurement of a trial alone, which read low, was shown and learned."""
     seen: list[Candidate] = []
@@ -260,7 +278,7 @@ def test_what_a_study_measured_is_what_its_report_says(tmp_path):
 
     runner_of(tmp_path, Instant(behaviour), trials=3, repeats=2, objectives=["latency"]).run()
     found = load.load("s", records.default_url(tmp_path), tmp_path / "s")
-    measured = forecasts.measured_in(tmp_path / "s", TARGET)[1]
+    measured = forecasts.measured_in(tmp_path / "s", TARGET, 2.0**34)[1]
     assert any(point["measurements"] > 1 for point in found.points.values()) and len(measured) == len(found.points)
     for point in found.points.values():
         own = measured[Candidate.of(point["candidate"])]
@@ -273,7 +291,7 @@ def test_trials_of_another_target_or_other_ranks_or_without_a_result_do_not_coun
     write_trial(tmp_path, 2, Candidate(micro_batch_size=3), 10**8, target=MODELS / "tied.py")
     write_trial(tmp_path, 3, Candidate(micro_batch_size=4), 10**8)
     (tmp_path / "trials" / "0003" / "result.json").write_text('{"outcome": "comp')
-    assert list(forecasts.measured_in(tmp_path, TARGET)[2]) == [Candidate(micro_batch_size=1)]
+    assert list(forecasts.measured_in(tmp_path, TARGET, 2.0**34)[2]) == [Candidate(micro_batch_size=1)]
 
 
 @pytest.mark.process

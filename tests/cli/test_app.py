@@ -219,6 +219,7 @@ def test_over_a_stated_memory_some_trials_end_and_the_study_goes_on(models, warm
     assert all(pick["metrics"]["peak_memory_bytes"] < 280 * 2**20 for pick in found["picks"].values())
 
 
+@pytest.mark.system
 def test_a_model_that_does_not_fit_at_all_ends_with_status_1_and_one_sentence(warm):
     (warm / "small.yaml").write_text(STUDY)
     done = called("run", "small.yaml", "--ranks", "1", "--device-memory", "1KiB", cwd=warm)

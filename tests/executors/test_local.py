@@ -203,6 +203,7 @@ def test_an_op_that_cannot_be_built_is_one_sentence(zoo: Zoo) -> None:
     assert zoo.executor.build_op("no_such_op") == "DeepSpeed has no op no_such_op on this accelerator"
 
 
+@pytest.mark.system
 def test_a_build_lock_of_a_killed_rank_is_removed(
     tmp_path: Path, write_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,10 +125,14 @@ REAL = [
     ("many_layers", 1, {"micro": 1, "gradient_accumulation_steps": 8, "traced_steps": 1}, "launch overhead"),
     ("long_streams", 1, {"micro": 4, "traced_steps": 1}, "memory bandwidth"),
 ]
+SLOW = ("launch overhead", "communication")
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("model", "world_size", "what", "cause"), REAL, ids=[cause for *_, cause in REAL])
+@pytest.mark.parametrize(
+    ("model", "world_size", "what", "cause"),
+    [pytest.param(*each, id=each[-1], marks=[pytest.mark.system] * (each[-1] in SLOW)) for each in REAL],
+)
 @pytest.mark.alone
 def test_a_cause_planted_in_a_real_trial_is_named(zoo, model, world_size, what, cause):
     """In one of three trials: where others use the machine, one rank waits for the other for a reason of theirs."""

@@ -42,7 +42,7 @@ def test_without_being_asked_nothing_is_hooked(zoo):
     assert zoo.run("still", max_steps=4, budget_s=0.0).noise is None
 
 
-@pytest.mark.parametrize(("rate", "ends_early"), [("0.0", True), ("1e-3", False)])
+@pytest.mark.parametrize(("rate", "ends_early"), [("0.0", True), pytest.param("1e-3", False, marks=pytest.mark.system)])
 def test_a_probe_goes_on_while_the_loss_falls_however_well_it_knows_the_noise_by_then(zoo, tmp_path, rate, ends_early):
     target = tmp_path / "model.py"
     target.write_text((MODELS / "still.py").read_text().replace("lr=0.0", f"lr={rate}"))

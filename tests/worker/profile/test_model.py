@@ -73,7 +73,9 @@ def test_tied_frozen_and_giant_parameters_are_counted_once_each_in_their_own_way
     assert max(elements for _, _, elements in found.passes["fp32/0"].moments) <= trainable
 
 
-@pytest.mark.parametrize("model", ["vision", "hf", pytest.param("seq2seq", marks=pytest.mark.system)])
+@pytest.mark.parametrize(
+    "model", ["vision", *(pytest.param(name, marks=pytest.mark.system) for name in ("hf", "seq2seq"))]
+)
 def test_convolutions_hugging_face_models_and_two_kinds_of_block_are_followed(zoo, model):
     found = profile_of(zoo, model)
     plain, again = found.passes["fp32/0"], found.passes["fp32/1"]

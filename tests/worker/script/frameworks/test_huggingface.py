@@ -88,10 +88,14 @@ CELLS = {
         # From ZeRO 3, bf16 and recomputation to none of them.
         ("trainer with a configuration", "z0"),
         ("accelerate", "z3"),
-        ("plugin", "z2"),
         *(
             pytest.param(*each, marks=pytest.mark.system)
-            for each in (("trainer with a configuration", "z1"), ("accelerate", "z1"), ("plugin", "z0"))
+            for each in (
+                ("trainer with a configuration", "z1"),
+                ("accelerate", "z1"),
+                ("plugin", "z0"),
+                ("plugin", "z2"),
+            )
         ),
     ],
 )

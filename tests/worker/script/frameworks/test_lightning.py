@@ -12,7 +12,7 @@ BOTH = {"micro_batch_size", "gradient_accumulation_steps"}
     ("arguments", "stage", "precision"),
     [
         (("--strategy", "deepspeed_stage_2"), 2, "fp32"),
-        (("--strategy", "object", "--precision", "bf16-mixed"), 3, "bf16"),
+        pytest.param(("--strategy", "object", "--precision", "bf16-mixed"), 3, "bf16", marks=pytest.mark.system),
         (("--strategy", "auto"), 0, "fp32"),
     ],
     ids=["name", "object", "none"],

@@ -216,7 +216,7 @@ def test_a_database_in_a_folder_that_cannot_be_written_to_is_not_taken_for_a_wro
 
 def test_who_may_not_write_reads_what_a_run_has_told_so_far_and_what_it_left(url, monkeypatch):
     """Root may write anywhere, so that only the answer to whether this user may is made up."""
-    begin(url, "one")
+    first = begin(url, "one")  # while it is open its files stay, whenever garbage is collected
     folder = Path(url.removeprefix(records.SQLITE)).parent
     there = sorted(folder.iterdir())
     monkeypatch.setattr(database.os, "access", lambda *_: False)
@@ -226,7 +226,7 @@ def test_who_may_not_write_reads_what_a_run_has_told_so_far_and_what_it_left(url
         records.delete_study(reader, "one")
     run = begin(url, "two")
     assert records.study_names(reader) == ["one", "two"]
-    del run
+    del first, run
 
 
 def test_who_only_reads_sees_a_new_file_and_makes_none(url):

@@ -24,10 +24,9 @@ from autotune.trial import folder
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Exit, RankReport
 
-# DeepSpeed imports these inside `initialize`, at 2.4 CPU-seconds a rank. Releases differ in which they have.
+# DeepSpeed imports these inside `initialize`, at more than a CPU-second a rank. Releases differ in which they have.
 LAZY_MODULES = (
     "torch._dynamo",
-    "torch._inductor.compile_fx",
     "deepspeed.runtime.engine",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.zero.stage3",
@@ -56,22 +55,59 @@ _DRIVER_THREAD = re.compile(r"cuda[0-9a-f]{8,}")
 
 def import_rank_modules() -> None:
     """Imports what a rank would else import in its measured phases, as time and memory of the trial."""
-    for name in LAZY_MODULES:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    with compiled_when_called():
+        for name in LAZY_MODULES:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
     for name in RANK_MODULES:
         importlib.import_module(name)
     folder.prepare(TrialRequest, RankReport, Exit)
 
 
 @contextlib.contextmanager
+def compiled_when_called() -> Iterator[None]:
+    """Within, `torch.compile` as a decorator waits until one of the functions is called, then compiles them all.
+
+    Any training imports DeepSpeed's Muon, whose decorators import inductor: more than a second for what few use.
+    """
+    import torch
+
+    own: Any = torch.compile
+    waiting: list[Callable[..., Any]] = []
+    ready: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def decorate(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+        if function is None or options:
+            return own(function, **options)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Those of one module call one another by their names, and are compiled into one another.
+            while waiting:
+                each = waiting.pop()
+                ready[each] = vars(sys.modules[each.__module__])[each.__name__] = own(each)
+            return ready[function](*args, **kwargs)
+
+        waiting.append(function)
+        return call
+
+    torch.compile = decorate  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = own
+
+
+@contextlib.contextmanager
 def uncollected() -> Iterator[None]:
     """Imports within take a third less time: they make a million objects that stay, which each collection visits."""
+    collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -109,9 +145,14 @@ def preload(modules: Sequence[str], parts: Mapping[str, str]) -> Preloaded:
     sys.path.insert(0, os.getcwd())
     for variable, value in NO_THREADS.items():
         os.environ.setdefault(variable, value)
+    with uncollected():
+        return _preload(modules, parts)
+
+
+def _preload(modules: Sequence[str], parts: Mapping[str, str]) -> Preloaded:
     before = _traces()
     try:
-        with _Watch() as watch, uncollected():
+        with _Watch() as watch:
             with _capability_from_a_fork():
                 import deepspeed
 

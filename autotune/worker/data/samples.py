@@ -92,6 +92,9 @@ def _at_random(dataset: Any) -> Iterator[tuple[int, Any]]:
 
 def length_in_batch(sample: Any, collate: Callable[[list[Any]], Any]) -> int:
     """Returns the length that a sample has in a batch: the tokens of a text are those that `collate` makes of it."""
+    # Most data sets; asked for each sample, of which there may be a hundred thousand.
+    if isinstance(sample, (tuple, list)) and sample and all(isinstance(part, Tensor) for part in sample):
+        return max((size for part in sample for size in part.shape), default=0) or 1
     return length_of(_only(collate([sample])) if is_text(sample) else sample)
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from autotune.worker import run
 from autotune.worker.agent import preload
@@ -16,7 +17,53 @@ from autotune.worker.agent import preload
 
 @pytest.mark.parametrize("name", [*preload.LAZY_MODULES, *preload.RANK_MODULES])
 def test_each_module_can_be_imported(name):
-    assert importlib.import_module(name)
+    with preload.compiled_when_called():
+        assert importlib.import_module(name)
+
+
+DECORATED = """
+import torch
+@torch.compile
+def outer(x):
+    return 2 * inner(x)
+@torch.compile
+def inner(x):
+    return x + 1
+@torch.compile(dynamic=True)
+def at_once(x):
+    return x
+"""
+
+
+def test_functions_that_an_import_decorates_are_compiled_when_one_is_called(shelf, monkeypatch):
+    compiled = []
+
+    def compile(function=None, **options):
+        if function is None:
+            return lambda function: compile(function, **options)
+        compiled.append((function.__name__, options))
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile)
+    (shelf / "decorated.py").write_text(DECORATED)
+    with preload.compiled_when_called():
+        import decorated
+    assert compiled == [("at_once", {"dynamic": True})] and torch.compile is compile
+    kept = decorated.outer  # as another module has imported it
+    assert decorated.outer(3) == kept(3) == 8
+    assert {name for name, _ in compiled} == {"at_once", "outer", "inner"} and len(compiled) == 3
+    assert decorated.outer is not kept and decorated.inner.__closure__ is None  # compiled, each under its name
+
+
+@pytest.mark.process
+def test_importing_for_ranks_leaves_the_compiler_alone():
+    code = """
+import sys
+from autotune.worker.agent import preload
+preload.import_rank_modules()
+assert "deepspeed.runtime.zero.muon.original_muon" in sys.modules and "torch._inductor.compile_fx" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_every_mode_of_a_rank_is_imported():

@@ -1,5 +1,6 @@
 """`python -m autotune.worker serve | rank DIR RANK FD | device`: the roles of a machine that measures."""
 
+import os
 import sys
 
 
@@ -10,7 +11,9 @@ def main(arguments: list[str]) -> int:
             from autotune.worker.agent import server
 
             left_out = [item.partition("=")[2] for item in modules if item.startswith("--without=")]
-            return server.serve(modules[len(left_out) :], "".join(left_out))
+            status = server.serve(modules[len(left_out) :], "".join(left_out))
+            # As the ranks do: Python's own end takes a third of a second, and runs what the user's modules have registered.
+            os._exit(status)
         case ["rank", trial_dir, rank, listener]:
             from autotune.worker.agent import preload
 

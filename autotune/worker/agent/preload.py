@@ -76,9 +76,10 @@ def compiled_when_called() -> Iterator[None]:
     waiting: list[Callable[..., Any]] = []
     ready: dict[Callable[..., Any], Callable[..., Any]] = {}
 
-    def decorate(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-        if function is None or options:
-            return own(function, **options)
+    def decorate(*args: Any, **options: Any) -> Any:
+        if options or not args:
+            return own(*args, **options)
+        (function,) = args
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +92,7 @@ def compiled_when_called() -> Iterator[None]:
         waiting.append(function)
         return call
 
-    torch.compile = decorate  # type: ignore[assignment]
+    torch.compile = decorate
     try:
         yield
     finally:

@@ -73,7 +73,7 @@ def compiled_when_called() -> Iterator[None]:
     import torch
 
     own: Any = torch.compile
-    waiting: list[Callable[..., Any]] = []
+    waiting: dict[Callable[..., Any], Callable[..., Any]] = {}
     ready: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def decorate(*args: Any, **options: Any) -> Any:
@@ -83,13 +83,15 @@ def compiled_when_called() -> Iterator[None]:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # Those of one module call one another by their names, and are compiled into one another.
             while waiting:
-                each = waiting.pop()
-                ready[each] = vars(sys.modules[each.__module__])[each.__name__] = own(each)
+                each, standing_in = waiting.popitem()
+                ready[each], names = own(each), vars(sys.modules[each.__module__])
+                # Those of one module call one another by their names, and are compiled into one another.
+                if names.get(each.__name__) is standing_in:
+                    names[each.__name__] = ready[each]
             return ready[function](*args, **kwargs)
 
-        waiting.append(function)
+        waiting[function] = call
         return call
 
     torch.compile = decorate

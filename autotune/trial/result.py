@@ -23,9 +23,10 @@ BUSY_SHARE = 0.1
 NOT_FINITE = sys.float_info.max
 # Words of the caveat of trials that shared their host.
 BESIDE = "ran on this host at the same time"
-# Phases of a rank, in order.
+# Phases of a rank, in order; where ranks differ, the first tells most: of a script that has ended, that others still train.
 PHASES = (
-    "start", "import", "build", "other_process", "initialize", "first_evaluation", "warmup", "measure", "tail", "evaluate", "save", "done",
+    "start", "import", "build", "other_process", "initialize", "first_evaluation", "script_ended", "warmup", "measure", "tail",
+    "evaluate", "save", "done",
 )  # fmt: skip
 # The phases of the tail check, each with what does not fit if it runs out of memory.
 TAIL_PHASES = {"tail": "the longest batch", "evaluate": "an evaluation step", "save": "saving a checkpoint"}

@@ -414,6 +414,7 @@ def test_what_a_message_means(means, text, holds):
         ("build", "that long to load"),
         ("other_process", "started another process, whose training no trial sees"),
         ("warmup", "begun to train"),
+        ("script_ended", "ended on one rank while others still trained"),
         ("measure", "hangs"),
     ],
 )

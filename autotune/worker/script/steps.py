@@ -92,6 +92,7 @@ class StepHooks:
         context = self._context
         if context.meter is None:
             raise ScriptError("the script ended without calling deepspeed.initialize with an optimizer")
+        context.recorder.event(phase="script_ended")  # what follows waits for all ranks
         self._gather_rest()
         n, needed = len(context.report.step_times_s), min(context.request.max_steps, MIN_STEPS)
         if n < (PROBE_STEPS if context.candidate is None else needed):

@@ -1,4 +1,4 @@
-"""Starts its ranks itself, or asks for input, or ends early: with a message, with status 1 after an error, as if all were done."""
+"""Starts its ranks itself, or asks for input, or ends early: with a message, after an error, as if all were done, on one rank."""
 
 import sys
 import traceback
@@ -13,6 +13,13 @@ if "--spawns" in sys.argv:
     torch.multiprocessing.spawn(print, nprocs=2)
 if "--asks" in sys.argv:
     input("Go on? ")
+if "--uneven" in sys.argv:
+    model = Net()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config())
+    for _ in range(4 + 40 * engine.global_rank):
+        engine.backward(engine(torch.zeros(8, 16), torch.zeros(8).long()))
+        engine.step()
+    sys.exit()
 try:
     model = Net() if "--caught" in sys.argv else Net(no_such=1)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config())

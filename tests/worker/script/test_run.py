@@ -426,7 +426,7 @@ def test_a_file_that_a_script_writes_by_itself_is_told_and_an_earlier_checkpoint
         ("dict_config.py", ("--steps", "0"), "ended without calling the engine's step()"),
         ("exits.py", ("--spawns",), "starts its ranks itself"),
         ("exits.py", ("--asks",), r"asks for input \(Go on\? \), which nobody gives"),
-        ("exits.py", ("--caught",), r"it exits at exits.py:21; it caught an exception of the engine's: Runtime.*8x5"),
+        ("exits.py", ("--caught",), r"it exits at exits.py:28; it caught an exception of the engine's: Runtime.*8x5"),
         ("exits.py", (), "exited with status 1 after TypeError: .*no_such"),
         ("exits.py", ("--said",), "the script ended itself: no data in /data"),
         ("styles.py", ("module",), "trains without calling the engine"),
@@ -438,6 +438,12 @@ def test_a_script_that_cannot_be_probed_is_refused_with_its_log(bench, name, arg
     with pytest.raises(UserError, match=said) as error:
         bench.plan(name, *arguments)
     assert "rank-0.log" in str(error.value)
+
+
+def test_a_script_that_ends_on_one_rank_before_the_others_is_told_from_one_that_hangs(bench):
+    """Both read "it had loaded and begun to train"."""
+    with pytest.raises(UserError, match="no end within 4 s; it had ended on one rank while others still trained"):
+        bench.plan("exits.py", "--uneven", ranks=2, trial_budget_s=1, trial_deadline_s=4)
 
 
 def test_too_few_steps_are_no_measurement(bench):

@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class Loaders:
         self._drawn: dict[int, None] = {}  # data sets that were drawn from since the last forward
         self._largest: dict[int, tuple[int, Any]] = {}  # sizes and batches by data set
         self._n_samples: dict[int, int] = {}  # samples of the largest draw by data set
+        self._changes: dict[int, list[str]] = {}  # of loaders, by data set; told of those that are trained on
         self._worst: Any = None
         context.feed_worst, context.went_forward, watch.draws = self.feed_worst, self.went_forward, self.draws
         context.latest_loader = watch.iterator = lambda: self.trained
@@ -46,7 +47,13 @@ class Loaders:
         """Notes a forward call of the engine; one that does not train was an evaluation's."""
         if trains:
             self._trained.update([*self._drawn])
+            self._tell_changes(self._drawn)
         self._drawn.clear()
+
+    def _tell_changes(self, places: Iterable[int]) -> None:
+        """Notes what was changed of loaders; one that is evaluated alone may draw as many samples by chance."""
+        for text in (text for place in places for text in self._changes.pop(place, ())):
+            self._context.changed(text)
 
     def draws(self) -> tuple[int, ...]:
         """Returns the samples that each loader drew for a micro-batch, of those that fed more than one."""
@@ -105,12 +112,13 @@ class Loaders:
         # A library passes on what the user's code says, where a framework takes it from its configuration.
         frame, change = users_frame(through_libraries=True), self._context.drawn()
         place = place_of(frame)
+        said = self._changes.setdefault(id(bound.arguments["dataset"]), [])
         if place and change:
             was, wanted = change
             sampler = bound.arguments.get("batch_sampler")
             if sampler is not None and getattr(sampler, "batch_size", None) == was:
                 sampler.batch_size = wanted
-                self._context.changed(
+                said.append(
                     f"Data: the batch sampler of the DataLoader at {place} with batch size {wanted} instead of {was}."
                 )
             elif sampler is None and bound.arguments.get("batch_size", 1) == was:
@@ -118,9 +126,7 @@ class Loaders:
                 _tell_lightning(bound.arguments["self"], wanted)
                 own = expression(frame, "batch_size", 1) if frame is not None else ""
                 from_ = f", which is `{own}` there" if own else ""
-                self._context.changed(
-                    f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}{from_}."
-                )
+                said.append(f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}{from_}.")
         changes = self._context.candidate.data_changes if self._context.candidate is not None else {}
         for name, value in changes.items():
             # A loader of the script's own does not look at what its framework was told.
@@ -170,6 +176,9 @@ class Loaders:
         place = id(iterator._dataset)
         self._latest.pop(place, None)
         self._latest[place], self._drawn[place] = iterator, None
+        # By its mode, too: forwards of a pipeline, and those after a teacher's, do not tell what was drawn for them.
+        if self._context.meter is not None and self._context.meter.engine.module.training:
+            self._tell_changes([place])
         if self._worst is not None and iterator is self.trained:
             return self._worst
         size = worst.size_of(batch)

@@ -98,7 +98,7 @@ def train(style, batch, accum, arguments):
     rival = Net()
     rival_optimizer = torch.optim.SGD(rival.parameters(), lr=1e-3)
     loader = loader_of(style, int(args.bsz) if style == "text flag" else batch)
-    held_out = iter(torch.utils.data.DataLoader(dataset(10**5, seed=2), batch_size=64))
+    held_out = iter(torch.utils.data.DataLoader(dataset(10**5, seed=2), batch_size=8 * int(args.bsz)))
     if style == "evaluates first":
         engine.eval()
         for x, y in torch.utils.data.DataLoader(dataset(8 * 16, seed=2), batch_size=8):

@@ -326,6 +326,12 @@ def test_what_carried_the_batch_is_told(bench):
     assert "with `batch_size=3` instead of 8, which is `batch` there." in str(changes)
 
 
+def test_a_loader_that_is_only_evaluated_is_no_change_to_make(bench):
+    """With a micro-batch of 1 it draws the 8 samples that the script trained on at once."""
+    changes = bench.applied(bench.plan("styles.py", "evaluates"), micro_batch_size=1).side_changes
+    assert "which is `batch` there" in str(changes) and "args.bsz" not in str(changes)
+
+
 def test_nothing_that_was_not_seen_is_scored(bench):
     result = bench.measure(bench.plan("hand_made.py"), micro_batch_size=3)
     assert result.outcome is Outcome.NOT_APPLIED and "micro_batch_size: 3 was asked for, 8 ran" in result.reason

@@ -48,6 +48,12 @@ REMEDY = {
     f" (`--set NAME={{{name}}}`)"
     for name in SCRIPT_BATCH
 }
+# What was seen where a template carries the field, and yet the script trains as before; with the remedy.
+PASSED_IN_VAIN = {
+    "micro_batch_size": "the first dimension of what its engine is fed stayed the same. To tune it, pass it to what makes the batches, and"
+    " have the samples in their first dimension, or drawn by a DataLoader, which tells how many they are",
+    "gradient_accumulation_steps": "it steps after as many micro-batches as before. To tune it, pass it to what counts them",
+}
 # Advice where a trial did not apply a setting, by the first word of its reason.
 UNSEEN_REMEDIES = {
     **REMEDY,
@@ -373,6 +379,8 @@ def _unmoved(spec: StudySpec, probed: Probed, name: str) -> str:
         return (
             "the script steps in each backward. To tune it, put `with accelerator.accumulate(model):` around the step"
         )
+    if name in spec.templated():
+        return f"the script was given another `{{{name}}}`, and {PASSED_IN_VAIN[name]}"
     return f"no flag, constant or DataLoader moves it. {REMEDY[name]}"
 
 

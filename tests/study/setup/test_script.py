@@ -1,9 +1,12 @@
 """What is concluded of two runs of a script."""
 
 import pytest
+from support.paths import SCRIPTS
 
-from autotune.study.setup.script import _growth
+from autotune.study.setup.script import _growth, _unmoved
+from autotune.study.spec.spec import StudySpec
 from autotune.trial.result import Observed, Outcome, TrialResult
+from autotune.trial.workload import Probed
 
 
 def ran(steps, losses):
@@ -28,3 +31,16 @@ def ran(steps, losses):
 )
 def test_a_loss_grows_or_falls_with_the_accumulation_only_where_each_step_says_so(before, moved, growth):
     assert _growth(ran(4, before), ran(8, moved)) == growth
+
+
+@pytest.mark.parametrize("name", ["micro_batch_size", "gradient_accumulation_steps"])
+def test_a_script_that_ignores_a_template_is_not_said_to_lack_one(name):
+    """A model of sequences first, without a DataLoader, shows as many rows at each batch."""
+    probed = Probed(ds_config={}, micro_batch_size=8, gradient_accumulation_steps=2)
+    plain, templated = (
+        StudySpec.of(SCRIPTS / "dict_config.py", {"ranks": 1, "script_args": words})
+        for words in ([], ["--n", f"{{{name}}}"])
+    )
+    assert f"--flag {{{name}}}" in _unmoved(plain, probed, name)
+    assert _unmoved(templated, probed, name).startswith(f"the script was given another `{{{name}}}`")
+    assert "--flag" not in _unmoved(templated, probed, name)

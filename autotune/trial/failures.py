@@ -105,6 +105,8 @@ _REMEDIES = (
     (r"self\.dim\(\) cannot be 0 to view \w+ as Byte",
      "DeepSpeed, with which every trial trains, fails on parameters without dimensions, at each ZeRO stage: give them the shape [1],"
      " as `nn.Parameter(torch.ones(1))` in place of `nn.Parameter(torch.tensor(1.0))`"),
+    (r"Optimizer\w* is not an Optimizer",
+     "torch's schedules take no optimizer of DeepSpeed's: make the schedule from `optimizer.optimizer`, which is torch's"),
     (r"Torch not compiled with CUDA|_cuda_setDevice|No CUDA GPUs are available|Found no NVIDIA driver",
      "It asks for a GPU, and its process sees none: run it where it trains, or have it use one only where"
      " torch.cuda.is_available()"),

@@ -348,6 +348,8 @@ def test_the_hosts_memory_is_told_from_the_devices(text):
             "sparse=True",
         ),
         ("AssertionError: attempting to reduce an unsupported grad type: torch.complex64", "view_as_complex"),
+        ("TypeError: DeepSpeedZeroOptimizer is not an Optimizer", "optimizer.optimizer"),
+        ("TypeError: DeepSpeedZeroOptimizer_Stage3 is not an Optimizer", "optimizer.optimizer"),
         ("CUDA error: an illegal memory access was encountered", "CUDA_LAUNCH_BLOCKING"),
         ("CUDA error: device-side assert triggered", "out of range"),
         ("CUDA error: uncorrectable ECC error encountered", "faulty"),
@@ -400,6 +402,10 @@ def test_nccls_cause_stands_beside_its_headline():
         (means_lost_peer, "KeyError: 'x'", False),
         (means_other_dtype, "expected scalar type Half but found Float", True),
         (means_other_dtype, "\"erfinv\" not implemented for 'BFloat16'", True),
+        (
+            means_other_dtype,
+            True,
+        ),  # of an average of weights
         (means_other_dtype, "KeyError: 'dtype'", False),
     ],
 )

@@ -25,7 +25,7 @@ from autotune.worker.measure import experts
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.measure.stages import stages
 from autotune.worker.rank import connect, identify, join_on_host, prepare_device, set_seed
-from autotune.worker.script import execute
+from autotune.worker.script import execute, schedules
 from autotune.worker.script.arguments import Arguments
 from autotune.worker.script.context import ScriptContext, ScriptError
 from autotune.worker.script.engine import EngineHooks
@@ -173,6 +173,7 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
     for name in CLICK:
         after_import(name, lambda module: patch(module.Command, "parse_args", arguments.parse_click))
     Loaders(context).install()
+    schedules.install(context)
     Joining().install()
     patch(builtins, "input", _ask)
     spawns = dict.fromkeys(("spawn", "start_processes"), lambda *_args, **_kwargs: context.abort(ScriptError(SPAWNS)))

@@ -38,6 +38,18 @@ def test_every_update_has_the_trials_share_of_the_scripts_rate_and_its_schedule_
     assert [shown for _, shown in plain] == [shown for _, shown in scaled]
 
 
+@pytest.mark.parametrize("other", [{"zero_stage": 1}, {"zero_stage": 3}, {"precision": "fp16"}, {"precision": "bf16"}])
+def test_a_schedule_made_from_the_engines_optimizer_moves_the_rate_where_that_is_deepspeeds(run, bench, other):
+    """torch's schedules refuse that one, so that most trials of such a script crashed."""
+    plain = run("rates.py", "--late", steps=6)
+    shown = [rate for _, rate in first_steps(bench)]
+    moved = run("rates.py", "--late", steps=6, **other)
+    assert [rate for _, rate in first_steps(bench)] == shown
+    (said,) = (change for change in moved.side_changes if change.startswith("Schedule:"))
+    assert "`MultiplicativeLR` at rates.py:" in said and "`optimizer.optimizer`" in said
+    assert "Schedule:" not in str(plain.side_changes)
+
+
 def test_a_rate_that_the_script_moves_with_the_batch_is_not_moved_twice(run, bench):
     """It doubles the rate for twice the batch; the rule wants three times the rate, so 1.5 is left to do."""
     plain = run("rates.py", "--scales", steps=6, micro_batch_size=16)

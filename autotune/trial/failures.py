@@ -57,7 +57,7 @@ _LOST_PEER = (
 _OTHER_DTYPE = (
     "expected scalar type", "expected both tensors to have", "same dtype", "same data type", "and bias type",
     "and weight type", "not implemented for 'bfloat16'", "not implemented for 'half'",
-    "low precision dtypes not supported",
+    "low precision dtypes not supported", "expected dtype ",
 )  # fmt: skip
 # How the reason begins where a script is over before its step time is known: it has fewer samples than the steps need.
 FEW_STEPS = "the script ended after"

@@ -404,6 +404,7 @@ def test_nccls_cause_stands_beside_its_headline():
         (means_other_dtype, "\"erfinv\" not implemented for 'BFloat16'", True),
         (
             means_other_dtype,
+            "expected dtype float for `end` but got dtype c10::BFloat16",
             True,
         ),  # of an average of weights
         (means_other_dtype, "KeyError: 'dtype'", False),

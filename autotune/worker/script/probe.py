@@ -34,7 +34,9 @@ def workload_of(
     seen, engine, report, described = meter.observe(), meter.engine, context.report, prepared.workload
     assert described is not None
     counted = seen.loader_batch_size or seen.micro_batch_size
-    report.caveats += filter(None, [_how_counted(seen, flattened=meter.batches.flattened)])
+    report.caveats += filter(
+        None, [_how_counted(seen, engine.train_micro_batch_size_per_gpu(), flattened=meter.batches.flattened)]
+    )
     probed = Probed(
         ds_config=redaction.without_secrets(_as_trained(context, prepared.own_config, seen.dtype)),
         micro_batch_size=counted,
@@ -79,7 +81,7 @@ def workload_of(
     return replace(workload, profile=found and replace(found, built_bytes=prepared.built_bytes))
 
 
-def _how_counted(seen: Observed, *, flattened: bool) -> str:
+def _how_counted(seen: Observed, configured: int, *, flattened: bool) -> str:
     """Returns how samples are counted where that is not by the leading dimension at the engine's forward; else empty."""
     counted = seen.loader_batch_size or seen.micro_batch_size
     if seen.uneven is not None:
@@ -87,6 +89,12 @@ def _how_counted(seen: Observed, *, flattened: bool) -> str:
         return (
             f"batches hold {least} to {most} samples, {counted} on average, as the script makes them: they are measured as"
             " they come, by all samples and tokens over all time"
+        )
+    if not seen.loader_batch_size and counted and counted != configured:
+        return (
+            f"a micro-batch counts as {counted} samples, the leading dimension at the engine's forward, though DeepSpeed's"
+            f" configuration states {configured}: where that dimension is none of samples, put them first, or draw them by a"
+            " DataLoader"
         )
     if counted == seen.micro_batch_size:
         return ""

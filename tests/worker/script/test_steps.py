@@ -1,23 +1,37 @@
 """What is noted of a script's steps."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from autotune.worker.script import evaluation, steps
+from autotune.trial.result import Observed
+from autotune.worker.script import evaluation, probe, steps
 from autotune.worker.script.context import ScriptError
 
 
 def test_a_loss_that_a_script_reduces_in_place_counts_as_it_went_backward(monkeypatch):
     """A device's is read at the end of a window only, long after the script has summed it over ranks to print it."""
     monkeypatch.setattr(steps, "number_in", lambda tensor: tensor.detach().reshape(()))
-    hooks = steps.StepHooks(None)
+    hooks = steps.StepHooks(SimpleNamespace(report=SimpleNamespace()))
     for value in (2.0, 4.0):
         loss = torch.tensor(value)
         hooks._note_loss(loss)
         loss.mul_(8)
     assert float(hooks._total) == 6.0
+
+
+def test_a_leading_dimension_that_is_not_the_batch_of_the_configuration_is_said():
+    """A model of sequences first, fed without a DataLoader, had its length for its batch, and no word on it."""
+    seen = Observed(
+        micro_batch_size=35, loader_batch_size=None, gradient_accumulation_steps=1, samples_per_step=35,
+        tokens_per_step=None, zero_stage=0, dtype="fp32",
+    )  # fmt: skip
+    said = probe._how_counted(seen, 20, flattened=False)
+    assert "counts as 35 samples" in said and "states 20" in said
+    assert probe._how_counted(seen, 35, flattened=False) == ""
+    assert "states" not in probe._how_counted(replace(seen, loader_batch_size=20), 35, flattened=False)
 
 
 def test_steps_without_a_backward_pass_that_was_seen_are_refused_with_the_remedy():

@@ -72,6 +72,7 @@ def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: i
         why = f"; it exits at {_place(end)}"
     except BaseException as error:
         context.abort(error)
+    recorder.event(phase="script_ended")  # what follows waits for all ranks
     try:
         steps.script_ended()
     except ScriptError as error:

@@ -30,6 +30,10 @@ UNCALLED = (
     "the script trains without calling the engine, whose calls count its batches: call `engine(batch)` in place of"
     " `engine.module(batch)` or of a method of the model, as DeepSpeed's autocast needs it too"
 )
+NO_ENGINE = (
+    "the script ended without calling deepspeed.initialize with an optimizer: give it the flags with which it trains with"
+    " DeepSpeed, transformers' Trainer, Accelerate or Lightning, or write the model and its data as a model.py (`autotune init`)"
+)
 NO_STEP = (
     "the script ended without calling the engine's step(): its loop leaves that out, had no steps or data, or ended by an"
     " exception that the script caught"
@@ -91,8 +95,7 @@ class StepHooks:
         """Ends the trial of a script that ran to its end."""
         context = self._context
         if context.meter is None:
-            raise ScriptError("the script ended without calling deepspeed.initialize with an optimizer")
-        context.recorder.event(phase="script_ended")  # what follows waits for all ranks
+            raise ScriptError(NO_ENGINE)
         self._gather_rest()
         n, needed = len(context.report.step_times_s), min(context.request.max_steps, MIN_STEPS)
         if n < (PROBE_STEPS if context.candidate is None else needed):

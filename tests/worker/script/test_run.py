@@ -427,7 +427,7 @@ def test_a_file_that_a_script_writes_by_itself_is_told_and_an_earlier_checkpoint
     ("name", "arguments", "said"),
     [
         ("saves.py", ("--reload",), "best.pt back, but trials do not save the model"),
-        ("no_engine.py", (), "without calling deepspeed.initialize"),
+        ("no_engine.py", (), "without calling deepspeed.initialize with an optimizer: give it the flags"),
         ("dict_config.py", ("--no-such-flag",), "exited with status 2"),
         ("dict_config.py", ("--steps", "0"), "ended without calling the engine's step()"),
         ("exits.py", ("--spawns",), "starts its ranks itself"),

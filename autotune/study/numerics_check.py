@@ -165,7 +165,10 @@ class NumericsCheck:
         reordered = m.candidate.other_numerics.keys() <= data.REORDERING
         alike = quality_gate.numerics(m.ds_config) == quality_gate.numerics(baseline.ds_config)
         others = [each.losses for each in replicates]
-        return quality_gate.judge(own.losses, reference.losses, others, batch, may_be_lower=reordered and alike)
+        return quality_gate.judge(
+            own.losses, reference.losses, others, batch,
+            may_be_lower=reordered and alike, loss_dtype=own.loss_dtype or reference.loss_dtype,
+        )  # fmt: skip
 
     def _passed_alike(self, m: Measured, batch: int) -> GateVerdict | None:
         """The pass of another trial with the same numerics and global batch."""

@@ -274,6 +274,7 @@ class Measurements:
         startup_s: Seconds before the first step, by phase; of a trial the slowest rank's.
         step_times_s: Wall time of each optimizer step of the slowest rank, warm-up included.
         losses: Mean loss over ranks of each step; None where it was not finite.
+        loss_dtype: Type with 16 bits in which the target computes its loss; empty for another.
         taken_in: What each step took in, summed over ranks, by name: `samples`, `tokens`, `real_tokens` (without
             padding), and `elements` of all tensors that went forward. A trial's result keeps one number where all
             steps are alike, and nothing where it is not known.
@@ -302,6 +303,7 @@ class Measurements:
     startup_s: dict[str, float] = field(default_factory=dict)
     step_times_s: list[float] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
+    loss_dtype: str = ""
     taken_in: dict[str, list[int]] = field(default_factory=dict)
     phase_times_s: dict[str, float] = field(default_factory=dict)
     micro_step_s: dict[str, float] = field(default_factory=dict)

@@ -10,6 +10,11 @@ from torch import Tensor, nn
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def coarse_dtype(loss: Tensor) -> str:
+    """Returns the type of a loss by its name if it has 16 bits; else an empty text."""
+    return str(loss.dtype).removeprefix("torch.") if loss.dtype in (torch.bfloat16, torch.float16) else ""
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yields the tensors in nested mappings, sequences, sets and modules."""
     pending = [value]

@@ -33,6 +33,9 @@ NUMERIC_KEYS = (
     "bf16", "fp16", "torch_autocast", "communication_data_type", "gradient_predivide_factor", "prescale_gradients",
     "expert_parallel",  # AutoEP replaces the model's layers with others
 )  # fmt: skip
+# Numbers of a 16-bit type are up to this share apart. A loss in it is off by as much as two of these steps, since a mean over
+# thousands of tokens, added up in it, is biased, as torch does on a CPU.
+COARSE = {"bfloat16": 2 * 2.0**-7, "float16": 2 * 2.0**-10}
 # How many micro-steps' gradients are added up with 16 bits.
 SUMMED_IN_16_BITS = "accumulated in 16 bits"
 # Of `zero_optimization`. They carry the error of one step over to the next: single gradients are off, their sum is not.
@@ -146,6 +149,7 @@ def judge(
     batch: int = 0,
     *,
     may_be_lower: bool = False,
+    loss_dtype: str = "",
 ) -> GateVerdict:
     """Compares a loss curve with a reference's: equal weights, data and global batch, step by step.
 
@@ -160,12 +164,13 @@ def judge(
       numerics.
 
     A loss that is far lower is outside too: other numerics do not train better, but a wrong learning rate may, for a
-    while.
+    while. What a loss in 16 bits cannot tell apart is not decided.
 
     Args:
         losses: The candidate's, one a step.
         batch: Samples of a step, for the record.
         may_be_lower: A lower loss is no fault: the same numerics saw the samples in another order.
+        loss_dtype: Type with 16 bits that one of the two computes its loss in; empty for others.
     """
     curves = [np.array(curve, dtype=float) for curve in (losses, reference, *replicates)]  # None becomes NaN
     n = min((len(curve) for curve in curves), default=0)
@@ -193,6 +198,9 @@ def judge(
         )
         found = replace(found, excess=excess, limit=limit)
         if excess > limit or (excess < -limit and not may_be_lower):
+            level = float(np.abs(base[part]).mean())
+            if abs(excess) <= COARSE.get(loss_dtype, 0.0) * level:
+                return replace(found, passed=None, reason=_too_coarse(excess, level, loss_dtype))
             return replace(found, passed=False, reason=_outside(excess, limit, slope, part))
     return found
 
@@ -206,6 +214,14 @@ def starts_anew(curves: Sequence[Sequence[float | None]]) -> str:
     return (
         f"equal runs of the script begin with losses of {', '.join(f'{loss:.3g}' for loss in first)}: it draws weights or"
         " samples anew in each run, so no loss curves compare; seed it with a constant while it is tuned"
+    )
+
+
+def _too_coarse(excess: float, level: float, loss_dtype: str) -> str:
+    return (
+        f"its numerics could not be checked: its loss is {abs(excess):.2g} {'above' if excess > 0 else 'below'} the reference's,"
+        f" and one of the two is computed in {loss_dtype}, which is too coarse at {level:.3g} to show so little; compute the"
+        " loss in fp32, as from `output.float()`"
     )
 
 

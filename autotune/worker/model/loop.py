@@ -11,7 +11,7 @@ from autotune.space.deepspeed import SIDE_EFFECT_KEYS, Scalar
 from autotune.trial import token_budget
 from autotune.trial.request import TrialRequest
 from autotune.worker import random_fills
-from autotune.worker.containers import to_device
+from autotune.worker.containers import coarse_dtype, to_device
 from autotune.worker.data import worst
 from autotune.worker.data.loader import Loader
 from autotune.worker.data.witness import watch as loader_watch
@@ -208,6 +208,7 @@ class _Trainer:
             meter.enter("forward")
             loss = self.loss(self.engine, batch)
             total += loss.detach().float()
+            self.meter.recorder.report.loss_dtype = coarse_dtype(loss)
             meter.enter("backward")
             self.engine.backward(loss)
             meter.backward()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from autotune.trial import failures, folder
 from autotune.worker import random_fills, rank
-from autotune.worker.containers import number_in
+from autotune.worker.containers import coarse_dtype, number_in
 from autotune.worker.measure.batches import N_CHECKSUMS, BatchObserver
 from autotune.worker.measure.ledger import MIN_STEPS, Window
 from autotune.worker.measure.meter import Meter
@@ -182,6 +182,7 @@ class StepHooks:
     def _note_loss(self, loss: Any) -> None:
         self._n_backward += 1
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self._context.report.loss_dtype = coarse_dtype(loss)
             # A copy from the first micro-batch on, since scripts reduce the loss over ranks in place to print it.
             self._total = number_in(loss.float()) + (0.0 if self._total is None else self._total)
 

@@ -332,6 +332,12 @@ def test_a_loader_that_is_only_evaluated_is_no_change_to_make(bench):
     assert "which is `batch` there" in str(changes) and "args.bsz" not in str(changes)
 
 
+def test_the_type_of_a_loss_in_16_bits_is_reported(bench):
+    found = bench.plan("still.py")
+    assert bench.applied(found).loss_dtype == ""
+    assert bench.applied(found, precision="bf16").loss_dtype == "bfloat16"
+
+
 def test_nothing_that_was_not_seen_is_scored(bench):
     result = bench.measure(bench.plan("hand_made.py"), micro_batch_size=3)
     assert result.outcome is Outcome.NOT_APPLIED and "micro_batch_size: 3 was asked for, 8 ran" in result.reason

@@ -181,11 +181,8 @@ def judge(
         "batch": batch,
     }
     if n < LEAST_STEPS:
-        return GateVerdict(
-            passed=None,
-            reason=f"{n} steps are too few to compare loss curves; raise trial_budget_s in study.yaml",
-            **kept,
-        )
+        few = f"{n} steps are too few to compare loss curves; raise trial_budget_s in study.yaml"
+        return GateVerdict(passed=None, reason=few, **kept)
     own, base, *others = (curve[:n] for curve in curves)
     if not np.isfinite(own).all():
         return GateVerdict(passed=False, reason="its loss is not finite where the reference's is", **kept)

@@ -33,10 +33,8 @@ def workload_of(
     """
     seen, engine, report, described = meter.observe(), meter.engine, context.report, prepared.workload
     assert described is not None
-    counted = seen.loader_batch_size or seen.micro_batch_size
-    report.caveats += filter(
-        None, [_how_counted(seen, engine.train_micro_batch_size_per_gpu(), flattened=meter.batches.flattened)]
-    )
+    counted, configured = seen.loader_batch_size or seen.micro_batch_size, engine.train_micro_batch_size_per_gpu()
+    report.caveats += filter(None, [_how_counted(seen, configured, flattened=meter.batches.flattened)])
     probed = Probed(
         ds_config=redaction.without_secrets(_as_trained(context, prepared.own_config, seen.dtype)),
         micro_batch_size=counted,
@@ -58,7 +56,7 @@ def workload_of(
         draw_size=seen.draw_size if seen.parts else 0,
         parts=seen.parts,
         uneven=seen.uneven,
-        configured_micro_batch_size=engine.train_micro_batch_size_per_gpu(),
+        configured_micro_batch_size=configured,
     )
     data = _data(context, meter)
     workload = replace(

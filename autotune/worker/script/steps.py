@@ -108,8 +108,6 @@ class StepHooks:
         assert self._context.meter is not None
         return self._context.meter
 
-    # Forward, backward, step
-
     def _on_forward(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         self._called = True
         trains = self._meter.batches.trains

@@ -10,7 +10,7 @@ from common import Net, dataset
 parser = argparse.ArgumentParser()
 parser.add_argument("--rate", type=float, default=0.5)
 parser.add_argument("--sharded", action="store_true", help="Make the model inside zero.Init.")
-parser.add_argument("--late", action="store_true", help="Make the schedule when DeepSpeed has the optimizer already.")
+parser.add_argument("--late", action="store_true", help="Make the schedule from the optimizer that DeepSpeed returns.")
 parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--scales", action="store_true", help="Let the rate follow the batch, as scripts do by themselves.")
 args = parser.parse_args()
@@ -29,13 +29,14 @@ optimizer = torch.optim.SGD(model.parameters(), lr=args.rate)
 schedule = (
     None if args.late else torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.5 if args.rate else 1.0)
 )
-engine, _, loader, _ = deepspeed.initialize(
+engine, own, loader, _ = deepspeed.initialize(
     model=model, optimizer=optimizer, lr_scheduler=schedule, config=CONFIG, training_data=dataset(8192)
 )
-late = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.5) if args.late else None
+late = torch.optim.lr_scheduler.MultiplicativeLR(own, lambda step: 0.5) if args.late else None
+partitioned = engine.zero_optimization_partition_weights()
 for _ in range(100):
     for x, y in loader:
-        before = None if args.sharded else model.head.weight[0, 0].item()
+        before = 0.0 if partitioned else model.head.weight[0, 0].item()
         loss = engine(x.to(engine.device), y.to(engine.device))
         engine.backward(loss)
         if engine.is_gradient_accumulation_boundary() and not args.sharded:
@@ -43,6 +44,12 @@ for _ in range(100):
             if late is not None:
                 late.step()
             rate = (late or schedule).get_last_lr()[0]
-            print("moved", repr(before - model.head.weight[0, 0].item()), "shows", rate, flush=True)
+            print(
+                "moved",
+                repr(before - (0.0 if partitioned else model.head.weight[0, 0].item())),
+                "shows",
+                rate,
+                flush=True,
+            )
         else:
             engine.step()

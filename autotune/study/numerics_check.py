@@ -151,7 +151,7 @@ class NumericsCheck:
             if (passed := self._passed_alike(m, batch)) is not None:
                 return passed
             step_s = (at_own_batch and m.metrics.get("step_time_s")) or self._step_s(batch, baseline)
-            candidate = m.candidate if at_own_batch else with_batch(m.candidate, batch, self._world)
+            candidate = m.candidate if at_own_batch else self._moved(m.candidate, batch)
             n_steps = min(len(each.losses) for each in (reference, *replicates))
             own = self._curve(candidate, path / "gate", n_steps, step_s)
             if own.outcome not in (Outcome.COMPLETE, Outcome.DIVERGED):
@@ -169,6 +169,16 @@ class NumericsCheck:
             own.losses, reference.losses, others, batch,
             may_be_lower=reordered and alike, loss_dtype=own.loss_dtype or reference.loss_dtype,
         )  # fmt: skip
+
+    def _moved(self, candidate: Candidate, batch: int) -> Candidate:
+        """A candidate at another global batch.
+
+        BatchNorm computes something else of smaller micro-batches, and nothing of one sample. A script keeps its number of
+        micro-steps all the same: only with those does it show whether it sums what it should average.
+        """
+        own = self._state.plan.workload.script is not None
+        least = 1 if own else min(candidate.micro_batch_size, self._baseline.micro_batch_size)
+        return with_batch(candidate, batch, self._world, least)
 
     def _passed_alike(self, m: Measured, batch: int) -> GateVerdict | None:
         """The pass of another trial with the same numerics and global batch."""
@@ -255,13 +265,18 @@ def training_budget_s(spec: StudySpec, trial_s: float, needed_s: float) -> float
     return min(wanted_s, WITHIN_DEADLINE * spec.trial_deadline_s)
 
 
-def with_batch(candidate: Candidate, batch: int, world_size: int) -> Candidate:
-    """A candidate with another global batch: with its number of micro-steps, or else the largest micro-batches that surely fit."""
+def with_batch(candidate: Candidate, batch: int, world_size: int, least: int = 1) -> Candidate:
+    """A candidate with another global batch: with its number of micro-steps, or else the largest micro-batches that surely fit.
+
+    Args:
+        least: Where its number of micro-steps would make micro-batches smaller than this, they are of this size if they can be.
+    """
     per_rank = max(1, batch * candidate.ranks_per_replica // world_size)
     if per_rank == candidate.micro_batch_size * candidate.gradient_accumulation_steps:
         return candidate
     micro, rest = divmod(per_rank, candidate.gradient_accumulation_steps)
-    if micro and not rest and micro <= candidate.micro_batch_size:
+    if not rest and least <= micro <= candidate.micro_batch_size:
         return replace(candidate, micro_batch_size=micro)
-    micro = max(m for m in range(1, min(candidate.micro_batch_size, per_rank) + 1) if per_rank % m == 0)
+    fitting = [m for m in range(1, min(candidate.micro_batch_size, per_rank) + 1) if per_rank % m == 0]
+    micro = least if least > 1 and least in fitting else fitting[-1]
     return replace(candidate, micro_batch_size=micro, gradient_accumulation_steps=per_rank // micro)

@@ -1,6 +1,7 @@
 """The quality gate: candidates with other numerics must train as the baseline does."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from autotune.scoring.convergence.quality_gate import LEAST_STEPS
 from autotune.scoring.estimates import estimate
 from autotune.space.candidate import Candidate
 from autotune.space.rule import Setting
-from autotune.study.numerics_check import with_batch
+from autotune.study.numerics_check import NumericsCheck, with_batch
 from autotune.trial.folder import read_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import GradientCheck, Outcome
@@ -276,6 +277,24 @@ def test_a_candidate_at_another_batch_has_that_batch_whatever_its_degrees(micro_
         moved = with_batch(own, batch, 4)
         assert moved.global_batch_size(4) == batch and moved.micro_batch_size <= max(own.micro_batch_size, 1)
     assert with_batch(own, own.global_batch_size(4), 4) == own
+
+
+def test_a_candidate_at_the_baselines_batch_is_not_split_finer_than_the_baseline():
+    """A model with BatchNorm crashed at one sample, and had another gradient at two."""
+    moved = with_batch(Candidate(micro_batch_size=64, gradient_accumulation_steps=8), 16, 2, 8)
+    assert (moved.micro_batch_size, moved.gradient_accumulation_steps) == (8, 1)
+    kept = with_batch(Candidate(micro_batch_size=64, gradient_accumulation_steps=4), 64, 2, 8)
+    assert (kept.micro_batch_size, kept.gradient_accumulation_steps) == (8, 4)
+
+
+@pytest.mark.parametrize(("script", "split"), [(False, (8, 1)), (True, (2, 4))])
+def test_only_a_script_keeps_its_micro_steps_at_the_baselines_batch(script, split):
+    plan = SimpleNamespace(
+        baseline=Candidate(micro_batch_size=8), data_parallel=2, workload=SimpleNamespace(script=script or None)
+    )
+    check = NumericsCheck(SimpleNamespace(plan=plan), None, None, None)
+    moved = check._moved(Candidate(micro_batch_size=64, gradient_accumulation_steps=4), 16)
+    assert (moved.micro_batch_size, moved.gradient_accumulation_steps) == split
 
 
 def test_a_curve_at_another_batch_is_as_long_as_what_it_is_compared_with(tmp_path):

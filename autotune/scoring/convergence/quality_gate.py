@@ -257,7 +257,7 @@ def judge_gradient(found: GradientCheck | None, reference: GradientCheck | None,
             if steps != 1 and abs(math.log(ratio / steps)) < math.log(ALIKE_RATIO):
                 said += (
                     f", as {found.n_micro} to {reference.n_micro} micro-steps: the training adds up what it should average"
-                    " (divide each loss by the number of micro-steps)"
+                    " (divide each loss by the number of micro-steps), or depends on the micro-batch, as BatchNorm does"
                 )
             return said
     return ""

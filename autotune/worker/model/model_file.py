@@ -102,8 +102,8 @@ def make_loss(target: ModelFile, model: nn.Module) -> Callable[[Any, Any], Tenso
     model takes targets. The loss is that in the output (`.loss`, `["loss"]`, a scalar), else cross-entropy for integer
     y and mean squared error otherwise.
     """
-    if target.loss is not None:
-        return target.loss
+    if (own := target.loss) is not None:
+        return lambda engine, batch: _scalar(own(engine, batch), target.path.name)
     takes_targets = _takes_targets(model)
 
     def loss(engine: Any, batch: Any) -> Tensor:
@@ -129,20 +129,38 @@ def _takes_targets(model: nn.Module) -> bool:
     return second.default is inspect.Parameter.empty or second.name in {"y", "label", "labels", "target", "targets"}
 
 
-def _loss_of(output: Any, target: Any) -> Tensor:
-    for candidate in (
-        getattr(output, "loss", None),
-        output.get("loss") if isinstance(output, Mapping) else None,
-        output,
-    ):
-        if isinstance(candidate, Tensor) and candidate.dim() == 0:
-            return candidate
+def _scalar(returned: Any, file: str) -> Tensor:
+    """The loss in what the user's `loss` returned: alone, or beside what it logs."""
+    if isinstance(returned, Tensor) and returned.numel() == 1:
+        return returned
+    if (found := _scalar_in(returned, _values(returned))) is not None:
+        return found
+    shape = f" of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else ""
+    raise WorkloadError(
+        f"{file}: loss() returned a {type(returned).__name__}{shape}, in which the loss is not to be told;"
+        " return one scalar tensor, as .mean() gives"
+    )
+
+
+def _values(output: Any) -> list[Any]:
     if isinstance(output, Mapping):
         output = output.values()
-    values = list(output) if isinstance(output, Iterable) and not isinstance(output, Tensor) else [output]
+    return list(output) if isinstance(output, Iterable) and not isinstance(output, Tensor) else [output]
+
+
+def _scalar_in(output: Any, values: Sequence[Any]) -> Tensor | None:
+    named = (getattr(output, "loss", None), output.get("loss") if isinstance(output, Mapping) else None, output)
+    for candidate in named:
+        if isinstance(candidate, Tensor) and candidate.dim() == 0:
+            return candidate
     scalars = [value for value in values if isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad]
-    if len(scalars) == 1:
-        return scalars[0]
+    return scalars[0] if len(scalars) == 1 else None
+
+
+def _loss_of(output: Any, target: Any) -> Tensor:
+    values = _values(output)
+    if (found := _scalar_in(output, values)) is not None:
+        return found
     if not isinstance(target, Tensor) or not values or not isinstance(values[0], Tensor):
         raise WorkloadError("the model's output holds no loss; define loss(model, batch) -> scalar tensor")
     prediction = values[0].float()

@@ -187,6 +187,23 @@ class TestLoss:
         with pytest.raises(WorkloadError, match=r"holds no loss; define loss\(model, batch\)"):
             self.of(lambda x: x, x)
 
+    def test_the_targets_own_loss_may_stand_beside_what_it_logs(self):
+        scalar, logged = torch.tensor(2.0, requires_grad=True), torch.tensor(2.0)
+
+        def of(returned):
+            optional = dict.fromkeys(("model", "data", "batch", "optimizer", "collate", "blocks"))
+            return make_loss(ModelFile(path=Path("m.py"), loss=lambda *_: returned, **optional), nn.Identity())(0, 0)
+
+        for returned in (scalar, (scalar, logged), (scalar, {"mse": logged}), {"loss": scalar, "kl": scalar}):
+            assert of(returned) is scalar
+        assert of(torch.ones(1)) == 1  # DeepSpeed takes it as it is
+        with pytest.raises(
+            WorkloadError, match=r"m.py: loss\(\) returned a Tensor of shape \(8,\), in which the loss is"
+        ):
+            of(torch.zeros(8))
+        with pytest.raises(WorkloadError, match=r"loss\(\) returned a float, .*; return one scalar tensor"):
+            of(2.0)
+
     def test_classes_and_next_tokens_mean_cross_entropy_and_numbers_squared_error(self):
         logits, classes = torch.randn(6, 3), torch.tensor([0, 1, 2, 0, 1, 2])
         assert self.of(lambda x: logits, (torch.zeros(6), classes)) == cross_entropy(logits, classes)

@@ -131,9 +131,13 @@ def _takes_targets(model: nn.Module) -> bool:
 
 def _scalar(returned: Any, file: str) -> Tensor:
     """The loss in what the user's `loss` returned: alone, or beside what it logs."""
-    if isinstance(returned, Tensor) and returned.numel() == 1:
-        return returned
-    if (found := _scalar_in(returned, _values(returned))) is not None:
+    whole = isinstance(returned, Tensor) and returned.numel() == 1
+    found = returned if whole else _scalar_in(returned, _values(returned))
+    if found is not None and torch.is_grad_enabled() and not found.requires_grad:
+        raise WorkloadError(
+            f"{file}: the loss that loss() returned leads back to no parameter; leave out detach(), item() or no_grad()"
+        )
+    if found is not None:
         return found
     shape = f" of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else ""
     raise WorkloadError(

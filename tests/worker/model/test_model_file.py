@@ -196,7 +196,12 @@ class TestLoss:
 
         for returned in (scalar, (scalar, logged), (scalar, {"mse": logged}), {"loss": scalar, "kl": scalar}):
             assert of(returned) is scalar
-        assert of(torch.ones(1)) == 1  # DeepSpeed takes it as it is
+        one = torch.ones(1, requires_grad=True)
+        assert of(one) is one  # DeepSpeed takes it as it is
+        with pytest.raises(WorkloadError, match=r"the loss that .* leads back to no parameter; leave out detach"):
+            of(logged)
+        with torch.no_grad():
+            assert of(logged) is logged
         with pytest.raises(
             WorkloadError, match=r"m.py: loss\(\) returned a Tensor of shape \(8,\), in which the loss is"
         ):

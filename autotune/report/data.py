@@ -404,7 +404,7 @@ def doubt_words(pick: Data) -> str:
 
 def _untold(pick: Data, metric: str) -> list[str]:
     found = change(pick, metric)
-    return ["not to be told from 1"] if found is not None and not found.told else []
+    return ["not to be told from 1.00x"] if found is not None and not found.told else []
 
 
 def _unsure(pick: Data) -> list[str]:

@@ -43,7 +43,7 @@ def _batch_changes(candidate: Candidate, baseline: Candidate, *, noted: bool) ->
     micro, steps = candidate.micro_batch_size, candidate.gradient_accumulation_steps
     if micro != baseline.micro_batch_size and not noted:
         found.append(
-            f"Micro-batch: the data loader of each rank yields {micro} samples instead of {baseline.micro_batch_size}:"
+            f"Micro-batch: the data loader of each rank yields {micro} sample{'s' * (micro > 1)} instead of {baseline.micro_batch_size}:"
             f" `DataLoader(..., batch_size={micro})` (transformers: `--per_device_train_batch_size {micro}`)."
         )
     if steps != baseline.gradient_accumulation_steps and not noted:

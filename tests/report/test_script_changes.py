@@ -21,6 +21,7 @@ def test_what_changes_nothing_in_the_script_says_nothing():
 def test_a_micro_batch_is_changed_in_the_data_loader_and_the_global_batch_is_pointed_out():
     said = changes({"micro_batch_size": 4})
     assert "`DataLoader(..., batch_size=4)`" in said
+    assert "yields 1 sample instead of 8" in changes({"micro_batch_size": 1})
     before, after = Candidate(micro_batch_size=8), Candidate(micro_batch_size=4)
     (kept,) = learning_rate_changes(after, before, LearningRate(), in_json=True)
     assert "0.5 times" in kept and "kept your learning rate" in kept

@@ -171,12 +171,15 @@ def check_retired(config: Mapping[str, Any], deepspeed_version: str) -> None:
 
 
 def without_auto(config: DsConfig) -> DsConfig:
-    """The configuration without the values "auto" that Hugging Face fills in; a section left empty goes with them."""
+    """The configuration without the values "auto" that Hugging Face fills in.
+
+    A section left empty goes with them, but for `params`: DeepSpeed builds no scheduler without.
+    """
     kept: DsConfig = {}
     for key, value in config.items():
         if isinstance(value, dict):
             inner = without_auto(value)
-            if inner or not value:
+            if inner or not value or key == "params":
                 kept[key] = inner
         elif value != "auto":
             kept[key] = value

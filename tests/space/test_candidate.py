@@ -173,6 +173,10 @@ MERGED = {
         {Z: {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
     ),
     "auto is dropped": ({}, {"train_batch_size": "auto", "fp16": {"enabled": "auto"}, "gradient_clipping": "auto"}, {}),
+    "a scheduler whose parameters are auto has none": (
+        {}, {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
+        {"scheduler": {"type": "WarmupLR", "params": {}}},
+    ),
     "paths are set": ({"communication_data_type": "fp16"}, {}, {"communication_data_type": "fp16"}),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.instant import WORKLOAD, Instant, Watcher, failed, plan_of, report, runner_of, spec_of
@@ -11,7 +12,9 @@ from autotune.errors import UserError
 from autotune.scoring import recommend
 from autotune.scoring.estimates import estimate
 from autotune.scoring.objective import Constraint
+from autotune.study.setup.plan import _completed
 from autotune.trial.result import Outcome
+from autotune.trial.target import Target
 from autotune.trial.workload import Probed
 
 
@@ -167,3 +170,11 @@ def test_gradients_and_weights_of_a_model_that_is_split_between_ranks_are_no_ran
     assert any("is not measured where a model is split between ranks" in line for line in watcher.said)
     assert not runner.state.record().branches
     assert any(request.check_gradient for request in executor.requests) == ("model_parallel_size" not in split)
+
+
+def test_a_schedule_whose_length_only_a_trainer_fills_in_is_refused_for_a_model():
+    schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}}
+    with pytest.raises(
+        UserError, match=r"scheduler\.params\.total_num_steps is 'auto', which .*give a number, or leave"
+    ):
+        _completed(spec_of(base_config={"scheduler": schedule}), Target(path=Path("m.py"), kind="model"), WORKLOAD)

@@ -42,6 +42,10 @@ from autotune.trial.target import Target
 from autotune.trial.workload import Environment, Script, Workload
 
 DEFAULT_LEARNING_RATE = 1e-3
+# What DeepSpeed's schedules cannot do without, and Hugging Face's configurations leave to its Trainer.
+FILLED_IN_BY_TRAINERS = tuple(
+    f"scheduler.params.{name}" for name in ("total_num_steps", "cycle_min_lr", "cycle_max_lr")
+)
 # Settings of a configuration that change no trial, and so no study.
 IN_NO_TRIAL = SIDE_EFFECT_KEYS | {"steps_per_print"}
 
@@ -354,6 +358,12 @@ def _completed(spec: StudySpec, target: Target, workload: Workload) -> DsConfig:
         follows = not any(config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
     else:
         config, follows = copy.deepcopy(spec.base_config or {}), True
+        for path in FILLED_IN_BY_TRAINERS:
+            if at_path(config, path) == "auto":
+                raise UserError(
+                    f"base config: {path} is 'auto', which transformers fills in where its Trainer trains; for a model.py give"
+                    " a number, or leave out 'scheduler'"
+                )
         if "optimizer" not in config and "optimizer" not in target.defines:
             # Torch's AdamW runs at once; DeepSpeed's own is compiled for a minute, by a toolkit that few machines have.
             params: dict[str, Any] = {"lr": DEFAULT_LEARNING_RATE, "torch_adam": True}

@@ -196,7 +196,7 @@ def scale(
         with executor_for(wanted, folder, view.waits) as executor:
             found = plan(wanted, executor, folder, logged)
             on_cpu = found.workload.environment.accelerator == "cpu"
-            notes += [*found.notes, *found.workload.caveats, *([threads] if on_cpu else [])]
+            notes += [*found.notes, *([threads] if on_cpu else [])]
             ways, note = configurations(found.baseline, counts, mode)
             runs, failures, stopped = until_stopped(
                 measure(found, executor, folder, list(ways.values()), rounds, logged)

@@ -249,13 +249,16 @@ def test_both_ways_of_scaling_are_meant_unless_one_is_asked_for(flags, weak):
 def test_the_command_measures_real_ranks_and_leaves_a_table_and_a_page(executor, monkeypatch, tmp_path, models):
     """Weakly: two ranks do twice the samples in a step, each what one did."""
     monkeypatch.setattr(engine, "executor_for", lambda *_: nullcontext(executor))
-    shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
+    text = (models / "ok.py").read_text()
+    (tmp_path / "ok.py").write_text(text.replace("for _ in range(4)", "for _ in range(1)"))  # nothing repeats: a note
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 8}')
     (tmp_path / "study.yaml").write_text("{target: ok.py, name: ok, base_config: ds.json, trial_budget_s: 0.3}")
     done = called("scale", "study.yaml", *"--ranks 1,2 --weak --rounds 1 --json".split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert list(found["scaling"]) == ["weak"]
+    assert any("no repeated block" in note for note in found["notes"])
+    assert len(found["notes"]) == len(set(found["notes"]))
     one, two = found["scaling"]["weak"]
     assert [(each["world_size"], each["samples_per_step"]) for each in (one, two)] == [(1, 8), (2, 16)]
     assert all(each["step_s"] > 0 and each["speedup"] > 0 and each["communication"] is not None for each in (one, two))

@@ -93,6 +93,7 @@ class Finalists:
         numbers, most = [m.trial for m in found], max(UNSTATED_ROUNDS, MOST_ROUNDS * spec.repeats)
         # Without stated rounds all that is settled is whether the answer beats the baseline.
         below = max(racing.SETTLED, spec.stop_below) if spec.repeats else math.inf
+        least = spec.repeats or int(self._favoured(found[0]))
         while True:
             estimates, tried = self._estimates(), self._tried()
             # What the time budget can no longer check can be no answer.
@@ -101,7 +102,7 @@ class Finalists:
             n_done = racing.rounds_done(estimates, tried)
             turn = racing.next_round(
                 estimates, self._state.objectives, numbers, plan.data_parallel, spec.finalists, tried=tried,
-                rounds=(spec.repeats, most), below=below,
+                rounds=(least, most), below=below,
             )  # fmt: skip
             base = [estimates.baseline] if estimates.baseline else []
             while turn and not self._budget.affords(self._budget.again_s(m.trial for m in [*turn, *base])):
@@ -116,6 +117,11 @@ class Finalists:
             round_s = self._budget.again_s(m.trial for m in [*turn, *base])
             self._budget.expect_rounds(round_s, n_done, estimates.noise_sd)
             self._round([*turn, *base])
+
+    def _favoured(self, best: Measured) -> bool:
+        """Whether other processes slowed the baseline down, and not the best beside it: the gain may be theirs."""
+        own, beside = (result_in(self._state.trial_path(number)) for number in (0, best.trial))
+        return bool(own and beside and own.disturbed and not beside.disturbed)
 
     def _round(self, turn: Sequence[Measured]) -> None:
         """Measures each of these trials once."""

@@ -108,6 +108,8 @@ def _run(arguments: dict[str, Any]) -> StudyResult:
     _outside_of_trials()
     names = ("target", "fresh", "history", "progress", "callbacks")
     target, fresh, learn, progress, callbacks = (arguments.pop(name) for name in names)
+    if not (isinstance(callbacks, list | tuple) and all(callable(each) for each in callbacks)):
+        raise UserError(f"callbacks: give a list of functions of a study and its trial, not {callbacks!r}")
     overrides = {key: _plain(value, key) for key, value in arguments.items()}
     overrides["script_args"] = _words(arguments["script_args"])
     overrides["storage"] = arguments["storage"] or os.environ.get(urls.VARIABLE) or None

@@ -106,6 +106,13 @@ def test_every_key_of_a_study_file_is_an_argument_and_its_default_is_that_nothin
     assert [name for name in parameters if f"\n    {name}: " not in documented] == []
 
 
+@pytest.mark.parametrize("given", [print, 3, ["print"]])
+def test_callbacks_that_are_no_list_of_functions_are_refused_before_a_study_begins(engine, given):
+    with pytest.raises(autotune.UserError, match="callbacks: give a list of functions"):
+        autotune.run(TARGET, callbacks=given)
+    assert not list(Path.cwd().iterdir())
+
+
 # A study.
 
 

@@ -151,7 +151,7 @@ class NumericsCheck:
             if (passed := self._passed_alike(m, batch)) is not None:
                 return passed
             step_s = (at_own_batch and m.metrics.get("step_time_s")) or self._step_s(batch, baseline)
-            candidate = m.candidate if at_own_batch else self._moved(m.candidate, batch)
+            candidate = m.candidate if at_own_batch else self._at_batch(m.candidate, batch)
             n_steps = min(len(each.losses) for each in (reference, *replicates))
             own = self._curve(candidate, path / "gate", n_steps, step_s)
             if own.outcome not in (Outcome.COMPLETE, Outcome.DIVERGED):
@@ -170,14 +170,14 @@ class NumericsCheck:
             may_be_lower=reordered and alike, loss_dtype=own.loss_dtype or reference.loss_dtype,
         )  # fmt: skip
 
-    def _moved(self, candidate: Candidate, batch: int) -> Candidate:
+    def _at_batch(self, candidate: Candidate, batch: int) -> Candidate:
         """A candidate at another global batch.
 
         BatchNorm computes something else of smaller micro-batches, and nothing of one sample. A script keeps its number of
         micro-steps all the same: only with those does it show whether it sums what it should average.
         """
-        own = self._state.plan.workload.script is not None
-        least = 1 if own else min(candidate.micro_batch_size, self._baseline.micro_batch_size)
+        of_script = self._state.plan.workload.script is not None
+        least = 1 if of_script else min(candidate.micro_batch_size, self._baseline.micro_batch_size)
         return with_batch(candidate, batch, self._world, least)
 
     def _passed_alike(self, m: Measured, batch: int) -> GateVerdict | None:

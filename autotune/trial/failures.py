@@ -160,8 +160,8 @@ def more_time(phase: str) -> str:
         return "it was evaluating, and had not begun to train: leave that out while it is tuned, or give it more time (--trial-deadline)"
     if phase == "script_ended":
         return (
-            "it had ended on one rank while others still trained, or waited for one: give all ranks equally many batches"
-            " (a DistributedSampler does), and more of them"
+            "it had ended on one rank while others still trained: give all ranks equally many batches, as a"
+            " DistributedSampler does, and more of them"
         )
     if phase in ("warmup", "measure"):
         return "it had loaded and begun to train: if it neither hangs nor leaves step() out, --trial-deadline gives it more time"

@@ -293,7 +293,7 @@ def test_only_a_script_keeps_its_micro_steps_at_the_baselines_batch(script, spli
         baseline=Candidate(micro_batch_size=8), data_parallel=2, workload=SimpleNamespace(script=script or None)
     )
     check = NumericsCheck(SimpleNamespace(plan=plan), None, None, None)
-    moved = check._moved(Candidate(micro_batch_size=64, gradient_accumulation_steps=4), 16)
+    moved = check._at_batch(Candidate(micro_batch_size=64, gradient_accumulation_steps=4), 16)
     assert (moved.micro_batch_size, moved.gradient_accumulation_steps) == split
 
 

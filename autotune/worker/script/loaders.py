@@ -52,8 +52,9 @@ class Loaders:
 
     def _tell_changes(self, places: Iterable[int]) -> None:
         """Notes what was changed of loaders; one that is evaluated alone may draw as many samples by chance."""
-        for text in (text for place in places for text in self._changes.pop(place, ())):
-            self._context.changed(text)
+        for place in places:
+            for text in self._changes.pop(place, ()):
+                self._context.changed(text)
 
     def draws(self) -> tuple[int, ...]:
         """Returns the samples that each loader drew for a micro-batch, of those that fed more than one."""

@@ -14,7 +14,7 @@ def install(context: ScriptContext) -> None:
     """Patches all schedules of torch, each of which looks at its optimizer before its base class does."""
     if context.candidate is None:
         return
-    for kind in (*vars(lr_scheduler).values(),):
+    for kind in vars(lr_scheduler).values():
         if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler) and "__init__" in vars(kind):
             patch(kind, "__init__", functools.partial(_made, context))
 

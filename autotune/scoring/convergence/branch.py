@@ -19,6 +19,8 @@ FAR = 1000.0
 # Lower end of the time ratio, relative to the predicted one (or to 1), up to which nothing is refuted; and the widest
 # interval, high over low, that decides.
 TOLERANCE, WIDEST = 1.05, 3.0
+# A larger batch's gradient is at most as good per sample (McCandlish et al., arXiv 1812.06162).
+FEWER_SAMPLES = "; it needed fewer samples, too, which a larger batch alone rarely does: another learning rate may do so for your batch"
 # The remedy where a branch decides nothing.
 MORE = "a longer one tells more (more time, or --branch-tokens), --no-branch does without"
 
@@ -105,6 +107,8 @@ def compare(own: Run, baseline: Run, predicted: float | None = None, seen: float
     low, high = (float(end) for end in np.quantile(ratios, (0.025, 0.975)))
     said = f"in a branch of {n_samples:,} samples it reached the baseline's loss in {value:.2f}x"
     confirmed, end = _judged(predicted, low, high)
+    if own.batch > baseline.batch and float(np.quantile(needed, 0.975)) < 1:
+        end += FEWER_SAMPLES
     return Branch(
         confirmed=confirmed, reason=f"{said} ({low:.2f} to {high:.2f}) of the baseline's time{end}", time_ratio=value,
         low=low, high=high, predicted=predicted, n_samples=n_samples, samples_ratio=float(np.median(needed)),

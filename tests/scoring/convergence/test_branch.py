@@ -47,6 +47,14 @@ def test_a_batch_that_stands_is_said_to_be_as_predicted_only_where_it_is(predict
     assert found.confirmed and f"{how} predicted ({predicted:.2f}x)" in found.reason
 
 
+@pytest.mark.parametrize(
+    ("batch", "worth", "said"), [(64, 3.0, True), (64, 1.0, False), (64, 0.5, False), (8, 3.0, False)]
+)
+def test_fewer_samples_for_a_larger_batch_are_laid_to_its_learning_rate(batch: int, worth: float, said: bool) -> None:
+    found = compare(run(batch, 2.0, worth=worth), run(BASE, 1.0, seed=1, worth=1.0), 0.6, 400.0)
+    assert ("another learning rate may do so" in found.reason) is said
+
+
 def test_the_same_batch_at_the_same_speed_takes_the_same_time() -> None:
     found = compare(run(BASE, 1.0), run(BASE, 1.0, seed=1))
     assert found.confirmed and found.time_ratio == pytest.approx(1, abs=0.05)

@@ -12,7 +12,7 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.base import Executor
-from autotune.space.candidate import Candidate
+from autotune.space.candidate import Candidate, from_deepspeed
 from autotune.space.deepspeed import DsConfig, Scalar, precision_of, without_auto
 from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
@@ -62,8 +62,6 @@ UNSEEN_REMEDIES = {
     "checkpoint_every": "If the script recomputes activations, pass the interval by a flag (`--flag {checkpoint_every}`"
     " on the command line), or leave `checkpointing` out of the space",
 }
-# Values of the templates in the unchanged script.
-UNTOUCHED = Candidate(micro_batch_size=DEFAULT_MICRO_BATCH).values()
 
 
 def remedy(reason: str) -> str:
@@ -104,12 +102,13 @@ def inspect_workload(
         doing: Called with what is being done if that takes minutes.
     """
     is_script = spec.inspected.kind == "script"
+    own = _untouched(spec, world_size) if is_script else None
     request = TrialRequest(
         target=str(spec.target), mode="probe" if is_script else "inspect", seed=spec.seed, world_size=world_size,
         nodes=spec.nodes_for(world_size), deadline_s=spec.trial_deadline_s,
         # Loading a model takes host memory; the baseline shows whether it fits the device.
         device_memory_bytes=spec.device_memory_bytes if is_script else None,
-        script=script_request(spec, None, None, None) if is_script else None,
+        script=script_request(spec, None, own, own) if own is not None else None,
         ds_config=_untouched_config(spec) if is_script else {},
     )  # fmt: skip
     builds = _Builds(TrialDir(path), doing)
@@ -151,26 +150,32 @@ def _usage(log: Path, target: Path) -> str:
     return ""
 
 
+def _default_batch(spec: StudySpec) -> DsConfig:
+    """Returns the batch before anything is tuned where the user's configuration leaves it open."""
+    if spec.batch_is_configured:
+        return {}
+    return {"train_micro_batch_size_per_gpu": DEFAULT_MICRO_BATCH, "gradient_accumulation_steps": 1}
+
+
+def _untouched(spec: StudySpec, world_size: int) -> Candidate:
+    """Returns the candidate that fills the templates before anything is tuned: the user's own configuration."""
+    return from_deepspeed(_default_batch(spec) | without_auto(spec.base_config or {}), world_size)
+
+
 def _untouched_config(spec: StudySpec) -> DsConfig:
     """Returns the content of `{ds_config}` before anything is tuned."""
-    if DS_CONFIG not in spec.templated():
-        return {}
-    batch = {"train_micro_batch_size_per_gpu": DEFAULT_MICRO_BATCH, "gradient_accumulation_steps": 1}
-    return batch | (spec.base_config or {})
+    return _default_batch(spec) | (spec.base_config or {}) if DS_CONFIG in spec.templated() else {}
 
 
-def script_request(
-    spec: StudySpec, probed: Probed | None, candidate: Candidate | None, baseline: Candidate | None
-) -> Script:
-    """Returns how the script is run for a candidate, or for None as the user runs it, with the default batch."""
+def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate, baseline: Candidate) -> Script:
+    """Returns how the script is run for a candidate; a probe, which learns what the script is, runs the user's own one."""
     how, templated, mappings = spec.how(), spec.templated(), mapped_flags(spec, probed)
-    before = baseline.values() if baseline is not None else UNTOUCHED
-    values = candidate.values() if candidate is not None else UNTOUCHED
+    before, values = baseline.values(), candidate.values()
     fillers = template_values(values)
     arguments, changes = tuple(fill(argument, fillers) for argument in how.arguments), []
-    moved = {name: value for name, value in values.items() if candidate is not None and value != before.get(name)}
+    moved = {name: value for name, value in values.items() if value != before.get(name)}
     adds_up, divides = probed is not None and probed.adds_up, probed is not None and probed.divides
-    if candidate is not None and baseline is not None and (adds_up or divides):
+    if adds_up or divides:
         times = candidate.gradient_accumulation_steps / baseline.gradient_accumulation_steps
         changes += _of_other_sum(times, "adds up") if adds_up else _of_other_sum(1 / times, "divides")
     shown = templates_in([*how.arguments, *how.environment.values()])
@@ -191,10 +196,10 @@ def script_request(
         module=how.module,
         environment=_told({name: fill(value, fillers) for name, value in how.environment.items()}, how),
         # A probe does not replace constants that carry the batch, and so learns their values.
-        assignments={k: fill(v, fillers) for k, v in spec.script_set.items() if candidate is not None or "{" not in v},
+        assignments={k: fill(v, fillers) for k, v in spec.script_set.items() if probed is not None or "{" not in v},
         micro_batch_size=(probed.micro_batch_size or 0) if probed else 0,
         gradient_accumulation_steps=(probed.gradient_accumulation_steps or 0) if probed else 0,
-        draw_sizes=probed.draw_sizes(candidate) if probed and candidate else None,
+        draw_sizes=probed.draw_sizes(candidate) if probed else None,
         uneven=probed is not None and probed.uneven is not None,
         adds_up=adds_up,
         divides=divides,
@@ -307,9 +312,11 @@ def _beside(micro: int, others: tuple[int, ...]) -> str:
 
 def _left_open(spec: StudySpec, baseline: Candidate) -> list[str]:
     """Returns a note where the user's command states no batch, so that the baseline has a default of ours."""
+    if spec.batch_is_configured:
+        return []
     how = spec.how()
     given = templates_in([*how.arguments, *how.environment.values()])
-    by_config = DS_CONFIG in given and not spec.batch_is_configured
+    by_config = DS_CONFIG in given
     ours = [f"{SCRIPT_BATCH[n]} {getattr(baseline, n)}" for n in SCRIPT_BATCH if by_config or n in given]
     own = "; if you train with another, state it in base_config" if by_config else ""
     words = "the command leaves the batch to autotune, so the baseline, which gains are compared with, has"

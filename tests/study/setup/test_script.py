@@ -3,7 +3,7 @@
 import pytest
 from support.paths import SCRIPTS
 
-from autotune.study.setup.script import _growth, _unmoved
+from autotune.study.setup.script import _growth, _left_open, _unmoved, _untouched, _untouched_config, script_request
 from autotune.study.spec.spec import StudySpec
 from autotune.trial.result import Observed, Outcome, TrialResult
 from autotune.trial.workload import Probed
@@ -44,3 +44,25 @@ def test_a_script_that_ignores_a_template_is_not_said_to_lack_one(name):
     assert f"--flag {{{name}}}" in _unmoved(plain, probed, name)
     assert _unmoved(templated, probed, name).startswith(f"the script was given another `{{{name}}}`")
     assert "--flag" not in _unmoved(templated, probed, name)
+
+
+@pytest.mark.parametrize(
+    ("config", "batch"),
+    [
+        ({"train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": 2}}, (16, 1)),
+        ({"train_batch_size": 64, "gradient_accumulation_steps": 2}, (16, 2)),
+        ({"train_batch_size": 32}, (16, 1)),
+        ({"gradient_accumulation_steps": 4}, (8, 4)),
+        ({"train_micro_batch_size_per_gpu": "auto"}, (8, 1)),
+    ],
+)
+def test_templates_are_first_filled_with_what_the_users_configuration_states(config, batch):
+    """They were filled with a micro-batch of 8, which DeepSpeed refused beside another batch, or which became the baseline."""
+    words = ["--n", "{micro_batch_size}", "--stage={zero_stage}", "--config", "{ds_config}"]
+    spec = StudySpec.of(SCRIPTS / "dict_config.py", {"ranks": 2, "script_args": words, "base_config": config})
+    own, written = _untouched(spec, world_size=2), _untouched_config(spec)
+    assert (own.micro_batch_size, own.gradient_accumulation_steps) == batch
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    assert script_request(spec, None, own, own).arguments[1:3] == (str(batch[0]), f"--stage={stage}")
+    assert written.items() >= config.items() and bool(_left_open(spec, own)) is not spec.batch_is_configured
+    assert not spec.batch_is_configured or written == config

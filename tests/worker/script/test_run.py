@@ -74,9 +74,8 @@ CONFIG = {
 def test_a_script_that_is_given_the_trials_json_and_other_fields_runs_what_was_asked_for(bench):
     arguments = ("--conf", "{ds_config}", "--rows", "{train_micro_batch_size_per_gpu}", "--zero", "{zero_stage}")
     found = bench.plan("own_flags.py", *arguments, base_config=CONFIG, ranks=2)
-    # A template leaves no value of the user's to start from.
-    assert facts(found) == (8, 3, BOTH) and found.baseline.zero_stage == 1
-    assert [note for note in found.notes if note.endswith("gains are compared with, has micro-batch 8")]
+    assert facts(found) == (4, 3, BOTH) and found.baseline.zero_stage == 1  # as the configuration states
+    assert not [note for note in found.notes if "leaves the batch to autotune" in note]
     result = bench.applied(found, zero_stage=2, micro_batch_size=3, gradient_accumulation_steps=2)
     given = f"'--conf': '{bench.folder.ds_config}', '--rows': '3', '--zero': '2'"
     assert given in bench.folder.log(1).read_text()

@@ -26,8 +26,10 @@ def next_steps(report: StudyReport) -> list[str]:
         ]
     again, found = reproduce(report), []
     if left := report.trials_left:
+        # A study.yaml that was itself the target keeps its own number, whatever --trials said.
+        on = f"{again} --trials {report.study['trials_wanted']}"
         found.append(
-            f"Go on: the search was stopped with {left} trial{'s' * (left > 1)} left; `{again}` continues where it was."
+            f"Go on: the search was stopped with {left} trial{'s' * (left > 1)} left; `{on}` continues where it was."
         )
     elif _ended(report) == UNFINISHED:
         found.append(f"Go on: the best were not all checked and measured again; `{again}` does so.")
@@ -125,6 +127,7 @@ def _without_answer(report: StudyReport, again: str) -> list[str]:
     if ends["complete"]:
         return [f"Loosen the constraints in study.yaml, or look further: `{again} {_more(report)}`."]
     return [
-        "Mend the target: the reasons are in the table of trials, the whole output in each trial's folder (`rank-0.log`).",
+        "Mend the target: the reasons are in the table of trials, the whole output in each trial's folder (`rank-0.log`);"
+        f" then `{again} --fresh` starts over.",
         "`autotune check` with your file runs two steps and says what is wrong.",
     ]

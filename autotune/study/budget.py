@@ -279,7 +279,7 @@ class Budget:
         return [data for data in told if data["outcome"] != Outcome.PREDICTED_OOM]
 
     def check_target_works(self) -> None:
-        """Checks that not all trials from the first on failed."""
+        """Checks that not all trials from the first on failed; a study that did is over until it starts over."""
         ends = self._ran()
         if len(ends) < ABORT_AFTER_CRASHES or any(end["outcome"] not in FAILURES for end in ends):
             return
@@ -288,7 +288,12 @@ class Budget:
             how = f"{ends[0]['outcome']}: {ends[0]['reason']}"
             log = shown(TrialDir(self._state.trial_path(0)).log(0))
             said = f"all ended the same way: {how}" if alike else f"all failed; the baseline: {how}"
-            raise UserError(f"the first {len(ends)} trials, the baseline among them, {said} (see {log})")
+            first = f"the first {len(ends)} trials, the baseline among them,"
+            records.note_end(self._state.study, f"{first} all failed")
+            # A re-tuning has no such option: the next one searches anew.
+            is_retuning = records.generation_of(self._state.spec.name)[1]
+            remedy = "" if is_retuning else "; mend that, then start over with --fresh"
+            raise UserError(f"{first} {said} (see {log}){remedy}")
 
 
 def closing_s(budget_s: float) -> float:

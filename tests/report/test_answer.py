@@ -246,11 +246,23 @@ def test_a_search_that_was_stopped_has_one_way_to_go_on():
     base = study_report().baseline
     report = replace(study_report(), recommended={"picks": {"recommended": base}, "baseline": base})
     left = replace(report, study=report.study | {"trials_wanted": 41, "ended": "", "time_budget_s": None})
-    assert next_steps(left)[0].startswith("Go on: the search was stopped with 11 trials left; `")
+    first = next_steps(left)[0]
+    assert (
+        first.startswith("Go on: the search was stopped with 11 trials left; `") and "study.yaml --trials 41`" in first
+    )
     assert next_steps(left)[1] == "Until then keep your configuration."
     over = replace(left, study=left.study | {"trials_wanted": 30, "ended": UNFINISHED})
     assert "were not all checked and measured again" in next_steps(over)[0]
     assert next_steps(over)[1] == "Until then keep your configuration."
+
+
+def test_a_target_that_always_failed_is_mended_and_begun_anew_not_gone_on_with():
+    """To go on was the first step, and ended at once with the same error."""
+    report = study_report()
+    trials = [trial | {"outcome": "crashed", "reason": "no such file"} for trial in report.trials[:4]]
+    study = report.study | {"trials_wanted": 41, "ended": "the first 4 trials, the baseline among them, all failed"}
+    first, *_ = next_steps(replace(report, study=study, trials=trials, recommended={"picks": {}}))
+    assert first.startswith("Mend the target: ") and "study.yaml --fresh` starts over" in first
 
 
 def test_a_study_that_another_process_runs_is_not_said_to_be_stopped():

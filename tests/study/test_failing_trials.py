@@ -236,9 +236,13 @@ def test_a_target_that_always_fails_stops_the_study(tmp_path, outcome, reasons, 
     executor.behaviour = lambda _: failed(
         outcome, reasons[len(executor.ran) % len(reasons)].format(n=len(executor.ran))
     )
-    with pytest.raises(UserError, match=rf"the first {n} trials, the baseline among them, {said}.*rank-0\.log"):
+    first = f"the first {n} trials, the baseline among them,"
+    with pytest.raises(UserError, match=rf"{first} {said}.*rank-0\.log\); mend that, then start over with --fresh"):
         run(tmp_path, executor, trials=30)
     assert len(executor.ran) == n
+    found = runner_of(tmp_path, executor, trials=30)
+    found.open()
+    assert found.state.study.user_attrs[records.ENDED_ATTR] == f"{first} all failed"
 
 
 def test_a_broken_target_stays_stopped_when_it_is_run_again(tmp_path):

@@ -35,8 +35,8 @@ NO_ENGINE = (
     " DeepSpeed, transformers' Trainer, Accelerate or Lightning, or write the model and its data as a model.py (`autotune init`)"
 )
 NO_STEP = (
-    "the script ended without calling the engine's step(): its loop leaves that out, had no steps or data, or ended by an"
-    " exception that the script caught"
+    "the script ended without calling the engine's step(): its loop leaves that out, had no data or no steps left (as where it goes"
+    " on from the checkpoint of a finished training: give it more steps, or another folder), or ended by an exception that it caught"
 )
 NO_LOSS = (
     "the script calls the engine's step() after no backward pass from a loss that the engine's call gave: go backward by"

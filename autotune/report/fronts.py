@@ -46,14 +46,15 @@ MARKERS = {
 
 
 def fronts(report: StudyReport, metrics: Sequence[str] | None = None) -> dict[str, Figure]:
-    """The front over every two of some metrics (by default all, objectives first), by `metric|metric`."""
+    """The front over every two of some metrics (by default all, objectives first) that one trial has both of, by `metric|metric`."""
     columns = _Columns(report)
     names = [name for name in columns.scales if metrics is None or name in metrics]
-    return {f"{x}|{y}": _front(report, columns, x, y) for x, y in combinations(names, 2)}
+    drawn = {f"{x}|{y}": _front(report, columns, x, y) for x, y in combinations(names, 2)}
+    return {pair: figure for pair, figure in drawn.items() if figure}
 
 
 def front(report: StudyReport, x: str, y: str) -> Figure:
-    """The trials over two metrics: those on the front, the picks and the baseline are marked."""
+    """The trials over two metrics: those on the front, the picks and the baseline are marked; empty if none has both."""
     return _front(report, _Columns(report), x, y)
 
 
@@ -102,6 +103,8 @@ def _read(point: Data) -> dict[str, float]:
 
 def _front(report: StudyReport, columns: _Columns, x: str, y: str) -> Figure:
     points = [p for p in columns.points if x in columns.values[p["trial"]] and y in columns.values[p["trial"]]]
+    if not points:
+        return {}
     on_front = {point["trial"] for point in report.front}
     groups: dict[str, list[Data]] = {"tried": [], "front": [], "pick": [], "baseline": []}
     for point in points:

@@ -65,8 +65,8 @@ def _check(what: str, name: str | None, known: Iterable[str]) -> None:
 def _drawn(report: StudyReport, figure: figures.Figure) -> go.Figure:
     import plotly.graph_objects as go
 
-    layout = {name: value for name, value in figure["layout"].items() if name != "meta"}
-    if not figure["data"]:
+    if not figure.get("data"):
         raise UserError(f"study {report.name!r}: nothing was measured that could be drawn here")
+    layout = {name: value for name, value in figure["layout"].items() if name != "meta"}
     drawn = go.Figure({"data": figure["data"], "layout": layout})
     return drawn.update_layout(template="plotly_white", height=HEIGHT_PX)

@@ -12,7 +12,8 @@ import plotly.graph_objects as go
 import pytest
 from support.study_report import ENVIRONMENT, EVIL, OBJECTIVES, Tags, study_report, unpacked, with_picks
 
-from autotune.report import figures, fronts, series
+from autotune.errors import UserError
+from autotune.report import figures, fronts, plots, series
 from autotune.report.data import StudyReport, price_words
 from autotune.report.page import render as report_page
 from autotune.report.page.render import write
@@ -161,6 +162,19 @@ def test_the_front_holds_only_what_was_compared(report):
     assert "Left out, since nothing compares with them: 1 stopped early, 1 over a constraint." in report_page.render(
         changed
     )
+
+
+def test_two_metrics_that_no_trial_has_both_of_make_no_front(report):
+    """As where the loss of all but one is extrapolated, and that one has no gradient noise scale: the page was not written."""
+    trials = [
+        {**trial, "censored": ["time_to_loss_s" if trial["trial"] else "peak_memory_bytes"]} for trial in report.trials
+    ]
+    apart = replace(report, trials=trials)
+    drawn = fronts.fronts(apart)
+    assert "step_time_s|samples_per_s" in drawn and not any("loss" in pair and "memory" in pair for pair in drawn)
+    assert "Plotly" in unpacked(report_page.render(apart), "library")
+    with pytest.raises(UserError, match="nothing was measured that could be drawn"):
+        plots.front(apart, "time_to_loss_s", "peak_memory_bytes")
 
 
 def test_the_axes_of_a_front_are_logarithmic(report):

@@ -49,8 +49,8 @@ class StudyReport:
         recommended: The content of `recommended.json`: `picks` by name, and `baseline`.
         front: The content of `front.json`.
         trials: Every trial: `trial`, `role`, `outcome`, `reason`, `phase`, `candidate`, `wall_s`, `caveats`, what
-            `scoring.recommend.figures` makes of it (`metrics`, `ci95`, `gains`, `speedup`, `measurements`), `readings_s` (the step
-            times that were read), and where known `losses`, `step_times_s`, `n_warmup` (steps that were not timed), `censored`
+            `scoring.recommend.figures` makes of it (`metrics`, `ci95`, `gains`, `luck`, `speedup`, `measurements`), `readings_s` (the
+            step times that were read), and where known `losses`, `step_times_s`, `n_warmup` (steps that were not timed), `censored`
             (metrics that are extrapolated), `feasible`, `unreproducible` (changes that only a trial can make), `unwitnessed` (settings of
             which nothing shows that they acted), `failed_again` (how a re-measurement ended badly), `tied` (it cannot be told
             from the recommended one), `phase_times_s`, `gate` (what the quality gate said),
@@ -378,7 +378,7 @@ def price_words(report: StudyReport, pick: Data, lead: str) -> list[str]:
     worse = {name: ratio for name, ratio in ratios.items() if name != lead and gains[name].factor < 1 - PRICE}
     other = THROUGHPUT if lead != THROUGHPUT else _heaviest(report)
     price = worse or {n: ratio for n, ratio in ratios.items() if n == other and times(ratio) != times(ratios.get(lead))}
-    noise = {name: "" if gains[name].told else " (within noise)" for name in price}
+    noise = {name: " (within noise)" if _untold(pick, name) else "" for name in price}
     said = [f"{times(ratio)} the {METRICS[name].label}{noise[name]}" for name, ratio in price.items()]
     return said + [f"no comparable {METRICS[name].label}" for name in vague[:1]]
 
@@ -446,4 +446,5 @@ def change(point: Data, metric: str) -> Change | None:
     """A metric of a trial against the baseline's; None where one of them has none, or the interval says nothing."""
     if (ends := (point.get("gains") or {}).get(metric)) is None or (gain := Gain(*ends)).vague:
         return None
-    return Change(factor=max(gain.factor, 1 / gain.factor), better=gain.factor >= 1, told=gain.told)
+    told = gain.told and metric not in (point.get("luck") or ())
+    return Change(factor=max(gain.factor, 1 / gain.factor), better=gain.factor >= 1, told=told)

@@ -108,18 +108,42 @@ class Estimates:
         timed = t95(self._degrees) * self.sd(measured, reference) if metric in TIMED else 0.0
         return math.hypot(timed, *beyond)
 
-    def reach(
-        self, one: Measured, other: Measured, objectives: Sequence[Objective], n_compared: int, left: float = 1.0
-    ) -> float:
-        """Differences of two trials' log gains below this are noise, at 95 % over `n_compared` comparisons together.
+    def told(self, measured: Measured, metric: str) -> bool:
+        """Whether a trial differs from the baseline by a metric: a loss beyond its own interval, a gain beyond luck as well.
 
-        By Bonferroni's inequality, with Student's t that far out: with few degrees of freedom its tails are much heavier
-        than its 95 % interval tells. Out there the prior of the noise, which may be off by a factor of two, is worth the one
-        degree that it states, whatever it adds to the coverage of ordinary intervals.
+        A trial is looked at for what it gains, so its gain has to be more than the best of as many equal ones would read.
+        """
+        assert self.baseline is not None
+        gain = self.gain(measured, self.baseline, metric)
+        if gain is None or not gain.told or gain.factor < 1:
+            return gain is not None and gain.told
+        return math.log(gain.factor) > self.reach(measured, self.baseline, [Objective(name=metric, metric=metric)])
+
+    def reach(
+        self,
+        one: Measured,
+        other: Measured,
+        objectives: Sequence[Objective],
+        more: int = 0,
+        left: float = 1.0,
+        *,
+        alone: bool = False,
+    ) -> float:
+        """Differences of two trials' log gains below this are noise, where one of them was picked for reading well.
+
+        The 95 % interval holds for all trials and after each round that both were in, together: the best of 30 equal ones looks
+        better than the baseline beyond its own interval in every fourth study. By Bonferroni's inequality, with Student's
+        t that far out: with few degrees of freedom its tails are much heavier than its 95 % interval tells. Out there the
+        prior of the noise, which may be off by a factor of two, is worth the one degree that it states, whatever it adds to
+        the coverage of ordinary intervals.
 
         Args:
-            left: Share of the variance of the step times' ratio that is left after further rounds.
+            more: Rounds that count besides.
+            left: Share of the variance of the step times' ratio that is left after them.
+            alone: Neither was picked: this comparison is the only one.
         """
+        n_looks = min(len(one.repeats), len(other.repeats)) + more
+        n_compared = 1 if alone else max(1, self.n_usable - 1) * max(1, n_looks)
         degrees = max(LEAST_FAR_OUT, self._degrees - PRIOR_DEGREES + 1)
         share, quantile = timed_share(objectives), t_quantile(1 - 0.025 / n_compared, degrees)
         timed = share * math.sqrt(left) * self.sd(one, other) if share else 0.0

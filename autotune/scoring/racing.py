@@ -9,7 +9,7 @@ import numpy as np
 from autotune.scoring.estimates import Estimates, timed_share
 from autotune.scoring.measured import Measured, log_gain
 from autotune.scoring.objective import Objective
-from autotune.scoring.recommend import TIE, drops_in, rank, reach, shown_better
+from autotune.scoring.recommend import TIE, drops_in, rank, shown_better
 
 # The race is settled when naming the best now is expected to lose less than this share of the gain, 1 %, and loses more
 # than that with a chance below `UNSURE`: an expectation below 1 % still lets every tenth answer be 5 % behind.
@@ -79,7 +79,7 @@ def _may_be_shown(
         return True
     left = 1 / (1 + more * sd**2 / (2 * estimates.noise_sd**2))  # share of the variance after these rounds
     moves = share * sd * math.sqrt(1 - left)  # standard deviation of what the estimate will be
-    least = reach(leader, baseline, estimates, objectives, more, left)
+    least = estimates.reach(leader, baseline, objectives, more, left)
     return log_gain(leader, baseline, objectives) + CHANCE_Z * moves > least
 
 

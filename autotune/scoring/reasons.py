@@ -58,8 +58,9 @@ def _gain(measured: Measured, estimates: Estimates, metric: str) -> str:
     if times == "1.00x":
         return "equal"
     said = f"{times} {'better' if gain.factor >= 1 else 'worse'}"
-    if not gain.told:
-        return f"{said} (not to be told from equal)"
+    if not estimates.told(measured, metric):
+        luck = f": the best of {estimates.n_usable} trials reads better than it is" if gain.told else ""
+        return f"{said} (not to be told from equal{luck})"
     if metric != GOODPUT:
         return said
     # Goodput read as the time to any target, relative to the baseline's.

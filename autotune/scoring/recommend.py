@@ -78,14 +78,16 @@ def point(measured: Measured, estimates: Estimates) -> dict[str, Any]:
 def figures(measured: Measured, estimates: Estimates) -> dict[str, Any]:
     """The estimates of a trial as they stand in every file, with their 95 % intervals.
 
-    `gains` are over the baseline, by metric: factor and both ends. `measurements` counts the trial and its
+    `gains` are over the baseline, by metric: factor and both ends; `luck` lists those that the best of as many equal trials would
+    read, too, though their own interval does not hold 1. `measurements` counts the trial and its
     re-measurements. `doubt` says why the trial must not be recommended; empty if nothing is left open.
     """
-    speedup = estimates.speedup(measured)
+    speedup, gains = estimates.speedup(measured), estimates.gains(measured)
     return {
         "metrics": dict(measured.metrics),
         "ci95": {name: list(ends) for name, ends in measured.ci95.items()},
-        "gains": {name: list(gain) for name, gain in estimates.gains(measured).items()},
+        "gains": {name: list(gain) for name, gain in gains.items()},
+        "luck": [name for name, gain in gains.items() if gain.told and not estimates.told(measured, name)],
         "speedup": speedup.factor if speedup else None,
         "speedup_ci95": [speedup.low, speedup.high] if speedup else None,
         "measurements": 1 + len(measured.repeats),
@@ -263,7 +265,9 @@ def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence
     others = [m for m in confirmed if m is not chosen and tied(m, chosen, estimates, objectives)]
     if others:
         why += f"; not to be told from {', '.join(f'trial {m.trial}' for m in others)} within the noise"
-        if any(abs(log_gain(m, chosen, objectives)) > estimates.reach(m, chosen, objectives, 1) for m in others):
+        if any(
+            abs(log_gain(m, chosen, objectives)) > estimates.reach(m, chosen, objectives, alone=True) for m in others
+        ):
             why += f" (the best of {estimates.n_usable} trials reads better than it is)"  # though its own interval does not hold 1
     return chosen, why
 
@@ -281,31 +285,12 @@ def shown_better(measured: Measured, estimates: Estimates, objectives: Sequence[
     """Whether a trial is a better compromise than the baseline beyond noise."""
     assert estimates.baseline is not None
     gain = log_gain(measured, estimates.baseline, objectives)
-    return gain > reach(measured, estimates.baseline, estimates, objectives)
+    return gain > estimates.reach(measured, estimates.baseline, objectives)
 
 
 def tied(one: Measured, other: Measured, estimates: Estimates, objectives: Sequence[Objective]) -> bool:
     """Whether two trials' compromises cannot be told apart."""
-    return abs(log_gain(one, other, objectives)) <= reach(one, other, estimates, objectives)
-
-
-def reach(
-    one: Measured,
-    other: Measured,
-    estimates: Estimates,
-    objectives: Sequence[Objective],
-    more: int = 0,
-    left: float = 1.0,
-) -> float:
-    """Differences of two trials' log gains below this are noise, where one of them was picked for reading well.
-
-    The 95 % interval holds for all trials and after each round that both were in, together (Bonferroni): the best of 30
-    equal ones looks better than the baseline beyond its own interval in every fourth study. `more` rounds count besides,
-    which leave the share `left` of the variance.
-    """
-    n_looks = min(len(one.repeats), len(other.repeats)) + more
-    n_compared = max(1, estimates.n_usable - 1) * max(1, n_looks)
-    return estimates.reach(one, other, objectives, n_compared, left)
+    return abs(log_gain(one, other, objectives)) <= estimates.reach(one, other, objectives)
 
 
 def drops_in(measured: Measured, baseline: Measured, world_size: int) -> bool:

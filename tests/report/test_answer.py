@@ -12,7 +12,7 @@ from support.study_report import EVIL, MIB, OBJECTIVES, study_report, with_picks
 
 from autotune.report import load
 from autotune.report.answer import Answer
-from autotune.report.data import StudyReport, leading_metric, metric_scale, pick_words, title
+from autotune.report.data import StudyReport, change, leading_metric, metric_scale, pick_words, title
 from autotune.report.next_steps import next_steps
 from autotune.report.page import render as report_page
 from autotune.report.readme import render
@@ -314,7 +314,7 @@ def test_a_price_within_noise_is_said_to_be_so_and_one_that_says_nothing_is_not_
     def said(gain):
         vague = gain[2] > 4 * gain[1]
         gains = {"peak_memory_bytes": memory, "samples_per_s": gain}
-        pick = lean | {"gains": gains, "speedup": None if vague else gain[0], "measurements": 3}
+        pick = lean | {"gains": gains, "luck": [], "speedup": None if vague else gain[0], "measurements": 3}
         pick["speedup_ci95"] = None if vague else gain[1:]
         goal = replace(plain, study=plain.study | {"weights": {"peak_memory_bytes": 1.0}})
         shown = with_picks(goal, recommended=pick)
@@ -325,6 +325,24 @@ def test_a_price_within_noise_is_said_to_be_so_and_one_that_says_nothing_is_not_
     assert said([0.91, 0.89, 0.93]) == "0.91x the throughput"
     assert said([0.91, 0.75, 1.10]) == "0.91x the throughput (within noise)"
     assert said([0.91, 0.20, 4.00]) == "no comparable throughput"
+
+
+def test_a_gain_that_the_luckiest_of_equal_trials_would_read_is_within_noise_everywhere(report):
+    """`highest throughput: 1.04x (1.01 to 1.06)` stood beside a recommended baseline, than which nothing was shown to be faster."""
+    pick = next(point for point in report.front if not report.is_baseline(point))
+    pick = pick | {
+        "gains": {"samples_per_s": [1.04, 1.01, 1.06]},
+        "speedup": 1.04,
+        "speedup_ci95": [1.01, 1.06],
+        "luck": [],
+    }
+    lucky = pick | {"luck": ["samples_per_s"]}
+    shown = replace(report, recommended=report.recommended | {"picks": {"highest_throughput": lucky}})
+    said = "1.04x (1.01 to 1.06) the baseline's throughput"
+    assert "not to be told" not in pick_words(report, ["highest_throughput"], pick)
+    assert pick_words(shown, ["highest_throughput"], lucky).startswith(f"{said}, not to be told from 1.00x")
+    assert f"{said}, not to be told from 1.00x" in printed(shown, 200)
+    assert change(lucky, "samples_per_s").words() == "1.04x better, within noise"
 
 
 def test_what_gains_nothing_by_the_metric_of_the_goal_leads_with_what_it_gains(report):

@@ -184,6 +184,13 @@ def test_the_best_of_many_must_be_further_ahead_than_an_only_one():
     assert chosen(recommend([base, ahead], [THROUGHPUT])) == 1
     found = recommend([base, ahead, *others], [THROUGHPUT])
     assert chosen(found) == 0 and "not to be told from trial 1 within the noise" in reasons(found)
+    # Nor is it said to be faster as the pick of the highest throughput, by its own interval.
+    assert chosen(found, "highest_throughput") == 1 and gained(found, "highest_throughput").told
+    assert "1.04x better (not to be told from equal: the best of 32 trials reads better than it is)" in reasons(
+        found, "highest_throughput"
+    )
+    assert {"samples_per_s", "step_time_s"} <= set(found.picks["highest_throughput"].to_data()["luck"])
+    assert not recommend([base, ahead], [THROUGHPUT]).picks["recommended"].to_data()["luck"]
 
 
 def test_a_round_counts_only_where_both_were_measured_in_it():
@@ -419,8 +426,8 @@ def test_a_pick_stands_in_the_file_as_the_design_says():
     low, high = data["speedup_ci95"]
     assert data["speedup"] == about(2.0) and 1.7 < low < data["speedup"] < high < 2.3
     assert data["gains"]["samples_per_s"] == [data["speedup"], low, high] and data["measurements"] == 2
-    figures = ["trial", "candidate", "ds_config", "metrics", "ci95", "gains", "speedup", "speedup_ci95", "measurements"]
-    figures.append("doubt")
+    figures = ["trial", "candidate", "ds_config", "metrics", "ci95", "gains", "luck", "speedup", "speedup_ci95"]
+    figures += ["measurements", "doubt"]
     assert list(data) == [*figures, "reasons", "script_side_changes", "unchecked"]
     assert list(point(found.front[0], found.picks["recommended"].estimates)) == figures
 

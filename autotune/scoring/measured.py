@@ -58,7 +58,7 @@ class Measured:
         forecast: What its study's model foretells of it.
         script_side_changes: What it takes besides the DeepSpeed JSON.
         unreproducible: Those of them that the user has no way to make.
-        unfit: Why its worst batch, evaluation or a checkpoint did not fit when it was measured again; empty otherwise.
+        unfit: Why it, its worst batch, evaluation or a checkpoint did not fit when it was measured again; empty otherwise.
         failed_again: How it ended when it was measured again, where that failed; empty otherwise.
         unwitnessed: Settings of which nothing shows that they acted.
         numerics_kept: Whether it computes the same numbers as the baseline, but for the batch, or with fewer roundings.

@@ -81,6 +81,11 @@ def checked(measured: Measured) -> list[str]:
     return [*said, f"not seen to train worse than the baseline's numerics{at}: {verdict.compared}"]
 
 
+def once(measured: Measured) -> str:
+    """Why a trial is not confirmed."""
+    return f"it {'failed when it was measured again' if measured.failed_again else 'was measured once'}"
+
+
 def passed_by(first: Measured, best: Measured, by: str = "") -> list[str]:
     """A better trial, by a metric if one is named, and the reason that it is not picked."""
     reads = f"trial {first.trial} reads better{f' by {by}' if by else ''}"

@@ -10,7 +10,7 @@ from autotune.scoring.estimates import Estimates
 from autotune.scoring.measured import Measured, improvement, log_gain, log_ratio
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
-from autotune.scoring.reasons import checked, drift, kept, named, passed_by, words
+from autotune.scoring.reasons import checked, drift, kept, named, once, passed_by, words
 from autotune.space.candidate import differing
 from autotune.trial.result import Outcome
 
@@ -150,7 +150,7 @@ def recommend(estimates: Estimates, objectives: Sequence[Objective], world_size:
     said = [] if best is baseline else words(best, estimates, objectives)
     reasons = [why, *said, *checked(best), *passed_by(ranked[0], best)]
     if best.confirmed and not sound[0].confirmed and log_gain(sound[0], best, objectives) > TIE:
-        reasons.append(f"trial {sound[0].trial} reads better, but it was measured once")
+        reasons.append(f"trial {sound[0].trial} reads better, but {once(sound[0])}")
     picks = {"recommended": _pick(best, estimates, [*reasons, *drift(estimates)])}
     same = [m for m in sound if baseline is not None and drops_in(m, baseline, world_size)]
     if baseline is not None and same:
@@ -185,7 +185,7 @@ def _pick(measured: Measured, estimates: Estimates, reasons: Sequence[str]) -> P
     if baseline is not None and estimates.speedup(measured) is None:
         found.append("its throughput cannot be compared with the baseline's: the machine's speed varies too much")
     if not measured.confirmed and measured is not baseline:
-        found.append("unconfirmed: it was measured once")
+        found.append(f"unconfirmed: {once(measured)}")
     return Pick(measured=measured, estimates=estimates, reasons=found)
 
 
@@ -203,7 +203,7 @@ def _extremes(
         told = [m for m in (ranked if metric == MEMORY else compared) if m.metrics.get(metric)]
         if not told:
             continue
-        told.sort(key=lambda m: -improvement(log_ratio(m, ranked[0], metric), metric))
+        told.sort(key=lambda m: (-improvement(log_ratio(m, ranked[0], metric), metric), m is not estimates.baseline))
         best = next((m for m in told if m.trial in passed), None)
         unchecked += [m for m in (told[: told.index(best)] if best is not None else told) if not m.barred][:1]
         if best is not None:

@@ -260,6 +260,12 @@ def test_a_baseline_that_is_only_another_pick_is_not_said_to_be_unbeaten():
     assert all(reasons(found, name).endswith("this is the baseline") for name in ("drop_in", "lowest_memory"))
 
 
+def test_of_equal_memory_the_baseline_has_the_least():
+    """All trials needed the same, and the fastest of them was the pick of the lowest memory, at 1.00x the baseline's."""
+    found = recommend([measured(0, 0.1), measured(1, 0.05, micro=16), measured(2, 0.2, zero_stage=1)], [THROUGHPUT])
+    assert chosen(found) == 1 and chosen(found, "lowest_memory") == 0
+
+
 def test_a_gain_that_reads_as_one_is_said_to_be_equal():
     """As the tables do; it was `1.00x better (not to be told from equal)`."""
     found = recommend([measured(0, 0.1), measured(1, 0.05, 100.1e6, micro=16)], [THROUGHPUT, MEMORY])

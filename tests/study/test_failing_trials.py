@@ -1,5 +1,6 @@
 """Trials that fail: what the search makes of them, and when it gives up."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -113,6 +114,30 @@ def test_a_crash_of_a_re_measurement_is_followed_by_one_more_try_and_said(tmp_pa
     notes = load.read(runner.study, tmp_path / "s").caveats()
     said = f"trial {m.trial} ended badly when it was measured again: crashed: RuntimeError: no such share"
     assert (said in notes) == (not n_again)
+
+
+@pytest.mark.parametrize("end", [Outcome.OOM, Outcome.CRASHED])
+def test_the_best_that_fails_when_it_is_measured_again_is_not_said_to_be_measured_once(tmp_path, end):
+    """Where it ran out of memory it stayed the pick of the highest throughput, as one that was measured once."""
+    n_ran = Counter()
+
+    def machine(candidate):
+        n_ran[candidate] += 1
+        fails = candidate.precision == "bf16" and candidate.checkpoint_every == 0 and n_ran[candidate] > 1
+        return failed(end, "boom") if fails else report(candidate)
+
+    space = [{"precision": ["fp32", "bf16"], "checkpoint_every": [0, 1]}]
+    runner, *_ = run(tmp_path, Instant(machine), space=space, trials=4, goal="throughput")
+    found = load.read(runner.study, tmp_path / "s")
+    (best,) = [
+        t["trial"]
+        for t in found.trials
+        if (t["candidate"]["precision"], t["candidate"]["checkpoint_every"]) == ("bf16", 0)
+    ]
+    why = "it ran out of memory" if end is Outcome.OOM else "it failed"
+    assert f"trial {best} reads better, but {why} when it was measured again" in found.picks["recommended"]["reasons"]
+    assert (found.picks["highest_throughput"]["trial"] == best) == (end is Outcome.CRASHED)
+    assert f"trial {best} ended badly when it was measured again: {end}: boom" in found.caveats()
 
 
 def test_a_baseline_that_passes_its_deadline_says_what_gives_it_more_time(tmp_path):

@@ -182,8 +182,10 @@ def _repeated(
 
 
 def _failures(paths: Iterable[Path], candidate: Candidate) -> tuple[str, str]:
-    """Why the tail check of a re-measurement failed, and how one failed otherwise; empty if none did."""
+    """Why a re-measurement shows that it does not fit, and how one failed before its tail check; empty if none did."""
     results = [r for path in paths if (r := result_in(path)) is not None and r.candidate == candidate.values()]
-    unfit = (r.reason for r in results if r.failed_check)
+    # What runs out of memory in one run of two does so in a training; a crash may be chance.
+    again = "it ran out of memory when it was measured again"
+    unfit = (r.reason if r.failed_check else again for r in results if r.failed_check or r.outcome is Outcome.OOM)
     failed = (f"{r.outcome}: {r.reason}" for r in results if r.outcome not in RAN and not r.failed_check)
     return next(unfit, ""), next(failed, "")

@@ -37,7 +37,7 @@ def _lines(report: StudyReport, written: Sequence[str], width: int) -> Iterator[
     yield from _table(report, width)
     yield Text()
     if not report.picks:
-        yield Text(f"Nothing to recommend: {report.why_nothing}.")
+        yield from _wrapped(f"Nothing to recommend: {report.why_nothing}.", width, "  ", first="")
     for names, pick in report.picks_by_trial():
         yield from _pick(report, names, pick, width)
     for i, note in enumerate(report.caveats()):

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from autotune.errors import printable
 from autotune.scoring.measured import set_apart
-from autotune.trial.result import FAILURES
+from autotune.trial.result import FAILURES, Outcome
 
 Data: TypeAlias = Mapping[str, Any]
 # Characters of a failed trial's reason that are shown beside the answer: of its begin, and of its end, which says what to do.
@@ -16,7 +16,14 @@ FIRST, LAST = 140, 160
 
 def of(trials: Sequence[Data]) -> list[str]:
     """The notes on a study's trials, which are rows of its report."""
-    return [*_failures(trials), *_failures_again(trials), *_set_apart(trials)]
+    return [*_baseline_over(trials), *_failures(trials), *_failures_again(trials), *_set_apart(trials)]
+
+
+def _baseline_over(trials: Sequence[Data]) -> list[str]:
+    """That the baseline is no answer, where it breaks a constraint: what is recommended may be worse than it."""
+    broken = (trial for trial in trials if trial.get("feasible") is False and trial["outcome"] == Outcome.COMPLETE)
+    over = any(trial["trial"] == 0 for trial in broken)
+    return ["the baseline breaks a constraint: others are compared with it, but it cannot be recommended"] * over
 
 
 def without_numbers(text: str) -> str:

@@ -9,6 +9,7 @@ from support.instant import WORKLOAD, Instant, Watcher, failed, plan_of, report,
 from support.studies import run
 
 from autotune.errors import UserError
+from autotune.report import load
 from autotune.scoring import recommend
 from autotune.scoring.estimates import estimate
 from autotune.scoring.objective import Constraint
@@ -126,6 +127,9 @@ def test_what_breaks_a_constraint_is_told_and_not_picked(tmp_path):
     assert all(m.candidate.micro_batch_size > 4 for m in infeasible)
     found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
     assert all(pick.measured.candidate.micro_batch_size <= 4 for pick in found.picks.values())
+    # The baseline is one of them, and what was recommended read 0.57x its goodput, without a word on why.
+    (said,) = [text for text in load.read(runner.study, tmp_path / "s").caveats() if "the baseline" in text]
+    assert said == "the baseline breaks a constraint: others are compared with it, but it cannot be recommended"
 
 
 @pytest.mark.parametrize(

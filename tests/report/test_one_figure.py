@@ -62,7 +62,7 @@ def test_files_and_library_hold_the_same_numbers(study):
     assert len({point["trial"] for point in shown}) > 2 and any(point["measurements"] > 2 for point in shown)
     for point in shown:
         row, line = data[point["trial"]], lines[point["trial"]]
-        for name in ("metrics", "ci95", "gains", "speedup", "speedup_ci95"):
+        for name in ("metrics", "ci95", "gains", "luck", "speedup", "speedup_ci95"):
             assert point[name] == row[name]
         assert float(line[RATE]) == point["metrics"][RATE] and float(line["speedup"]) == point["speedup"]
         assert [float(line[f"{RATE}_{end}"]) for end in ("low", "high")] == point["ci95"][RATE]

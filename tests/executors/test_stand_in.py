@@ -53,7 +53,7 @@ def pinned(stage, *sections):
     asked = request(stage, **{name: {"device": "cpu", "pin_memory": True} for name in sections})
     settings = [f"zero_optimization.{name}.pin_memory" for name in sections]
     return replace(
-        asked, candidate=asked.candidate | dict.fromkeys(settings, True), changed_from=dict.fromkeys(settings)
+        asked, candidate=asked.candidate | dict.fromkeys(settings, True), changed_from=dict.fromkeys(settings, False)
     )
 
 

@@ -70,6 +70,20 @@ def test_no_round_is_run_that_could_not_show_the_leader_to_be_better():
         assert trials(turn) == wanted
 
 
+def test_a_gain_that_more_noise_than_is_known_may_read_is_measured_again_once():
+    """Where readings differ by 10 %, equal trials read 1.25x; what reads 1.67x is no luck."""
+    base, ahead = measured(0, 0.1, rounds=[0.1]), measured(1, 0.08, rounds=[0.08])
+    for found, wanted in (
+        ([measured(0, 0.1), measured(1, 0.08)], [1]),
+        ([measured(0, 0.1), measured(1, 0.06)], []),
+        ([base, ahead], []),
+        ([base, ahead, measured(2, 0.075, zero_stage=1)], [2]),
+    ):
+        tried = {m.trial: len(m.repeats) for m in found}
+        turn = next_round(estimate(found), [LATENCY], (1,), 1, 1, tried=tried, rounds=(0, 2), below=math.inf)
+        assert trials(turn) == wanted
+
+
 def test_after_the_last_round_none_is_run_however_the_sums_are_rounded():
     tried = {0: 2, 1: 2}
     for n in range(200):

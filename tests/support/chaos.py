@@ -386,7 +386,10 @@ class Play:
     def kept(self, storage: Any) -> list[int]:
         rows = History(storage.engine).measurements(self.name)
         own = [row for row in rows if not row["generation"] and row["role"] in ("baseline", "search")]
-        return sorted(row["trial"] for row in own if row["outcome"] != "lost")
+        own = [row for row in own if row["outcome"] != "lost"]
+        if sum(row["role"] == "baseline" for row in own) > 1:  # one that crashed is measured once more
+            own = [row for row in own if (row["role"], row["outcome"]) != ("baseline", "crashed")]
+        return sorted(row["trial"] for row in own)
 
     def has_result(self, told: Any) -> bool:
         if records.told_data(told)["reason"].startswith("twice: "):  # its server was killed twice, so it has none

@@ -240,6 +240,7 @@ def tracebacks(root, states, commands=READS):
     return n, found
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.system
 def test_no_file_or_row_that_is_damaged_ends_in_a_traceback(whole, tmp_path, monkeypatch):
     shutil.copytree(whole, tmp_path / "here")

@@ -109,6 +109,7 @@ def _machine(
     target = torch.empty_like(source)
     copied = 2.0 * COPIED_BYTES[kind] / _seconds(lambda: target.copy_(source), device)
     reduced = next((link for link in links if link.collective == "all_reduce"), None)
+    addition_s = _addition_s(device)
     return Machine(
         accelerator=device.type,
         world_size=world_size,
@@ -120,8 +121,8 @@ def _machine(
         host_memory_bytes_per_s=_agreed(
             copied if kind == "cpu" else _optimizer(HOST, OPTIMISED[kind], fused=True), device
         ),
-        op_s=_agreed(_operation_s(device), device),
-        host_op_s=0.0 if kind == "cpu" else _agreed(2.0 * _addition_s(HOST), device),
+        op_s=_agreed(_operation_s(device, addition_s), device),
+        host_op_s=_agreed(2.0 * (addition_s if kind == "cpu" else _addition_s(HOST)), device),
         # As by default in studies; an offloaded optimizer keeps `fused`.
         optimizer_bytes_per_s=_agreed(_optimizer(device, OPTIMISED[kind], fused=device.type == "cuda"), device),
         workspace_bytes=_agreed(workspace, device),
@@ -137,7 +138,7 @@ def _addition_s(device: torch.device) -> float:
     return _seconds(lambda: [small.add(1.0) for _ in range(100)], device) / 100
 
 
-def _operation_s(device: torch.device) -> float:
+def _operation_s(device: torch.device, addition_s: float) -> float:
     """Returns the seconds that an operation of a training step takes at least, however small it is.
 
     Autograd and Python cost about as much as an addition itself; a device's other kernels cost the host more to launch.
@@ -152,7 +153,7 @@ def _operation_s(device: torch.device) -> float:
 
     with OpCounter(weights) as counter:
         train()
-    return float(max(2.0 * _addition_s(device), _seconds(train, device) / counter.trace.n_ops))
+    return float(max(2.0 * addition_s, _seconds(train, device) / counter.trace.n_ops))
 
 
 def _product(device: torch.device, name: str, n: int) -> float:

@@ -55,6 +55,7 @@ def test_a_probe_holds_every_rate_and_names_the_processor(alone, tmp_path):
     assert {"fp32", "bf16"} <= set(found.flops) and "tf32" not in found.flops and set(found.sizes.values()) <= {16, 32}
     assert found.threads == torch.get_num_threads() and found.device_name and found.links == ()
     rates = found.machine
-    assert min(rates.memory_bytes_per_s, rates.host_bytes_per_s, rates.op_s, rates.optimizer_bytes_per_s) > 0
+    assert min(rates.memory_bytes_per_s, rates.host_bytes_per_s, rates.host_op_s, rates.optimizer_bytes_per_s) > 0
+    assert rates.op_s >= rates.host_op_s  # on a CPU both are measured there
     assert (rates.workspace_bytes, rates.kernel_bytes, rates.accelerator) == (1e6, 2e6, "cpu")
     assert [each.n_workers for each in found.loader] == [0] and found.data is None

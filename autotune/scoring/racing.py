@@ -87,7 +87,7 @@ def _may_be_shown(
 
 
 def _may_be_luck(leader: Measured, baseline: Measured, estimates: Estimates, objectives: Sequence[Objective]) -> bool:
-    """Whether a leader is shown to be better by a gain that noise may read that is larger than the study knows."""
+    """Whether a leader is shown to be better by a gain below `LUCK`, in the share of the goal that step times decide."""
     return log_gain(leader, baseline, objectives) < timed_share(objectives) * LUCK and shown_better(
         leader, estimates, objectives
     )

@@ -122,14 +122,14 @@ class Isolation:
         saved = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
         return str(file), {name: value for name, value in saved.items() if name not in ("module", "optimizer")}
 
-    def _rename(self, original: Callable[..., Any], source: Any, target: Any, **kwargs: Any) -> Any:
+    def _rename(self, original: Callable[..., Any], src: Any, dst: Any, **kwargs: Any) -> Any:
         """Follows a file that is written under another name and then moved into its place."""
-        if isinstance(source, str | os.PathLike) and isinstance(target, str | os.PathLike):
-            if self._in_scratch(source).exists():
-                return original(self._in_scratch(source), self._in_scratch(target))
-            if os.path.abspath(source) in self._unsaved:
-                return self._unsaved.add(os.path.abspath(target))
-        return original(source, target, **kwargs)
+        if isinstance(src, str | os.PathLike) and isinstance(dst, str | os.PathLike):
+            if self._in_scratch(src).exists():
+                return original(self._in_scratch(src), self._in_scratch(dst))
+            if os.path.abspath(src) in self._unsaved:
+                return self._unsaved.add(os.path.abspath(dst))
+        return original(src, dst, **kwargs)
 
     def _remove(self, original: Callable[..., Any], path: Any, **kwargs: Any) -> Any:
         if isinstance(path, str | os.PathLike) and not kwargs:  # else it may not be one of the working folder
@@ -167,9 +167,7 @@ class Isolation:
 
     def _in_scratch(self, path: str | os.PathLike[str]) -> Path:
         """Returns the path of a file in the trial's folder; ranks share it, so that one may write what others read."""
-        absolute = os.path.abspath(path)
-        digest = hashlib.sha256(absolute.encode()).hexdigest()[:8]
-        return self._context.scratch / f"{digest}-{os.path.basename(absolute)}"
+        return self._context.scratch / hashlib.sha256(os.fsencode(os.path.abspath(path))).hexdigest()
 
     def _holds_weights(self, saved: Any) -> bool:
         """Returns whether an object holds tensors of the trained model, or as many numbers as it has."""
@@ -183,9 +181,10 @@ class Isolation:
         size = sum(map(n_elements, parameters))
         return sum(tensor.numel() for tensor in tensors) >= size > 0
 
-    def _summary_writer(self, original: Callable[..., Any], writer: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs["log_dir"] = str(self._context.scratch / "tensorboard")
-        original(writer, *args[1:], **kwargs)
+    def _summary_writer(
+        self, original: Callable[..., Any], writer: Any, log_dir: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        original(writer, str(self._context.scratch / "tensorboard"), *args, **kwargs)
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Notes folders that are made and files that are opened for writing."""

@@ -100,3 +100,29 @@ def test_weights_of_an_earlier_training_stay(tmp_path, removing):
         (tmp_path / name).touch()
         removing._remove(os.remove, tmp_path / name)
     assert {path.name for path in tmp_path.iterdir()} == {"last", "epoch-1.pt"}
+
+
+def test_files_may_be_renamed_by_keywords_and_have_any_name(tmp_path):
+    """Python's own functions take `src` and `dst`; a name may be no UTF-8, or as long as the system allows."""
+    found = rank(tmp_path)
+    (tmp_path / "trial" / "scratch").mkdir(parents=True)
+    for name in (b"\xff", b"x" * 255):
+        path = tmp_path / os.fsdecode(name)
+        path.touch()
+        found._rename(os.rename, src=path, dst=tmp_path / "moved")
+        assert not path.exists() and (tmp_path / "moved").exists()
+        found._remove(os.remove, path=tmp_path / "moved")
+        assert not (tmp_path / "moved").exists()
+
+
+def test_tensorboards_writer_gets_its_other_arguments_by_position_or_name(tmp_path):
+    def made(_writer, log_dir=None, comment="", purge_step=None):
+        return log_dir, comment, purge_step
+
+    found, calls = rank(tmp_path), []
+    for args, kwargs in ((("runs", "mine", 7), {}), (("runs",), {"comment": "mine", "purge_step": 7})):
+        found._summary_writer(lambda *a, **k: calls.append(made(*a, **k)), None, *args, **kwargs)
+    found._summary_writer(
+        lambda *a, **k: calls.append(made(*a, **k)), None, log_dir="runs", comment="mine", purge_step=7
+    )
+    assert calls == [(str(tmp_path / "trial" / "scratch" / "tensorboard"), "mine", 7)] * 3

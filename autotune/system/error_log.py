@@ -30,7 +30,7 @@ def keep(error: BaseException) -> str:
     try:
         folder = machine.cache_dir() / "errors"
         path = folder / f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}-{time.monotonic_ns() % 10**9:09}.log"
-        files.write_text(path, text, private=True)
+        files.write_bytes(path, text.encode(errors="backslashreplace"), private=True)  # names of files may be no UTF-8
         for old in sorted(folder.glob("*.log"))[:-MOST_LOGS]:
             with contextlib.suppress(OSError):
                 old.unlink()

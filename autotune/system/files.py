@@ -6,6 +6,7 @@ import json
 import os
 import re
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ def write_bytes(path: Path, data: bytes, *, sync: bool = True, private: bool = F
         goal = path.resolve() if path.is_symlink() else path
         goal = goal if named or goal.parent == path.parent.resolve() else path
         goal.parent.mkdir(parents=True, exist_ok=True)
-        draft = goal.with_name(f".{goal.name[:200]}.{os.getpid()}")
+        # Cut, since a name has at most 255 bytes; by thread, of which two may write the same file.
+        draft = goal.with_name(f".{goal.name[:50]}.{threading.get_native_id()}.{os.getpid()}")
         try:
             mode = 0o600 if private else 0o666
             with open(draft, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:

@@ -34,6 +34,11 @@ def log_named_in(said):
     return Path(re.search(r"the traceback is in (\S+\.log)", said)[1]).read_text()
 
 
+def test_an_error_about_a_file_whose_name_is_no_utf8_is_kept():
+    said = error_log.sentence(raised(Path.read_text, Path(os.fsdecode(b"/no/\xff"))))
+    assert r"\udcff" in log_named_in(said)
+
+
 @pytest.mark.parametrize("kind", [KeyError, TypeError, ZeroDivisionError, AssertionError])
 def test_a_command_that_errs_says_so_in_a_sentence_and_keeps_the_traceback(kind, monkeypatch, capsys):
     def err():

@@ -89,7 +89,7 @@ def test_the_file_is_named_and_not_its_draft(tmp_path):
     long = tmp_path / ("x" * 250)
     files.write_text(long, "x")
     assert long.read_text() == "x"
-    (tmp_path / f".y.{os.getpid()}").mkdir()  # the draft cannot be opened
+    (tmp_path / f".y.{threading.get_native_id()}.{os.getpid()}").mkdir()  # the draft cannot be opened
     for path in (tmp_path / "y", tmp_path):
         with pytest.raises(IsADirectoryError) as error:
             files.write_text(path, "x")
@@ -134,6 +134,33 @@ def test_drafts_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_path
         path.touch()
     files.remove_drafts(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {alive.name, other.name}
+
+
+def test_threads_that_write_one_file_leave_the_text_of_one_of_them(tmp_path):
+    """They shared a draft, which the first of them moved away."""
+    path, texts, meet = tmp_path / "granted.json", ["1" * 9, "2" * 999], threading.Barrier(2)
+    failed = []
+
+    def write(text):
+        try:
+            for _ in range(100):
+                meet.wait()
+                files.write_text(path, text, sync=False)
+        except OSError as error:
+            failed.append(error)
+            meet.abort()
+
+    threads = [threading.Thread(target=write, args=(text,)) for text in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and path.read_text() in texts and [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_may_have_the_longest_name_that_there_is(tmp_path):
+    files.write_text(path := tmp_path / ("\N{CJK UNIFIED IDEOGRAPH-5B57}" * 85), "x")
+    assert len(os.fsencode(path.name)) == 255 and path.read_text() == "x"
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,10 @@ SCRIPT_CALLS = (
 # A script that uses transformers' Trainer, or a subclass of it, imports one of these.
 TRAINER_MODULES = {"transformers", "trl", "sentence_transformers", "setfit"}
 LIGHTNING_MODULES = {"lightning", "pytorch_lightning"}
+# How the variables begin that libraries read as they are imported, and not again.
+READ_BY_IMPORTS = (
+    "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "DATASETS_", "DIFFUSERS_", "XDG_CACHE_HOME", "USE_TF", "USE_TORCH",
+)  # fmt: skip
 # Files of the user's that are read along with a script, at most.
 MOST_FILES = 200
 
@@ -46,7 +50,8 @@ class Target:
         kind: `model` for a model.py, `script` for a training script, `study` for a study.yaml.
         defines: Those of the optional functions `OPTIONAL` that it defines.
         imports: Modules that it imports at the top level, without those beside it; `module:name,name` where it imports
-            names from one, since that may load submodules.
+            names from one, since that may load submodules. None where it sets variables that libraries read as they are
+            imported: these are not to be imported before.
         constants: Names that it assigns a value to at the top level.
     """
 
@@ -87,10 +92,9 @@ def inspect_target(path: Path, *, launched: bool = False) -> Target:
 def _inspect(path: Path, tree: ast.Module, *, launched: bool) -> Target:
     names = dict(_definitions(tree.body))
     has_source = any(_callable(names.get(name)) for name in ("data", "batch"))
-    if launched or not _callable(names.get("model")) or not has_source:
-        whole = list(_own_modules(path, tree).values())
-        if launched or any(map(_trains, whole)):
-            return _inspect_script(path, tree, whole, launched=launched)
+    whole, complete = list(_own_modules(path, tree).values()), has_source and _callable(names.get("model"))
+    if launched or (not complete and any(map(_trains, whole))):
+        return _inspect_script(path, tree, whole, launched=launched)
     if not _callable(names.get("model")):
         raise SpecError(f"{path}: {_why_no_model(names)}")
     if not has_source:
@@ -105,7 +109,7 @@ def _inspect(path: Path, tree: ast.Module, *, launched: bool) -> Target:
         path=path,
         kind="model",
         defines=frozenset(name for name in OPTIONAL if name in names),
-        imports=tuple(_imports(tree.body, path.parent)),
+        imports=_imports(path, [tree], whole),
     )
 
 
@@ -194,8 +198,7 @@ def _inspect_script(path: Path, tree: ast.Module, whole: Sequence[ast.Module], *
             " (`autotune init` shows how)"
         )
     constants = dict.fromkeys(name for name, _ in module_constants(tree.body))
-    imports = dict.fromkeys(name for each in whole for name in _imports(each.body, path.parent))
-    return Target(path=path, kind="script", imports=tuple(imports), constants=tuple(constants))
+    return Target(path=path, kind="script", imports=_imports(path, whole, whole), constants=tuple(constants))
 
 
 def sources(target: Path) -> list[Path]:
@@ -207,10 +210,7 @@ def sources(target: Path) -> list[Path]:
 
 def _own_modules(path: Path, tree: ast.Module) -> dict[Path, ast.Module]:
     """Returns the syntax trees of a file and of the user's modules that it imports, directly or not."""
-    roots = [path.parent]
-    while (roots[-1] / "__init__.py").exists():  # in a package, absolute imports begin above it
-        roots.append(roots[-1].parent)
-    found, pending = {path: tree}, [path]
+    roots, found, pending = _roots(path), {path: tree}, [path]
     while pending and len(found) < MOST_FILES:
         importer = pending.pop()
         for node in ast.walk(found[importer]):
@@ -219,6 +219,14 @@ def _own_modules(path: Path, tree: ast.Module) -> dict[Path, ast.Module]:
                     found[file] = parsed
                     pending.append(file)
     return found
+
+
+def _roots(path: Path) -> list[Path]:
+    """Returns the folders in which a file's imports find the user's modules."""
+    roots = list(dict.fromkeys([path.parent, path.resolve().parent]))  # of a link, Python looks beside what it leads to
+    while (roots[-1] / "__init__.py").exists():  # in a package, absolute imports begin above it
+        roots.append(roots[-1].parent)
+    return roots
 
 
 def _imported_files(node: ast.AST, importer: Path, roots: Sequence[Path]) -> Iterator[Path]:
@@ -263,9 +271,17 @@ def _why_no_model(names: Mapping[str, ast.AST]) -> str:
     )
 
 
-def _imports(body: Sequence[ast.stmt], folder: Path) -> list[str]:
+def _imports(path: Path, trees: Sequence[ast.Module], whole: Sequence[ast.Module]) -> tuple[str, ...]:
+    """Returns the `imports` of a target.
+
+    Args:
+        trees: Those whose imports count.
+        whole: The trees of the target and of all of the user's modules that it imports.
+    """
+    if any(name.startswith(READ_BY_IMPORTS) for tree in whole for name in _variables_set(tree)):
+        return ()
     found: dict[str, None] = {}
-    for node in _statements(body):
+    for node in (statement for tree in trees for statement in _statements(tree.body)):
         match node:
             case ast.Import():
                 found |= dict.fromkeys(alias.name for alias in node.names)
@@ -273,9 +289,28 @@ def _imports(body: Sequence[ast.stmt], folder: Path) -> list[str]:
                 names = ",".join(alias.name for alias in node.names if alias.name != "*")
                 found[f"{module}:{names}".rstrip(":")] = None
     beside = set[str]()
-    with contextlib.suppress(OSError):  # a folder may be accessible without being listable
-        beside = {entry.stem for entry in folder.iterdir() if entry.suffix == ".py" or entry.is_dir()}
-    return [name for name in found if re.split("[.:]", name)[0] not in beside]
+    for folder in _roots(path):
+        with contextlib.suppress(OSError):  # a folder may be accessible without being listable
+            beside |= {entry.stem for entry in folder.iterdir() if entry.suffix == ".py" or entry.is_dir()}
+    return tuple(name for name in found if re.split("[.:]", name)[0] not in beside)
+
+
+def _variables_set(tree: ast.Module) -> Iterator[str]:
+    """Yields texts among which are the variables of the environment that a file sets; `HF_` where it reads them from another."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(value=place, slice=said, ctx=ast.Store()) | ast.AugAssign(target=place, value=said):
+                pass
+            case ast.Call(func=ast.Attribute(value=place, attr="setdefault" | "update")) as said:
+                pass
+            case ast.Call(func=ast.Name(id="load_dotenv") | ast.Attribute(attr="load_dotenv")):
+                yield READ_BY_IMPORTS[0]
+                continue
+            case _:
+                continue
+        if ast.unparse(place).endswith("environ"):
+            yield from (str(part.value) for part in ast.walk(said) if isinstance(part, ast.Constant))
+            yield from (str(part.arg) for part in ast.walk(said) if isinstance(part, ast.keyword))
 
 
 def module_constants(body: Sequence[ast.stmt]) -> Iterator[tuple[str, ast.Assign | ast.AnnAssign]]:

@@ -43,6 +43,40 @@ def test_imports_are_listed_without_what_lies_beside_the_target(target):
     assert inspect_target(target).imports == wanted
 
 
+def test_imports_leave_out_the_package_that_a_target_is_part_of_and_what_lies_beside_a_links_goal(target):
+    """They were imported before the ranks were started, and so without RANK and LOCAL_RANK."""
+    package = target.parent / "pkg"
+    package.mkdir()
+    for name in ("pkg/__init__.py", "beside.py"):
+        (target.parent / name).write_text("")
+    (package / "train.py").write_text("import torch, beside\nfrom pkg import data\n" + MODEL)
+    (link := target.parent.with_name("train.py")).symlink_to(package / "train.py")
+    for path in (package / "train.py", link):
+        assert inspect_target(path).imports == ("torch",)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'os.environ["HF_HOME"] = "/data"', 'environ.setdefault("HF_HUB_OFFLINE", "1")', 'os.environ |= {"HF_HOME": home}',
+        'os.environ.update(TRANSFORMERS_OFFLINE="1")', "load_dotenv()", "def main():\n    os.environ['HF_ENDPOINT'] = url",
+    ],
+)  # fmt: skip
+def test_nothing_is_imported_ahead_of_a_target_that_sets_what_libraries_read_as_they_are_imported(target, line):
+    target.write_text(f"{MODEL}import helper\n")
+    (target.parent / "helper.py").write_text(f"{line}\n")
+    assert inspect_target(target).imports == ()
+
+
+def test_other_variables_of_a_target_are_no_matter(target):
+    (target.parent / "helper.py").write_text(
+        "os.environ['TOKENIZERS_PARALLELISM'] = 'false'\ntoken = os.environ['HF_TOKEN']\nos.environ.get('HF_HOME', 'HF_')\n"
+        "names['HF_HOME'] = 1\nnames.update(HF_HOME=1)\n"
+    )
+    target.write_text(f"{MODEL}import helper\n")
+    assert inspect_target(target).imports == ("torch",)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

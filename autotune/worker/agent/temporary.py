@@ -11,6 +11,7 @@ from types import ModuleType
 
 from autotune.system import temporary
 from autotune.system.processes import MARK
+from autotune.trial.target import READ_BY_IMPORTS
 from autotune.worker import project
 
 # The path of a Unix socket has at most 107 bytes; multiprocessing and torch put theirs up to 34 bytes below TMPDIR.
@@ -46,12 +47,26 @@ def environment(folder: Path | None) -> dict[str, str]:
 
 
 def note_imports(modules: Iterable[ModuleType]) -> None:
-    """In a rank: leaves the names of the library modules among those that it imported, which the server then preloads."""
-    if os.environ.get("LOCAL_RANK") != "0" or "TMPDIR" not in os.environ:
+    """In a rank: leaves the names of the library modules among those that it imported, which the server then preloads.
+
+    It leaves none where the target has set variables that they read meanwhile, as the server would import them without.
+    """
+    folder = Path(os.environ.get("TMPDIR", ""))
+    # Without a folder of the trial's own, TMPDIR is the user's.
+    if os.environ.get("LOCAL_RANK") != "0" or not folder.name.startswith(temporary.PREFIX) or _read() != _READ_AT_FIRST:
         return
     with contextlib.suppress(Exception):  # a module may run code when it is asked for its name; the trial is over
         names = [name for name in map(_library, modules) if name]
-        (Path(os.environ["TMPDIR"]) / IMPORTS).write_text("\n".join(names))
+        (folder / IMPORTS).write_text("\n".join(names))
+
+
+def _read() -> dict[str, str]:
+    """Returns the variables that libraries read as they are imported."""
+    return {name: value for name, value in os.environ.items() if name.startswith(READ_BY_IMPORTS)}
+
+
+# In a warm server, and in the ranks that are forked from it.
+_READ_AT_FIRST = _read()
 
 
 def _library(module: ModuleType) -> str:

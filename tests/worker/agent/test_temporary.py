@@ -28,7 +28,8 @@ def test_a_cache_that_the_user_has_moved_stays_there(tmp_path, monkeypatch):
 def test_a_rank_leaves_the_names_of_the_libraries_that_it_imported_and_not_of_the_users_modules(tmp_path, monkeypatch):
     monkeypatch.setattr(project, "_roots", [])
     project.settle(tmp_path / "project" / "train.py")
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    (own := tmp_path / f"{names.PREFIX}1").mkdir()
+    monkeypatch.setenv("TMPDIR", str(own))
     for folder, name in (("project", "of_the_user"), ("library", "of_a_library")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / f"{name}.py").write_text("")
@@ -37,8 +38,15 @@ def test_a_rank_leaves_the_names_of_the_libraries_that_it_imported_and_not_of_th
     for rank, left in (("1", []), ("0", ["of_a_library"])):
         monkeypatch.setenv("LOCAL_RANK", rank)
         temporary.note_imports(imported)
-        assert temporary.noted_imports(tmp_path) == left
+        assert temporary.noted_imports(own) == left
     assert temporary.noted_imports(None) == temporary.noted_imports(tmp_path / "nowhere") == []
+    (own / temporary.IMPORTS).unlink()
+    with monkeypatch.context() as changed:  # the server would import the library without it
+        changed.setenv("HF_HOME", "/data")
+        temporary.note_imports(imported)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # the user's, as where the path of the trial's own would be too long
+    temporary.note_imports(imported)
+    assert not [*tmp_path.rglob(temporary.IMPORTS)]
     for name in ("of_the_user", "of_a_library"):
         del sys.modules[name]
 

@@ -31,4 +31,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        # The working folder, which `python FILE` does not look into: its folders may bear the names of libraries.
+        del sys.path[0]
     sys.exit(main(sys.argv[1:]))

@@ -23,7 +23,8 @@ def settle(script: Path, working_dir: str | None = None) -> None:
 
     The project is the target's folder and its working folder, or the folder around each that has a project's files.
     """
-    places = [script.absolute().parent, *([Path(working_dir).absolute()] if working_dir else [])]
+    places = [script.absolute().parent, script.resolve().parent]
+    places += [Path(working_dir).absolute()] if working_dir else []
     _roots[:] = dict.fromkeys(f"{_project_of(place)}{os.sep}" for place in places)
     _is_users.cache_clear()
 

@@ -47,6 +47,13 @@ def test_a_user_without_a_home_folder_has_a_project(tree, monkeypatch):
     assert project.holds(str(tree / "train.py"))
 
 
+def test_what_a_link_to_the_script_leads_to_belongs_to_the_project(tree, tmp_path):
+    (tmp_path / "runs").mkdir()
+    (link := tmp_path / "runs" / "train.py").symlink_to(tree / "scripts" / "train.py")
+    project.settle(link)
+    assert project.holds(str(tree / "scripts" / "train.py"))
+
+
 def test_a_script_that_is_itself_in_a_library_folder_is_the_users(tree):
     project.settle(tree / "libs" / "shelf" / "books.py")
     assert not project.holds(project.__file__) and not project.holds(project.os.__file__) and not project.holds("")

@@ -6,6 +6,7 @@ import functools
 import gc
 import importlib
 import importlib.abc
+import importlib.util
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from autotune.system.device import CHOOSE
 from autotune.trial import folder
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Exit, RankReport
+from autotune.worker import project
 
 # DeepSpeed imports these inside `initialize`, at more than a CPU-second a rank. Releases differ in which they have.
 LAZY_MODULES = (
@@ -145,7 +147,6 @@ def preload(modules: Sequence[str], parts: Mapping[str, str]) -> Preloaded:
         modules: What the user's target imports, as `module` or `module:name,name`.
         parts: Variables of ranks alone; see `hide_parts`.
     """
-    sys.path.insert(0, os.getcwd())
     for variable, value in NO_THREADS.items():
         os.environ.setdefault(variable, value)
     with uncollected():
@@ -250,11 +251,19 @@ def _import_all(items: Sequence[str]) -> dict[str, str]:
 def _import_for_target(item: str) -> None:
     name, _, attributes = item.partition(":")
     try:
+        if _is_users(name.partition(".")[0]):
+            return  # what it does may depend on the rank, or on arguments
         module = importlib.import_module(name)
         for attribute in filter(None, attributes.split(",")):
             getattr(module, attribute, None)  # packages that import lazily do so now
     except BaseException as error:  # the ranks will meet it again and report it
         print(f"autotune: not preloaded: {name}: {error}", file=sys.stderr)
+
+
+def _is_users(package: str) -> bool:
+    """Returns whether a package is of the user's project, to which the working folder belongs."""
+    spec = importlib.util.find_spec(package) if package not in sys.modules else None
+    return spec is not None and any(map(project.holds, [spec.origin or "", *(spec.submodule_search_locations or ())]))
 
 
 class _Watch(importlib.abc.MetaPathFinder):
@@ -410,11 +419,11 @@ def _in_a_fork(run: Callable[[], Sequence[str]]) -> tuple[int, list[str]]:
             said = json.dumps([f"{type(error).__name__}: {lines[0]}"[:500]])
         try:
             with open(write, "w") as pipe:
-                pipe.write(said)
+                pipe.write(f"{said}\n")
         finally:
             os._exit(status)
     os.close(write)
     with open(read) as pipe:
-        message = pipe.read()
+        message = pipe.readline()  # not to its end: what the process has forked, and left behind, holds it open
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return code, json.loads(message) if message else []

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from autotune.worker import project
 from autotune.worker.agent import network, ops
 from autotune.worker.agent.preload import Preloaded, hide_parts, preload, preload_more
 from autotune.worker.agent.supervisor import RankSupervisor
@@ -30,6 +31,7 @@ def serve(modules: Sequence[str], left_out: str = "") -> int:
     os.dup2(2, 1)
     ops.remove_stale_locks()
     parts = hide_parts()
+    project.settle(Path.cwd() / "target")
     found = preload(modules, parts)
     if found.cold and found.culprits:
         os.environ.update(parts)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -65,7 +66,7 @@ class _UncachedLoader(SourceFileLoader):
 
 
 def _execute(path: Path) -> ModuleType:
-    sys.path.insert(0, str(path.parent))
+    sys.path[:0] = [str(path.parent), os.getcwd()]
     name = path.stem if path.stem not in sys.modules and path.stem.isidentifier() else "autotune_target"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

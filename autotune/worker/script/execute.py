@@ -34,7 +34,8 @@ def execute(path: Path, script: Script) -> None:
     """Executes the file as `__main__`, with the assignments of the trial in place of the script's constants."""
     os.chdir(script.working_dir)
     sys.argv = [str(path), *script.arguments]
-    sys.path.insert(0, script.working_dir if script.module else str(path.parent))
+    # As Python does, which follows links.
+    sys.path.insert(0, script.working_dir if script.module else os.path.dirname(os.path.realpath(path)))
     tree = ast.parse(path.read_bytes(), filename=str(path))
     for name, node in module_constants(tree.body):
         if name in script.assignments and node.value is not None:

@@ -134,6 +134,42 @@ assert [*preload._import_all(["outer"])] == ["outer"] and not preload.preload_mo
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": f"{shelf}:{os.getcwd()}"}, check=True)
 
 
+@pytest.mark.process
+def test_the_users_own_package_is_not_preloaded_wherever_it_is_installed(shelf, monkeypatch):
+    """It may read LOCAL_RANK as it is imported, which only ranks have."""
+    monkeypatch.setattr(preload.project, "_roots", [])
+    (shelf / "mine").mkdir()
+    for name in ("mine/__init__.py", "mine/devices.py", "spaces/parts.py"):
+        (shelf / name).parent.mkdir(exist_ok=True)
+        (shelf / name).write_text("")
+    preload.project.settle(shelf / "scripts" / "train.py", str(shelf))
+    assert not preload._import_all(["mine.devices:rank", "spaces.parts", "quiet", "no_such_module"])
+    assert not {"mine", "mine.devices", "spaces", "quiet"} & sys.modules.keys()
+    preload.project.settle(shelf / "scripts" / "train.py")
+    preload._import_all(["mine.devices:rank", "spaces.parts", "quiet"])
+    assert {"mine", "mine.devices", "spaces", "spaces.parts", "quiet"} <= sys.modules.keys()
+    for name in ("mine", "mine.devices", "spaces", "spaces.parts", "quiet"):
+        del sys.modules[name]
+
+
+@pytest.mark.process
+def test_a_library_that_forks_a_process_as_it_is_imported_is_not_waited_for(shelf):
+    (shelf / "forks.py").write_text("import os, signal\nif os.fork() == 0:\n    signal.pause()\n")
+    code = """
+import os, signal
+from autotune.system import processes
+from autotune.worker.agent import preload, rank_start
+rank_start.prctl(rank_start.PR_SET_CHILD_SUBREAPER, 1)
+assert preload.preload_more(["forks"])
+left = processes.descendants(os.getpid())
+assert len(left) == 2
+for pid in left:
+    os.kill(pid, signal.SIGKILL)
+"""
+    environment = os.environ | {"PYTHONPATH": f"{shelf}:{os.getcwd()}"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
+
+
 # What NVIDIA's management library does where devices are counted, and what a library does that starts CUDA past torch.
 DRIVER = """
 import _thread, ctypes, os, sys, time

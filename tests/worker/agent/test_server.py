@@ -59,3 +59,14 @@ def test_an_unknown_role_is_refused():
         [sys.executable, "-m", "autotune.worker", "sing"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2 and done.stderr.startswith("usage: ")
+
+
+@pytest.mark.process
+def test_folders_of_the_working_folder_are_not_taken_for_libraries(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('a folder of the user')")
+    environment = os.environ | {"PYTHONPATH": os.getcwd(), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-m", "autotune.worker", "device"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.startswith('{"accelerator": "cpu"'), done.stderr

@@ -64,6 +64,14 @@ def test_a_function_counts_only_where_the_file_names_it(target, tmp_path):
     assert found.loss is None and found.blocks is None and found.collate is not None
 
 
+def test_a_target_finds_modules_beside_it_and_in_the_working_folder(target, tmp_path, monkeypatch):
+    (folder := tmp_path / "work").mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "module_in_work.py").write_text("")
+    target(f"import module_in_work\n{MODEL}def data(): ...\n")
+    assert sys.path[:2] == [str(tmp_path), str(folder)]
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

@@ -65,7 +65,7 @@ def packed(batches: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
                 continue
             if isinstance(value, Tensor) and value.shape[:2] == ids.shape[:2]:
                 rows.setdefault(name, []).append(value[:, real])
-        rows.setdefault("position_ids", []).append(torch.arange(len(real))[None])
+        rows.setdefault("position_ids", []).append(torch.arange(len(real), device=ids.device)[None])
         if "labels" in rows and len(real):
             rows["labels"][-1] = rows["labels"][-1].clone()
             rows["labels"][-1][:, 0] = IGNORED

@@ -48,13 +48,18 @@ def stretched_sample(sample: Any, length: int) -> Any:
     now = samples.size_of(sample)
     if not 0 < now < length:
         return sample
-    return _resized(sample, now, torch.arange(length) % now)
+    return _resized(sample, now, _count(length) % now)
 
 
 def cut_sample(sample: Any, length: int) -> Any:
     """Returns a sample without what lies beyond a length, along its longest dimension."""
     now = samples.size_of(sample)
-    return _resized(sample, now, torch.arange(length)) if now > length else sample
+    return _resized(sample, now, _count(length)) if now > length else sample
+
+
+def _count(n: int) -> Tensor:
+    """Returns the numbers below n, in host memory whatever default device a script has set."""
+    return torch.arange(n, device="cpu")
 
 
 def _resized(value: Any, now: int, index: Tensor) -> Any:
@@ -73,7 +78,7 @@ def _resized(value: Any, now: int, index: Tensor) -> Any:
     if now not in shape:
         return value
     if isinstance(value, Tensor):
-        return value.index_select(shape.index(now), index)
+        return value.index_select(shape.index(now), index.to(value.device))
     return value.take(index.numpy(), axis=shape.index(now))
 
 
@@ -97,7 +102,7 @@ def stretched(batch: Any, rows: int, length: int) -> Any:
         )
     n = max(int(tensor.shape[1]) for tensor in wide)
     real = _real_columns(batch, rows, n)
-    index = real[torch.arange(max(n, length)) % len(real)] if len(real) else torch.arange(n)
+    index = real[_count(max(n, length)) % len(real)] if len(real) else _count(n)
     longest = _longest_row(batch, rows, n)
 
     def change(tensor: Tensor) -> Tensor:
@@ -134,7 +139,7 @@ def _longest_row(batch: Any, rows: int, n: int) -> int:
 
 def _real_columns(batch: Any, rows: int, n: int) -> Tensor:
     mask = _mask(batch, rows, n)
-    return torch.arange(n) if mask is None else mask[_longest_row(batch, rows, n)].nonzero().flatten().cpu()
+    return _count(n) if mask is None else mask[_longest_row(batch, rows, n)].nonzero().flatten().cpu()
 
 
 def rows_of(batch: Any) -> int:

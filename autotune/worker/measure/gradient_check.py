@@ -76,8 +76,9 @@ class GradientWatch:
             self._end()
             return
         # One collective, the same on every rank, though ranks may use different parameters.
-        zeros = (torch.zeros(len(chosen), device=engine.device) for _, chosen in self._parameters)
-        unread = torch.full((1,), float(not self._readable(engine)), device=engine.device)
+        kind: dict[str, Any] = {"dtype": torch.float32, "device": engine.device}  # a script may have set other defaults
+        zeros = (torch.zeros(len(chosen), **kind) for _, chosen in self._parameters)
+        unread = torch.full((1,), float(not self._readable(engine)), **kind)
         expected = torch.cat([*(self._sums.get(i, zero) for i, zero in enumerate(zeros)), unread])
         dist.all_reduce(expected)
         if loss_scale(engine) != 1.0 and not bool(expected.isfinite().all()):

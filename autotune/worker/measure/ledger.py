@@ -134,7 +134,7 @@ class StepLedger:
             self.elapsed_s += total_s
         self._began = True
         # One rank may evaluate, and the others wait.
-        aside = torch.tensor(self._set_aside(table[:, 4].max(dim=0).values.tolist()), dtype=table.dtype)
+        aside = table.new_tensor(self._set_aside(table[:, 4].max(dim=0).values.tolist()))
         ends_s = (table[:, 0] - aside).clamp(min=0).cumsum(dim=1).max(dim=0).values
         times, means = ends_s.diff(prepend=ends_s.new_zeros(1)).tolist(), table[:, 3].mean(dim=0).tolist()
         skips, smaller = (table[:, row].max(dim=0).values.tolist() for row in (1, 2))

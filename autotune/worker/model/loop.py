@@ -200,7 +200,8 @@ class _Trainer:
         """Trains one optimizer step; returns its mean loss."""
         if self.stages is not None:
             return self.stages.step()
-        meter, total = self.meter, torch.zeros((), device=self.meter.device)
+        # Whatever default type a model.py has set, as for weights in 16 bits.
+        meter, total = self.meter, torch.zeros((), dtype=torch.float32, device=self.meter.device)
         self.micro_clock.start()
         while True:
             meter.enter("data")

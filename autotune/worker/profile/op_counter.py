@@ -99,8 +99,8 @@ class OpCounter(TorchDispatchMode):
         self._gathered: dict[int, Any] = {}
         # Holds the storages, since a new one could get the address of a dead one.
         known = list(known)
-        self._known = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in known)}
-        self._weights = {tensor.untyped_storage()._cdata for tensor in known if isinstance(tensor, nn.Parameter)}
+        self._known = storages(known)
+        self._weights = storages(tensor for tensor in known if isinstance(tensor, nn.Parameter)).keys()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -151,7 +151,7 @@ class OpCounter(TorchDispatchMode):
 
     def live(self, without: Iterable[Tensor] = ()) -> int:
         """Returns the bytes alive now, without some tensors, such as weights gathered by ZeRO-3."""
-        gathered = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in without}
+        gathered = storages(without)
         return self._live - sum(int(storage.nbytes()) for key, storage in gathered.items() if key in self._alive)
 
     def forward_ended(self, without: Iterable[Tensor] = ()) -> None:
@@ -176,9 +176,9 @@ class OpCounter(TorchDispatchMode):
         return storage is not None and (storage._cdata in self._weights or storage._cdata in self._gathered)
 
     def _note_gathered(self, result: Any) -> None:
-        for storage in filter(None, map(_storage, tensors_in(result))):
-            gone = functools.partial(self._gathered.pop, storage._cdata)
-            self._gathered[storage._cdata] = weakref.ref(storage, gone)  # dropped once their module has run
+        for key, storage in storages(tensors_in(result)).items():
+            gone = functools.partial(self._gathered.pop, key)
+            self._gathered[key] = weakref.ref(storage, gone)  # dropped once their module has run
 
     def _made(self, tensor: Tensor, given: Any) -> int:
         storage = _storage(tensor)
@@ -218,6 +218,11 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     with suppress(NotImplementedError, RuntimeError):
         return tensor.untyped_storage()
     return None
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The storages of tensors, by what tells one from another."""
+    return {storage._cdata: storage for storage in map(_storage, tensors) if storage is not None}
 
 
 def follow(model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any) -> Trace:

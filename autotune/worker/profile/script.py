@@ -21,7 +21,7 @@ from autotune.worker.data.worst import length_in
 from autotune.worker.measure import batches
 from autotune.worker.measure.recompute import Recomputations
 from autotune.worker.profile.model import FUSED_STATES
-from autotune.worker.profile.op_counter import OpCounter, Trace, optimizer_needs
+from autotune.worker.profile.op_counter import OpCounter, Trace, optimizer_needs, storages
 
 CAVEAT = "forecasts rest on one forward of the script in its own precision; the rest of a step is estimated"
 
@@ -174,7 +174,7 @@ class ForwardProfile:
         result = run()
         # The block around it, or in it; what is recomputed may hold more that is.
         block = self._latest if self._within is None else self._within
-        output = [weakref.ref(tensor.untyped_storage()) for tensor in tensors_in(result)]
+        output = [weakref.ref(storage) for storage in storages(tensors_in(result)).values()]
         self._recomputed[call] = _Region(block, counter.trace.n_ops - n_before, output)
         return result
 

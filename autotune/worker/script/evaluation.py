@@ -88,7 +88,8 @@ class Evaluations:
 def _rows_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], n: int | None = None) -> list[bytes]:
     """Returns the first n samples of a batch, or all of them."""
     tensor = counted_tensor(args, kwargs)
-    first = tensor.detach()[:n].cpu() if tensor is not None and tensor.dim() else torch.empty(0)
+    plain = tensor is not None and tensor.dim() and tensor.layout is torch.strided
+    first = tensor.detach()[:n].cpu() if tensor is not None and plain else torch.empty(0)
     if not first.numel():
         return []
     return [row.tobytes() for row in first.reshape(len(first), -1).contiguous().view(torch.uint8).numpy()]

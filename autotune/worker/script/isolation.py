@@ -176,7 +176,8 @@ class Isolation:
         parameters = list(self._context.meter.engine.module.parameters())
         own = {parameter.untyped_storage().data_ptr() for parameter in parameters} - {0}
         tensors = [tensor for tensor in tensors_in(saved) if tensor.is_floating_point()]
-        if any(not tensor.is_sparse and tensor.untyped_storage().data_ptr() in own for tensor in tensors):
+        plain = (tensor for tensor in tensors if tensor.layout is torch.strided)  # others have no storage of their own
+        if any(tensor.untyped_storage().data_ptr() in own for tensor in plain):
             return True
         size = sum(map(n_elements, parameters))
         return sum(tensor.numel() for tensor in tensors) >= size > 0

@@ -31,6 +31,16 @@ def test_every_row_of_a_streams_worst_batch_is_its_longest_one():
     assert found["attention_mask"].sum() == 12 and found["weight"].tolist() == [2.0, 2.0]
 
 
+def test_the_worst_batch_is_made_whatever_default_device_a_script_has_set():
+    ids = torch.tensor([[1, 2, 3, 0], [4, 5, 6, 7]])
+    plain, padded, sample = (ids,), {"input_ids": ids, "attention_mask": (ids > 0).long()}, {"input_ids": ids[0]}
+    with torch.device("meta"):  # a script's is that of its GPU, and its samples are in host memory
+        assert worst.stretched(plain, 2, 6)[0].tolist() == [[1, 2, 3, 0, 1, 2]] * 2
+        assert worst.stretched(padded, 2, 6)["input_ids"].tolist() == [[4, 5, 6, 7, 4, 5]] * 2
+        assert worst.stretched_sample(sample, 6)["input_ids"].tolist() == [1, 2, 3, 0, 1, 2]
+        assert worst.cut_sample(sample, 2)["input_ids"].tolist() == [1, 2]
+
+
 def test_a_sequence_first_batch_is_stretched_along_its_sequences():
     ids, lengths = worst.stretched((torch.arange(15).view(5, 3), torch.tensor([5, 4, 2])), 3, 8)
     assert ids.shape == (8, 3) and lengths.tolist() == [5, 5, 5]

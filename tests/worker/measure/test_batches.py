@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from autotune.worker.measure.batches import BatchObserver, Ragged, counted_tensor
+from autotune.worker.script.evaluation import _rows_of
 
 NO, END, SAME_END, UNSAID, VARIES = Ragged.NO, Ragged.END, Ragged.SAME_END, Ragged.UNSAID_END, Ragged.VARIES
 
@@ -15,6 +16,14 @@ def test_the_tensor_that_counts_samples_is_a_named_input_or_the_first_one():
     assert counted_tensor((3, [one, four]), {}) is one
     assert counted_tensor((None,), {"left": one, "right": four}) is one
     assert counted_tensor(("text",), {}) is None
+
+
+def test_sparse_inputs_are_counted_and_have_no_checksum():
+    """As those of graphs: their bytes lie in no one place."""
+    engine = FakeEngine(accumulation=1, forgiving=True)
+    engine.train(torch.eye(4).to_sparse())
+    assert engine.observer.micro_batch_sizes == {4} and not engine.observer.noted.checksums
+    assert not _rows_of((torch.eye(4).to_sparse(),), {})
 
 
 class FakeEngine:

@@ -88,3 +88,17 @@ def test_a_gradient_that_is_not_finite_is_told_in_numbers_that_a_report_holds(wa
     watch = watched(value)
     assert watch.done and "not finite" in judge_gradient(watch.found, None, {})
     json.dumps(vars(watch.found), allow_nan=False)
+
+
+def test_all_ranks_send_one_type_whatever_default_type_a_script_has_set(monkeypatch):
+    """One whose parameters got no gradient sent zeros of the default type, which the others waited for in vain."""
+    sent = []
+    monkeypatch.setattr(gradient_check.dist, "all_reduce", lambda tensor: sent.append(tensor.dtype))
+    watch = gradient_check.GradientWatch(nn.Linear(3, 2), world_size=1)
+    engine = SimpleNamespace(device="cpu", is_gradient_accumulation_boundary=lambda: True, optimizer=SimpleNamespace())
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        watch.backward(engine)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert sent == [torch.float32]

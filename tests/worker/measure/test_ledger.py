@@ -58,6 +58,12 @@ def test_a_skipped_update_in_a_long_window_costs_itself_and_neither_the_window_n
     assert len(ledger.report.step_times_s) == len(ledger.report.losses) == 297 and ledger.skipped == 0
 
 
+def test_steps_are_added_up_whatever_default_device_a_script_has_set(ledger):
+    with torch.device("meta"):
+        add(ledger, 0.1, 0.2)
+    assert ledger.report.step_times_s == pytest.approx([0.1, 0.2])
+
+
 def test_updates_that_are_skipped_without_end_diverge(ledger):
     add(ledger, *[0.1] * ledgers.MAX_SKIPPED_UPDATES, skipped=range(100))
     with pytest.raises(Diverged, match="31 updates were skipped"):

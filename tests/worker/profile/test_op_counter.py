@@ -31,6 +31,16 @@ def test_fake_tensors_take_as_many_operations_and_bytes_as_real_ones():
     assert real.n_ops < 60
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("kind", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_a_model_with_a_sparse_buffer_is_followed(kind):
+    """As the neighbours of a graph, which have no storage of their own."""
+    model = nn.Linear(4, 1)
+    model.register_buffer("neighbours", kind(torch.eye(4)))
+    trace = follow(model, lambda model, x: model(model.neighbours @ x).sum(), torch.ones(4, 4))
+    assert trace.n_ops and OpCounter([]).live([model.neighbours]) == 0
+
+
 @pytest.mark.parametrize(
     ("run", "moved"),
     [

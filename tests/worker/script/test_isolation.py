@@ -126,3 +126,12 @@ def test_tensorboards_writer_gets_its_other_arguments_by_position_or_name(tmp_pa
         lambda *a, **k: calls.append(made(*a, **k)), None, log_dir="runs", comment="mine", purge_step=7
     )
     assert calls == [(str(tmp_path / "trial" / "scratch" / "tensorboard"), "mine", 7)] * 3
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_a_sparse_matrix_that_a_script_saves_holds_no_weights(tmp_path):
+    found = rank(tmp_path)
+    found._context.meter = SimpleNamespace(engine=SimpleNamespace(module=torch.nn.Linear(9, 9)))
+    for kind in (torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr):
+        assert not found._holds_weights({"neighbours": kind(torch.eye(4))})
+    assert found._holds_weights(found._context.meter.engine.module.state_dict())

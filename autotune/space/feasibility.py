@@ -39,9 +39,15 @@ def count_legal(space: SearchSpace, default: Candidate, setting: Setting, limit:
 
 
 def holds_another(space: SearchSpace, default: Candidate, setting: Setting) -> bool:
-    """Whether a space holds anything besides the default that can run."""
-    others = (candidate for candidate in space.candidates(default) if candidate != default)
-    return any(first_broken(candidate, setting, RULES) is None for candidate in others)
+    """Whether a space holds anything besides the default that can run, or the opposite is not proven in `MOST_STEPS`."""
+    search = _Search(space, default, setting)
+    if search.why_nothing() is not None:
+        return False
+    search.steps = 0
+    try:
+        return any(search.varies(group) for group in search.groups())
+    except _TooManyError:
+        return True
 
 
 def dead_values(space: SearchSpace, default: Candidate, setting: Setting) -> dict[tuple[str, Scalar], str]:
@@ -154,6 +160,15 @@ class _Search:
         except _TooManyError:
             return None
         return math.prod(each)
+
+    def varies(self, group: Sequence[str]) -> bool:
+        """Whether a legal choice for the knobs of a group is another one than the default's; may raise `_TooManyError`."""
+        own = self.default.values()
+        for chosen, n in self._legal(group, {}, _Refusals(), MOST_STEPS):
+            values = self.space.build(chosen, *self.template).values()
+            if n > 1 or any(values.get(name) != own.get(name) for name in group):
+                return True
+        return False
 
     def refusal(self, parameter: Parameter, value: Scalar) -> str | None:
         """Why no legal candidate has this value of the parameter; None unless that is proven."""

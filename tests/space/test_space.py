@@ -355,6 +355,21 @@ def test_dead_values_are_those_that_no_legal_candidate_has(names, setting):
     assert set(feasibility.dead_values(whole, BASELINE, setting)) == every - alive
 
 
+@pytest.mark.parametrize("baseline", [BASELINE, replace(BASELINE, zero_stage=1), Candidate(micro_batch_size=1)])
+@pytest.mark.parametrize("n_samples", [1, 2, 10_000])
+@pytest.mark.parametrize("knobs", [{"zero_stage": [0]}, {"zero_stage": [1], "offload_param": ["none", "cpu"]}, CONDITIONAL])
+def test_whether_anything_but_the_baseline_can_run_is_what_enumeration_says(knobs, n_samples, baseline):
+    whole, setting = SearchSpace.parse(knobs, "test.yaml"), replace(CPU, n_samples=n_samples)
+    others = [c for c in whole.candidates(baseline) if c != baseline and why_illegal(c, setting) is None]
+    assert feasibility.holds_another(whole, baseline, setting) == bool(others)
+
+
+def test_that_nothing_can_run_is_proven_without_walking_through_the_space():
+    whole = compose("batch", "zero", "precision", "checkpointing", "compression", "buckets", "offload")
+    assert whole.size(BASELINE) > 10**8
+    assert not feasibility.holds_another(whole, Candidate(micro_batch_size=1), replace(CPU, n_samples=1))
+
+
 def test_pruning_loses_no_legal_candidate():
     whole = compose("zero", "precision", "offload")
     pruned = feasibility.pruned(whole, BASELINE, CPU)

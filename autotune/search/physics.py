@@ -34,6 +34,8 @@ from autotune.trial.result import Outcome
 MOST_CANDIDATES = 100_000
 DRAWN = 30_000
 NEIGHBOURS_OF = 4
+# Of a knob with more values than this, values at equal distances stand for all of them.
+MOST_NEIGHBOURS = 64
 
 
 class PhysicsSampler(LegalSampler):
@@ -176,7 +178,8 @@ class PhysicsSampler(LegalSampler):
         for candidate in leading:
             values = self._space.values_of(candidate)
             for name, value in values.items():
-                for other in self._space[name].all_values():
+                every = self._space[name].all_values()
+                for other in every[:: math.ceil(len(every) / MOST_NEIGHBOURS)]:
                     if other != value:
                         changed = self._space.candidate({**self._first_values(), **values, name: other}, self._default)
                         if changed not in self.guide.catalogue.row and why_illegal(changed, self._setting) is None:

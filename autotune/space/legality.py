@@ -129,7 +129,8 @@ def _travel_in_fp16(candidate: Candidate, config: Mapping[str, Scalar], setting:
 
 def _asked(config: Mapping[str, Scalar], name: str) -> Scalar:
     """The value of a setting of the data; None where it is as without it."""
-    return data.changes({key: value for key, value in config.items() if key == data.PREFIX + name}).get(name)
+    path = data.PREFIX + name
+    return data.changes({path: config[path]}).get(name) if path in config else None
 
 
 def _unused(config: Mapping[str, Scalar], setting: Setting) -> bool:

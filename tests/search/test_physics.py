@@ -13,6 +13,7 @@ from support.priors import flat, from_logs
 from autotune.forecast.features import PriorPrediction
 from autotune.forecast.predictor import AnalyticPrior
 from autotune.forecast.regression import probability_below
+from autotune.search import physics
 from autotune.search.observation import MEASURED_ATTR, Observation
 from autotune.search.optimizer import CandidateOptimizer, Outlook
 from autotune.search.physics import PhysicsSampler
@@ -422,6 +423,15 @@ def test_a_space_too_large_to_enumerate_is_searched_all_the_same(monkeypatch):
     study = study_for(sampler)
     tried = [step(study, sampler, space) for _ in range(6)]
     assert space.size(DEFAULT) > 10**6 and len(set(tried)) == 6
+
+
+def test_the_neighbours_in_a_long_range_are_a_few_for_all_of_it(monkeypatch):
+    monkeypatch.setattr(physics, "DRAWN", 200)
+    bucket = {"zero_optimization.reduce_bucket_size": {"range": [1_000, 500_000]}}
+    sampler, space = sampler_for({**KNOBS, **bucket, "zero_stage": [1, 2, 3]})
+    study = study_for(sampler)
+    tried = [step(study, sampler, space) for _ in range(6)]
+    assert len(set(tried)) == 6 and len(sampler.guide.catalogue.candidates) < 5_000
 
 
 def test_stated_intervals_hold_the_truth_about_as_often_as_they_say():

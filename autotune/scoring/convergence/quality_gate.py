@@ -254,7 +254,7 @@ def judge_gradient(found: GradientCheck | None, reference: GradientCheck | None,
         if not 1 / WIDEST_NORM_RATIO <= ratio <= WIDEST_NORM_RATIO:
             said = f"scales gradients wrongly: that of the first step is {ratio:.3g} times the reference's"
             steps = found.n_micro / max(1, reference.n_micro)
-            if steps != 1 and abs(math.log(ratio / steps)) < math.log(ALIKE_RATIO):
+            if steps != 1 and 1 / ALIKE_RATIO < ratio / steps < ALIKE_RATIO:
                 said += (
                     f", as {found.n_micro} to {reference.n_micro} micro-steps: the training adds up what it should average"
                     " (divide each loss by the number of micro-steps), or depends on the micro-batch, as BatchNorm does"

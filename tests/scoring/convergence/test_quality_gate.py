@@ -212,6 +212,8 @@ def test_a_gradient_that_was_rounded_once_or_carries_its_error_on_is_not() -> No
     )
     quantised = {"zero_optimization": {"zero_quantized_gradients": True}}
     assert judge_gradient(GradientCheck(error=0.4, norm=2.0, n_micro=1), CLEAN, quantised) == ""
+    nothing = GradientCheck(error=1.0, norm=0.0, n_micro=2 * CLEAN.n_micro)
+    assert "is 0 times the reference's" in judge_gradient(nothing, CLEAN, quantised)
 
 
 def config(**values: object) -> dict:

@@ -33,6 +33,7 @@ INHERITED_PATHS = (
     "zero_optimization.contiguous_gradients", "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.stage3_param_persistence_threshold", "zero_optimization.stage3_max_live_parameters",
     "zero_optimization.stage3_max_reuse_distance",
+    "prescale_gradients", "gradient_predivide_factor", "zero_optimization.reduce_scatter",
 )  # fmt: skip
 
 
@@ -125,6 +126,16 @@ def _travel_in_fp16(candidate: Candidate, config: Mapping[str, Scalar], setting:
     """Whether all gradients of a candidate travel in fp16; under autocast each has the type of its layer."""
     stated = {**dict(setting.base), **config}.get(WIRE) or candidate.precision
     return not candidate.precision.startswith("torch_autocast") and str(stated).lower() == "fp16"
+
+
+SCALED_EARLY = ("prescale_gradients", "gradient_predivide_factor")
+
+
+def _scattered_early(config: Mapping[str, Scalar], setting: Setting) -> bool:
+    """Whether gradients are divided before they are reduced, and scattered."""
+    held = {**dict(setting.base), **config}
+    early = bool(held.get(SCALED_EARLY[0])) or held.get(SCALED_EARLY[1]) not in (None, 1)
+    return early and held.get(f"{ZERO}reduce_scatter") is not False
 
 
 def _asked(config: Mapping[str, Scalar], name: str) -> Scalar:
@@ -263,6 +274,10 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: k.get(f"{ZERO}contiguous_gradients") is False and c.zero_stage < 3 and c.offload_optimizer != "none",
          "contiguous_gradients: with an offloaded optimizer DeepSpeed keeps them contiguous all the same",
          ("zero_stage", "offload_optimizer", f"{ZERO}contiguous_gradients")),
+    Rule(lambda c, k, s: c.zero_stage > 1 and _scattered_early(k, s),
+         "ZeRO stage {zero_stage} scatters gradients, and DeepSpeed then refuses prescale_gradients and another gradient_predivide_factor"
+         " than 1; leave them out, or state zero_optimization.reduce_scatter: false",
+         ("zero_stage", f"{ZERO}reduce_scatter", *SCALED_EARLY)),
     Rule(lambda c, k, s: "nvme" not in (c.offload_optimizer, c.offload_param)
          and any(name.startswith("aio.") for name, _ in c.config),
          "aio settings have no effect without offload to nvme", ("offload_optimizer", "offload_param", "aio.*")),

@@ -315,6 +315,12 @@ def test_the_interval_of_the_shift_holds_the_truth_as_often_as_it_says():
     assert 930 < held < 980
 
 
+def test_rounds_that_cannot_show_anything_are_not_run():
+    then = EarlierRatio(logs=(math.log(0.5),), across=True, step_time_s=1.0)
+    standing = comparison.check_drift(then, turns(lambda n: 0.5 + 0.04 * (n % 2), lambda n: 1.0))
+    assert standing.moved and standing.n_rounds == comparison.FEWEST
+
+
 def test_noise_that_could_hide_it_is_no_proof_that_nothing_moved():
     wide = EarlierRatio(logs=(math.log(0.45), math.log(0.55)), step_time_s=1.0)
     standing = comparison.check_drift(wide, turns(lambda n: 0.5 + 0.04 * (n % 2), lambda n: 1.0))

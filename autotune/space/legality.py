@@ -25,6 +25,7 @@ from autotune.space.torch_settings import TF32
 
 INHERITED_PATHS = (
     "data_types.grad_accum_dtype", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states",
+    "fp16.fp16_master_weights_and_grads",
     "zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path",
     "zero_optimization.offload_optimizer.pin_memory", "zero_optimization.offload_param.pin_memory",
     "optimizer.type", "optimizer.params.torch_adam", "zero_optimization.stage", *DEGREES, EXPERTS_SPLIT,
@@ -44,6 +45,7 @@ def inherited_settings(base: Mapping[str, Any]) -> tuple[tuple[str, Scalar], ...
 
 BATCH = ("micro_batch_size", "gradient_accumulation_steps", *REPLICA_DEGREES)
 MASTER_WEIGHTS = "bf16.bf16_master_weights_and_grads"
+FP16_MASTER_WEIGHTS = "fp16.fp16_master_weights_and_grads"
 OPTIMIZER_STATES = "bf16.bf16_optimizer_states"
 GRAD_ACCUM_DTYPE = "data_types.grad_accum_dtype"
 GRANULARITY = f"{ZERO}stage3_module_granularity_threshold"
@@ -294,10 +296,12 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: bool(k.get(MASTER_WEIGHTS)) and not k.get(OPTIMIZER_STATES) and c.offload_optimizer != "cpu",
          "bf16 master weights without bf16 optimizer states need the optimizer offloaded to the CPU",
          ("offload_optimizer", "precision", MASTER_WEIGHTS, OPTIMIZER_STATES)),
-    Rule(lambda c, k, s: bool(k.get(MASTER_WEIGHTS)) and c.offload_optimizer != "none"
+    Rule(lambda c, k, s: bool(k.get(FP16_MASTER_WEIGHTS)) and c.offload_optimizer == "none",
+         "fp16 master weights need the optimizer offloaded to the CPU", ("offload_optimizer", "precision", FP16_MASTER_WEIGHTS)),
+    Rule(lambda c, k, s: bool(k.get(MASTER_WEIGHTS) or k.get(FP16_MASTER_WEIGHTS)) and c.offload_optimizer != "none"
          and bool(s.own_optimizer or {**dict(s.base), **k}.get("optimizer.params.torch_adam")),
-         "bf16 master weights with an offloaded optimizer need DeepSpeed's own Adam; take optimizer.params.torch_adam, or the"
-         " target's optimizer, away", ("offload_optimizer", "precision", MASTER_WEIGHTS, *OPTIMIZER)),
+         "{precision} master weights with an offloaded optimizer need DeepSpeed's own Adam; take optimizer.params.torch_adam, or the"
+         " target's optimizer, away", ("offload_optimizer", "precision", MASTER_WEIGHTS, FP16_MASTER_WEIGHTS, *OPTIMIZER)),
     Rule(lambda c, k, s: k.get(GRAD_ACCUM_DTYPE) is not None and c.precision not in DTYPES,
          "grad_accum_dtype has an effect only with precision bf16 or fp16", ("precision", GRAD_ACCUM_DTYPE)),
     Rule(lambda c, k, s: k.get(GRAD_ACCUM_DTYPE) == "fp32" and c.zero_stage == 0,
@@ -414,7 +418,7 @@ def _inherited(candidate: Candidate, setting: Setting) -> dict[str, Scalar]:
     return {
         path: value
         for path, value in setting.base
-        if (path.startswith("bf16.") and candidate.precision == "bf16")
+        if path.startswith(f"{candidate.precision}.")
         or (path.startswith("data_types.") and candidate.precision in DTYPES)
         or (path.endswith("nvme_path") and candidate.zero_stage > 0)
     }

@@ -50,6 +50,7 @@ GPUS = Setting(accelerator="cuda", deepspeed_version="0.18.9", world_size=16, ra
 NODE = replace(GPUS, world_size=8)
 BF16 = {"precision": "bf16", "zero_stage": 1}
 MASTER, STATES = "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"
+FP16_MASTER = "fp16.fp16_master_weights_and_grads"
 TENSOR, SEQUENCE = "tensor_parallel.autotp_size", "sequence_parallel_size"
 STAGES, PARTITION = "pipeline.stages", "pipeline.partition"
 LEAVES = f"{ZERO}leaf_module.classes"
@@ -154,6 +155,9 @@ ILLEGAL = [
     ({f"{ZERO}overlap_comm": True, "zero_stage": 1}, CPU, "no streams"),
     ({f"{ZERO}stage3_max_live_parameters": 1, "zero_stage": 2}, GPUS, "stage 3"),
     ({f"{ZERO}stage3_module_granularity_threshold": 9, "zero_stage": 3}, GPUS, "granularity"),
+    ({"precision": "fp16", "zero_stage": 2, FP16_MASTER: True}, GPUS, "fp16 master weights need the optimizer offloaded"),
+    ({"precision": "fp16", "zero_stage": 2}, replace(GPUS, base=((FP16_MASTER, True),)), "fp16 master weights need"),
+    ({"precision": "fp16", **OFFLOADED, FP16_MASTER: True}, replace(GPUS, own_optimizer=True), "need DeepSpeed's own Adam"),
     ({"zero_stage": 3, "prescale_gradients": True}, GPUS, "scatters gradients"),
     ({"zero_stage": 2}, replace(CPU, base=(("gradient_predivide_factor", 2.0),)), "scatters gradients"),
     ({"bf16.immediate_grad_update": True}, GPUS, "precision bf16"),
@@ -223,6 +227,8 @@ LEGAL = [
     ({**OFFLOADED, PIN: True}, replace(GPUS, pins=True, base=((PIN, False),))),
     ({**OFFLOADED, PIN: False}, replace(GPUS, pins=True)),
     ({**OFFLOADED, "zero_stage": 3, f"{ZERO}contiguous_gradients": False}, GPUS),
+    ({"precision": "fp16", **OFFLOADED, FP16_MASTER: True}, GPUS),
+    ({"precision": "bf16", "zero_stage": 2}, replace(GPUS, base=((FP16_MASTER, True),))),
     ({"zero_stage": 1, "prescale_gradients": True}, GPUS),
     ({"zero_stage": 3, f"{ZERO}reduce_scatter": False}, replace(CPU, base=(("prescale_gradients", True),))),
     ({"zero_stage": 2}, replace(CPU, base=(("gradient_predivide_factor", 1.0), ("prescale_gradients", False)))),

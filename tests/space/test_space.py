@@ -357,7 +357,9 @@ def test_dead_values_are_those_that_no_legal_candidate_has(names, setting):
 
 @pytest.mark.parametrize("baseline", [BASELINE, replace(BASELINE, zero_stage=1), Candidate(micro_batch_size=1)])
 @pytest.mark.parametrize("n_samples", [1, 2, 10_000])
-@pytest.mark.parametrize("knobs", [{"zero_stage": [0]}, {"zero_stage": [1], "offload_param": ["none", "cpu"]}, CONDITIONAL])
+@pytest.mark.parametrize(
+    "knobs", [{"zero_stage": [0]}, {"zero_stage": [1], "offload_param": ["none", "cpu"]}, CONDITIONAL]
+)
 def test_whether_anything_but_the_baseline_can_run_is_what_enumeration_says(knobs, n_samples, baseline):
     whole, setting = SearchSpace.parse(knobs, "test.yaml"), replace(CPU, n_samples=n_samples)
     others = [c for c in whole.candidates(baseline) if c != baseline and why_illegal(c, setting) is None]

@@ -1,6 +1,8 @@
 """The project that a study belongs to: a folder of studies, told apart where several share one database."""
 
 import contextlib
+import fcntl
+import os
 import platform
 import uuid
 from pathlib import Path
@@ -18,7 +20,15 @@ ATTR = "autotune:project"
 def key_of(studies: Path) -> str:
     """The key of a folder of studies, which the folder keeps; a new one if it has none."""
     if not kept_key(studies):
-        files.write_text(studies / FILE, f"{uuid.uuid4().hex}\n")
+        studies.mkdir(parents=True, exist_ok=True)
+        folder = os.open(studies, os.O_RDONLY | os.O_CLOEXEC)
+        try:  # of two runs that begin at once the second takes the first one's key, or one's study would be a stranger's
+            with contextlib.suppress(OSError):  # not every file system locks
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            if not kept_key(studies):
+                files.write_text(studies / FILE, f"{uuid.uuid4().hex}\n")
+        finally:
+            os.close(folder)
     return kept_key(studies)
 
 

@@ -1,6 +1,8 @@
 """Two projects in one database are apart: names, `--fresh`, `delete`, schedules and their daemon."""
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,22 @@ def test_a_daemon_starts_its_own_studies_and_leads_beside_that_of_another_projec
 def test_a_damaged_key_is_replaced(tmp_path):
     (tmp_path / project.FILE).write_text("nonsense")
     assert project.key_of(tmp_path) == project.key_of(tmp_path)
+
+
+def test_runs_that_begin_at_once_in_a_new_folder_have_one_key(tmp_path, monkeypatch):
+    write, all_here = project.files.write_text, threading.Barrier(4)
+
+    def slowly(*args):
+        time.sleep(0.05)
+        write(*args)
+
+    def key(_):
+        all_here.wait()
+        return project.key_of(tmp_path / "studies")
+
+    monkeypatch.setattr(project.files, "write_text", slowly)
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(key, range(4)))) == 1
 
 
 def test_reading_another_projects_study_writes_no_key(shared, tmp_path):

@@ -285,7 +285,7 @@ CHOICES: dict[str, tuple[Scalar, ...]] = {
     "zero_stage": (0, 1, 2, 3),
     "precision": PRECISIONS,
     "offload_optimizer": DEVICES,
-    "offload_param": ("none", "cpu", "nvme"),
+    "offload_param": DEVICES,
 }
 AT_LEAST = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "checkpoint_every": 0}
 

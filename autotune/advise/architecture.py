@@ -39,7 +39,20 @@ ENCODER_DECODERS = re.compile(r"(flan|m|mt|by|code)?t5|m?bart|whisper|nllb|pegas
 UNLIKE = {
     "mamba_d_state": "blocks without attention", "ssm_cfg": "blocks without attention", "state_size": "blocks without attention",
     "attention_hidden_size": "blocks without attention", "num_hidden_groups": "blocks that share their weights",
+    "block_types": "blocks without attention", "block_configs": "blocks of different shapes",
 }  # fmt: skip
+# Families of which the parameters that are counted here are those of their class in transformers, within 3 %.
+COUNTED = frozenset(
+    "afmoe apertus arcee aria_text axk1 bert bert-generation biogpt bloom camembert codegen cohere cohere2 cohere2_moe convbert cwm"
+    " data2vec-text deberta deberta-v2 deepseek_v2 deepseek_v3 diffllama distilbert emu3 ernie ernie4_5 ernie4_5_moe eurobert exaone"
+    " exaone4 exaone_moe falcon flex_olmo fuyu gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode"
+    " gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granitemoe granitemoeshared helium ibert llama llama4 llama4_text"
+    " megatron-bert minimax_m2 mistral mixtral mllama modernbert modernbert-decoder mpnet mpt mra nystromformer olmo olmo2 olmo3"
+    " olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm roformer seed_oss smollm3"
+    " stablelm starcoder2 xglm xlm-roberta xlm-roberta-xl".split()
+)
+# Families of which models here have their published number, where their class is not in transformers or has no defaults.
+PUBLISHED = frozenset("baichuan chatglm dbrx internlm2 nemotron qwen".split())
 LARGEST = 5e13
 # By fact: the names that configuration files give it.
 KEYS = {
@@ -192,6 +205,8 @@ def essence(name: str) -> str:
 def find(name: str) -> Architecture:
     """The model that somebody names: a file, a name of the table as people spell it, or a size such as `7B`."""
     path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file() and ("/" in name or not _by_name().get(essence(name))):
+        raise UserError(f"{name}: a folder without a config.json")
     if path.suffix == ".json" or (path.is_dir() and (path / "config.json").is_file()):
         return read(path if path.suffix == ".json" else path / "config.json")
     if match := SIZE.fullmatch(name.strip()):
@@ -227,13 +242,15 @@ def typical(parameters: float) -> Architecture:
     if not 1e7 <= parameters <= 5e12:
         raise UserError(f"{parameters:.4g} parameters: a size between 10M and 5T is needed, as in 7B")
     vocab, best, least = 128_256 if parameters > 5e8 else 50_304, None, math.inf
-    for hidden in range(256, 32_769, 256):
-        heads = max(1, hidden // 128)
+    # From a width of 2,048 on, eight divides the heads, as it does in current models: so layers can be split in a node.
+    for hidden in (*range(256, 2048, 256), *range(2048, 32_769, 1024)):
+        heads = hidden // 128
+        shared = max(n for n in range(1, max(2, heads // 4 + 1)) if heads % n == 0)
         tied = parameters < 4e9
         a_layer = hidden * hidden * (2 + 2 / min(4, heads) + 10.5)
         layers = max(2, round((parameters - vocab * hidden * (1 if tied else 2)) / a_layer))
         shape = Architecture(
-            name=f"{parameters / 1e9:g}B", layers=layers, hidden=hidden, heads=heads, kv_heads=max(1, heads // 4),
+            name=f"{parameters / 1e9:g}B", layers=layers, hidden=hidden, heads=heads, kv_heads=shared,
             head_dim=128, intermediate=int(3.5 * hidden), vocab=vocab, tied=tied,
         )  # fmt: skip
         size = abs(math.log(shape.n_parameters / parameters))
@@ -258,19 +275,31 @@ def read(path: Path) -> Architecture:
     if config.get("is_encoder_decoder"):
         raise UserError(f"{path}: {NO_ENCODER_DECODERS}")
     inner = config.get("text_config")
-    note = "the language model alone is counted, not its encoders of images or sound" if inner else ""
+    is_part = inner or config.get("vision_config") or config.get("audio_config")
+    note = "the language model alone is counted, not its encoders of images or sound" if is_part else ""
     parts = [config.get(name) for name in ("attn_config", "ffn_config")]
     flat = {key: value for part in parts if isinstance(part, dict) for key, value in part.items()}
     return _of_config({**flat, **config, **(inner if isinstance(inner, dict) else {})}, path, note)
+
+
+def _whole(value: Any, name: str, path: Path) -> int:
+    """A whole number of a configuration that is not negative; 0 for one that is not there."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if value is not None and not (is_number and value >= 0 and value == int(value)):
+        raise UserError(f"{path}: {name}: {value!r} is no whole number")
+    return int(value or 0)
+
+
+def _first(config: Mapping[str, Any], keys: str) -> Any:
+    """The value of the first of some keys that has one; None where none has."""
+    return next((config[key] for key in keys.split() if config.get(key) is not None), None)
 
 
 def _facts(config: Mapping[str, Any], path: Path) -> dict[str, int]:
     """The whole numbers of a configuration by our names for them."""
     found: dict[str, int] = {}
     for name, keys in KEYS.items():
-        value = next((config[key] for key in keys.split() if config.get(key) is not None), 0)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
-            raise UserError(f"{path}: {name}: {value!r} is no whole number")
+        value = _whole(_first(config, keys), name, path)
         if not value and name in ("layers", "hidden", "heads", "vocab"):
             key = keys.split()[0]
             raise UserError(
@@ -278,8 +307,27 @@ def _facts(config: Mapping[str, Any], path: Path) -> dict[str, int]:
                 if config.get("text_config")
                 else f"{path}: no {key} in it, so it is no config.json of a transformer over tokens; a model.py can be any model"
             )
-        found[name] = int(value)
+        found[name] = value
     return found
+
+
+def _check_blocks(config: Mapping[str, Any], path: Path) -> None:
+    """Refuses a model whose blocks are not attention with a feed-forward network, or not alike."""
+    kinds = config.get("layer_types") or ()
+    reasons = [why for key, why in UNLIKE.items() if config.get(key)]
+    if any(not str(kind).endswith("attention") or kind == "linear_attention" for kind in kinds):
+        reasons.append("blocks without attention or with a linear one")
+    if reasons:
+        raise UserError(f"{path}: {reasons[0]}, which advise does not know; give a model.py, which is profiled")
+
+
+def _check_facts(found: Mapping[str, int], path: Path) -> None:
+    """Refuses numbers that no model can have together."""
+    if found["heads"] % found["kv_heads"]:
+        raise UserError(f"{path}: {found['heads']} heads cannot share {found['kv_heads']} heads of keys and values")
+    for part, whole in (("active_experts", "experts"), ("dense_layers", "layers")) if found["experts"] else ():
+        if found[part] > found[whole]:
+            raise UserError(f"{path}: {part} is {found[part]}, and there are {found[whole]} {whole}")
 
 
 def _is_gated(config: Mapping[str, Any], family: str) -> bool:
@@ -292,20 +340,25 @@ def _is_gated(config: Mapping[str, Any], family: str) -> bool:
 
 
 def _of_config(config: Mapping[str, Any], path: Path, note: str) -> Architecture:
-    for key, why in UNLIKE.items():
-        if config.get(key):
-            raise UserError(f"{path}: {why}, which advise does not know; give a model.py, which is profiled")
-    found, family = _facts(config, path), str(config.get("model_type", ""))
+    _check_blocks(config, path)
+    found, family = _facts(config, path), str(config.get("model_type") or "")
     found["head_dim"] = found["head_dim"] or max(1, found["hidden"] // found["heads"])
     if config.get("multi_query") is True and not config.get("new_decoder_architecture"):
         found["kv_heads"] = 1
     found["kv_heads"] = found["kv_heads"] or found["heads"]
-    found["intermediate"] = found["intermediate"] or int(float(config.get("expansion_ratio") or 4) * found["hidden"])
+    ratio = config.get("expansion_ratio") or 4
+    if not isinstance(ratio, int | float) or not 0 < ratio < math.inf:
+        raise UserError(f"{path}: expansion_ratio: {ratio!r} is no number above 0")
+    found["intermediate"] = found["intermediate"] or int(ratio * found["hidden"])
     if found["experts"]:
-        found |= _mixture(config, found)
-    mla = tuple(int(config.get(key) or 0) for key in MLA_KEYS) if config.get("kv_lora_rank") else ()
+        found |= _mixture(config, found, path)
+    _check_facts(found, path)
+    mla = tuple(_whole(config.get(key), key, path) for key in MLA_KEYS) if config.get("kv_lora_rank") else ()
     tied = config.get("tie_word_embeddings", family == "gpt_neo" or family.startswith(TIED))
     learned = family in LEARNED_POSITIONS
+    if family not in COUNTED | PUBLISHED:
+        kind = f"the family {family!r}" if family else "its family, as model_type is missing,"
+        note = "; ".join(filter(None, [note, f"{kind} is not known: counted as blocks of a usual transformer"]))
     shape = Architecture(
         name=str(config.get("_name_or_path") or path.parent.name or path.name), tied=bool(tied),
         gated=_is_gated(config, family), positions=found["context"] if learned else 0, mla=mla, note=note, **found,
@@ -315,16 +368,20 @@ def _of_config(config: Mapping[str, Any], path: Path, note: str) -> Architecture
     return shape
 
 
-def _mixture(config: Mapping[str, Any], found: Mapping[str, int]) -> dict[str, int]:
+def _mixture(config: Mapping[str, Any], found: Mapping[str, int], path: Path) -> dict[str, int]:
     """What a mixture of experts has beside a dense model."""
-    step = int(config.get("interleave_moe_layer_step") or config.get("decoder_sparse_step") or 1)
+
+    def number(keys: str) -> int:
+        return _whole(_first(config, keys), keys, path)
+
+    step = number("interleave_moe_layer_step") or number("decoder_sparse_step") or 1
     # Where the width of dense blocks has another name, the plain one is that of an expert.
-    plain = config.get("intermediate_size") if config.get("intermediate_size_mlp") else None
-    width = found["expert_intermediate"] or int(plain or found["intermediate"])
-    n_shared = config.get("n_shared_experts") or config.get("moe_num_shared_experts") or (1 if plain else 0)
+    plain = number("intermediate_size") if number("intermediate_size_mlp") else 0
+    width = found["expert_intermediate"] or plain or found["intermediate"]
+    n_shared = number("n_shared_experts") or number("moe_num_shared_experts") or (1 if plain else 0)
     return {
         "expert_intermediate": width,
-        "active_experts": found["active_experts"] or 2,
-        "shared_intermediate": int(config.get("shared_expert_intermediate_size") or int(n_shared) * width),
+        "active_experts": found["active_experts"] or min(2, found["experts"]),
+        "shared_intermediate": number("shared_expert_intermediate_size") or n_shared * width,
         "dense_layers": found["dense_layers"] or found["layers"] - found["layers"] // step,
     }

@@ -163,14 +163,16 @@ def _candidates(question: Question) -> Iterator[Candidate]:
     devices, fixed = question.devices, dict(question.settings)
     own: dict[str, Scalar]
     own = {name: fixed.pop(name) for name in ("micro_batch_size", "gradient_accumulation_steps") if name in fixed}
+    plainest = _plainest_stage(question)
     batches: dict[int, list[tuple[int, int]]] = {}
     for stage, every, (optimizer, param) in itertools.product(
         range(4), (0, 1, 2, 4), (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
     ):
-        is_alone = devices.count == 1 and stage and optimizer == "none" and "zero_stage" not in fixed
+        is_alone = devices.count == 1 and stage > plainest and optimizer == "none" and "zero_stage" not in fixed
         if is_alone or (stage == 0 and optimizer != "none") or (stage < 3 and param != "none"):
             continue
-        for extra in _extras(stage, devices, splits=question.splits and optimizer == "none"):
+        sends = devices.count > 1 or {optimizer, param} != {"none"}
+        for extra in _extras(stage if sends else 0, devices, splits=question.splits and optimizer == "none"):
             values = {
                 "zero_stage": stage, "checkpoint_every": every, "offload_optimizer": optimizer, "offload_param": param,
                 "precision": devices.precision, **extra, **fixed,
@@ -185,6 +187,16 @@ def _candidates(question: Question) -> Iterator[Candidate]:
                 batches[shared] = list(_batches(question, own, shared))
             for micro, steps in batches[shared]:
                 yield replace(shape, micro_batch_size=micro, gradient_accumulation_steps=steps)
+
+
+def _plainest_stage(question: Question) -> int:
+    """The lowest ZeRO stage that can run: 0, except where DeepSpeed refuses that, as in fp16."""
+    named = {name: value for name, value in question.settings.items() if name in FIELDS}
+    one = {"precision": question.devices.precision, **named, "micro_batch_size": 1, "gradient_accumulation_steps": 1}
+    one |= {"offload_optimizer": "none", "offload_param": "none"}
+    setting = question.setting()
+    legal = (n for n in range(4) if why_illegal(Candidate(**{**one, "zero_stage": n}), setting) is None)  # type: ignore[arg-type]
+    return next(legal, 0)
 
 
 def _shared(values: Mapping[str, Scalar]) -> int:
@@ -218,7 +230,8 @@ def _unsplit(stage: int, devices: Devices) -> Iterator[dict[str, Scalar]]:
 def _batches(question: Question, own: Mapping[str, Scalar], shared: int) -> Iterator[tuple[int, int]]:
     """Micro-batches with accumulation steps: of the global batch, or free up to `FREE_TOKENS` a step.
 
-    Ranks that share a copy of the model or a sequence, `shared` of them, share their samples.
+    Ranks that share a copy of the model or a sequence, `shared` of them, share their samples. The smallest micro-batch
+    is there in any case: many devices with one long sample each are more tokens than that.
     """
     count, total = max(1, question.devices.count // shared), question.global_batch
     if total is not None and total % count:
@@ -230,8 +243,10 @@ def _batches(question: Question, own: Mapping[str, Scalar], shared: int) -> Iter
             if total // count % micro == 0 and stated in (None, total // count // micro):
                 yield micro, total // count // micro
             continue
-        most = max(1, FREE_TOKENS // max(1, micro * count * question.profile.sequence))
-        for steps in {stated} if stated else {1, min(4, most), most}:
+        most = FREE_TOKENS // max(1, micro * count * question.profile.sequence)
+        if (stated or 1) > most and micro > micros[0]:
+            break
+        for steps in {stated} if stated else {1, max(1, min(4, most)), max(1, most)}:
             yield micro, steps
 
 
@@ -310,24 +325,34 @@ def _why_not(chosen: Choice, row: int) -> str:
 
 
 def fewest_devices(question: Question) -> tuple[int | None, int | None]:
-    """The fewest of these devices on which the model trains at all: with offload to the host, and without."""
+    """The fewest of these devices on which the model trains at all: with offload to the host, and without.
+
+    As for the best, degrees are looked at where nothing else fits.
+    """
     found: list[int | None] = [None, None]
     for count in _counts(MOST_COUNT, question.devices.per_node):
         fixed = {**question.settings, "micro_batch_size": 1, "gradient_accumulation_steps": 1, "checkpoint_every": 1}
         if question.profile.n_blocks == 0:
             fixed["checkpoint_every"] = 0
         asked = replace(question, devices=question.devices.of(count), global_batch=None, settings=fixed)
-        try:
-            table = forecast_all(asked)
-        except UserError:
-            continue
-        stays = np.array([c.offload_optimizer == c.offload_param == "none" for c in table.candidates])
-        for i, fits in enumerate((table.fits >= SURE, (table.fits >= SURE) & stays)):
-            if found[i] is None and fits.any():
-                found[i] = count
+        for splits in (False, True) if asked.devices.local > 1 else (False,):
+            with_offload, without = _who_fit(replace(asked, splits=splits))
+            found = [found[0] or (count if with_offload else None), found[1] or (count if without else None)]
+            if with_offload:
+                break
         if None not in found:
             break
     return found[0], found[1]
+
+
+def _who_fit(question: Question) -> tuple[bool, bool]:
+    """Whether any configuration surely fits, and whether one without offload does."""
+    try:
+        table = forecast_all(question)
+    except UserError:
+        return False, False
+    fitting = [table.candidates[int(row)] for row in np.flatnonzero(table.fits >= SURE)]
+    return bool(fitting), any(c.offload_optimizer == c.offload_param == "none" for c in fitting)
 
 
 def _counts(most: int, per_node: int) -> list[int]:

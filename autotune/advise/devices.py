@@ -9,7 +9,8 @@ from autotune.advise.names import closest
 from autotune.errors import UserError
 from autotune.forecast.communication import NODE_LATENCY_S
 from autotune.space.torch_settings import has_tf32
-from autotune.system.cards import Card, cards, find_card
+from autotune.system.cards import Card, cards, find_card, other_size
+from autotune.system.units import format_bytes
 from autotune.trial.profile import HOST_OP_S, Machine
 
 GIB, GB = 2.0**30, 1e9
@@ -20,6 +21,8 @@ BEHIND = (
     re.compile(r"(.*[A-Za-z].*?)(?:\s+x\s*|\s*[*:]\s*)(\d{1,5})\s*", re.IGNORECASE),
     re.compile(r"(.*[A-Za-z]\w*\d\w*)x(\d{1,3})\s*", re.IGNORECASE),
 )
+# What stands between two kinds of devices.
+SEVERAL = re.compile(r"(?<=\w)\s*(?:[,;+&]|\band\b)\s*(?=\w)", re.IGNORECASE)
 # Words for a machine of eight cards.
 WHOLE_NODE = re.compile(r"\b[dh]gx\b", re.IGNORECASE)
 MOST_DEVICES = 16_384
@@ -122,6 +125,11 @@ def device_card(name: str, stated: Mapping[str, float], option: str = "--gpus") 
     """
     memory, flops = stated.get("memory_bytes"), stated.get("flops")
     card = find_card(name) or find_card(re.sub(r"s\b", "", name, flags=re.IGNORECASE))  # `8 H100s`
+    if card and not memory and (size := other_size(name, card)):
+        raise UserError(
+            f"{option}: {name}: a {card.name} has {format_bytes(card.memory_bytes)}, not {size}; leave the size out, or"
+            " state it with --device-memory"
+        )
     if card is None:
         if not (memory and flops):
             near = closest(name.lower(), {each.name.lower(): each.name for each in cards()})
@@ -148,6 +156,9 @@ def read_gpus(text: str, nodes: int | None = None, option: str = "--gpus") -> tu
     """Devices in all, devices of a node, and the card's name of a text such as `8xA100-40`, `2x8xH100` or `4090`."""
     if nodes is not None and nodes < 1:
         raise UserError(f"--nodes {nodes}: at least 1 is needed")
+    text = text.replace("×", "x")
+    if several := SEVERAL.search(text):
+        raise UserError(f"{option} {text}: one kind of device is needed, and {several[0].strip()!r} stands between two")
     if behind := next(filter(None, (form.fullmatch(text) for form in BEHIND)), None):
         text = f"{behind[2]}x{behind[1]}"
     match = GPUS.fullmatch(text.strip())

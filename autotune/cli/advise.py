@@ -249,7 +249,9 @@ def _advice(
             "adapters need no optimizer states for the model's own weights: --method lora, or qlora, takes less"
         )
     if global_batch is None:
-        notes.append("the global batch is free, up to 1 M tokens a step; --global-batch N keeps yours")
+        notes.append(
+            "the global batch is free, up to 1 M tokens a step or one micro-batch a device; --global-batch N keeps yours"
+        )
     notes.append("intervals hold 95 %; `autotune run` on the machine itself measures")
     return Advice(
         model=asked.model, source=asked.source, chosen=chosen, others=others, goal=goal, sequence=asked.profile.sequence,

@@ -78,6 +78,12 @@ def find_card(name: str) -> Card | None:
     return max(found, key=lambda pair: pair[0])[1] if found else None  # the first of those alike
 
 
+def other_size(name: str, card: Card) -> str | None:
+    """Returns the memory that a name states, as `64gb`, where the card that it was taken for has another one."""
+    own = {f"{round(card.memory_bytes / 2**30)}gb"}.union(*card.aliases)
+    return next((word for word in sorted(_words(name) - own) if re.fullmatch(r"\d+gb", word)), None)
+
+
 def _words(name: str) -> frozenset[str]:
     """The words of a name in small letters; `80GB`, `80G`, `80GiB` and `80` are one word."""
     words = filter(None, re.split(r"[^a-z0-9.]+", name.lower()))

@@ -1,6 +1,7 @@
 """Shapes of models: the table against published parameter counts, names as people spell them, config.json."""
 
 import json
+import math
 
 import pytest
 
@@ -129,8 +130,60 @@ def test_the_words_of_other_families_are_known(tmp_path, family):
         ({**LLAMA, "hidden_size": 10**9, "num_hidden_layers": 10**9}, "which no transformer has"),
         ({**LLAMA, "mamba_d_state": 16}, "blocks without attention"),
         ({"text_config": {"vocab_size": 32000}}, "leaves out num_hidden_layers"),
+        ('{"hidden_size": NaN, "num_hidden_layers": 2}', "hidden: nan is no whole number"),
+        ({**LLAMA, "num_key_value_heads": math.inf}, "kv_heads: inf is no whole number"),
+        ({**LLAMA, "num_key_value_heads": 64}, "32 heads cannot share 64 heads"),
+        ({**LLAMA, "num_key_value_heads": 7}, "32 heads cannot share 7 heads"),
+        ({**LLAMA, "num_experts": 8, "num_experts_per_tok": 16}, "active_experts is 16, and there are 8 experts"),
+        ({**LLAMA, "num_experts": 8, "first_k_dense_replace": 99}, "dense_layers is 99, and there are 32 layers"),
+        ({**LLAMA, "num_experts": 8, "n_shared_experts": "x"}, "n_shared_experts: 'x' is no whole number"),
+        ({**LLAMA, "num_experts": 8, "decoder_sparse_step": "x"}, "decoder_sparse_step: 'x' is no whole number"),
+        ({**LLAMA, "kv_lora_rank": "x"}, "kv_lora_rank: 'x' is no whole number"),
+        ({**LLAMA, "intermediate_size": None, "expansion_ratio": "x"}, "expansion_ratio: 'x' is no number"),
+        ({**LLAMA, "layer_types": ["linear_attention", "full_attention"]}, "a linear one"),
+        ({**LLAMA, "layer_types": ["conv", "full_attention"]}, "blocks without attention"),
+        ({**LLAMA, "block_configs": [{}]}, "blocks of different shapes"),
     ],
 )
 def test_a_config_json_that_is_none_is_refused_in_a_sentence(tmp_path, config, said):
     with pytest.raises(UserError, match=said):
         read(tmp_path, config)
+
+
+@pytest.mark.parametrize("kind", ["sliding_attention", "chunked_attention", "attention"])
+def test_attention_over_a_window_is_attention(tmp_path, kind):
+    assert read(tmp_path, {**LLAMA, "layer_types": [kind, "full_attention"]}).n_parameters == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"model_type": "gemma4_text"}, "the family 'gemma4_text' is not known"),
+        ({"model_type": None}, "model_type is missing"),
+        ({"model_type": "qwen2", "vision_config": {"depth": 32}}, "the language model alone is counted"),
+    ],
+)
+def test_what_was_not_compared_or_is_left_out_is_said(tmp_path, changes, said):
+    note = read(tmp_path, {**LLAMA, **changes}).note
+    assert said in note if said else not note
+
+
+@pytest.mark.parametrize("family", sorted(architecture.COUNTED))
+def test_a_family_that_is_known_is_counted_as_its_class_has_it(tmp_path, family):
+    """A file with the defaults of the class, against that class without its memory."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    config = transformers.CONFIG_MAPPING[family]()
+    for name in ("AutoModelForCausalLM", "AutoModelForMaskedLM"):
+        if type(config) in getattr(transformers, name)._model_mapping:
+            with torch.device("meta"):
+                module = getattr(transformers, name).from_config(config)
+            (tmp_path / "config.json").write_text(json.dumps(config.to_dict(), default=str))
+            found = architecture.find(str(tmp_path / "config.json"))
+            assert found.n_parameters == pytest.approx(sum(p.numel() for p in module.parameters()), rel=0.03)
+            break
+    else:
+        pytest.fail(f"{family} is no model of text")

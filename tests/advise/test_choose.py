@@ -114,6 +114,33 @@ def test_a_global_batch_is_kept_and_one_that_does_not_divide_is_refused():
         best(asked(global_batch=12))
 
 
+@pytest.mark.parametrize("gpus", ["64xH100", "8xH100", "1xH100"])
+def test_a_free_global_batch_has_a_million_tokens_a_step_at_most(gpus):
+    question = asked("SmolLM2-135M", gpus)
+    chosen = best(question)[0]
+    batch = chosen.candidate.global_batch_size(question.devices.count)
+    assert batch * question.profile.sequence <= 2**20
+
+
+def test_many_devices_have_a_sample_each_though_that_is_more_than_a_million_tokens():
+    chosen = best(asked("Qwen/Qwen3-8B", "1024xH100"))[0].candidate
+    assert (chosen.micro_batch_size, chosen.gradient_accumulation_steps) == (1, 1)
+
+
+def test_one_device_without_bfloat16_needs_no_offload_for_what_fits_by_far():
+    question = asked("gpt2", "T4", sequence=1024)
+    chosen = best(question)[0].candidate
+    assert (chosen.precision, chosen.zero_stage, chosen.offload_optimizer) == ("fp16", 1, "none")
+    assert fewest_devices(question) == (1, 1)
+
+
+@pytest.mark.parametrize("gpus", ["T4", "A100-80"])
+def test_a_stage_that_is_settled_runs_on_one_device_without_offload(gpus):
+    settled = {"zero_stage": 1, "offload_optimizer": "none"}
+    chosen = best(asked("gpt2", gpus, sequence=1024, settings=settled))[0].candidate
+    assert (chosen.zero_stage, chosen.offload_optimizer) == (1, "none")
+
+
 def test_what_is_settled_stays_and_what_is_illegal_is_refused_with_its_reason():
     settings = {
         "zero_stage": 2,
@@ -130,6 +157,13 @@ def test_what_is_settled_stays_and_what_is_illegal_is_refused_with_its_reason():
 def test_the_fewest_devices_are_fewer_with_offload_and_grow_with_the_model():
     small, large = (fewest_devices(asked(model, "8xA100-80")) for model in ("Qwen3-8B", "Llama-3.3-70B"))
     assert small[0] < small[1] < large[1] and large[0] < large[1]
+
+
+def test_the_fewest_devices_count_what_fits_with_a_degree_alone():
+    question = asked("llama-3.1-8b", "8xH100", sequence=65_536)
+    assert best(question)[0].candidate.sequence_degree > 1
+    with_offload, without = fewest_devices(question)
+    assert without == with_offload <= 8
 
 
 def test_too_little_host_memory_rules_offload_out():

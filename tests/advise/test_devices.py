@@ -2,7 +2,7 @@
 
 import pytest
 
-from autotune.advise.devices import Devices, device_card, read_gpus
+from autotune.advise.devices import GIB, Devices, device_card, read_gpus
 from autotune.errors import UserError
 
 
@@ -30,6 +30,9 @@ from autotune.errors import UserError
         ("8x L40S", (8, 8, "L40S")),
         ("mi300x", (1, 1, "MI300X")),
         ("2x DGX H100", (16, 8, "H100-80GB")),
+        ("8×A100", (8, 8, "A100-80GB")),
+        ("GH200 480GB", (1, 1, "GH200-96GB")),
+        ("B200-192GB", (1, 1, "B200")),
     ],
 )
 def test_devices_are_read_as_people_write_them(written, meant):
@@ -41,6 +44,7 @@ def test_devices_are_read_as_people_write_them(written, meant):
     ("written", "nodes", "said"),
     [("", None, "devices are needed"), ("-1xH100", None, "devices are needed"), ("8xH100", 0, "--nodes 0"),
      ("0xH100", None, "0 devices"), ("9xH100", None, "whole number"),
+     ("8xA100,8xH100", None, "one kind of device"), ("8xA100 + 4xH100", None, "one kind of device"),
      ("2x8xH100", 2, "twice"), ("99999x1xH100", None, "99999 devices")],
 )  # fmt: skip
 def test_what_are_no_devices_is_refused(written, nodes, said):
@@ -51,6 +55,13 @@ def test_what_are_no_devices_is_refused(written, nodes, said):
 def test_an_unknown_card_gets_the_nearest_ones():
     with pytest.raises(UserError, match=r"unknown card 'H1000'.*H100-80.*--device-memory"):
         device_card("H1000", {})
+
+
+@pytest.mark.parametrize("card", ["A100-64", "H100 94GB", "4090-48GB"])
+def test_a_size_that_the_card_does_not_have_is_refused_unless_it_is_stated(card):
+    with pytest.raises(UserError, match="leave the size out, or state it with --device-memory"):
+        device_card(card, {})
+    assert device_card(card, {"memory_bytes": 64 * GIB}).usable_bytes == 64 * GIB
 
 
 @pytest.mark.parametrize(("card", "has"), [("H100", True), ("V100", False), ("MI300X", False)])

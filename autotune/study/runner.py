@@ -103,6 +103,12 @@ class Runner:
                 if n <= wanted
                 else f"resuming: {n} {there}, {wanted} were asked for"
             )
+            if changed := self.state.changed_machine():
+                name = self.state.plan.spec.name
+                self._events.say(
+                    f"not as when the study began: {', '.join(changed)}. Earlier trials may not compare with new ones:"
+                    f" `autotune retune {name}` measures the answer again, --fresh begins anew"
+                )
 
     def _restore(self) -> bool:
         if n := restore(self.state, self.proposer, self._teller):

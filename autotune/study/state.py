@@ -28,6 +28,10 @@ from autotune.study.storage import analysed, project, records
 from autotune.study.storage.leases import StudyLeases
 from autotune.study.storage.records import SearchRecord, StudyRecord
 from autotune.trial.result import Outcome
+from autotune.trial.workload import Environment, Workload
+
+# A data set that grew by less is the same one.
+DATA_GREW = 0.02
 
 
 class StudyState:
@@ -93,11 +97,21 @@ class StudyState:
         return True
 
     def differences(self, kept: StudyRecord) -> list[str]:
-        """The settings in which a study that was kept differs from this one, with both values where these are short."""
+        """What a study that was kept has other than this one, with both values where these are short.
+
+        That is settings, the text of the target, and what was found in it: model and data may come from other files.
+        """
         before = kept.fingerprint
         if kept.invocation is not None and "script" in before:  # earlier versions kept the whole path
             before = {**before, "script": {**before["script"], "working_dir": kept.invocation.from_script}}
-        return list(_differences(before, json.loads(json.dumps(self.plan.fingerprint()))))
+        found = list(_differences(before, json.loads(json.dumps(self.plan.fingerprint()))))
+        named = [f"the text of {self.spec.target.name}" if name == "target" else name for name in found]
+        return [*named, *_found_otherwise(kept.workload, self.plan.workload)]
+
+    def changed_machine(self) -> list[str]:
+        """What times depend on and is not as when the study began: device, threads, torch, DeepSpeed."""
+        kept = records.record(self.study)
+        return list(_machine_changes(kept.workload.environment, self.plan.workload.environment)) if kept else []
 
     def _check_same(self, kept: StudyRecord) -> None:
         if changed := self.differences(kept):
@@ -229,3 +243,30 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str =
             yield f"{above}{key} ({json.dumps(new)} instead of {json.dumps(old)})"
         else:
             yield f"{above}{key}"
+
+
+def _found_otherwise(before: Workload, now: Workload) -> Iterator[str]:
+    """What a target's model and data were found to be, where they are no longer that; what was not looked at is left out."""
+    if before.n_parameters != now.n_parameters:
+        yield f"the model ({now.n_parameters:,} parameters instead of {before.n_parameters:,})"
+    elif before.structure and now.structure and before.structure != now.structure:
+        yield "the structure of the model"
+    if before.data and now.data and before.data.fields != now.data.fields:
+        yield f"the samples ({'; '.join(now.data.fields)} instead of {'; '.join(before.data.fields)})"
+    sizes = before.n_samples, now.n_samples
+    if sizes[0] and sizes[1] and abs(sizes[1] - sizes[0]) > DATA_GREW * sizes[0]:
+        yield f"the number of samples ({sizes[1]:,} instead of {sizes[0]:,})"
+
+
+def _machine_changes(before: Environment, now: Environment) -> Iterator[str]:
+    """Words for what differs between two environments, as far as it changes times and is not the user's configuration."""
+    pairs = [
+        ("device", before.device_name, now.device_name),
+        ("OMP_NUM_THREADS", before.omp_num_threads, now.omp_num_threads),
+        *((name, before.versions.get(name), now.versions.get(name)) for name in ("torch", "deepspeed")),
+    ]
+    if before.accelerator == "cpu":
+        pairs.append(("processor cores", str(before.n_cores), str(now.n_cores)))
+    for name, old, new in pairs:
+        if old != new:
+            yield f"{name} {new or 'not set'} instead of {old or 'not set'}"

@@ -17,7 +17,7 @@ from autotune.study.storage import analysed, records
 from autotune.trial import result
 from autotune.trial.folder import TrialDir, write_record
 from autotune.trial.result import Outcome
-from autotune.trial.workload import Probed
+from autotune.trial.workload import DataShape, Probed
 
 
 def test_a_resumed_study_runs_only_what_is_missing(tmp_path):
@@ -97,6 +97,56 @@ def test_another_study_of_that_name_is_refused_and_what_differs_is_named(tmp_pat
     ):
         with pytest.raises(UserError, match=rf"study 's' exists, but differs in {named}.*--fresh"):
             run(tmp_path, trials=3, finalists=0, **change)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "named"),
+    [
+        ({}, {"n_parameters": 5}, r"the model \(5 parameters instead of "),
+        ({"structure": "a"}, {"structure": "b"}, "the structure of the model"),
+        ({"n_samples": 512}, {"n_samples": 300}, r"the number of samples \(300 instead of 512\)"),
+        (
+            {"data": DataShape(fields=("0 int64[32]",), lengths={}, n_seen=1)},
+            {"data": DataShape(fields=("0 int64[48]",), lengths={}, n_seen=1)},
+            r"the samples \(0 int64\[48\] instead of 0 int64\[32\]\)",
+        ),
+    ],
+)
+def test_a_model_or_data_that_other_files_changed_is_another_study(tmp_path, before, now, named):
+    """Neither the target's text nor a setting shows it: `model.py` imports a module, or reads a file."""
+
+    def ran(trials, **changes):
+        executor = Instant()
+        spec = spec_of(trials=trials, finalists=0)
+        runner_of(tmp_path, executor, planned={"workload": replace(WORKLOAD, **changes), "spec": spec}).run()
+        return len(executor.ran)
+
+    assert ran(2, **before) == 2
+    with pytest.raises(UserError, match=f"differs in {named}.*--fresh"):
+        ran(3, **{**before, **now})
+    assert ran(3, **before) == 1
+
+
+def test_a_machine_that_is_not_what_it_was_is_said_where_a_study_goes_on(tmp_path):
+    environment = WORKLOAD.environment
+    upgraded = replace(environment, omp_num_threads="2", versions={**environment.versions, "torch": "9.9"})
+    told = []
+    for trials, found in ((2, environment), (3, environment), (4, upgraded)):
+        planned = {"workload": replace(WORKLOAD, environment=found), "spec": spec_of(trials=trials, finalists=0)}
+        watcher = Watcher()
+        runner_of(tmp_path, Instant(), watcher=watcher, planned=planned).run()
+        told.append([line for line in watcher.said if "not as when the study began" in line])
+    assert [len(lines) for lines in told] == [0, 0, 1]
+    assert "OMP_NUM_THREADS 2 instead of not set" in told[2][0]
+    assert "torch 9.9 instead of" in told[2][0]
+
+
+def test_a_data_set_that_grew_a_little_is_the_same(tmp_path):
+    for trials, n_samples in ((2, 1000), (3, 1010)):
+        executor = Instant()
+        planned = {"workload": replace(WORKLOAD, n_samples=n_samples), "spec": spec_of(trials=trials, finalists=0)}
+        runner_of(tmp_path, executor, planned=planned).run()
+    assert len(executor.ran) == 1
 
 
 def test_a_study_of_a_script_goes_on_where_its_project_was_moved_but_not_in_another_folder(tmp_path):

@@ -186,6 +186,8 @@ def predict(
         UserError: A knob or value is wrong, or the configuration cannot run here; in one sentence.
     """
     _outside_of_trials()
+    if set is not None and not isinstance(set, Mapping):
+        raise UserError(f"set: knobs by name are needed, as in {{'zero_stage': 3}}, not {set!r}")
     settings = {str(key): _plain(value, f"set: {key}") for key, value in (set or {}).items()}
     for key, value in settings.items():
         if not isinstance(value, Scalar):

@@ -108,6 +108,8 @@ def test_every_key_of_a_study_file_is_an_argument_and_its_default_is_that_nothin
 
 @pytest.mark.parametrize("given", [print, 3, ["print"]])
 def test_callbacks_that_are_no_list_of_functions_are_refused_before_a_study_begins(engine, given):
+    with pytest.raises(autotune.UserError, match="set: knobs by name are needed"):
+        autotune.predict("model.py", set=["zero_stage=3"])
     with pytest.raises(autotune.UserError, match="callbacks: give a list of functions"):
         autotune.run(TARGET, callbacks=given)
     assert not list(Path.cwd().iterdir())
@@ -199,6 +201,8 @@ def test_a_pick_is_exported_as_the_command_does(tuned, tmp_path, capsys):
         tuned.ds_config("best")
     with pytest.raises(UserError, match="not both"):
         autotune.export(tuned, pick="drop_in", trial=1)
+    with pytest.raises(UserError, match="trial '1' is no whole number"):
+        tuned.ds_config(trial="1")
     with pytest.raises(UserError, match="unknown format 'yaml'"):
         autotune.export(tuned, format="yaml")
     with pytest.raises(UserError, match="irectory"):

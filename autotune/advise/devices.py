@@ -9,7 +9,7 @@ from autotune.advise.names import closest
 from autotune.errors import UserError
 from autotune.forecast.communication import NODE_LATENCY_S
 from autotune.space.torch_settings import has_tf32
-from autotune.system.cards import Card, cards, find_card, other_size
+from autotune.system.cards import Card, cards, find_card, unread_number
 from autotune.system.units import format_bytes
 from autotune.trial.profile import HOST_OP_S, Machine
 
@@ -125,10 +125,10 @@ def device_card(name: str, stated: Mapping[str, float], option: str = "--gpus") 
     """
     memory, flops = stated.get("memory_bytes"), stated.get("flops")
     card = find_card(name) or find_card(re.sub(r"s\b", "", name, flags=re.IGNORECASE))  # `8 H100s`
-    if card and not memory and (size := other_size(name, card)):
+    if card and not memory and (number := unread_number(name, card)):
         raise UserError(
-            f"{option}: {name}: a {card.name} has {format_bytes(card.memory_bytes)}, not {size}; leave the size out, or"
-            " state it with --device-memory"
+            f"{option}: {name}: {number} is not read, as a {card.name} has {format_bytes(card.memory_bytes)}; write the number"
+            " of devices as in 8xA100-40, and state another memory with --device-memory"
         )
     if card is None:
         if not (memory and flops):

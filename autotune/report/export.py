@@ -436,6 +436,8 @@ def pick_or_trial(report: StudyReport, pick: str | None, number: int | None) -> 
     """The point to export."""
     name, picks, baseline = report.name, report.picks, report.baseline
     if number is not None:
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise UserError(f"export: trial {number!r} is no whole number")
         every = [*picks.values(), *report.front, *report.trials]
         found = next((point for point in every if point["trial"] == number), None)
         if found is None:

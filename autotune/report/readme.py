@@ -31,7 +31,7 @@ def render(report: StudyReport) -> str:
         f"# {_plain(report.name)}",
         _lead(report),
         _answer(report),
-        "## The front",
+        "## The front, the picks and the baseline",
         _front(report),
         "## The picks",
         *(_pick(report, names, pick) for names, pick in report.picks_by_trial()),

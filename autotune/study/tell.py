@@ -28,6 +28,7 @@ from autotune.study.state import StudyState
 from autotune.study.storage import records
 from autotune.study.storage.leases import Lease
 from autotune.system.signals import undisturbed
+from autotune.system.units import rounded
 from autotune.trial import failures
 from autotune.trial.folder import TrialDir, result_in
 from autotune.trial.result import RAN, Outcome, TrialResult
@@ -41,8 +42,8 @@ ORDINARY_PHASES = ("steady", "data", "forward", "backward", "step")
 ABANDONED = "the run ended before the trial did"
 # Metrics that become short attributes of a trial: metric, attribute, its unit, decimals.
 READABLE = (
-    ("step_time_s", "step time (ms)", 1e-3, 2), ("samples_per_s", "throughput (samples/s)", 1.0, 2),
-    ("peak_memory_bytes", "peak memory (MiB)", 2**20, 1),
+    ("step_time_s", "step time (ms)", 1e-3), ("samples_per_s", "throughput (samples/s)", 1.0),
+    ("peak_memory_bytes", "peak memory (MiB)", 2**20),
 )  # fmt: skip
 
 
@@ -256,9 +257,9 @@ def _readable_attrs(candidate: Candidate, data: Mapping[str, Any]) -> dict[str, 
     """
     found: dict[str, Any] = {"configuration": candidate.describe()}
     measured = data["metrics"]
-    for name, key, scale, digits in READABLE:
+    for name, key, scale in READABLE:
         if name in measured:
-            found[key] = round(measured[name] / scale, digits)
+            found[key] = rounded(measured[name] / scale)
     return found
 
 

@@ -78,10 +78,10 @@ def find_card(name: str) -> Card | None:
     return max(found, key=lambda pair: pair[0])[1] if found else None  # the first of those alike
 
 
-def other_size(name: str, card: Card) -> str | None:
-    """Returns the memory that a name states, as `64gb`, where the card that it was taken for has another one."""
+def unread_number(name: str, card: Card) -> str | None:
+    """Returns a number of a name that the card which it was taken for does not have: another memory, or a count."""
     own = {f"{round(card.memory_bytes / 2**30)}gb"}.union(*card.aliases)
-    return next((word for word in sorted(_words(name) - own) if re.fullmatch(r"\d+gb", word)), None)
+    return next((word for word in sorted(_words(name) - own) if re.fullmatch(r"\d+gb|\d", word)), None)
 
 
 def _words(name: str) -> frozenset[str]:

@@ -73,6 +73,13 @@ def format_quantity(value: float, unit: str) -> str:
     return scale_for(unit, [value]).quantity(value)
 
 
+def rounded(value: float, decimals: int = 2) -> float:
+    """Returns a number for who prints all its digits: to so many decimals, and a small one to three significant digits."""
+    if not value or not math.isfinite(value):
+        return value
+    return round(value, max(decimals, 2 - math.floor(math.log10(abs(value)))))
+
+
 def format_bytes(n_bytes: float) -> str:
     """Returns a size with three significant digits: `15.6 GiB`."""
     return format_quantity(n_bytes, "B")

@@ -57,9 +57,9 @@ def test_an_unknown_card_gets_the_nearest_ones():
         device_card("H1000", {})
 
 
-@pytest.mark.parametrize("card", ["A100-64", "H100 94GB", "4090-48GB"])
-def test_a_size_that_the_card_does_not_have_is_refused_unless_it_is_stated(card):
-    with pytest.raises(UserError, match="leave the size out, or state it with --device-memory"):
+@pytest.mark.parametrize("card", ["A100-64", "H100 94GB", "4090-48GB", "8/A100", "A100-8"])
+def test_a_size_or_number_that_would_be_passed_over_is_refused_unless_the_memory_is_stated(card):
+    with pytest.raises(UserError, match=r"is not read, as a .* has .*--device-memory"):
         device_card(card, {})
     assert device_card(card, {"memory_bytes": 64 * GIB}).usable_bytes == 64 * GIB
 

@@ -14,7 +14,7 @@ from support.instant import STEPS, Instant, report, runner_of
 from autotune.cli.presets import answer_words
 from autotune.report import load, readme
 from autotune.report.dashboard.overlay import _trial_attrs, _values
-from autotune.report.data import pick_words, speedup_words, times
+from autotune.report.data import measured, pick_words, speedup_words, times
 from autotune.report.files import write_answer, write_report
 from autotune.report.notebook import headline, lead
 from autotune.report.page.render import studies
@@ -88,7 +88,9 @@ def test_pages_and_notes_print_that_number(study):
         rate = next(each for each in compared(found, row, [RATE]))
         cell = rate.scale.quantity(rate.value)
         assert cell in readme.trial_note(found, row, "")
-        assert _trial_attrs(found, row, row)["speed-up"] == round(point["speedup"], 3)
+        attrs = _trial_attrs(found, row, row)
+        assert attrs["speed-up"] == round(point["speedup"], 3)
+        assert attrs["step time (ms)"] == pytest.approx(1e3 * measured(row)["step_time_s"], rel=5e-3)
         line = next(line for line in terminal.splitlines() if re.match(rf"\s*{point['trial']}\s", line))
         assert times(point["speedup"]) in line
 

@@ -71,3 +71,19 @@ def test_latencies_are_times(text: str, seconds: float) -> None:
     assert units.parse_latency(text, "--x") == pytest.approx(seconds)
     with pytest.raises(UserError, match="--x soon: a time is needed"):
         units.parse_latency("soon", "--x")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (332.63001, 332.63),
+        (0.063001, 0.063),
+        (0.0041234, 0.00412),
+        (0.0, 0.0),
+        (-0.00512345, -0.00512),
+        (4309.3035, 4309.3),
+    ],
+)
+def test_a_small_number_keeps_three_digits_where_all_are_printed(value: float, shown: float) -> None:
+    """A CPU time of 4 ms was 0.0 s among a trial's attributes, and a throughput of 0.004 samples/s nothing."""
+    assert units.rounded(value) == shown

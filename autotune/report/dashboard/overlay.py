@@ -15,14 +15,14 @@ from typing import Any
 import optuna
 
 from autotune.report import figures, fronts, readme
-from autotune.report.data import Data, StudyReport, end_words, measured, metric_scale, words
+from autotune.report.data import Data, StudyReport, end_words, measured, words
 from autotune.report.export import deepspeed_config
 from autotune.scoring.metrics import METRICS
 from autotune.study.lock import run_under_way
 from autotune.study.storage import records
 from autotune.study.storage.optuna_tables import note_attrs, note_of
 from autotune.system import redaction
-from autotune.system.units import BYTE_UNITS, format_duration
+from autotune.system.units import BYTE_UNITS, format_duration, rounded
 
 # Where optuna-dashboard looks for the files of a study or a trial (optuna.artifacts).
 ARTIFACT_PREFIX = "artifacts:"
@@ -249,7 +249,7 @@ def _trial_attrs(report: StudyReport, row: Data, point: Data) -> dict[str, Any]:
         divisor, unit = (
             BYTE_UNITS[2] if metric.unit == "B" else (1e-3, "ms") if name == "step_time_s" else (1.0, metric.unit)
         )
-        found[f"{metric.label} ({unit})"] = round(value / divisor, max(2, metric_scale(name, [value]).decimals))
+        found[f"{metric.label} ({unit})"] = rounded(value / divisor)
     if (n_measured := point.get("measurements") or 0) > 1:
         found["measurements"] = n_measured
     if gate := row.get("gate"):

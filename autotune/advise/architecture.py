@@ -223,7 +223,7 @@ def _unknown(name: str, wanted: str, begin_so: list[str]) -> str:
     """What is said of a name that is in no table, or that several models have."""
     if not wanted:
         return "a model is needed: a name, a config.json, a size such as 7B, or a model.py"
-    if ENCODER_DECODERS.fullmatch(re.split(r"[\s_-]", name.rsplit("/", 1)[-1])[0]):
+    if any(ENCODER_DECODERS.fullmatch(word) for word in re.split(r"[\s_-]", name.rsplit("/", 1)[-1])):
         return f"{name}: {NO_ENCODER_DECODERS}"
     if begin_so:
         more = f" and {len(begin_so) - 6} more" if len(begin_so) > 6 else ""

@@ -127,8 +127,8 @@ def device_card(name: str, stated: Mapping[str, float], option: str = "--gpus") 
     card = find_card(name) or find_card(re.sub(r"s\b", "", name, flags=re.IGNORECASE))  # `8 H100s`
     if card and not memory and (number := unread_number(name, card)):
         raise UserError(
-            f"{option}: {name}: {number} is not read, as a {card.name} has {format_bytes(card.memory_bytes)}; write the number"
-            " of devices as in 8xA100-40, and state another memory with --device-memory"
+            f"{option}: {name}: {number!r} is not the memory of the {card.name} ({format_bytes(card.memory_bytes)}) and not read as"
+            " a number of devices: write 8xA100-40, or state the memory with --device-memory"
         )
     if card is None:
         if not (memory and flops):

@@ -64,6 +64,7 @@ def test_an_unknown_name_gets_the_nearest_ones():
         ("phi-3", "which of microsoft/Phi-3-mini-4k-instruct, microsoft/Phi-3-medium-4k-instruct"),
         ("falcon-180b", r"nearest are tiiuae/falcon-40b.*its size alone \(180B\)"),
         ("t5-11b", "an encoder with a decoder"),
+        ("google/flan-t5-xl", "an encoder with a decoder"),
         ("openai/whisper-large-v3", "an encoder with a decoder"),
         (" ", "a model is needed"),
     ],

@@ -59,7 +59,9 @@ def test_an_unknown_card_gets_the_nearest_ones():
 
 @pytest.mark.parametrize("card", ["A100-64", "H100 94GB", "4090-48GB", "8/A100", "A100-8"])
 def test_a_size_or_number_that_would_be_passed_over_is_refused_unless_the_memory_is_stated(card):
-    with pytest.raises(UserError, match=r"is not read, as a .* has .*--device-memory"):
+    with pytest.raises(
+        UserError, match=r"is not the memory of the .* and not read as a number of devices.*--device-memory"
+    ):
         device_card(card, {})
     assert device_card(card, {"memory_bytes": 64 * GIB}).usable_bytes == 64 * GIB
 

@@ -201,7 +201,7 @@ def test_a_pick_is_exported_as_the_command_does(tuned, tmp_path, capsys):
         tuned.ds_config("best")
     with pytest.raises(UserError, match="not both"):
         autotune.export(tuned, pick="drop_in", trial=1)
-    with pytest.raises(UserError, match="trial '1' is no whole number"):
+    with pytest.raises(UserError, match="no finished trial '1'; it has 0 to"):
         tuned.ds_config(trial="1")
     with pytest.raises(UserError, match="unknown format 'yaml'"):
         autotune.export(tuned, format="yaml")

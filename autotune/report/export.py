@@ -436,14 +436,12 @@ def pick_or_trial(report: StudyReport, pick: str | None, number: int | None) -> 
     """The point to export."""
     name, picks, baseline = report.name, report.picks, report.baseline
     if number is not None:
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise UserError(f"export: trial {number!r} is no whole number")
         every = [*picks.values(), *report.front, *report.trials]
         found = next((point for point in every if point["trial"] == number), None)
         if found is None:
             numbers = [row["trial"] for row in report.trials]
             known = f"it has {min(numbers)} to {max(numbers)}" if numbers else "it has none"
-            raise StoreError(f"study {name!r} has no finished trial {number}; {known}")
+            raise StoreError(f"study {name!r} has no finished trial {number!r}; {known}")
         return dict(found)
     named = dict(picks) | ({"baseline": baseline} if baseline else {})
     if (pick or "recommended") not in named:

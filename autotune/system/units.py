@@ -74,7 +74,7 @@ def format_quantity(value: float, unit: str) -> str:
 
 
 def rounded(value: float, decimals: int = 2) -> float:
-    """Returns a number for who prints all its digits: to so many decimals, and a small one to three significant digits."""
+    """Returns a number rounded to `decimals`, a small one to three significant digits, for pages that print all digits."""
     if not value or not math.isfinite(value):
         return value
     return round(value, max(decimals, 2 - math.floor(math.log10(abs(value)))))

@@ -141,7 +141,7 @@ class ProgressView(EventSink):
             words += " (baseline)" if progress.role == "baseline" else ""
         else:
             figures = f"  {end:>{FIGURES - 2}}"
-        words += f": {progress.reason[:LONGEST_REASON]}" if progress.reason else ""
+        words += f": {textwrap.shorten(progress.reason, LONGEST_REASON, placeholder=' ...')}" if progress.reason else ""
         line = Text(f"{progress.number:>{TRIAL}}").append(figures, style=STYLES.get(progress.outcome, "red"))
         room = self.console.width - INDENT - 2
         if self._live is None:

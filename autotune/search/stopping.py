@@ -63,7 +63,8 @@ def settled(
     if not now.settled(below) or not (guide.quick or guide.outlook(told[:-1], busy).settled(below)):
         return None
     if now.loss < below:
-        return f"more trials are expected to improve the answer by {now.loss:.1%}, less than {100 * below:.3g}% (stop_below)"
+        gain = f"{math.floor(1e4 * now.loss) / 1e4:.2%}"  # not rounded up, as that might read as the limit itself
+        return f"more trials are expected to improve the answer by {gain}, less than {100 * below:.3g}% (stop_below)"
     return (
         f"no further trial is expected to improve the answer by more than {now.next_gain:.2%} (all of them together by"
         f" {now.loss:.1%})"

@@ -197,7 +197,7 @@ class Teller:
         first = result_in(state.trial_path(0)) if result.outcome is Outcome.COMPLETE else None
         if first is None:
             return 0.0
-        off = first_losses_off(result.losses, first.losses, same_numerics=state.plan.drops_in(candidate))
+        off = first_losses_off(result.losses, first.losses, same_numerics=state.plan.same_numerics(candidate))
         if off and not any(records.told_data(told).get("loss_off") for told in state.told()):
             rest = "" if abs(off) >= ANOTHER_OBJECTIVE else ". Other micro-batches have to pass the quality gate"
             self._events.say(

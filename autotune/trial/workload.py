@@ -347,6 +347,7 @@ class Workload:
         block_class: Class of these blocks.
         block_share: Their share of the parameters.
         float_buffers: The model has floating-point buffers, as batch normalisation does.
+        batch_norm: Class of its layers that are trained by the statistics of a micro-batch; empty without any.
         client_optimizer: The target defines `optimizer`.
         optimizer: Class of that optimizer, if it could be made without data.
         learning_rates: Rates that its parameter groups begin with.
@@ -370,6 +371,7 @@ class Workload:
     float_buffers: bool
     client_optimizer: bool
     environment: Environment
+    batch_norm: str = ""
     optimizer: str = ""
     learning_rates: tuple[float, ...] = ()
     caveats: list[str] = field(default_factory=list)

@@ -57,6 +57,12 @@ def test_a_trial_is_a_line_in_words():
     assert baseline.index("micro") == failed.index("micro") == head.index("configuration")
 
 
+def test_a_long_reason_is_cut_between_words_and_shows_that_it_was():
+    reason = f"AssertionError: The parameter\n        {'was already reduced ' * 20}"
+    line = shown(ended(1, outcome=Outcome.CRASHED, reason=reason), width=400).splitlines()[-1]
+    assert "AssertionError: The parameter was already reduced was" in line and line.endswith(" ...")
+
+
 def test_a_trial_that_can_be_no_pick_says_so_where_it_ends(tmp_path):
     """The fastest trial of a study was passed by, and neither its line nor the study's notes had a word of it."""
 

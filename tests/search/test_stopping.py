@@ -1,15 +1,22 @@
-"""What a running trial must be able to beat."""
+"""When a study ends, and what a running trial must be able to beat."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from support.made_up import measured
 
 from autotune.forecast.predictor import AnalyticPrior
-from autotune.search.optimizer import CandidateOptimizer
-from autotune.search.stopping import bounds_to_beat
+from autotune.search.optimizer import CandidateOptimizer, Outlook
+from autotune.search.stopping import bounds_to_beat, settled
 from autotune.space.candidate import Candidate
 from autotune.trial.profile import Machine, Profile
+
+
+def test_a_gain_just_below_the_limit_does_not_read_as_the_limit():
+    left = Outlook(loss=0.0299996, next_gain=0.02, n_left=5, explored=True, n_ran=9, covered=0.9, quick=True)
+    guide = SimpleNamespace(outlook=lambda told, busy: left, quick=True)
+    assert "by 2.99%, less than 3%" in settled(guide, [], [], below=0.03)
 
 
 @pytest.mark.parametrize(("within", "factor"), [(1.01, 1.05), (1.2, 1.2), (4.0, 1.5)])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.instant import SPACE, Instant, failed, report
+from support.instant import SPACE, WORKLOAD, Instant, failed, report
 from support.studies import run
 
 from autotune.scoring import recommend
@@ -104,6 +104,29 @@ def test_where_the_loss_depends_on_the_micro_batch_no_other_one_drops_in(repeats
     assert len(others) == 1 and others[0].doubt and executor.gated == [], "and no further one is tried"
     assert not others[0].repeats, "nor this one again, as it is refused in any case"
     assert len([text for text in watcher.said if "the loss depends on the micro-batch" in text]) == 1
+
+
+def test_batch_norm_makes_other_micro_batches_pass_the_gate_though_the_first_losses_do_not_show_it(tmp_path, unhurried):
+    def faster_with_more(candidate):
+        step_s = candidate.gradient_accumulation_steps * (1.0 if candidate.checkpoint_every else 0.9)
+        curve = [1 + 2 / (1 + i) for i in range(24)]
+        return report(candidate, losses=curve, step_times_s=[step_s * (1 + 0.1 * np.sin(7 * i)) for i in range(24)])
+
+    space = [{"micro_batch_size": [4, 8], "gradient_accumulation_steps": [1, 2], "checkpoint_every": [0, 1]}]
+    runner, executor, _ = run(
+        tmp_path, Instant(faster_with_more), trials=5, space=space,
+        baseline=Candidate(micro_batch_size=4, gradient_accumulation_steps=2, checkpoint_every=1),
+        planned={
+            "workload": replace(WORKLOAD, batch_norm="BatchNorm2d"),
+            "setting": Setting(n_blocks=4, n_samples=4096, global_batch=(8, 8)),
+        },
+    )  # fmt: skip
+    found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
+    best, same = (found.picks[name].measured for name in ("recommended", "drop_in"))
+    assert executor.gated and best.candidate.micro_batch_size == 8 and best.verdict.passed
+    assert same.candidate.micro_batch_size == 4
+    plan = runner.state.plan
+    assert plan.drops_in(same.candidate) and not plan.drops_in(best.candidate) and plan.same_numerics(best.candidate)
 
 
 def test_that_the_loss_depends_on_the_micro_batch_shows_in_another_precision_too(tmp_path, unhurried):

@@ -88,12 +88,19 @@ class Plan:
         return self.workload.ds_config(candidate, self.base_config)
 
     def drops_in(self, candidate: Candidate) -> bool:
-        """Returns whether a candidate trains as the baseline does: with its global batch and its numerics."""
+        """Returns whether a candidate trains as the baseline does: with its global batch, its numerics and its batch statistics."""
         own, world = self.baseline, self.data_parallel
         return (
             candidate.global_batch_size(world) == own.global_batch_size(world)
-            and candidate.precision == own.precision  # what follows takes longer, and thousands are asked
-            and trains_alike(candidate, own, self.ds_config(candidate), self.ds_config(own), self.workload)
+            and not (self.workload.batch_norm and candidate.micro_batch_size != own.micro_batch_size)
+            and self.same_numerics(candidate)
+        )
+
+    def same_numerics(self, candidate: Candidate) -> bool:
+        """Returns whether a candidate trains with the baseline's numerics, whatever its batch."""
+        own = self.baseline
+        return candidate.precision == own.precision and (  # the rest takes longer, and thousands are asked
+            trains_alike(candidate, own, self.ds_config(candidate), self.ds_config(own), self.workload)
         )
 
     def same_samples(self, candidate: Candidate) -> bool:

@@ -57,7 +57,8 @@ def measured(study: Study, folder: Path, kept: StudyRecord, before: Reading | No
     known = zip(told, _foretold(kept, told, before), _sittings(told, kept), strict=True)
     found = [replace(seen[each.number], forecast=forecast, sitting=sitting) for each, forecast, sitting in known]
     most = max((m.loss_off for m in found), key=abs, default=0.0)
-    return _apart_by_micro_batch(found, Candidate.from_key(kept.baseline), most) if most else found
+    depends = most or kept.workload.batch_norm
+    return _apart_by_micro_batch(found, Candidate.from_key(kept.baseline), most) if depends else found
 
 
 def _apart_by_micro_batch(found: Sequence[Measured], baseline: Candidate, most: float) -> list[Measured]:

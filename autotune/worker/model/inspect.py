@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from autotune.errors import UserError
 from autotune.system.device import Devices
@@ -50,7 +51,7 @@ def inspect_model(request: TrialRequest) -> Workload:
     own, rates = _own_optimizer(target, model)
     data = samples.describe(loader.samples(), loader.cannot(model), loader.collate)
     split = splitting(target, model)
-    found = with_experts(found, model)
+    found = with_batch_norm(with_experts(found, model), model)
     found = replace(found, environment=replace(found.environment, free_bytes=free))
     return replace(found, optimizer=own, learning_rates=rates, data=data, splitting=split)
 
@@ -86,6 +87,22 @@ def workload_of(
         module_classes=_module_classes(model),
         caveats=[] if blocks else ["the model has no repeated block, so activation checkpointing is not tuned"],
     )
+
+
+def with_batch_norm(workload: Workload, model: torch.nn.Module) -> Workload:
+    """Returns the workload with the layers of its model that normalise by the statistics of a micro-batch as they train.
+
+    They change training with the micro-batch in a way that the first losses of a new model hardly show.
+    """
+    norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    names = {type(module).__name__ for module in norms if module.training or not module.track_running_stats}
+    if not names:  # none, or frozen ones
+        return workload
+    found = ", ".join(sorted(names))
+    text = (
+        f"{found} normalises by the statistics of a micro-batch: each other micro-batch is checked, and none is drop-in"
+    )
+    return replace(workload, batch_norm=found, caveats=[*workload.caveats, text])
 
 
 def with_experts(workload: Workload, model: torch.nn.Module) -> Workload:

@@ -12,6 +12,7 @@ from autotune.trial.result import Observed
 from autotune.trial.workload import DataShape, Probed, Workload
 from autotune.worker.data import change, samples
 from autotune.worker.measure.meter import Meter
+from autotune.worker.model.inspect import with_batch_norm
 from autotune.worker.profile.script import ForwardProfile
 from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.engine import PreparedModel
@@ -59,6 +60,7 @@ def workload_of(
         configured_micro_batch_size=configured,
     )
     data = _data(context, meter)
+    described = with_batch_norm(described, engine.module)  # as it trains: a script may freeze them
     workload = replace(
         described,
         n_samples=data.n_samples if data is not None else None,

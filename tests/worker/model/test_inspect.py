@@ -1,10 +1,13 @@
 """The description of a `model.py`."""
 
 import pytest
+from support.instant import WORKLOAD
+from torch import nn
 
 from autotune.trial import folder
 from autotune.trial.result import Outcome
 from autotune.trial.workload import Workload
+from autotune.worker.model.inspect import with_batch_norm
 
 pytestmark = pytest.mark.process
 
@@ -14,8 +17,8 @@ TIED, FROZEN = 50 * 16 + 16 * 16 + 16, 16 * 64 + 64 + 64 * 64 + 64
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        ("ok", {"n_blocks": 4, "block_class": "Block", "n_samples": 2048, "client_optimizer": True}),
-        ("vision", {"n_blocks": 3}),
+        ("ok", {"n_blocks": 4, "block_class": "Block", "n_samples": 2048, "client_optimizer": True, "batch_norm": ""}),
+        ("vision", {"n_blocks": 3, "batch_norm": "BatchNorm2d"}),
         ("seq2seq", {"n_blocks": 4, "block_class": "TransformerDecoderLayer, TransformerEncoderLayer"}),
         ("tied", {"n_parameters": TIED}),  # the tied tensor once
         ("frozen", {"n_parameters": FROZEN + 65, "n_trainable": 65}),
@@ -44,3 +47,10 @@ def test_inspection_refuses_a_model_with_nothing_to_train(zoo, write_model):
         """)
     result = zoo.run(target, mode="inspect", world_size=1)
     assert (result.outcome, result.reason) == (Outcome.CRASHED, "own_model.py: model() has no trainable parameter")
+
+
+def test_layers_count_that_train_by_the_statistics_of_a_micro_batch_and_no_frozen_ones():
+    frozen, always = nn.BatchNorm1d(4).eval(), nn.SyncBatchNorm(4, track_running_stats=False).eval()
+    found = with_batch_norm(WORKLOAD, nn.Sequential(nn.BatchNorm1d(4), frozen, always, nn.LayerNorm(4)))
+    assert found.batch_norm == "BatchNorm1d, SyncBatchNorm" and found.batch_norm in found.caveats[-1]
+    assert with_batch_norm(WORKLOAD, nn.Sequential(frozen, nn.InstanceNorm1d(4), nn.GroupNorm(2, 4))) == WORKLOAD

@@ -284,7 +284,7 @@ def with_movable(
             caveats.append(f"the {word} stays {was}: {_unmoved(spec, probed, name)}")
         else:
             end = f"{result.outcome}: {result.reason}"
-            caveats.append(f"with a {word} of {wanted[name]} the script ended with {end}; so it stays {was}")
+            caveats.append(f"with {word} {wanted[name]} the script ended with {end}; so it stays {was}")
     flags = {name: names for result in results.values() for name, names in result.flags.items()}
     flags |= {name: [flag] for name, flag in mapped_flags(spec, probed).items()}
     probed = replace(probed, adds_up=growth > 0, divides=growth < 0, flags=probed.flags | flags)

@@ -23,6 +23,11 @@ BATCH = re.compile(
     r"^(?!(.*_)?(eval|valid|validation|val|test|dev|global|total|effective|max|min|num|n|log|save|workers)(_|$))"
     r"((.*_)?(batch|bsz|bs|mbs)(_.*)?|(.*_)?per_(gpu|device|rank))$"
 )
+# Further flags whose names say that they count micro-batches, such as `--accumulate`, `--accum-iter` and `--n-accum`.
+ACCUMULATION = re.compile(
+    r"^(.*_)?(gas|accum|accumulate|accumulation)(_(every|factor|freq|grads?|gradients?|batch(es)?|iters?|steps?))*$"
+)
+FURTHER = {"micro_batch_size": BATCH, "gradient_accumulation_steps": ACCUMULATION}
 # Names of the flag with the path of DeepSpeed's JSON: DeepSpeed's, transformers', and common ones.
 CONFIG_DESTINATIONS = "deepspeed_config deepspeed ds_config ds_config_file deepspeed_config_file".split()
 # Further flags of transformers' TrainingArguments that a configuration needs.
@@ -43,6 +48,7 @@ class Arguments:
         flags: Filled with the flags that hold a candidate's field.
         limits: Filled with the flags that may end the script after few steps.
         left_out: Filled with the names of DeepSpeed's own flag for the configuration, if the command leaves it out.
+        json_flags: Filled with the flags that name a JSON file, by its absolute path; only the script knows what each is for.
         draw_sizes: If the script cuts up its loader's batches, their samples in the untouched script and in the trial.
     """
 
@@ -54,11 +60,12 @@ class Arguments:
         flags: dict[str, list[str]],
         limits: list[str],
         left_out: list[str],
+        json_flags: dict[str, list[str]],
         draw_sizes: tuple[int, int] | None = None,
     ) -> None:
         self._draw_sizes = draw_sizes
         self._value, self._ds_config, self._changed, self._flags = value, ds_config, changed, flags
-        self._limits, self._left_out = limits, left_out
+        self._limits, self._left_out, self._json_flags = limits, left_out, json_flags
         self._parsers: list[argparse.ArgumentParser] = []  # that are parsing, a command's within its parent's
 
     def parse(self, original: Callable[..., Any], parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +110,7 @@ class Arguments:
             change = self._value(field)
             if field == "micro_batch_size" and self._draw_sizes is not None:
                 change = self._draw_sizes
-            names = [*known, *(filter(BATCH.search, values) if field == "micro_batch_size" else ())]
+            names = [*known, *filter(FURTHER[field].search, values)]
             name = next((name for name in names if change and _holds(values.get(name), change[0])), None)
             if change and name:
                 values[name] = type(values[name])(change[1])  # a script may keep texts until it needs a number
@@ -117,6 +124,12 @@ class Arguments:
             # The adapter of transformers sees to its flag, `deepspeed`.
             if given and self._ds_config is not None and name != "deepspeed":
                 values[name] = str(self._ds_config)  # a script may open the file itself
+        if typed:
+            files = {
+                name: value for name, value in values.items() if isinstance(value, str) and value.endswith(".json")
+            }
+            named_in = {str(Path(file).absolute()): _options(named, name) for name, file in files.items()}
+            self._json_flags.update({file: options for file, options in named_in.items() if options})
         # A switch of that name is DeepSpeed's own, and takes no path.
         if typed and "per_device_train_batch_size" in values and not isinstance(values.get("deepspeed", False), bool):
             self._flags.update({name: found for name in TRAINING_ARGUMENTS if (found := _options(named, name))})

@@ -55,6 +55,7 @@ class ScriptContext:
         at_end: Functions to call before the process ends.
         limits: Arguments that may end the script after few steps, as code.
         left_out: Names of DeepSpeed's own flag for the configuration, if the command leaves it out.
+        json_flags: The flags that name a JSON file, by its absolute path.
         feed_worst: Makes its loaders yield the worst batch from now on; returns that batch, None where none was drawn.
         went_forward: Tells its loaders of a forward call of the engine, and whether it trains.
         latest_loader: Returns the iterator of its DataLoader; None without one.
@@ -84,6 +85,7 @@ class ScriptContext:
         self.at_end: list[Callable[[], None]] = []
         self.limits: list[str] = []
         self.left_out: list[str] = []
+        self.json_flags: dict[str, list[str]] = {}
         self.feed_worst: Callable[[TailCheck], Any] = lambda _: None
         self.went_forward: Callable[..., None] = lambda *, trains: None
         self.latest_loader: Callable[[], Any] = lambda: None

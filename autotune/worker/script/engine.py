@@ -111,6 +111,8 @@ class EngineHooks:
         source = given.get("config") or given.get("config_params")
         if not source and (source := ds_config.config_flag(namespace)) and context.left_out:
             context.report.flags["ds_config"] = context.left_out  # beside another source DeepSpeed refuses the flag
+        if isinstance(source, str | os.PathLike) and (flag := context.json_flags.get(str(Path(source).absolute()))):
+            context.report.flags.setdefault("ds_config", flag)
         try:
             own = ds_config.read(source)
             if given.get("optimizer") is None and "optimizer" not in own:

@@ -168,6 +168,7 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
         context.report.flags,
         context.limits,
         context.left_out,
+        context.json_flags,
         context.drawn() if context.script.draw_sizes else None,
     )
     patch(argparse.ArgumentParser, "parse_known_args", arguments.parse)

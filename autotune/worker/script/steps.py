@@ -98,7 +98,7 @@ class StepHooks:
             raise ScriptError(NO_ENGINE)
         self._gather_rest()
         n, needed = len(context.report.step_times_s), min(context.request.max_steps, MIN_STEPS)
-        if n < (PROBE_STEPS if context.candidate is None else needed):
+        if n < needed:  # in a probe, too: trials of the user's own configuration would all end so
             raise _too_few(context, n, needed) if self._asked else ScriptError(NO_STEP)
         context.report.caveats.append(f"the script ended by itself after {n} optimizer steps")
         self._end()

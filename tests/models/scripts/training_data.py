@@ -1,4 +1,4 @@
-"""Raw DeepSpeed: `training_data=`, the path of the configuration in `args.deepspeed_config`."""
+"""Raw DeepSpeed: `training_data=`, the path of the configuration in `args.deepspeed_config` or in a flag of its own, `--settings`."""
 
 import argparse
 import json
@@ -10,6 +10,7 @@ import torch
 from common import Net, config, dataset
 
 parser = argparse.ArgumentParser()
+parser.add_argument("--settings")
 parser = deepspeed.add_config_arguments(parser)
 args = parser.parse_args()
 if not args.deepspeed_config:
@@ -21,7 +22,11 @@ if not args.deepspeed_config:
 torch.manual_seed(0)
 model = Net()
 engine, _, loader, _ = deepspeed.initialize(
-    args=args, model=model, model_parameters=model.parameters(), training_data=dataset()
+    args=None if args.settings else args,
+    model=model,
+    model_parameters=model.parameters(),
+    training_data=dataset(),
+    config=args.settings,
 )
 for _ in range(100):
     for x, y in loader:

@@ -20,9 +20,10 @@ from autotune.worker.script.run import CLICK
 def parse(monkeypatch):
     """Parses a command line as in a trial; returns the arguments, the changes noted, and the flags of fields."""
 
-    def run(parser, line, *, own=None, limits=None, ds_config=Path("/trial/ds_config.json"), **moves):
+    def run(parser, line, *, own=None, limits=None, files=None, ds_config=Path("/trial/ds_config.json"), **moves):
         changes, flags = [], {}
-        hooked = Arguments(moves.get, ds_config, changes.append, flags, [] if limits is None else limits, [])
+        limits, files = [] if limits is None else limits, {} if files is None else files
+        hooked = Arguments(moves.get, ds_config, changes.append, flags, limits, [], files)
         monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", PARSE)  # put back after the test
         patch(argparse.ArgumentParser, "parse_known_args", hooked.parse)
         monkeypatch.setattr(sys, "argv", ["train.py", *line.split()])
@@ -69,6 +70,27 @@ def test_other_names_of_the_batch_are_known(parse, flag):
     found, changes, _ = parse(parser, "", micro_batch_size=(8, 2))
     assert changes == [f"Command line: `{flag} 2` instead of 8."]
     assert [value for value in vars(found).values() if value != 8] == [2]
+
+
+@pytest.mark.parametrize(
+    "flag", ["--accumulate", "--accum_iter", "--n-accum", "--accumulate_grad_batches", "--grad-accum-every"]
+)
+def test_other_names_of_the_accumulation_are_known(parse, flag):
+    parser = parser_of("--accumulate_stats", "--gas_price", "--accuracy", flag)
+    found, changes, _ = parse(parser, "", gradient_accumulation_steps=(8, 2))
+    assert changes == [f"Command line: `{flag} 2` instead of 8."]
+    assert [value for value in vars(found).values() if value != 8] == [2]
+
+
+def test_flags_that_name_a_json_file_are_noted_by_its_path(parse, tmp_path, monkeypatch):
+    """Whether it is DeepSpeed's shows when the script gives it to `deepspeed.initialize`."""
+    monkeypatch.chdir(tmp_path)
+    parser, files = argparse.ArgumentParser(), {}
+    parser.add_argument("data")
+    parser.add_argument("--ds", default="./ds.json")
+    parser.add_argument("--log", default="log.csv")
+    found, _, flags = parse(parser, "train.json", files=files)
+    assert (found.ds, flags, files) == ("./ds.json", {}, {str(tmp_path / "ds.json"): ["--ds"]})
 
 
 def test_a_list_in_the_code_is_not_the_users_command_line(parse):
@@ -183,7 +205,7 @@ def test_arguments_of_click_and_typer_are_moved(monkeypatch, package, line, chan
     changes, found, limits, ran = [], {}, [], []
     command = {"click": click.Command, "typer": typer.core.TyperCommand.__bases__[0]}[package]
     assert command.__module__ in CLICK  # where trials wait for it
-    hooked = Arguments({"micro_batch_size": (4, 2)}.get, None, changes.append, found, limits, [])
+    hooked = Arguments({"micro_batch_size": (4, 2)}.get, None, changes.append, found, limits, [], {})
     monkeypatch.setattr(command, "parse_args", command.parse_args)  # put back after the test
     patch(command, "parse_args", hooked.parse_click)
     monkeypatch.setattr(sys, "argv", ["train.py", *(line or "train").split()])

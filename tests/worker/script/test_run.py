@@ -122,7 +122,7 @@ def test_a_module_gets_its_package_and_the_variables_of_its_launcher(bench, tmp_
     assert "'--local_rank': '1'" in bench.folder.log(1).read_text()
 
 
-def test_the_flags_that_carry_something_are_known_by_all_their_names(bench):
+def test_the_flags_that_carry_something_are_known_by_all_their_names(bench, tmp_path):
     script = bench.plan("dict_config.py").workload.script
     assert script.flags == {"micro_batch_size": ["--batch_size"]}
     lines = (SCRIPTS / "dict_config.py").read_text().splitlines()
@@ -131,6 +131,10 @@ def test_the_flags_that_carry_something_are_known_by_all_their_names(bench):
         assert name == "dict_config.py" and text in lines[int(line) - 1]
     script = bench.plan("training_data.py").workload.script
     assert script.flags["ds_config"] == ["--deepspeed_config"] and script.config_source.endswith("ds.json")
+    path = tmp_path / "z1.json"
+    path.write_text(json.dumps(CONFIG))
+    script = bench.plan("training_data.py", "--settings", str(path)).workload.script
+    assert script.flags["ds_config"] == ["--settings"] and script.config_source == str(path)
     mapped = bench.plan("own_flags.py", "--mapped", "1").workload.script
     assert mapped.flags == {"micro_batch_size": ["--rows"]} and mapped.config_source == ""
 
@@ -441,6 +445,7 @@ def test_a_file_that_a_script_writes_by_itself_is_told_and_an_earlier_checkpoint
         ),
         ("exits.py", ("--spawns",), "starts its ranks itself"),
         ("exits.py", ("--asks",), r"asks for input \(Go on\? \), which nobody gives"),
+        ("dict_config.py", ("--steps", "4"), "ended after 4 optimizer steps, and 5 are needed"),
         ("exits.py", ("--caught",), r"it exits at exits.py:28; it caught an exception of the engine's: Runtime.*8x5"),
         ("exits.py", (), "exited with status 1 after TypeError: .*no_such"),
         ("exits.py", ("--said",), "the script ended itself: no data in /data"),
@@ -462,5 +467,6 @@ def test_a_script_that_ends_on_one_rank_before_the_others_is_told_from_one_that_
 
 
 def test_too_few_steps_are_no_measurement(bench):
-    result = bench.measure(bench.plan("dict_config.py", "--steps", "4"), steps=100)
+    found = bench.plan("dict_config.py", "--steps", "8")
+    result = bench.measure(found, steps=100, gradient_accumulation_steps=2)
     assert result.outcome is Outcome.CRASHED and "ended after 4 optimizer steps, and 5 are needed" in result.reason

@@ -92,7 +92,8 @@ def workload_of(
 def with_batch_norm(workload: Workload, model: torch.nn.Module) -> Workload:
     """Returns the workload with the layers of its model that normalise by the statistics of a micro-batch as they train.
 
-    They change training with the micro-batch in a way that the first losses of a new model hardly show.
+    They change training with the micro-batch in a way that the first losses of a new model hardly show. Layers that a script
+    has frozen by its first steps do not count.
     """
     norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
     names = {type(module).__name__ for module in norms if module.training or not module.track_running_stats}

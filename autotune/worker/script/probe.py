@@ -59,8 +59,7 @@ def workload_of(
         uneven=seen.uneven,
         configured_micro_batch_size=configured,
     )
-    data = _data(context, meter)
-    described = with_batch_norm(described, engine.module)  # as it trains: a script may freeze them
+    data, described = _data(context, meter), with_batch_norm(described, engine.module)
     workload = replace(
         described,
         n_samples=data.n_samples if data is not None else None,

@@ -28,10 +28,12 @@ from autotune.study.storage import analysed, project, records
 from autotune.study.storage.leases import StudyLeases
 from autotune.study.storage.records import SearchRecord, StudyRecord
 from autotune.trial.result import Outcome
-from autotune.trial.workload import Environment, Workload
+from autotune.trial.workload import DataShape, Environment, Workload
 
 # A data set that grew by less is the same one.
 DATA_GREW = 0.02
+# Of fewer samples than this, sizes may have been alike by chance.
+ENOUGH_SAMPLES = 100
 
 
 class StudyState:
@@ -251,11 +253,17 @@ def _found_otherwise(before: Workload, now: Workload) -> Iterator[str]:
         yield f"the model ({now.n_parameters:,} parameters instead of {before.n_parameters:,})"
     elif before.structure and now.structure and before.structure != now.structure:
         yield "the structure of the model"
-    if before.data and now.data and before.data.fields != now.data.fields:
+    if before.data and now.data and _comparable(before, before.data) != _comparable(now, now.data):
         yield f"the samples ({'; '.join(now.data.fields)} instead of {'; '.join(before.data.fields)})"
     sizes = before.n_samples, now.n_samples
     if sizes[0] and sizes[1] and abs(sizes[1] - sizes[0]) > DATA_GREW * sizes[0]:
         yield f"the number of samples ({sizes[1]:,} instead of {sizes[0]:,})"
+
+
+def _comparable(workload: Workload, data: DataShape) -> tuple[str, ...]:
+    """The tensors of a sample as any run of the same target finds them: without sizes where only a few samples or batches were seen."""
+    surely = workload.script is None and data.n_seen >= min(ENOUGH_SAMPLES, data.n_samples or ENOUGH_SAMPLES)
+    return data.fields if surely else tuple(field.partition("[")[0] for field in data.fields)
 
 
 def _machine_changes(before: Environment, now: Environment) -> Iterator[str]:

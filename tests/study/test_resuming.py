@@ -106,8 +106,8 @@ def test_another_study_of_that_name_is_refused_and_what_differs_is_named(tmp_pat
         ({"structure": "a"}, {"structure": "b"}, "the structure of the model"),
         ({"n_samples": 512}, {"n_samples": 300}, r"the number of samples \(300 instead of 512\)"),
         (
-            {"data": DataShape(fields=("0 int64[32]",), lengths={}, n_seen=1)},
-            {"data": DataShape(fields=("0 int64[48]",), lengths={}, n_seen=1)},
+            {"data": DataShape(fields=("0 int64[32]",), lengths={}, n_seen=300)},
+            {"data": DataShape(fields=("0 int64[48]",), lengths={}, n_seen=300)},
             r"the samples \(0 int64\[48\] instead of 0 int64\[32\]\)",
         ),
     ],
@@ -141,10 +141,33 @@ def test_a_machine_that_is_not_what_it_was_is_said_where_a_study_goes_on(tmp_pat
     assert "torch 9.9 instead of" in told[2][0]
 
 
-def test_a_data_set_that_grew_a_little_is_the_same(tmp_path):
-    for trials, n_samples in ((2, 1000), (3, 1010)):
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"n_samples": 1000}, {"n_samples": 1010}),
+        # Batches of a script that were padded to their longest sample, and two samples of a slow data set.
+        *[
+            (
+                {
+                    "script": script,
+                    "data": DataShape(fields=("0 int64[2, 57]",), lengths={}, n_seen=n_seen, n_samples=900),
+                },
+                {
+                    "script": script,
+                    "data": DataShape(fields=("0 int64[2, *]",), lengths={}, n_seen=n_seen, n_samples=900),
+                },
+            )
+            for script, n_seen in (
+                (Probed(ds_config={}, micro_batch_size=8, gradient_accumulation_steps=1), 900),
+                (None, 2),
+            )
+        ],
+    ],
+)
+def test_data_that_grew_a_little_or_of_which_little_was_seen_are_the_same(tmp_path, before, now):
+    for trials, found in ((2, before), (3, now)):
         executor = Instant()
-        planned = {"workload": replace(WORKLOAD, n_samples=n_samples), "spec": spec_of(trials=trials, finalists=0)}
+        planned = {"workload": replace(WORKLOAD, **found), "spec": spec_of(trials=trials, finalists=0)}
         runner_of(tmp_path, executor, planned=planned).run()
     assert len(executor.ran) == 1
 

@@ -198,7 +198,7 @@ def test_what_a_script_does_between_its_calls_is_not_taken_for_loading(bench, tm
 
 def test_what_cannot_run_otherwise_is_frozen_with_the_reason(bench):
     notes = bench.plan("styles.py", "only eight").notes
-    assert any("micro-batch of 4" in note and "eight samples here" in note for note in notes)
+    assert any("with micro-batch 4 " in note and "eight samples here" in note for note in notes)
 
 
 def test_a_script_that_counts_its_micro_batches_keeps_its_own_accumulation(bench):

@@ -5,8 +5,9 @@ import hashlib
 import json
 import os
 import platform
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -33,6 +34,8 @@ PROFILE_DEADLINE_S = 180.0
 PROFILE_S, PROFILE_SHARE = 60.0, 0.1
 # Files that a script may read its configuration from, and their largest size in bytes.
 SETTINGS, LARGEST_SETTINGS = (".json", ".yaml", ".yml", ".toml"), 2**20
+# A text in a source, which may be the name of a file or a variable.
+QUOTED = re.compile(r"""["']([^"'\n]+)["']""")
 T = TypeVar("T", Profile, Machine, Workload, Probe)
 
 
@@ -60,23 +63,37 @@ def place_of(spec: StudySpec, world_size: int, workload: Workload) -> Place:
 
 
 def workload_key(target: Path, given: Any = None, where: Sequence[Any] = ()) -> str:
-    """Returns the cache key of a target: its sources and arguments, the libraries, and the kind of device."""
-    texts = [path.read_text(errors="replace") for path in sources(target)]
-    return _digest(FORMAT, *_libraries(), device.here().identity, given, str(target.absolute()), *where, *texts)
+    """Returns the cache key of a target: its sources, what these name, its arguments, the libraries, and the kind of device."""
+    texts = {path: path.read_text(errors="replace") for path in sources(target)}
+    named = [_named(text, path.parent) for path, text in texts.items()]
+    found = [*where, *texts.values(), *filter(None, named)]
+    return _digest(FORMAT, *_libraries(), device.here().identity, given, str(target.absolute()), *found)
+
+
+def _named(source: str, folder: Path) -> dict[str, str]:
+    """Returns the variables of the environment and the files below its folder or the working directory that a source names."""
+    words = set(QUOTED.findall(source))
+    found = {f"${word}": os.environ[word] for word in words & os.environ.keys()}
+    return found | _settings(place / word for place in (folder, Path.cwd()) for word in words)
+
+
+def _settings(files: Iterable[Path]) -> dict[str, str]:
+    """Returns the texts of those files that may hold settings."""
+    found = {}
+    for file in files:
+        with contextlib.suppress(OSError, ValueError):  # a text that is no path
+            if file.is_file() and file.stat().st_size <= LARGEST_SETTINGS:
+                found[str(file)] = file.read_text(errors="replace")
+    return dict(sorted(found.items()))
 
 
 def script_key(how: Invocation, assignments: Mapping[str, str], ranks: int | None) -> str:
     """Returns the cache key of a training script: as for a target, with the configuration files beside it."""
     path, folder = Path(how.script), Path(how.working_dir)
     files = [folder / argument for argument in how.arguments]
-    files += [file for place in {folder, path.parent} for file in sorted(place.glob("*")) if file.suffix in SETTINGS]
-    texts = {
-        str(file): file.read_text(errors="replace")
-        for file in files
-        if file.is_file() and file.stat().st_size <= LARGEST_SETTINGS
-    }
+    files += [file for place in {folder, path.parent} for file in place.glob("*") if file.suffix in SETTINGS]
     started = [how.arguments, how.working_dir, how.module, how.environment, how.world_size]
-    return workload_key(path, [*started, dict(assignments), ranks, texts])
+    return workload_key(path, [*started, dict(assignments), ranks, _settings(files)])
 
 
 def machine_key(world_size: int, where: Sequence[Any] = ()) -> str:

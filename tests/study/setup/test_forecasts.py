@@ -360,3 +360,20 @@ def test_what_the_target_imports_from_beside_it_belongs_to_its_key(tmp_path):
     assert profile_cache.workload_key(target) == first
     beside.write_text("import math  # changed\n")
     assert profile_cache.workload_key(target) != first != profile_cache.workload_key(target, {"type": "SGD"})
+
+
+def test_what_a_target_names_belongs_to_its_key(tmp_path, monkeypatch):
+    """A model of another size was forecast as the one before."""
+    target, settings, other = tmp_path / "model.py", tmp_path / "size.txt", tmp_path / "study.yaml"
+    target.write_text("""WIDTH = int(os.environ.get('WIDTH', open(HERE / "size.txt").read()))\n""")
+    settings.write_text("64")
+    keys = [profile_cache.workload_key(target)]
+    other.write_text("trials: 3")
+    monkeypatch.setenv("HEIGHT", "5")
+    assert profile_cache.workload_key(target) == keys[0]
+    settings.write_text("128")
+    keys.append(profile_cache.workload_key(target))
+    for width in ("256", "512"):
+        monkeypatch.setenv("WIDTH", width)
+        keys.append(profile_cache.workload_key(target))
+    assert len(set(keys)) == 4

@@ -13,7 +13,7 @@ from autotune.errors import SpecError
 from autotune.report.data import StudyReport
 from autotune.space.deepspeed import Scalar
 from autotune.study.spec.yaml_file import read_yaml
-from autotune.trial.command import EXPORTED_CONFIG, Invocation
+from autotune.trial.command import EXPORTED_CONFIG, Invocation, joined
 from autotune.trial.workload import ACCELERATE, TRAINER
 
 # The formats of `autotune export` that not every script reads, with the frameworks that do.
@@ -124,10 +124,11 @@ class Started:
     @property
     def _words(self) -> list[str]:
         """The words of the user's command."""
+        command = joined(self.invocation.command)
         try:
-            return shlex.split(self.invocation.command)
+            return shlex.split(command)
         except ValueError:
-            return self.invocation.command.split()
+            return command.split()
 
 
 def started(report: StudyReport, which: str = "") -> Started | None:

@@ -164,11 +164,19 @@ def has_flag(arguments: Sequence[str], names: Sequence[str]) -> bool:
     return any(argument.partition("=")[0] in names for argument in arguments)
 
 
+def joined(command: str) -> str:
+    """Returns a command with each line that ends in a backslash joined to the next one, as a shell reads it."""
+    return command.replace("\\\n", "").strip()
+
+
 def start_of(invocation: Invocation) -> tuple[str, ...] | None:
     """Returns the words of the user's command before the script's arguments; None if only a shell can split it."""
+    command = joined(invocation.command)
     try:
-        words = shlex.split(invocation.command)
+        words = shlex.split(command)
     except ValueError:
+        return None
+    if "\n" in command:  # several commands, or a text of several lines
         return None
     local_rank = re.compile(r"--local[-_]rank=\{local_rank\}")
     own = [argument for argument in invocation.arguments if not local_rank.fullmatch(argument)]
@@ -222,11 +230,14 @@ def _environment(
     compiled = own.get(f"{COMPILATION}BACKEND", "NO").upper() != "NO"
     kept = {name: value for name, value in own.items() if compiled and replaced and name.startswith(COMPILATION)}
     if start is None:
-        left_out = ("ACCELERATE_", "PYTHONPATH") if replaced else ("PYTHONPATH",)
+        # `accelerate launch`, where it takes the place of the user's, sets its own, and adds the working directory to the path.
+        left_out, added = ("ACCELERATE_", invocation.working_dir) if replaced else ((), "")
         given = {name: value for name, value in own.items() if name.isidentifier() and not name.startswith(left_out)}
+        places = [place for place in given.pop("PYTHONPATH", "").split(os.pathsep) if place and place != added]
+        given |= {"PYTHONPATH": os.pathsep.join(places)} if places else {}
         return [f"{name}={fill(value, values)}" for name, value in (given | kept).items()]
     # Other variables come from the launcher.
-    stated_first = itertools.takewhile(re.compile(r"\w+=").match, start)
+    stated_first = itertools.takewhile(re.compile(r"\w+=").match, start[start[:1] == ("env",) :])
     # Beside `ACCELERATE_USE_CPU` Accelerate does not use DeepSpeed.
     found = [fill(word, values) for word in stated_first if not (replaced and word.startswith("ACCELERATE_USE_CPU="))]
     # Another launcher leaves it to torch, which then takes all cores for each rank.

@@ -242,6 +242,28 @@ def test_another_number_of_ranks_is_another_launcher():
     assert any("another number of ranks" in text for text in comments)
 
 
+@pytest.mark.parametrize("before", ["X=1", "env X=1"])
+def test_variables_before_the_users_launcher_stay_before_another(before):
+    text = f"{before} torchrun --nproc_per_node 4 train.py --bs 8 --lr 1e-3"
+    line = command(CANDIDATES[1], command=text, world_size=4)[1]
+    assert line.startswith("X=1 torchrun --standalone --nproc_per_node=2 train.py")
+
+
+def test_modules_are_found_where_the_users_own_command_has_them_found():
+    """Accelerate adds the working directory, for itself."""
+    how = STARTED.invocation.working_dir
+    for launcher, places, said in [
+        ("torchrun", f"{how}:/src", f"PYTHONPATH={how}:/src "),
+        ("accelerate", f"/src:{how}", "PYTHONPATH=/src "),
+        ("accelerate", how, ""),
+    ]:
+        environment = {"PYTHONPATH": places} | (
+            {"ACCELERATE_USE_DEEPSPEED": "true"} if launcher == "accelerate" else {}
+        )
+        line = command(CANDIDATES[1], command="bash train.sh", world_size=2, environment=environment)[1]
+        assert line.startswith(f"{said}{launcher} ")
+
+
 def test_templates_are_filled_in_with_the_winner_and_the_exported_json():
     text = "BS={micro_batch_size} deepspeed --num_gpus 2 train.py --zero {zero_stage} --config {ds_config}"
     arguments = ("--local_rank={local_rank}", "--zero", "{zero_stage}", "--config", "{ds_config}")
@@ -420,7 +442,15 @@ def test_a_script_that_accelerate_compiles_is_compiled_as_it_was_measured():
             assert line == f"{said}accelerate launch --config_file accelerate.yaml train.py --bs 3 --lr 1e-3"
 
 
-@pytest.mark.parametrize("launch", ["accelerate launch --config_file my.yaml", "accelerate launch", "torchrun"])
+@pytest.mark.parametrize(
+    "launch",
+    [
+        "accelerate launch --config_file my.yaml",
+        "accelerate launch --config_file \\\n  my.yaml",
+        "accelerate launch",
+        "torchrun",
+    ],
+)
 def test_the_accelerate_config_keeps_the_settings_of_the_users_own(launch, tmp_path, monkeypatch):
     own = {
         "distributed_type": "MULTI_GPU", "mixed_precision": "bf16", "num_processes": 4, "gpu_ids": "2,3",

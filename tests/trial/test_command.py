@@ -63,6 +63,8 @@ def test_a_switch_is_taken_away_with_its_value():
     [
         ("torchrun --n 2 train.py --a '1 2'", ("torchrun", "--n", "2", "train.py")),
         ("X=1 deepspeed ./train.py --a '1 2'", ("X=1", "deepspeed", "./train.py")),
+        ("torchrun --n 2 \\\n  train.py \\\n  --a '1 2'\n", ("torchrun", "--n", "2", "train.py")),
+        ("export X=1\ntorchrun train.py --a '1 2'", None),
         ("bash train.sh", None),
         ("bash train.sh --a '1 2'", None),
         ("cd /x && python train.py --a '1 2'", None),

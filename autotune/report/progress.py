@@ -30,6 +30,7 @@ TRIAL = 5  # columns of a number
 FIGURES = sum(width + 2 for *_, width in COLUMNS)
 INDENT = TRIAL + FIGURES
 LEAST_WORDS = 30  # columns; with less room a configuration stands on the next line
+LEAST_ROOM = 10  # columns of a text, also in a terminal that has fewer, which breaks its lines itself
 BAR = 28
 LONGEST_REASON = 160
 
@@ -150,9 +151,8 @@ class ProgressView(EventSink):
             first, *rest = textwrap.wrap(words, room) or [""]
             self._print(line.append(f"  {first}"), *(Text(" " * (INDENT + 2) + more) for more in rest))
         else:
-            self._print(
-                line, *(Text(" " * (TRIAL + 2) + more) for more in textwrap.wrap(words, self.console.width - TRIAL - 2))
-            )
+            wrapped = textwrap.wrap(words, max(LEAST_ROOM, self.console.width - TRIAL - 2))
+            self._print(line, *(Text(" " * (TRIAL + 2) + more) for more in wrapped))
 
     def _show_again(self) -> None:
         """Prints the line of the trials that were measured again."""
@@ -162,7 +162,7 @@ class ProgressView(EventSink):
             self._print_note(f"measured again: {each}")
 
     def _print_note(self, text: str) -> None:
-        room = self.console.width - 2
+        room = max(LEAST_ROOM, self.console.width - 2)
         wrapped = [text] if self._live is None else textwrap.wrap(text, room) or [""]
         self._print(*(Text(("- " if i == 0 else "  ") + line) for i, line in enumerate(wrapped)))
 

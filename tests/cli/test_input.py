@@ -24,7 +24,7 @@ from autotune.space.space import SearchSpace
 from autotune.study.spec import yaml_file
 from autotune.study.spec.readers import read_share
 from autotune.study.spec.spec import StudySpec, stated_command
-from autotune.study.spec.yaml_file import parse_yaml, read_yaml
+from autotune.study.spec.yaml_file import parse_yaml, read_yaml, written
 from autotune.study.storage import records
 from autotune.system.units import parse_bandwidth, parse_bytes, parse_latency, parse_seconds
 from autotune.trial import target
@@ -240,6 +240,12 @@ def test_a_key_may_be_merged_from_another_mapping():
 
 def test_a_date_is_a_text_as_it_stands():
     assert parse_yaml("name: 2024-01-31", "x") == {"name": "2024-01-31"}
+
+
+@pytest.mark.parametrize("text", ["1:30:00", "8:32", "-1:30", "10:30.5", "010", "007"])
+def test_a_time_and_a_number_with_zeros_in_front_are_texts_as_they_stand(text):
+    """YAML 1.1 counts to the base 60 or 8: a time limit of an hour and a half became one of 5400 minutes."""
+    assert parse_yaml(f"time: {text}", "x") == {"time": text} == parse_yaml(written({"time": text}, flow=True), "x")
 
 
 @fuzzed(100)

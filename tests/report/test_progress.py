@@ -108,6 +108,11 @@ def test_a_terminal_shows_time_left_and_no_line_is_too_long(width):
         )
 
 
+@pytest.mark.parametrize("width", [1, 2, 7, 8])
+def test_a_terminal_of_few_columns_ends_no_study(width):
+    assert shown(ended(0, "baseline"), ended(1, "repeat"), width=width, terminal=True)
+
+
 def test_a_pipe_gets_no_control_characters():
     assert "\x1b" not in shown(ended(0, "baseline"), ended(1)) and "\r" not in shown(ended(0))
 

@@ -43,7 +43,7 @@ def _refused(node: yaml.Node, problem: str) -> _Refused:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses repeated keys and texts that are none, and reads 5e8 as a number."""
+    """Safe YAML that refuses repeated keys and texts that are none, and reads 5e8 as a number, 1:30:00 and 010 as texts."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -69,8 +69,14 @@ class _Loader(yaml.SafeLoader):
         found: dict[Any, Any] = super().construct_mapping(node, deep)
         return found
 
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int | str:
+        value: int = super().construct_yaml_int(node)
+        return str(node.value) if _OLD_NUMBER.search(str(node.value)) else value
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float | str:
         value: float = super().construct_yaml_float(node)
+        if _OLD_NUMBER.search(str(node.value)):
+            return str(node.value)
         return int(value) if "." not in str(node.value) and value.is_integer() else value
 
 
@@ -88,11 +94,14 @@ class _Dumper(yaml.SafeDumper):
 _BREAKS = re.compile("[\x85\u2028\u2029]")
 # YAML 1.1 wants a point in 5e8; YAML 1.2, and people who write a bucket size, do not.
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+# YAML 1.1 takes 1:30:00 for a number to the base 60, and 010 for one to the base 8; people write a time limit, an account.
+_OLD_NUMBER = re.compile(r":|^[-+]?0[0-9_]+$")
 _PLAIN: dict[str | None, Any] = {PREFIX + name: yaml.SafeLoader.yaml_constructors[PREFIX + name] for name in PLAIN}
 _PLAIN[f"{PREFIX}timestamp"] = yaml.SafeLoader.construct_yaml_str
 _PLAIN[None] = yaml.SafeLoader.yaml_constructors[None]  # refuses all other tags
 _Loader.yaml_constructors = _PLAIN
 _Loader.add_constructor(f"{PREFIX}float", _Loader.construct_yaml_float)
+_Loader.add_constructor(f"{PREFIX}int", _Loader.construct_yaml_int)
 _Dumper.add_representer(str, _Dumper.represent_str)
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(f"{PREFIX}float", _EXPONENT, list("-+0123456789"))

@@ -37,6 +37,9 @@ from autotune.trial.target import inspect_target
 
 DEADLINE_S = 180.0
 HOOK = Path(__file__).parent / "_capture"
+BIN = Path(sys.prefix) / "bin"
+# What of this environment starts Python for a user's command.
+PROGRAMS = re.compile(r"python[0-9.]*|torchrun|deepspeed(\.pt)?|ds|accelerate(-launch)?|horovodrun")
 CAPTURE = "AUTOTUNE_CAPTURE"
 NAME_IT = "name the script to tune: autotune run train.py -- --its --args"
 # Variables that a trial sets for its own ranks, or that say nothing about the script.
@@ -127,11 +130,11 @@ def capture(
         if code:
             raise UserError(f"{shown} ended with status {code} and started no training script: {log}")
         raise UserError(
-            f"{shown} started no training script that can be seen: a container, another machine, or Python's -I and -E"
-            f" hide it; {NAME_IT}"
+            f"{shown} started no training script that can be seen: a container, another machine, Python's -I and -E,"
+            f" or another PYTHONPATH for an interpreter that is named by its path hide it; {NAME_IT}"
         )
     chosen = _chosen(records, shown)
-    found = _invocation(chosen, records, numbers, run.given, command)
+    found = _invocation(chosen, records, numbers, run, command)
     others = sorted({Path(record.script).name for record in records if record.script != chosen.script})
     notes = []
     if others:
@@ -149,13 +152,24 @@ def capture(
     return found, notes
 
 
+def _write_programs(folder: Path) -> None:
+    """Writes a program for each one that starts Python, which has it find the hook whatever PYTHONPATH the command sets."""
+    for program in BIN.glob("*"):
+        if PROGRAMS.fullmatch(program.name):
+            hooked = f"export PYTHONPATH={shlex.quote(str(HOOK))}${{PYTHONPATH:+:$PYTHONPATH}}"
+            (folder / program.name).write_text(f'#!/bin/sh\n{hooked}\nexec {shlex.quote(str(program))} "$@"\n')
+            (folder / program.name).chmod(0o755)
+
+
 class _Running:
     """A running command, and the records of its processes."""
 
     def __init__(self, command: str, folder: Path, scratch: Path) -> None:
         self.folder, self.log = scratch / "records", scratch / "log"
-        for path in (self.folder, scratch / "tmp"):
+        self.programs = scratch / "bin"
+        for path in (self.folder, scratch / "tmp", self.programs):
             path.mkdir()
+        _write_programs(self.programs)
         self.mark = uuid.uuid4().hex
         self._read: dict[Path, _Record] = {}
         own = {name: value for name, value in os.environ.items() if not OURS.fullmatch(name)}
@@ -167,7 +181,7 @@ class _Running:
             MARK: self.mark,
             "TMPDIR": str(scratch / "tmp"),
             # `python` and `torchrun` of this environment, even if it is not activated.
-            "PATH": os.pathsep.join([str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)]),
+            "PATH": os.pathsep.join([str(self.programs), str(BIN), os.environ.get("PATH", os.defpath)]),
         }
         self._command, self._cwd = command, folder
         self._process: subprocess.Popen[bytes] | None = None
@@ -241,19 +255,19 @@ def _chosen(records: Sequence[_Record], shown: str) -> _Record:
 
 
 def _invocation(
-    chosen: _Record, records: Sequence[_Record], numbers: Mapping[str, str], given: Mapping[str, str], command: str
+    chosen: _Record, records: Sequence[_Record], numbers: Mapping[str, str], run: _Running, command: str
 ) -> Invocation:
     peers = [record for record in records if record.script == chosen.script and record.rank is not None]
     environment = {
         name: without_placeholders(value, numbers)
         for name, value in chosen.environment.items()
-        if given.get(name) != value and not OURS.fullmatch(name)
+        if run.given.get(name) != value and not OURS.fullmatch(name)
     }
-    path = os.pathsep.join(
-        part for part in chosen.environment.get("PYTHONPATH", "").split(os.pathsep) if part and part != str(HOOK)
-    )
+    path = _without(chosen.environment.get("PYTHONPATH", ""), HOOK)
     if path != os.environ.get("PYTHONPATH", ""):
         environment["PYTHONPATH"] = path
+    if "PATH" in environment:
+        environment["PATH"] = _without(environment["PATH"], run.programs)
     return Invocation(
         script=chosen.script,
         module=chosen.module,
@@ -265,6 +279,11 @@ def _invocation(
         world_size=chosen.world_size if chosen.rank is not None else None,
         command=command,
     )
+
+
+def _without(path: str, folder: Path) -> str:
+    """Returns a search path without a folder of ours."""
+    return os.pathsep.join(part for part in path.split(os.pathsep) if part and part != str(folder))
 
 
 def _argument(n: int, chosen: _Record, peers: Sequence[_Record]) -> str:

@@ -123,6 +123,18 @@ def test_a_users_own_sitecustomize_still_runs(folder, monkeypatch):
     assert found.arguments == ("1",) and "PYTHONPATH" not in found.environment
 
 
+@pytest.mark.parametrize("start", ["PYTHONPATH=lib", "export PYTHONPATH=lib;", "exec env PYTHONPATH=lib"])
+@pytest.mark.parametrize("launcher", ["python", "torchrun --nproc_per_node 2"])
+def test_a_command_that_sets_the_path_of_modules_anew_is_seen_too(folder, start, launcher):
+    """Its training was run, for up to three minutes, and was not found."""
+    assert captured(f"{start} {launcher} train.py").environment["PYTHONPATH"] == "lib"
+
+
+def test_the_path_of_programs_is_that_of_the_command(folder):
+    found = captured("PATH=$PATH:/more python train.py")
+    assert found.environment["PATH"] == f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}:/more"
+
+
 def test_a_folder_that_a_launcher_adds_is_kept(folder, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
     assert captured("PYTHONPATH=$PYTHONPATH:/more python train.py").environment == {"PYTHONPATH": "/mine:/more"}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autotune.cli.options import AsJson, Storage, StudyName, option
+from autotune.cli.options import AsJson, Storage, StudyName, option, read_settings
 from autotune.errors import UserError
 from autotune.system.files import shown
 
@@ -43,7 +43,7 @@ def explain(
     if why_not is not None:
         said = evidence.why_not(*read_setting(why_not))
     elif what_if:
-        said = evidence.what_if(dict(map(read_setting, what_if)))
+        said = evidence.what_if(read_settings(what_if))
     else:
         said = evidence.choice()
     print(json.dumps(said.to_data(), indent=1) if as_json else "\n".join(said.lines()))

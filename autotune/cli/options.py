@@ -2,6 +2,7 @@
 
 import glob
 import inspect
+import itertools
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -215,12 +216,18 @@ def same_command(*left_out: str) -> str:
     """The command of this process as a user may type it again, without some of its options."""
     from autotune.system import redaction
 
-    arguments = [argument for argument in sys.argv[1:] if argument not in left_out]
+    own = len(list(itertools.takewhile(lambda argument: argument != "--", sys.argv)))  # behind it they are a script's
+    arguments = [argument for argument in sys.argv[1:own] if argument not in left_out] + sys.argv[own:]
     return shlex.join(["autotune", *redaction.redact(arguments)])
 
 
 def read_settings(settings: Sequence[str]) -> dict[str, str | int | float | bool | None]:
-    """Knobs from KEY=VALUE texts."""
+    """Knobs from KEY=VALUE texts, each at most once."""
     from autotune.study.spec.yaml_file import read_setting
 
-    return dict(map(read_setting, settings))
+    found: dict[str, str | int | float | bool | None] = {}
+    for name, value in map(read_setting, settings):
+        if name in found:
+            raise UserError(f"{name} is there twice; give it once")
+        found[name] = value
+    return found

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from autotune.cli.options import read_settings
+from autotune.cli.options import read_settings, same_command
 from autotune.cli.scale import rank_counts
 from autotune.errors import SpecError, UserError
 from autotune.executors.ssh import read_hostfile
@@ -294,6 +294,15 @@ def test_a_day_that_never_comes_is_refused():
 @example(name="zero_stage", value="2024-13-45")
 def test_a_setting_of_the_command_line_is_read_or_refused(name, value):
     said(lambda: Candidate.of({"micro_batch_size": 1, **read_settings([f"{name}={value}"])}).to_deepspeed({}))
+
+
+def test_a_knob_is_given_once():
+    assert "zero_stage is there twice" in said(lambda: read_settings(["zero_stage=1", "zero_stage=2"]))
+
+
+def test_the_same_command_keeps_what_is_the_scripts(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["autotune", "run", "train.py", "--fresh", "--", "--fresh", "--lr", "1"])
+    assert same_command("--fresh") == "autotune run train.py -- --fresh --lr 1"
 
 
 FLAGS = [

@@ -196,6 +196,9 @@ def _read_arguments(value: Any, where: str, folder: Path) -> tuple[str, ...]:
 def _pairs(value: Any, where: str, name_pattern: str, example: str) -> dict[str, Any]:
     """Returns a mapping, or a list of NAME=VALUE texts, as a mapping; checks the names."""
     if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        names = [item.partition("=")[0] for item in value]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise SpecError(f"{where}: {twice} is there twice; give it once")
         value = {name: text for name, _, text in (item.partition("=") for item in value)}
     if not isinstance(value, dict | None):
         raise _needed(where, f"a mapping of names to values is needed, as in {example.replace('=', ': ')}", value)

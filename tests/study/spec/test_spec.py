@@ -215,6 +215,7 @@ def test_a_written_study_names_no_preset_and_keeps_numbers_and_switches(study):
         ("executor: slurm\nhostfile: hosts\n", "slurm chooses the machines itself"),
         ("executor: lsf\n", "executor: should be 'local', 'slurm' or 'ray'"),
         ("executor_options: [partition]\n", "'partition' is not NAME=VALUE, as in partition=gpu"),
+        ("executor_options: [partition=a, time=1, partition=b]\n", "partition is there twice"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_a_study_is_named_in_one_sentence_with_file_and_key(study, target, text, said):

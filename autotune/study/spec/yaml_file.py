@@ -69,12 +69,12 @@ class _Loader(yaml.SafeLoader):
         found: dict[Any, Any] = super().construct_mapping(node, deep)
         return found
 
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int | str:
-        value: int = super().construct_yaml_int(node)
+    def construct_whole(self, node: yaml.ScalarNode) -> int | str:
+        value: int = self.construct_yaml_int(node)
         return str(node.value) if _OLD_NUMBER.search(str(node.value)) else value
 
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> float | str:
-        value: float = super().construct_yaml_float(node)
+    def construct_number(self, node: yaml.ScalarNode) -> float | str:
+        value: float = self.construct_yaml_float(node)
         if _OLD_NUMBER.search(str(node.value)):
             return str(node.value)
         return int(value) if "." not in str(node.value) and value.is_integer() else value
@@ -100,8 +100,8 @@ _PLAIN: dict[str | None, Any] = {PREFIX + name: yaml.SafeLoader.yaml_constructor
 _PLAIN[f"{PREFIX}timestamp"] = yaml.SafeLoader.construct_yaml_str
 _PLAIN[None] = yaml.SafeLoader.yaml_constructors[None]  # refuses all other tags
 _Loader.yaml_constructors = _PLAIN
-_Loader.add_constructor(f"{PREFIX}float", _Loader.construct_yaml_float)
-_Loader.add_constructor(f"{PREFIX}int", _Loader.construct_yaml_int)
+_Loader.add_constructor(f"{PREFIX}float", _Loader.construct_number)
+_Loader.add_constructor(f"{PREFIX}int", _Loader.construct_whole)
 _Dumper.add_representer(str, _Dumper.represent_str)
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(f"{PREFIX}float", _EXPONENT, list("-+0123456789"))

@@ -86,7 +86,7 @@ def wanted_study(target: str, overrides: Mapping[str, Any], view: EventSink = SI
         return StudySpec.of(Path(target), overrides), []
     command, folder = stated
     if overrides.get("script_args"):
-        command = f"{command} {shlex.join(overrides['script_args'])}"
+        command = f"{command.rstrip()} {shlex.join(overrides['script_args'])}"  # a block of YAML ends in a line break
     check_templates([command], f"`{command}`")
     StudySpec.check(overrides)
     with terminable():

@@ -123,6 +123,13 @@ def test_a_users_own_sitecustomize_still_runs(folder, monkeypatch):
     assert found.arguments == ("1",) and "PYTHONPATH" not in found.environment
 
 
+def test_arguments_behind_a_command_of_a_study_reach_the_script(folder):
+    """They stood on a line of their own, where the shell took them for a command."""
+    (folder / "study.yaml").write_text("command: |\n  python train.py --lr 1\n")
+    spec, _ = capture.wanted_study("study.yaml", {"script_args": ("--steps", "3")})
+    assert spec.how().arguments == ("--lr", "1", "--steps", "3")
+
+
 @pytest.mark.parametrize("start", ["PYTHONPATH=lib", "export PYTHONPATH=lib;", "exec env PYTHONPATH=lib"])
 @pytest.mark.parametrize("launcher", ["python", "torchrun --nproc_per_node 2"])
 def test_a_command_that_sets_the_path_of_modules_anew_is_seen_too(folder, start, launcher):

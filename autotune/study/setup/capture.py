@@ -152,13 +152,20 @@ def capture(
     return found, notes
 
 
-def _write_programs(folder: Path) -> None:
-    """Writes a program for each one that starts Python, which has it find the hook whatever PYTHONPATH the command sets."""
+def _write_programs(folder: Path) -> dict[str, str]:
+    """Writes a program for each one that starts Python, which has it find the hook whatever PYTHONPATH the command sets.
+
+    Returns:
+        Variables by which bash has a function for each: a command may put folders before ours on the path of programs, as
+        it does where it activates an environment.
+    """
+    hooked, functions = f"PYTHONPATH={shlex.quote(str(HOOK))}${{PYTHONPATH:+:$PYTHONPATH}}", {}
     for program in BIN.glob("*"):
         if PROGRAMS.fullmatch(program.name):
-            hooked = f"export PYTHONPATH={shlex.quote(str(HOOK))}${{PYTHONPATH:+:$PYTHONPATH}}"
-            (folder / program.name).write_text(f'#!/bin/sh\n{hooked}\nexec {shlex.quote(str(program))} "$@"\n')
+            (folder / program.name).write_text(f'#!/bin/sh\nexport {hooked}\nexec {shlex.quote(str(program))} "$@"\n')
             (folder / program.name).chmod(0o755)
+            functions[f"BASH_FUNC_{program.name}%%"] = f'() {{ {hooked} command {program.name} "$@"; }}'
+    return functions
 
 
 class _Running:
@@ -169,12 +176,14 @@ class _Running:
         self.programs = scratch / "bin"
         for path in (self.folder, scratch / "tmp", self.programs):
             path.mkdir()
-        _write_programs(self.programs)
+        functions = _write_programs(self.programs)
         self.mark = uuid.uuid4().hex
         self._read: dict[Path, _Record] = {}
         own = {name: value for name, value in os.environ.items() if not OURS.fullmatch(name)}
         paths = [str(HOOK), *([os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else [])]
-        self.given = own | {
+        self.given = {
+            **own,
+            **functions,
             "PYTHONPATH": os.pathsep.join(paths),
             CAPTURE: str(self.folder),
             f"{CAPTURE}_BY": processes.identity(),

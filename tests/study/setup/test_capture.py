@@ -137,6 +137,15 @@ def test_a_command_that_sets_the_path_of_modules_anew_is_seen_too(folder, start,
     assert captured(f"{start} {launcher} train.py").environment["PYTHONPATH"] == "lib"
 
 
+def test_a_command_that_activates_an_environment_is_seen_where_it_sets_the_path_of_modules(folder):
+    """Activation puts the environment's programs before ours."""
+    programs = Path(sys.prefix) / "bin"
+    (folder / "train.sh").write_text(f"export PATH={programs}:$PATH\nexport PYTHONPATH=lib\ntorchrun train.py\n")
+    found = captured("bash train.sh")
+    assert found.environment["PYTHONPATH"] == "lib"
+    assert found.environment["PATH"] == f"{programs}:{programs}:{os.environ['PATH']}"
+
+
 def test_the_path_of_programs_is_that_of_the_command(folder):
     found = captured("PATH=$PATH:/more python train.py")
     assert found.environment["PATH"] == f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}:/more"

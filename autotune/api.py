@@ -98,7 +98,7 @@ def run(
 
     Raises:
         UserError: An argument or the target cannot be used, or the study cannot go on; in one sentence.
-        KeyboardInterrupt: The user stopped it (SIGTERM too, in the main thread); `load_study` reads what was found.
+        KeyboardInterrupt: The user stopped it (SIGTERM and SIGHUP, too, in the main thread); `load_study` reads what was found.
     """
     return _run(dict(locals()))  # the arguments; nothing else is defined yet
 

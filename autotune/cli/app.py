@@ -127,7 +127,7 @@ app.add_typer(
 
 
 def main() -> None:
-    """Run a command; an error ends as one sentence and its status, an interrupt as status 130 or 143."""
+    """Run a command; an error ends as one sentence and its status, an interrupt as status 130, 143 or 129."""
     sys.unraisablehook = _unraised
     try:
         with terminable():

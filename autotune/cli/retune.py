@@ -89,7 +89,7 @@ def retune(
     """Measure whether a study's answer still holds, and find a better one if not.
 
     Returns:
-        Exit status: 0 unchanged or not due, 3 improved, 1 failed, 130 interrupted (143 by SIGTERM).
+        Exit status: 0 unchanged or not due, 3 improved, 1 failed, 130 interrupted (143 by SIGTERM, 129 by SIGHUP).
     """
     from autotune.retune import retuning
     from autotune.retune.retuning import RetuneRequest

@@ -45,7 +45,7 @@ def run(
     """Tune a target, and write and print the answer.
 
     Returns:
-        Exit status: 0 a configuration can be recommended, 1 none can, 130 the user stopped it, 143 SIGTERM did.
+        Exit status: 0 a configuration can be recommended, 1 none can, 130 the user stopped it, 143 SIGTERM did, 129 SIGHUP did.
     """
     from autotune.report.progress import ProgressView
 

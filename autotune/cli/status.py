@@ -101,7 +101,7 @@ def status(
     """Print the state and the findings of a study; follow its run, or its `autotune scale`, live.
 
     Returns:
-        Exit status: 0, or 130 if the user stopped watching (143 by SIGTERM).
+        Exit status: 0, or 130 if the user stopped watching (143 by SIGTERM, 129 by SIGHUP).
     """
     from autotune.report import attempts, load
     from autotune.retune import fingerprint

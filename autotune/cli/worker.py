@@ -36,7 +36,7 @@ def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
     """Run trials of a study until none is left to start.
 
     Returns:
-        Exit status: 0 none is left, 130 the user stopped it, 143 SIGTERM did.
+        Exit status: 0 none is left, 130 the user stopped it, 143 SIGTERM did, 129 SIGHUP did.
     """
     from autotune import session
     from autotune.report.progress import ProgressView

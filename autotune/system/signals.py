@@ -1,19 +1,30 @@
-"""SIGINT and SIGTERM: stop a study cleanly, and delay both while a trial is recorded."""
+"""SIGINT, SIGTERM and SIGHUP: stop a study cleanly, and delay them while a trial is recorded."""
 
 import contextlib
+import os
 import signal
+import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import NoReturn
 
 # Number of signals that interrupt even a delaying block, which may wait long for a database.
 MOST_IGNORED = 3
+# What ends a study as Ctrl-C does: a scheduler's word, and the end of the terminal or of the connection to it.
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised on SIGTERM; a command ends as after Ctrl-C, but with another exit status."""
+    """Raised on SIGTERM and SIGHUP; a command ends as after Ctrl-C, but with another exit status.
 
-    status = 128 + signal.SIGTERM
+    Args:
+        number: Of the signal.
+    """
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        super().__init__()
+        self.status = 128 + number
 
 
 def status_of(stop: KeyboardInterrupt) -> int:
@@ -23,46 +34,64 @@ def status_of(stop: KeyboardInterrupt) -> int:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Makes SIGTERM end a study as Ctrl-C does: ranks stopped, results kept, the best so far printed."""
+    """Makes SIGTERM and SIGHUP end a study as Ctrl-C does: ranks stopped, results kept, the best so far printed."""
 
-    def interrupt(*_: object) -> NoReturn:
-        raise Terminated
+    def interrupt(number: int, _: object) -> NoReturn:
+        raise Terminated(number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers; a library may be called from any
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
+    with _handled(ENDING, interrupt):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Delays Ctrl-C and SIGTERM until the block is done, so that a trial is recorded whole.
+    """Delays Ctrl-C, SIGTERM and SIGHUP until the block is done, so that a trial is recorded whole.
 
     Raises:
         KeyboardInterrupt: At the end of the block if a signal came; at once at the third.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread is interrupted
-        return
     came: list[int] = []
 
     def stop() -> KeyboardInterrupt:
-        return Terminated() if signal.SIGTERM in came else KeyboardInterrupt()
+        ended = next((number for number in came if number in ENDING), None)
+        return KeyboardInterrupt() if ended is None else Terminated(ended)
 
     def put_off(number: int, _: object) -> None:
         came.append(number)
         if len(came) >= MOST_IGNORED:
             raise stop()
 
-    before = {number: signal.signal(number, put_off) for number in (signal.SIGINT, signal.SIGTERM)}
+    with _handled((signal.SIGINT, *ENDING), put_off):
+        yield
+    if came:
+        raise stop()
+
+
+@contextlib.contextmanager
+def _handled(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handles signals in a block; not SIGHUP where it is ignored, as under nohup, and none outside of the main thread."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _leave_lost_terminal()
+        handler(number, frame)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # only it may set handlers, and only it is interrupted
+        some = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, handle) for number in some}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if came:
-        raise stop()
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def _leave_lost_terminal() -> None:
+    """Leads what goes to a terminal that is gone to nowhere: each line would end in an error, and the answer would not be written."""
+    for stream in (0, 1, 2):
+        with contextlib.suppress(OSError):  # a closed stream
+            if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
+                nowhere = os.open(os.devnull, os.O_RDWR)
+                os.dup2(nowhere, stream)
+                os.close(nowhere)

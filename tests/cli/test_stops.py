@@ -1,8 +1,10 @@
-"""Ctrl-C and SIGTERM: whichever command they meet, it says how to go on, and leaves nothing."""
+"""Ctrl-C, SIGTERM and SIGHUP: whichever command they meet, it says how to go on, and leaves nothing."""
 
 import os
+import pty
 import shutil
 import signal
+import sys
 import tempfile
 
 import pytest
@@ -39,15 +41,45 @@ def test_a_second_stop_of_a_run_says_how_to_go_on_too(place, monkeypatch, stop, 
     assert done.stderr.endswith("what was measured is kept. To go on, run: autotune run model.py --trials 3\n")
 
 
-def test_sigterm_ends_each_command_in_a_sentence(place, monkeypatch):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_each_command_in_a_sentence(place, monkeypatch, number, status):
     """Commands without a handler of their own were ended by it at once, and left their temporary folders."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    monkeypatch.setattr(session, "open_history", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(session, "open_history", lambda *_: os.kill(os.getpid(), number))
+    before = signal.signal(number, lambda *_: None)
     try:
         done = called("history", cwd=place)
     finally:
-        signal.signal(signal.SIGTERM, before)
-    assert (done.returncode, done.stderr) == (143, "autotune: stopped\n")
+        signal.signal(number, before)
+    assert (done.returncode, done.stderr) == (status, "autotune: stopped\n")
+
+
+LOSING = """
+import os, sys, time
+from autotune.system.signals import status_of, terminable, undisturbed
+try:
+    with terminable(), undisturbed():
+        print("begun", flush=True)
+        time.sleep(20)
+except KeyboardInterrupt as stop:
+    print("said to nobody", flush=True)
+    open(sys.argv[1], "w").write("written")
+    os._exit(status_of(stop))
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_lost_terminal_ends_a_command_as_ctrl_c_does_and_not_under_nohup(tmp_path, ignored):
+    """A study that lost its connection ended at once, without an answer."""
+    process, terminal = pty.fork()
+    if process == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        code = LOSING.replace("20", "1") if ignored else LOSING
+        os.execv(sys.executable, [sys.executable, "-c", code, str(tmp_path / "answer")])
+    assert b"begun" in os.read(terminal, 100)
+    os.close(terminal)
+    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    assert (status, (tmp_path / "answer").exists()) == ((0, False) if ignored else (129, True))
 
 
 def test_a_forecast_that_is_stopped_leaves_no_folder(place, monkeypatch):

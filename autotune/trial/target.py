@@ -5,6 +5,7 @@ import contextlib
 import difflib
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +51,9 @@ class Target:
         kind: `model` for a model.py, `script` for a training script, `study` for a study.yaml.
         defines: Those of the optional functions `OPTIONAL` that it defines.
         imports: Modules that it imports at the top level, without those beside it; `module:name,name` where it imports
-            names from one, since that may load submodules. None where it sets variables that libraries read as they are
-            imported: these are not to be imported before.
+            names from one, since that may load submodules. Before them stand variables that libraries read as they are
+            imported, where it plainly sets these before it imports any: `NAME=value`, or `NAME?=value` for a default.
+            Where it sets such variables in other ways there are no imports, as they are not to be imported before.
         constants: Names that it assigns a value to at the top level.
     """
 
@@ -278,7 +280,9 @@ def _imports(path: Path, trees: Sequence[ast.Module], whole: Sequence[ast.Module
         trees: Those whose imports count.
         whole: The trees of the target and of all of the user's modules that it imports.
     """
-    if any(name.startswith(READ_BY_IMPORTS) for tree in whole for name in _variables_set(tree)):
+    plain = dict(_plainly_set(whole[0]))
+    rest = [ast.Module([node for node in whole[0].body if node not in plain], []), *whole[1:]]
+    if any(is_read_by_imports(name) for tree in rest for name in _variables_set(tree)):
         return ()
     found: dict[str, None] = {}
     for node in (statement for tree in trees for statement in _statements(tree.body)):
@@ -292,7 +296,32 @@ def _imports(path: Path, trees: Sequence[ast.Module], whole: Sequence[ast.Module
     for folder in _roots(path):
         with contextlib.suppress(OSError):  # a folder may be accessible without being listable
             beside |= {entry.stem for entry in folder.iterdir() if entry.suffix == ".py" or entry.is_dir()}
-    return tuple(name for name in found if re.split("[.:]", name)[0] not in beside)
+    return (*plain.values(), *(name for name in found if re.split("[.:]", name)[0] not in beside))
+
+
+def is_read_by_imports(variable: str) -> bool:
+    """Whether libraries read a variable as they are imported, and not again."""
+    return variable.startswith(READ_BY_IMPORTS) and not variable.endswith("_TOKEN")
+
+
+def _plainly_set(tree: ast.Module) -> Iterator[tuple[ast.stmt, str]]:
+    """Yields statements that set variables which imports read, each with its item, up to the first import of a library."""
+    for node in tree.body:
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                if not {name.partition(".")[0] for name in _modules(node) or [""]} <= sys.stdlib_module_names:
+                    return
+                continue
+            case ast.Assign([ast.Subscript(place, ast.Constant(str(name)))], ast.Constant(str(value))):
+                sign = "="
+            case ast.Expr(
+                ast.Call(ast.Attribute(place, "setdefault"), [ast.Constant(str(name)), ast.Constant(str(value))])
+            ):
+                sign = "?="
+            case _:
+                continue
+        if ast.unparse(place).endswith("environ") and is_read_by_imports(name):
+            yield node, f"{name}{sign}{value}"
 
 
 def _variables_set(tree: ast.Module) -> Iterator[str]:

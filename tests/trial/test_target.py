@@ -68,9 +68,25 @@ def test_nothing_is_imported_ahead_of_a_target_that_sets_what_libraries_read_as_
     assert inspect_target(target).imports == ()
 
 
+@pytest.mark.parametrize(
+    ("line", "item"),
+    [
+        ('os.environ["HF_HOME"] = "/data=1"', "HF_HOME=/data=1"),
+        ('os.environ.setdefault("HF_HUB_OFFLINE", "1")', "HF_HUB_OFFLINE?=1"),
+    ],
+)
+def test_what_a_target_plainly_sets_before_it_imports_libraries_is_set_ahead_of_them(target, line, item):
+    """Nothing was imported ahead of it, so that each of its trials imported all libraries."""
+    target.write_text(f"import os\n{line}\n{MODEL}")
+    assert inspect_target(target).imports == (item, "os", "torch")
+    target.write_text(f"import os\nfrom . import helper\n{line}\n{MODEL}")
+    assert inspect_target(target).imports == ()
+
+
 def test_other_variables_of_a_target_are_no_matter(target):
     (target.parent / "helper.py").write_text(
-        "os.environ['TOKENIZERS_PARALLELISM'] = 'false'\ntoken = os.environ['HF_TOKEN']\nos.environ.get('HF_HOME', 'HF_')\n"
+        "os.environ['TOKENIZERS_PARALLELISM'] = 'false'\nos.environ['HF_TOKEN'] = 'hf_1'\n"
+        "token = os.environ['HF_TOKEN']\nos.environ.get('HF_HOME', 'HF_')\n"
         "names['HF_HOME'] = 1\nnames.update(HF_HOME=1)\n"
     )
     target.write_text(f"{MODEL}import helper\n")

@@ -7,6 +7,7 @@ import gc
 import importlib
 import importlib.abc
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from autotune.trial import folder
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Exit, RankReport
 from autotune.worker import project
+from autotune.worker.agent import temporary
 
 # DeepSpeed imports these inside `initialize`, at more than a CPU-second a rank. Releases differ in which they have.
 LAZY_MODULES = (
@@ -144,9 +146,12 @@ def preload(modules: Sequence[str], parts: Mapping[str, str]) -> Preloaded:
     """Imports everything that ranks need.
 
     Args:
-        modules: What the user's target imports, as `module` or `module:name,name`.
+        modules: What the user's target imports, and sets before; see `Target.imports`.
         parts: Variables of ranks alone; see `hide_parts`.
     """
+    variables = list(itertools.takewhile(lambda item: "=" in item, modules))
+    temporary.set_ahead(variables)
+    modules = modules[len(variables) :]
     for variable, value in NO_THREADS.items():
         os.environ.setdefault(variable, value)
     with uncollected():

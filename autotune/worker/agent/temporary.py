@@ -11,7 +11,7 @@ from types import ModuleType
 
 from autotune.system import temporary
 from autotune.system.processes import MARK
-from autotune.trial.target import READ_BY_IMPORTS
+from autotune.trial.target import is_read_by_imports
 from autotune.worker import project
 
 # The path of a Unix socket has at most 107 bytes; multiprocessing and torch put theirs up to 34 bytes below TMPDIR.
@@ -62,11 +62,18 @@ def note_imports(modules: Iterable[ModuleType]) -> None:
 
 def _read() -> dict[str, str]:
     """Returns the variables that libraries read as they are imported."""
-    return {name: value for name, value in os.environ.items() if name.startswith(READ_BY_IMPORTS)}
+    return {name: value for name, value in os.environ.items() if is_read_by_imports(name)}
 
 
 # In a warm server, and in the ranks that are forked from it.
 _READ_AT_FIRST = _read()
+
+
+def set_ahead(items: Iterable[str]) -> None:
+    """In a server: sets variables that the target will set before it imports what reads them; see `Target.imports`."""
+    for name, _, value in (item.partition("=") for item in items):
+        os.environ[name.removesuffix("?")] = os.environ.get(name[:-1], value) if name.endswith("?") else value
+    _READ_AT_FIRST.update(_read())
 
 
 def _library(module: ModuleType) -> str:

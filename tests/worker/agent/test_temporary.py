@@ -1,6 +1,7 @@
 """The folder for a trial's temporary files."""
 
 import importlib
+import os
 import sys
 import tempfile
 
@@ -49,6 +50,17 @@ def test_a_rank_leaves_the_names_of_the_libraries_that_it_imported_and_not_of_th
     assert not [*tmp_path.rglob(temporary.IMPORTS)]
     for name in ("of_the_user", "of_a_library"):
         del sys.modules[name]
+
+
+def test_variables_are_set_ahead_as_the_target_will_set_them(monkeypatch):
+    """A default of the target's does not take the place of what the user has set."""
+    for name, value in (("HF_HOME", "/mine"), ("HF_ENDPOINT", "there"), ("HF_HUB_OFFLINE", "")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(temporary, "_READ_AT_FIRST", {})
+    temporary.set_ahead(["HF_HOME?=/data", "HF_HUB_OFFLINE?=1", "HF_ENDPOINT=here=1"])
+    assert [os.environ[name] for name in ("HF_HOME", "HF_HUB_OFFLINE", "HF_ENDPOINT")] == ["/mine", "1", "here=1"]
+    assert temporary._read() == temporary._READ_AT_FIRST
 
 
 def test_the_folder_is_named_for_its_server_so_that_a_driver_finds_that_of_a_killed_one(monkeypatch, tmp_path):

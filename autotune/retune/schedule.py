@@ -194,6 +194,13 @@ def _days_by_name(cron: str) -> str:
     return " ".join([*fields[:4], ",".join(parts)])
 
 
+def weekdays(cron: str) -> list[int]:
+    """The weekdays that a rule allows, by crontab's numbers, from Sunday, which is 0."""
+    field = next(each for each in CronTrigger.from_crontab(_days_by_name(cron)).fields if each.name == "day_of_week")
+    week = [datetime.date(2023, 1, 1) + datetime.timedelta(days=n) for n in range(7)]  # from a Sunday on
+    return [n for n, day in enumerate(week) if field.get_next_value(day) == day.weekday()]
+
+
 def due(history: History, study: str, now: float | None = None) -> list[Schedule]:
     """The schedules of a study that are due; a `ScheduleError` if it has none."""
     now = time.time() if now is None else now

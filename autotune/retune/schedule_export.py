@@ -15,12 +15,13 @@ from apscheduler.triggers.cron import CronTrigger
 
 from autotune.errors import UserError
 from autotune.executors.kubernetes import object_name, pod
-from autotune.retune.schedule import Schedule
+from autotune.retune.schedule import Schedule, weekdays
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 MOST_OF_A_COMMAND = 998  # characters that Debian's cron takes; others take more
 # Folder of the container; characters of a CronJob's name, to whose runs Kubernetes gives longer ones.
 MOUNTED_AT, MOST_OF_A_NAME = "/project", 52
+LAST = (59, 23, 31, 12)  # values of a crontab's fields before the weekday
 PLAIN = re.compile(r"[\w./:@+=-]+")  # a word that needs no quotes
 # Variables that change the measurements or that the command needs; another scheduler does not set them.
 CARRIED = ("PATH", "AUTOTUNE_CACHE", "OMP_NUM_THREADS", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")
@@ -47,7 +48,9 @@ def export(
     where = "# AUTOTUNE_STORAGE must hold the database's URL where this runs\n" if storage else ""
     join, write = FORMS[form]
     texts = [
-        write(Job(each, _name(each, schedules), str(folder), (n_gpus or {}).get(each.study, 0))) for each in schedules
+        # The number first: a long study's name is cut, and two may differ in what an object's name cannot hold.
+        write(Job(each, f"retune-{each.number}-{each.study}", str(folder), (n_gpus or {}).get(each.study, 0)))
+        for each in schedules
     ]
     return where + join.join(texts)
 
@@ -65,7 +68,7 @@ class Job(NamedTuple):
         """When the other scheduler asks whether the study is due, as fields of a crontab; soon after it is due."""
         every_s = self.schedule.every_s
         if every_s is None:
-            return self.schedule.cron or ""
+            return _plain_fields(self.schedule.cron or "* * * * *")
         if every_s < HOUR_S:
             return f"*/{int(every_s // 60)} * * * *"
         return "17 3 * * *" if every_s >= 2 * DAY_S else "17 * * * *"
@@ -97,10 +100,18 @@ def _environment(names: Sequence[str] = CARRIED) -> dict[str, str]:
     return found
 
 
-def _name(schedule: Schedule, schedules: Sequence[Schedule]) -> str:
-    """A name for the schedule: its study's, with its number where the study has several."""
-    alone = sum(each.study == schedule.study for each in schedules) == 1
-    return f"retune-{schedule.study}" if alone else f"retune-{schedule.study}-{schedule.number}"
+def _plain_fields(cron: str) -> str:
+    """A rule as every cron reads it: Kubernetes knows no weekday 7, and none but APScheduler the last day of a month.
+
+    It may fire more often than the rule: `--if-due` waits for the right day.
+    """
+    *fields, _ = cron.split()
+    minute, hour, day, month = (
+        re.sub(r"(?<![\d-])(\d+)/", rf"\1-{last}/", field) for field, last in zip(fields, LAST, strict=True)
+    )
+    allowed = weekdays(cron)
+    weekday = "*" if len(allowed) == 7 else ",".join(map(str, allowed))
+    return " ".join([minute, hour, "*" if "last" in day.lower() else day, month, weekday])
 
 
 def _cron(job: Job) -> str:

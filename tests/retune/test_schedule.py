@@ -364,6 +364,41 @@ def test_every_form_asks_whether_it_is_due_and_takes_an_improvement_for_no_failu
     assert all("-eq 3" in str(job) and job["spec"]["timeZone"] == schedule_export.time_zone() for job in jobs)
 
 
+def test_every_schedule_has_a_name_of_its_own_also_where_the_names_of_studies_are_long_or_much_alike():
+    studies = ("a.b", "a_b", "A-b", "a-2", "a", "a", "2-a", "x" * 60 + "1", "x" * 60 + "2")
+    rows = [Schedule.of({**Kept(7 * DAY, 0.0).row, "id": n, "study": name}) for n, name in enumerate(studies, start=1)]
+    jobs = list(yaml.safe_load_all(schedule_export.export("k8s", rows, Path("/data"), None)))
+    names = {job["metadata"]["name"] for job in jobs}
+    assert len(names) == len(rows) and all(re.fullmatch("[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?", name) for name in names)
+    services = re.findall(r"^# \S+/(\S+)\.service$", schedule_export.export("systemd", rows, Path("/data"), None), re.M)
+    assert len(set(services)) == len(rows) == len(services)
+
+
+@pytest.mark.parametrize(
+    ("cron", "plain"),
+    [
+        ("0 3 * * 7", "0 3 * * 0"),
+        ("0 3 * * 5-7", "0 3 * * 0,5,6"),
+        ("0 3 * * 7-2", "0 3 * * 0,1,2"),
+        ("0 3 * * mon-fri", "0 3 * * 1,2,3,4,5"),
+        ("0 3 last * *", "0 3 * * *"),
+        ("5/10 1-15/2 * jan *", "5-59/10 1-15/2 * jan *"),
+        ("*/5 * 1,15 * *", "*/5 * 1,15 * *"),
+    ],
+)
+def test_what_not_every_cron_knows_is_written_otherwise_and_asks_whenever_the_rule_is_due(cron, plain):
+    """Kubernetes refuses the weekday 7, and no crontab has the `last` day that APScheduler takes."""
+    _, kept = schedule.rule_of(None, cron)
+    row = {**Kept(DAY, 0.0).row, "every_s": None, "cron": kept}
+    (job,) = yaml.safe_load_all(schedule_export.export("k8s", [Schedule.of(row)], Path("/data"), None))
+    assert job["spec"]["schedule"] == plain
+    assert f"\n{plain} cd " in schedule_export.export("cron", [Schedule.of(row)], Path("/data"), None)
+    asked, now = schedule.rule_of(None, plain)[1], at(2026, 1, 20)
+    for _ in range(20):  # what runs is asked for at the same minute
+        now = schedule.next_after(None, kept, now)
+        assert schedule.next_after(None, asked, now - 60.0) == now
+
+
 def test_folder_and_environment_are_quoted_for_each_scheduler(two):
     folder = Path("/data/my 10% project")
     text = schedule_export.export("cron", two, folder, None)

@@ -18,14 +18,15 @@ import typer
 
 from autotune.cli.options import AsJson
 from autotune.errors import UserError
+from autotune.system import shared_memory
 from autotune.system.machine import why_bf16_is_slow
-from autotune.system.shared_memory import FOLDER
 
 if TYPE_CHECKING:
     from autotune.executors.local import LocalExecutor
     from autotune.trial.workload import Environment
 
 OPS = ("fused_adam", "cpu_adam")
+MOST_NAMED = 4  # files
 WIDTH = 13  # of the longest name of a finding
 LEAST_SHARED_BYTES = 64 << 20
 LONGEST_BUILD_SECONDS = 30 * 60  # of an op, on a slow machine
@@ -120,12 +121,13 @@ def _left_locks() -> Iterator[Finding]:
 
 def _shared_memory() -> Finding:
     what = "shared memory"
-    if not FOLDER.is_dir():
+    if not shared_memory.FOLDER.is_dir():
         return Finding("warn", what, "/dev/shm is missing: data loaders with workers will fail")
-    if left := list(FOLDER.glob("deepspeed_allreduce_buffer_*")):
-        held = f"{len(left)} files of dead DeepSpeed runs in /dev/shm hold memory"
-        return Finding("warn", what, f"{held}; remove deepspeed_allreduce_buffer_*")
-    free = shutil.disk_usage(FOLDER).free
+    if left := shared_memory.buffers():
+        held = f"{len(left)} file(s) of dead DeepSpeed runs hold shared memory"
+        more = f", and {len(left) - MOST_NAMED} more" if len(left) > MOST_NAMED else ""
+        return Finding("warn", what, f"{held}; remove {', '.join(map(str, left[:MOST_NAMED]))}{more}")
+    free = shutil.disk_usage(shared_memory.FOLDER).free
     detail = f"{free / 2**20:,.0f} MiB free in /dev/shm"
     if free > LEAST_SHARED_BYTES:
         return Finding("ok", what, detail)

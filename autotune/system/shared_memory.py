@@ -9,6 +9,7 @@ from pathlib import Path
 FOLDER = Path("/dev/shm")
 # Prefixes of Python's SharedMemory and semaphores and of NCCL; random digits follow, not the PID.
 RANDOM_PREFIXES = ("psm_", "sem.mp-", "nccl-")
+DEEPSPEED_PREFIX = "deepspeed_allreduce_buffer_"  # the user's name follows, not the PID
 # torch puts the PID first.
 TORCH_NAME = re.compile(r"torch_(\d+)_")
 
@@ -48,6 +49,11 @@ def abandoned(before: Collection[tuple[str, int]] = (), since: float = 0.0) -> l
         if dead and status.st_ctime >= since and (name, status.st_ino) not in before:
             found.append(name)
     return [FOLDER / name for name in _unused(found)]
+
+
+def buffers() -> list[Path]:
+    """Returns this user's buffers of DeepSpeed's collectives that no living process uses."""
+    return [FOLDER / name for name in _unused([name for name, _ in there() if name.startswith(DEEPSPEED_PREFIX)])]
 
 
 def _files() -> list[tuple[str, os.stat_result]]:

@@ -1,5 +1,6 @@
 """What `doctor` says of a machine that lacks something."""
 
+import mmap
 from types import SimpleNamespace
 
 import pytest
@@ -15,11 +16,26 @@ FULL = "DistBackendError: NCCL error (Last error: Error while creating shared me
 def test_little_shared_memory_is_named_with_what_gives_a_container_more(monkeypatch, tmp_path, free_mib, verdict):
     """Docker gives 64 MiB unless it is asked for more."""
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=free_mib << 20))
-    monkeypatch.setattr(
-        doctor, "FOLDER", tmp_path
-    )  # other programs of this machine may have left files in the real one
+    # Other programs of this machine may have left files in the real one.
+    monkeypatch.setattr(doctor.shared_memory, "FOLDER", tmp_path)
     found = doctor._shared_memory()
     assert found.verdict == verdict and ("--shm-size=8g" in found.detail) is (verdict == "warn")
+
+
+def test_buffers_of_dead_runs_are_named_and_those_of_a_running_one_are_not(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor.shared_memory, "FOLDER", tmp_path)
+    used, left = (tmp_path / f"deepspeed_allreduce_buffer_{name}" for name in ("used", "left"))
+    for path in (used, left):
+        path.write_bytes(bytes(4096))
+    with open(used, "r+b") as file, mmap.mmap(file.fileno(), 4096):
+        found = doctor._shared_memory()
+        assert (
+            found.verdict == "warn"
+            and f"1 file(s) of dead DeepSpeed runs hold shared memory; remove {left}" in found.detail
+        )
+        assert str(used) not in found.detail
+        left.unlink()
+        assert "DeepSpeed" not in doctor._shared_memory().detail
 
 
 def test_a_trial_that_fails_is_told_with_the_remedy(monkeypatch, tmp_path):

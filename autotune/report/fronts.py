@@ -218,7 +218,9 @@ def parallel(report: StudyReport, metric: str) -> Figure:
         color = RED if "baseline" in names else CYCLE[1 + i % 3]
         style = {"color": color, "width": 2.5, "dash": "dash" if "baseline" in names else "solid"}
         traces.append(_parallel_trace(line, [(n, point)], ", ".join(names), style, 1.0))
-    titles = [_broken(name.rsplit(".", 1)[-1]) for name in levels] + [_broken(METRICS[name].label) for name in metrics]
+    titles = [
+        _broken(name) for name in (*series.short_names(levels).values(), *(METRICS[name].label for name in metrics))
+    ]
     across = {"tickmode": "array", "tickvals": list(range(n_axes)), "ticktext": titles, "tickangle": 0, "side": "top"}
     across |= {"fixedrange": True, "range": [-0.5, n_axes - 0.5], "zeroline": False}
     hidden = {"visible": False, "range": [-0.06, 1.06], "fixedrange": True}

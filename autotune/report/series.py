@@ -110,6 +110,21 @@ def knobs(report: StudyReport) -> dict[str, list[Any]]:
     return {name: levels for name, levels in found.items() if name in kept}
 
 
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """The last words of each knob's name, as many as tell it from the others: `pin_memory`, or `offload_param.pin_memory`."""
+    known = list(dict.fromkeys(names))
+
+    def ends_alike(tail: str) -> int:
+        return sum(f".{name}".endswith(f".{tail}") for name in known)
+
+    def short(name: str) -> str:
+        words = name.split(".")
+        tails = (".".join(words[-n:]) for n in range(1, len(words) + 1))
+        return next((tail for tail in tails if ends_alike(tail) == 1), name)
+
+    return {name: short(name) for name in known}
+
+
 def losses(report: StudyReport) -> list[LossCurve]:
     """The loss curves, those of the picks and the baseline first."""
     return [_loss_curve(report, each) for each in itertools.islice(_trials_with(report, "losses"), MOST_LOSS_CURVES)]

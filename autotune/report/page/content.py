@@ -65,6 +65,7 @@ def page(report: StudyReport, drawn: Mapping[str, Any]) -> Context:
     def parts(plot: str, i: int = 0) -> dict[str, str]:
         return {key.split("|")[i]: key.split("|")[i] for key in drawn.get(plot, ())}
 
+    knobs = series.knobs(report)
     day = f", measured {found}" if (found := measured_on(report).strip()) else ""
     return {
         "name": report.name,
@@ -83,8 +84,7 @@ def page(report: StudyReport, drawn: Mapping[str, Any]) -> Context:
             "forecast": {key: labels[key] for key in drawn.get("forecast-plot", ())},
         },
         "knobs": {
-            name.rsplit(".", 1)[-1]: [level_text(level) for level in levels]
-            for name, levels in series.knobs(report).items()
+            short: [level_text(level) for level in knobs[name]] for name, short in series.short_names(knobs).items()
         },
         "effects": [_effects(found) for found in report.effects],
         "table": _table(report),
@@ -137,10 +137,11 @@ def _span(pick: Data) -> str:
 def _pick(report: StudyReport, pick: Data, metrics: Sequence[str]) -> Context:
     """A pick with its configuration, its changes, its metrics beside the baseline's, and its JSON."""
     changed = differences(pick["candidate"], report.baseline["candidate"]) if report.baseline is not None else []
+    short = series.short_names(name for name, _, _ in changed)
     return {
         "trial": pick["trial"],
         "configuration": words(pick["candidate"]),
-        "changes": [(name.rsplit(".", 1)[-1], level_text(old), level_text(new)) for name, old, new in changed],
+        "changes": [(short[name], level_text(old), level_text(new)) for name, old, new in changed],
         "metrics": _values(report, pick, metrics),
         "json": json.dumps(pick["ds_config"], indent=2),
         "reasons": pick.get("reasons") or (),
@@ -206,6 +207,7 @@ def _picks(report: StudyReport) -> list[Context]:
 def _effects(found: Effects) -> Context:
     """A card on what the knobs do to one metric."""
     shown = [effect for effect in found.knobs if effect.share >= 0.01][:MOST_KNOBS]
+    names = series.short_names(effect.knob for effect in shown)
     note = f"{found.n} trials; {found.explained:.0%} of the spread of trials left out is predicted."
     note += " The rest is chance or interplay."
     if found.explained < LEAST_EXPLAINED:
@@ -214,18 +216,18 @@ def _effects(found: Effects) -> Context:
     return {
         "label": METRICS[found.metric].label,
         "note": note,
-        "knobs": [_effect(found.metric, each) for each in shown],
+        "knobs": [_effect(found.metric, each, names[each.knob]) for each in shown],
     }
 
 
-def _effect(metric: str, effect: Effect) -> Context:
+def _effect(metric: str, effect: Effect, name: str) -> Context:
     smaller = METRICS[metric].direction == "minimize"
     reference, *others = effect.levels
     others = sorted(others, key=lambda level: level.factor if smaller else -level.factor)[:MOST_LEVELS]
     changes = (f"{level.factor - 1:+.0%}".replace("-0%", "±0%").replace("+0%", "±0%") for level in others)
     worth = (f"{level_text(level.value)} {change}" for level, change in zip(others, changes, strict=True))
     return {
-        "knob": effect.knob.rsplit(".", 1)[-1],
+        "knob": name,
         "share": f"{effect.share:.0%}",
         "width": f"{min(100.0, 100 * effect.share):.1f}%",
         "levels": f"beside {level_text(reference.value)}: {', '.join(worth)}",

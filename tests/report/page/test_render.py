@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from html import unescape
 from itertools import pairwise
+from types import SimpleNamespace
 
 import plotly.graph_objects as go
 import pytest
@@ -15,6 +16,7 @@ from support.study_report import ENVIRONMENT, EVIL, OBJECTIVES, Tags, study_repo
 from autotune.errors import UserError
 from autotune.report import figures, fronts, plots, series
 from autotune.report.data import StudyReport, price_words
+from autotune.report.page import content
 from autotune.report.page import render as report_page
 from autotune.report.page.render import write
 
@@ -202,6 +204,35 @@ def test_with_many_knobs_the_axes_are_those_that_matter(report, monkeypatch):
     monkeypatch.setattr(series, "MOST_KNOBS", 2)
     kept = series.knobs(report)
     assert len(kept) == 2 and "micro_batch_size" in kept
+
+
+def test_knobs_whose_names_end_alike_are_told_apart(report):
+    """One of them had no menu, so that the menus after it chose values of another axis; both shared one bar."""
+    kinds = ("offload_optimizer", "offload_param")
+    pinned = [f"zero_optimization.{kind}.pin_memory" for kind in kinds]
+
+    def with_knobs(point, n):
+        return {**point, "candidate": {**point["candidate"], pinned[0]: n % 2 == 0, pinned[1]: n % 3 == 0}}
+
+    trials = [with_knobs(trial, n) for n, trial in enumerate(report.trials)]
+    rows = {trial["trial"]: trial["candidate"] for trial in trials}
+    changed = replace(
+        report, trials=trials, front=[{**point, "candidate": rows[point["trial"]]} for point in report.front]
+    )
+    knobs, short = series.knobs(changed), [f"{kind}.pin_memory" for kind in kinds]
+    assert set(pinned) <= set(knobs)
+    names = list(content.page(changed, {})["knobs"])
+    assert len(names) == len(knobs) and set(short) <= set(names) and "micro_batch_size" in names
+    titles = [
+        text.replace("<br>", "") for text in fronts.parallel(changed, "step_time_s")["layout"]["xaxis"]["ticktext"]
+    ]
+    assert titles[: len(names)] == names
+    effects = [
+        replace(found, explained=0.9, knobs=[replace(found.knobs[0], knob=name) for name in pinned])
+        for found in report.effects[:1]
+    ]
+    assert list(figures.effects(SimpleNamespace(effects=effects))["data"][0]["y"]) == short
+    assert [each["knob"] for each in content._effects(effects[0])["knobs"]] == short
 
 
 def failed_only(report):

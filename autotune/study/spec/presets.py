@@ -72,6 +72,12 @@ def find_preset(kind: Kind, name_or_path: str, relative_to: Path, where: str) ->
         return absolute(name_or_path, relative_to, where)
     known = presets(kind)
     if name_or_path not in known:
+        if not known:
+            folder = preset_folder(kind)
+            raise SpecError(
+                f"{where}: unknown {name_or_path!r}: no presets lie in {folder}; give the path of a .yaml file, or install"
+                " autotune whole"
+            )
         listed = "spaces" if kind == "search_spaces" else kind
         raise SpecError(
             f"{where}: {unknown(name_or_path, known)}, or the path of a .yaml file. See `autotune ls {listed}`."

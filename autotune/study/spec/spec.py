@@ -288,6 +288,9 @@ class StudySpec(BaseModel):
         if invocation is None and (target is None or "target" in (overrides or {})):
             with contextlib.suppress(SpecError):  # reported when the target is used
                 target = inspect_target(values["target"])
+        if target is not None and target.kind == "study":
+            said = "is a study itself; name the model.py or the training script that it tunes"
+            raise SpecError(f"{given['target'].where}: {values['target']} {said}")
         scripted = invocation is not None or (target is not None and target.kind == "script")
         values.setdefault("global_batch", "keep" if scripted or _sets_batch(values.get("base_config")) else "free")
         if invocation is not None:

@@ -40,6 +40,15 @@ def test_the_name_of_a_preset_stays_in_its_folder(tmp_path, name):
         load_preset("search_spaces", name, tmp_path, "--space")
 
 
+def test_where_no_preset_lies_beside_the_package_that_is_said_with_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(presets_module, "preset_folder", lambda kind: tmp_path / kind)
+    with pytest.raises(SpecError) as error:
+        find_preset("search_spaces", "zero", tmp_path, "--space")
+    said = str(error.value)
+    assert f"no presets lie in {tmp_path / 'search_spaces'}; give the path of a .yaml file" in said
+    assert "Known:" not in said
+
+
 def test_installed_presets_go_before_those_of_the_checkout(tmp_path, monkeypatch):
     assert preset_folder("objectives") == ROOT / "objectives"
     packaged = tmp_path / "_presets" / "objectives"

@@ -250,6 +250,16 @@ def test_a_study_without_a_target_is_refused(tmp_path, text):
         StudySpec.load(tmp_path / "study.yaml")
 
 
+@pytest.mark.parametrize("name", ["study.yaml", "other.yaml"])
+def test_a_study_is_no_target_of_a_study(tmp_path, name):
+    (tmp_path / "other.yaml").write_text("target: model.py\n")
+    (tmp_path / "study.yaml").write_text(f"target: {name}\n")
+    with pytest.raises(
+        SpecError, match=rf"study\.yaml: line 1: target: .*{name} is a study itself; name the model\.py"
+    ):
+        StudySpec.load(tmp_path / "study.yaml")
+
+
 def test_a_model_takes_no_arguments(target):
     with pytest.raises(SpecError, match="takes no arguments"):
         StudySpec.of(target, {"script_args": ("--lr", "1")})

@@ -45,6 +45,7 @@ MIN_GAIN = 0.03
 MOST_ATTEMPTS = 3  # starts of one re-tuning, each of which was killed, before it counts as failed
 FILES = ("ds_config.json", "recommended.json", "front.json", "environment.json", "README.md")
 
+STDERR = 2  # file descriptor
 CANNOT_RUN = "what is in use cannot run here any more: {}"
 
 
@@ -380,7 +381,8 @@ def _run_command(command: str, name: str, folder: Path, decision: Decision) -> N
         "AUTOTUNE_OLD_CONFIG": str(decision.folder / "previous" / "ds_config.json"),
         "AUTOTUNE_DECISION": str(decision.folder / "decision.json"),
     }
-    done = subprocess.run(command, shell=True, env={**os.environ, **variables}, check=False)
+    # Standard output is the decision's, which --json gives to a program.
+    done = subprocess.run(command, shell=True, env={**os.environ, **variables}, stdout=STDERR, check=False)
     if done.returncode:
         raise UserError(
             f"the configuration is replaced, but --on-change ended with status {done.returncode}: {command}"

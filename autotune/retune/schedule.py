@@ -238,6 +238,7 @@ class Daemon:
         self._last_run_at: dict[int, float | None] = {}  # of their schedules, before they were started
         # Until when, by a monotonic clock, a schedule is not started again.
         self._held_until: dict[int, float] = {}
+        self._skipped = set[str]()  # what was said of schedules that cannot be read
         self._took_up_at = -RETRY_S
         self._away = False  # whether the last look found no database
 
@@ -287,8 +288,10 @@ class Daemon:
             try:
                 schedule = Schedule.of(row)
             except ScheduleError as error:
-                self._held_until[row["id"]] = math.inf
-                self.say(f"skipped: {error}")
+                # Said once. It is not held back: SQLite gives the number of a removed schedule to the next one.
+                if (said := str(error)) not in self._skipped:
+                    self._skipped.add(said)
+                    self.say(f"skipped: {said}")
                 continue
             if schedule.due_at(now) <= now and self._is_own(schedule):
                 self.start(schedule)

@@ -199,14 +199,16 @@ def test_what_can_run_is_searched_although_nothing_moved(tmp_path):
 
 
 @pytest.mark.process
-def test_the_user_s_command_hears_of_a_replacement_and_of_nothing_else(tmp_path):
-    command = f'echo "$AUTOTUNE_STUDY $AUTOTUNE_OLD_CONFIG $AUTOTUNE_NEW_CONFIG" >> {tmp_path}/told'
+def test_the_user_s_command_hears_of_a_replacement_and_of_nothing_else(tmp_path, capfd):
+    command = f'echo it runs; echo "$AUTOTUNE_STUDY $AUTOTUNE_OLD_CONFIG $AUTOTUNE_NEW_CONFIG" >> {tmp_path}/told'
     retune(tmp_path, Instant(), on_change=command)
     assert not (tmp_path / "told").exists()
     decision = retune(tmp_path, Instant(slow_bf16), on_change=command)
     assert (tmp_path / "told").read_text().split() == [
         "s", str(decision.folder / "previous" / "ds_config.json"), str(tmp_path / "s" / "ds_config.json"),
     ]  # fmt: skip
+    printed = capfd.readouterr()
+    assert "it runs" in printed.err and "it runs" not in printed.out  # where a program reads the decision
 
 
 # Interrupted, deleted.

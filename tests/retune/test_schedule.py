@@ -257,6 +257,20 @@ def test_a_database_that_does_not_answer_starts_nothing(history, tmp_path, monke
     assert len(begun) == 1 and not one.leads
 
 
+def test_a_schedule_that_replaces_one_that_cannot_be_read_runs_also_under_its_number(history, tmp_path):
+    said, started = [], []
+    one = Daemon(str(history.engine.url), tmp_path / "studies", said.append)
+    one.start = started.append
+    wrong = add(history, every_s=None, cron="every day")
+    one.look()
+    one.look()
+    assert sum("skipped" in text for text in said) == 1 and not started
+    history.remove_schedule(wrong)
+    assert add(history) == wrong
+    one.look()
+    assert [each.number for each in started] == [wrong]
+
+
 def test_a_database_that_is_away_for_long_is_said_once_and_does_not_end_the_daemon(history, tmp_path):
     """A file that was moved away ended it; of a server it was said every two seconds."""
     said, file = [], tmp_path / "studies" / "autotune.db"

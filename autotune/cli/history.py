@@ -113,7 +113,9 @@ def _history_lines(what: str, rows: Sequence[Row]) -> Iterator[tuple[float, str]
             step = (
                 f", {format_seconds(row['metrics']['step_time_s'])} a step" if "step_time_s" in row["metrics"] else ""
             )
-            where = f"{row['world_size']} ranks, {row['environment'].get('device_name', '')}"
+            where = (
+                f"{row['world_size']} rank{'s' * (row['world_size'] != 1)}, {row['environment'].get('device_name', '')}"
+            )
             text = f"trial {row['trial']} {row['role']}: {row['outcome']}{step}; {where}"
         elif what == "recommendations":
             text = f"{'' if row['withdrawn'] else 'recommends '}trial {row['trial']}, {answer_words(row)}"

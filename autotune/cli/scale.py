@@ -114,7 +114,8 @@ def measure(
         for n, candidate in asked:
             if (n, candidate) in failed:
                 continue
-            events.say(f"round {number + 1} of {rounds}: {n} rank{'s' if n > 1 else ''}, {candidate.describe()}")
+            ranks = f"{n} rank{'s' if n > 1 else ''}"
+            events.say(f"round {number + 1} of {rounds}: {ranks}, {candidate.describe()}")
             other = "" if (n, candidate) == next(each for each in asked if each[0] == n) else "-weak"
             path = folder / "trials" / f"{number}-{n}{other}"
             request = replace(
@@ -124,7 +125,7 @@ def measure(
                 result = base.run(executor, path, request, events.tick)
             if result.outcome is not Outcome.COMPLETE or result.steps is None or not result.samples_per_step:
                 log, remedy = shown(TrialDir(path).log(result.failed_rank or 0)), REMEDIES.get(result.outcome, "")
-                what = f"{n} ranks did not run ({result.outcome}: {result.reason}); see {log}"
+                what = f"{ranks} did not run ({result.outcome}: {result.reason}); see {log}"
                 failed.add((n, candidate))
                 yield (n, candidate), f"{what}. {remedy}" if remedy else what
                 continue

@@ -49,7 +49,7 @@ class Panel:
         """The value on a number of ranks with its interval, in words."""
         value, ends = next((value, ends) for n, value, ends in self.values if n == world_size)
         span = f" ({self._number(ends[0])} to {self._number(ends[1])})" if ends else ""
-        return f"{world_size} ranks: {self._number(value)}{span} {self.unit}"
+        return f"{world_size} rank{'s' * (world_size != 1)}: {self._number(value)}{span} {self.unit}"
 
     def _number(self, value: float) -> str:
         return f"{value / self.factor:,.3g}" if value < 1000 * self.factor else f"{value / self.factor:,.0f}"

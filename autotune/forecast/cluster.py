@@ -189,6 +189,8 @@ class Projector:
                     " devices; leave --strong out, or choose a configuration with a smaller micro-batch"
                 )
             candidate = replace(candidate, gradient_accumulation_steps=steps)
+            # The counts between the study's and the cluster's are chosen here, and not by the user.
+            counts = [n for n in counts if steps * max(counts) % n == 0]
         found = {n: self.one(each, n) for n, each in scaling.candidates(candidate, counts, mode).items()}
         first, rows = found[min(found)], []
         for row in found.values():

@@ -142,18 +142,18 @@ def candidates(base: Candidate, ranks: Sequence[int], mode: Mode) -> dict[int, C
         base: The configuration of the most ranks.
 
     Raises:
-        ScalingError: A rank count does not divide the largest one.
+        ScalingError: The micro-batches of a step on the largest rank count cannot be shared out over another one.
     """
     most = max(ranks)
     if mode == "weak":
         return dict.fromkeys(sorted(ranks), base)
-    odd = [n for n in ranks if most % n]
+    steps = base.gradient_accumulation_steps
+    odd = [n for n in ranks if steps * most % n]
     if odd:
         raise ScalingError(
             f"strong scaling keeps the global batch by accumulating more on fewer ranks; {', '.join(map(str, odd))}"
             f" {'does' if len(odd) == 1 else 'do'} not divide {most}; choose other rank counts, or --weak"
         )
-    steps = base.gradient_accumulation_steps
     return {n: Candidate.of({**base.values(), "gradient_accumulation_steps": steps * most // n}) for n in sorted(ranks)}
 
 

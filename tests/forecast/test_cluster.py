@@ -168,6 +168,16 @@ def test_strong_scaling_keeps_the_global_batch_or_says_why_it_cannot():
         projector.over_devices(BASE, "strong")
 
 
+def test_strong_scaling_from_ranks_that_do_not_divide_the_devices_keeps_the_batch_where_it_can_be_split():
+    """It was refused, and told to choose other rank counts, which the command does not take."""
+    inputs = replace(FORESEEN, world_size=3, setting=replace(FORESEEN.setting, world_size=3))
+    for devices, accumulation, counts in ((8, 16, [3, 6, 8]), (8, 8, [3, 6, 8]), (9, 3, [3, 9])):
+        projector = Projector(learned(), replace(CLUSTER, devices=devices, per_node=devices), inputs)
+        rows = projector.over_devices(replace(BASE, gradient_accumulation_steps=accumulation), "strong")
+        assert [row.world_size for row in rows] == counts
+        assert {row.samples_per_step for row in rows} == {3 * 8 * accumulation}
+
+
 def test_sharding_saves_memory_with_every_device():
     peaks = [
         row.peak_memory_bytes.value

@@ -6,6 +6,7 @@ from typing import NoReturn
 from autotune.trial.folder import TrialDir, read_record, write_record
 from autotune.trial.request import TrialRequest
 from autotune.worker import project, random_fills
+from autotune.worker.agent import stacks
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.model.inspect import inspect_model
 from autotune.worker.model.loop import train_and_measure
@@ -16,6 +17,7 @@ from autotune.worker.rank import abort, complete, watch_memory
 def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
     """Runs a rank of the trial in a folder and ends the process; see `rank.connect` for the listener."""
     recorder = Recorder(TrialDir(Path(trial_dir)), rank)
+    stacks.answer()
     try:
         request = read_record(recorder.folder.request, TrialRequest)
         recorder.enter("import")

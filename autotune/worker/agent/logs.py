@@ -52,6 +52,12 @@ class Log:
                 self._cut(LIMIT_BYTES)
         return n >= BUSY_BYTES
 
+    def write(self, line: bytes) -> None:
+        """Writes a line of the supervisor's own behind all that the rank has printed so far."""
+        self.take()
+        with contextlib.suppress(OSError):
+            os.write(self._file, line)
+
     def close(self) -> None:
         """Writes the rest of the pipe, cuts the file to its final size, and closes it; the rank must be dead."""
         for _ in range(2 * PIPE_BYTES // BUSY_BYTES):

@@ -19,7 +19,7 @@ from autotune.system import processes, shared_memory
 from autotune.trial.folder import TrialDir, ends, read_record, write_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Exit
-from autotune.worker.agent import memory_watch, network, ops, rank_start, temporary
+from autotune.worker.agent import memory_watch, network, ops, rank_start, stacks, temporary
 from autotune.worker.agent.logs import Log
 from autotune.worker.agent.memory_watch import MemoryWatch
 
@@ -64,6 +64,11 @@ class _Running:
     def ended(self) -> bool:
         """Returns whether all ranks have ended."""
         return len(self.codes) == len(self.ranks)
+
+    def under_way(self) -> list[tuple[int, Log]]:
+        """Returns process and log of each rank that has not ended."""
+        found = zip(self.ranks.items(), self.logs, strict=True)
+        return [(pid, log) for (rank, pid), log in found if rank not in self.codes]
 
     def look_at_memory(self) -> None:
         """Looks at the memory of the ranks whose turn it is."""
@@ -241,6 +246,7 @@ class RankSupervisor:
         if running.first_failed_at and now - running.first_failed_at > PEER_GRACE_S:
             self._kill(running, "peer")
         elif now - running.started_at > running.request.deadline_s:
+            stacks.ask(running.under_way())
             self._kill(running, "deadline")
         elif running.ranks and running.too_many_processes():
             limit, variable = running.max_processes, processes.VARIABLE

@@ -224,12 +224,12 @@ def _command(pick: Data, base: Data, world_size: int, started: Started | None, _
         for found in filter(None, map(DATA_FLAG.match, changes)):
             arguments = with_flag(arguments, (found[1],), found[2])
         changes = [text for text in changes if not DATA_FLAG.match(text)]
-    comments, launcher = [_written(started, started.exported)], list[str]()
+    comments, launcher = [started.written(started.exported)], list[str]()
     to_launch = any(text.startswith("DeepSpeed:") and "accelerate launch" in text for text in changes)
     if to_launch or how.environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
         carried += ("DeepSpeed:",)
         file = started.free_name(ACCELERATE_CONFIG)
-        comments = [_written(started, file, "--format accelerate ")]
+        comments = [started.written(file, "--format accelerate ")]
         launcher = ["accelerate", "launch", "--config_file", file]
     elif "deepspeed" in flags or DS_CONFIG in flags:
         arguments = with_flag(arguments, flags.get("deepspeed") or flags[DS_CONFIG], started.exported)
@@ -252,12 +252,8 @@ def _command(pick: Data, base: Data, world_size: int, started: Started | None, _
         hidden = f"{redaction.HIDDEN} stands for a secret, which autotune does not keep"
         comments.append(f"{hidden}: put it back, or leave it to the environment.")
     comments += [text for text in changes if not text.startswith(carried)]
-    return "".join(f"# {text}\n" for text in comments) + command + "\n"
-
-
-def _written(started: Started, file: str, form: str = "") -> str:
-    """What writes the configuration that a printed command reads."""
-    return f"First: `autotune export {started.study} {started.which}{form}-o {file}`, the configuration that it reads."
+    entered = f"cd {shlex.quote(started.way)} && " if started.way else ""
+    return "".join(f"# {text}\n" for text in comments) + entered + command + "\n"
 
 
 def _in_code(started: Started) -> str:
@@ -381,7 +377,7 @@ def notes(pick: Data, base: Data, format: str, started: Started | None = None, n
         "hf-args": [
             (
                 True,
-                _written(started, started.exported)
+                started.written(started.exported)
                 if started
                 else f"`autotune export {named}-o {EXPORTED_CONFIG}` writes the JSON.",
             ),
@@ -413,6 +409,7 @@ def export_pick(
     which = f"--pick {shlex.quote(pick)} " if pick else f"--trial {number} " if number is not None else ""
     begun = started(report, which)
     file = "" if path is None else os.path.relpath(path, begun.invocation.working_dir) if begun else str(path)
+    begun = begun.pasted_here if begun else None
     text, named = export(chosen, base, form, report.world_size, begun, file), f"{shlex.quote(report.name)} {which}"
     changes = [] if form == "command" else chosen.get("script_side_changes", [])  # its comments say so
     return Exported(

@@ -4,7 +4,7 @@ import itertools
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from autotune.errors import SpecError
 from autotune.report.data import StudyReport
 from autotune.space.deepspeed import Scalar
 from autotune.study.spec.yaml_file import read_yaml
+from autotune.system.files import shown
 from autotune.trial.command import EXPORTED_CONFIG, Invocation, joined
 from autotune.trial.workload import ACCELERATE, TRAINER
 
@@ -45,6 +46,7 @@ class Started:
         uneven: Its batches vary in size, as its own sampler makes them.
         study: The study's name, as a word of a command.
         which: The options of `autotune export` that name the pick, with a blank after them; empty for the recommended one.
+        way: The path from where its command is pasted to the folder that it runs in; empty where that is the same.
     """
 
     invocation: Invocation
@@ -57,12 +59,20 @@ class Started:
     uneven: bool = False
     study: str = ""
     which: str = ""
+    way: str = ""
 
     @property
     def called(self) -> str:
         """The script as a launcher is given it, in the folder that it runs in."""
         how = self.invocation
         return f"-m {how.module}" if how.module else shlex.quote(os.path.relpath(how.script, how.working_dir))
+
+    @property
+    def pasted_here(self) -> "Started":
+        """The same for a command that is pasted in the current folder: a shell script may enter another one first."""
+        folder = self.invocation.working_dir
+        there = os.path.isdir(folder) and not os.path.samefile(folder, os.curdir)
+        return replace(self, way=str(shown(Path(folder)))) if there else self
 
     def reads(self, form: str) -> bool:
         """Whether the script reads a format of `autotune export`."""
@@ -82,6 +92,11 @@ class Started:
         """The usual name of an exported file, or another one where the user's command reads a file of that name or ending."""
         own = max((path.name for path in self.own_files if path.name.endswith(usual)), key=len, default="")
         return f"tuned_{own}" if own else usual
+
+    def written(self, file: str, form: str = "") -> str:
+        """What writes the configuration that a printed command reads."""
+        file = shlex.quote(os.path.join(self.way, file))
+        return f"First: `autotune export {self.study} {self.which}{form}-o {file}`, the configuration that it reads."
 
     def with_exported(self, arguments: tuple[str, ...]) -> tuple[str, ...]:
         """Arguments that name the exported file in place of the one that the script reads, whatever the flag is called."""

@@ -236,6 +236,25 @@ def test_what_only_a_shell_can_read_is_written_out(text):
     assert any(text in comment for comment in comments)
 
 
+def test_what_a_shell_script_starts_in_another_folder_is_entered_first(tmp_path, monkeypatch):
+    """It was printed as seen from there, and pasted where the shell script had been started no path in it was right."""
+    (tmp_path / "my conf").mkdir()
+    here = {"working_dir": str(tmp_path / "my conf"), "script": str(tmp_path / "train.py")}
+    text = {"command": "bash train.sh", "world_size": 2, "environment": {"X": "1"}}
+    monkeypatch.chdir(tmp_path)
+    begun = replace(STARTED, invocation=replace(STARTED.invocation, **here, **text)).pasted_here
+    assert begun.written("ds_config.json").startswith("First: `autotune export s -o 'my conf/ds_config.json'`")
+    assert (
+        export(pick(CANDIDATES[1]), BASE, "command", 2, begun)
+        .splitlines()[-1]
+        .startswith("cd 'my conf' && X=1 torchrun --standalone --nproc_per_node=2 ../train.py ")
+    )
+    monkeypatch.chdir(tmp_path / "my conf")
+    assert replace(begun, way="").pasted_here.way == ""
+    gone = replace(STARTED, invocation=replace(STARTED.invocation, working_dir="/no/such/folder"))
+    assert gone.pasted_here.way == ""
+
+
 def test_another_number_of_ranks_is_another_launcher():
     comments, line = command(CANDIDATES[1], **TORCHRUN | {"world_size": 4})
     assert line.startswith("CUDA_VISIBLE_DEVICES=0,1 torchrun --standalone --nproc_per_node=2")

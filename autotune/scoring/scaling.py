@@ -150,9 +150,10 @@ def candidates(base: Candidate, ranks: Sequence[int], mode: Mode) -> dict[int, C
     steps = base.gradient_accumulation_steps
     odd = [n for n in ranks if steps * most % n]
     if odd:
+        named = f"{', '.join(map(str, odd))} {'does' if len(odd) == 1 else 'do'}"
         raise ScalingError(
-            f"strong scaling keeps the global batch by accumulating more on fewer ranks; {', '.join(map(str, odd))}"
-            f" {'does' if len(odd) == 1 else 'do'} not divide {most}; choose other rank counts, or --weak"
+            f"strong scaling keeps the global batch by accumulating more on fewer ranks; {named} not divide the"
+            f" {steps * most} micro-batches of a step; choose other rank counts, or --weak"
         )
     return {n: Candidate.of({**base.values(), "gradient_accumulation_steps": steps * most // n}) for n in sorted(ranks)}
 

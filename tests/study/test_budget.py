@@ -57,7 +57,7 @@ class Late(Instant):
         n = len(self.requests) - 1
         if n < self.number or self.cancelled:
             return Status.EXITED
-        self.ends_at_s = 0.0
+        self.over = True
         return Status.RUNNING
 
     def cancel(self):

@@ -94,14 +94,24 @@ class Instant:
         gated: What the quality gate asked for, in order; not among the others.
         lost: How many of the next trials end without a word from whoever watched them.
         stop_at: Raise KeyboardInterrupt in the trial with this number, counted from 0.
+        over: Whether the time of its trials is over.
     """
 
-    hosts, ends_at_s = frozenset({"here"}), math.inf
+    hosts, over = frozenset({"here"}), False
 
     def __init__(self, behaviour: Behaviour = report) -> None:
         self.behaviour, self.ran, self.lost, self.stop_at = behaviour, list[Candidate](), 0, -1
         self.requests: list[TrialRequest] = []
         self.gated: list[TrialRequest] = []
+
+    @property
+    def ends_at_s(self) -> float:
+        """When its trials are ended: what a study sets is left out, since only a busy machine would come to it."""
+        return 0.0 if self.over else math.inf
+
+    @ends_at_s.setter
+    def ends_at_s(self, _: float) -> None:
+        pass
 
     def start(self) -> None:
         """It is ready."""

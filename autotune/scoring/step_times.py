@@ -17,6 +17,8 @@ from autotune.trial.result import StepStats
 # The first step pays for lazy initialisation, the second is taken apart phase by phase: neither is ever timed.
 SETUP_STEPS = 2
 MIN_TIMED_STEPS = 5
+# Fewer steps give no step time; as many has a trial that ends since its deadline is near.
+FEWEST_STEPS = SETUP_STEPS + 1
 # Fewest timed steps that give an interval, if the budget ends early.
 LEAST_TIMED_STEPS = 3
 TARGET_RELATIVE_CI = 0.02

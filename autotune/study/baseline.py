@@ -10,6 +10,7 @@ from autotune.scoring.convergence.noise_scale import noise_scale_of
 from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.scoring.metrics import GOODPUT, measure
 from autotune.scoring.objective import Objective
+from autotune.scoring.step_times import FEWEST_STEPS
 from autotune.space import feasibility
 from autotune.space.legality import OP_RULES, why_illegal
 from autotune.space.space import global_batches
@@ -29,6 +30,12 @@ from autotune.trial.result import Outcome, TrialResult
 
 # Micro-gradients of a step that the noise probe takes at least.
 MIN_NOISE_MICROS = 4
+# Why larger global batches are not tried.
+LONG_STEPS = "a trial's deadline leaves no time for their steps; --trial-deadline with more time includes them"
+LONG_BRANCH = (
+    "the branch that checks what one is worth would take longer than this study can give it; --time-budget with more time"
+    " includes them, --no-branch tries them unchecked"
+)
 # Memory is scarce, and becomes an objective, where the baseline's peak takes this share of the device's.
 SCARCE_SHARE = 0.6
 
@@ -136,40 +143,49 @@ class BaselineTrial:
         self.leave_out_batches()
 
     def leave_out_batches(self) -> None:
-        """Searches no global batch whose branch would take longer than the study can give it: it would be no answer.
+        """Searches no global batch that the study has no time for: for its steps in a trial, or for the branch that checks it.
 
         The study's record keeps the whole space, since a run with more time searches it.
         """
-        most, plan = self._largest_batch(), self._state.plan
-        said = (
-            f"global batches above {most} are not tried: the branch that checks what one is worth would take longer than this"
-            " study can give it; --time-budget with more time includes them, --no-branch tries them unchecked"
-        )
-        records.note_left_out(self._state.study, "branch", said if most else "")
-        if most:
-            self._events.say(said)
-            low = plan.setting.global_batch[0] if plan.setting.global_batch else 1
-            # With all values, as Optuna wants the same ones in every trial.
-            self._state.narrow(global_batch=(low, most))
+        study, result = self._state.study, result_in(self._state.trial_path(0))
+        rate = measure(result, None).get("samples_per_s") if result is not None else None
+        for why, key in ((LONG_STEPS, "long steps"), (LONG_BRANCH, "branch")):
+            known = result is not None and rate is not None and result.outcome is Outcome.COMPLETE
+            most = self._most_samples(why, rate.value, result.wall_s) if known else math.inf
+            plan = self._state.plan
+            most = max(most, plan.baseline.global_batch_size(plan.setting.world_size))
+            said = f"global batches above {most:.0f} are not tried: {why}" if self._leaves_some_out(most) else ""
+            records.note_left_out(study, key, said)
+            if said:
+                self._events.say(said)
+                low = plan.setting.global_batch[0] if plan.setting.global_batch else 1
+                # With all values, as Optuna wants the same ones in every trial.
+                self._state.narrow(global_batch=(low, int(most)))
 
-    def _largest_batch(self) -> int:
-        """The largest global batch whose branch the study can give the time for; 0 where that leaves nothing out."""
-        plan, spec, result = self._state.plan, self._state.spec, result_in(self._state.trial_path(0))
-        if result is None:
-            return 0
-        rate = measure(result, None).get("samples_per_s")
-        checked = spec.branch and plan.replicated and spec.finalists and spec.branch_tokens is None
-        if rate is None or not checked or result.outcome is not Outcome.COMPLETE:
-            return 0
-        baseline, world = plan.baseline, plan.setting.world_size
+    def _most_samples(self, why: str, samples_per_s: float, wall_s: float) -> float:
+        """The samples of the largest step that a trial, or a branch, has time for; infinite where there is no branch.
+
+        Args:
+            samples_per_s: Throughput of the baseline.
+            wall_s: Duration of its trial.
+        """
+        plan, spec = self._state.plan, self._state.spec
+        if why == LONG_STEPS:
+            return samples_per_s * spec.trial_deadline_s / FEWEST_STEPS
+        if not (spec.branch and plan.replicated and spec.finalists and spec.branch_tokens is None):
+            return math.inf
         rest_s = 3 * self._budget.startup_s() + self._budget.trial_s  # weights to start from, and both sides
-        most = largest_batch(self._budget.expected_check_room_s(result.wall_s), rate.value, rest_s)
-        most = max(most, baseline.global_batch_size(world))
+        return largest_batch(self._budget.expected_check_room_s(wall_s), samples_per_s, rest_s)
+
+    def _leaves_some_out(self, most: float) -> bool:
+        """Returns whether some global batches that may be searched have more samples than that, and others have not."""
+        plan = self._state.plan
+        baseline, world = plan.baseline, plan.setting.world_size
         low, high = plan.setting.global_batch or (1, math.inf)
         if not any(most < batch <= high for batch in global_batches(plan.space, baseline, world)):
-            return 0
-        setting = replace(plan.setting, global_batch=(int(low), most))
-        return most if feasibility.holds_another(plan.space, baseline, setting) else 0
+            return False
+        setting = replace(plan.setting, global_batch=(int(low), int(most)))
+        return feasibility.holds_another(plan.space, baseline, setting)
 
     def _measure_noise(self) -> None:
         """Measures the gradient noise scale once, if an objective needs it."""

@@ -15,6 +15,7 @@ from autotune.search.samplers import LegalSampler, encoded
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.legality import why_illegal
 from autotune.study import autocast
+from autotune.study.baseline import LONG_STEPS
 from autotune.study.budget import Budget
 from autotune.study.events import STOPPED, EventSink
 from autotune.study.parallel import ClaimedTrial
@@ -31,6 +32,8 @@ from autotune.trial.result import Outcome, TrialResult
 MAX_LOST = 3
 # What a further trial may gain is told from here on: below, the model does not know it after a few trials.
 LEAST_TOLD_GAIN = 0.03
+# Why larger global batches are not tried.
+WHY_DROPPED = {"few steps": "the script is over after too few of their steps to time them", "long steps": LONG_STEPS}
 
 
 class Proposer:
@@ -254,23 +257,23 @@ class Proposer:
         self._state.narrow(unsafe_precisions=unsafe)
 
     def _drop_long_batches(self) -> None:
-        """Leaves out the global batches with which the script is over before its step time is known, as a trial showed."""
-        plan, world = self._state.plan, self._state.plan.setting.world_size
-        over = [
-            records.told_candidate(told).global_batch_size(world)
-            for told in self._state.told()
-            if failures.FEW_STEPS in records.told_data(told)["reason"]
-        ]
-        low, high = plan.setting.global_batch or (1, math.inf)
-        most = min(over, default=math.inf) - 1
-        if not plan.baseline.global_batch_size(world) <= most < high:
-            return
-        said = (
-            f"global batches above {most} are not tried: the script is over after too few of their steps to time them"
-        )
-        self._events.say(said)
-        records.note_left_out(self._state.study, "few steps", said)
-        self._state.narrow(global_batch=(int(low), int(most)))
+        """Leaves out the global batches with which the script or its deadline ends a trial before its step time is known."""
+        world, deadline_s = self._state.plan.setting.world_size, self._state.spec.trial_deadline_s
+        over: dict[str, list[int]] = {"few steps": [], "long steps": []}
+        for told in self._state.told():
+            data, batch = records.told_data(told), records.told_candidate(told).global_batch_size(world)
+            if failures.FEW_STEPS in data["reason"]:
+                over["few steps"].append(batch)
+            if (data["outcome"], data["phase"]) == (Outcome.TIMEOUT, "measure") and data["wall_s"] >= deadline_s:
+                over["long steps"].append(batch)
+        for key, batches in over.items():
+            plan, most = self._state.plan, min(batches, default=math.inf) - 1
+            low, high = plan.setting.global_batch or (1, math.inf)
+            if plan.baseline.global_batch_size(world) <= most < high:
+                said = f"global batches above {most} are not tried: {WHY_DROPPED[key]}"
+                self._events.say(said)
+                records.note_left_out(self._state.study, key, said)
+                self._state.narrow(global_batch=(int(low), int(most)))
 
     def _drop_other_losses(self) -> None:
         """Keeps the baseline's micro-batch once a trial with another one has trained with another loss."""

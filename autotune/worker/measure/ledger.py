@@ -35,8 +35,11 @@ MAX_WINDOW_STEPS = 100
 MAX_SKIPPED_UPDATES = 30
 # DeepSpeed returns from a step that overflows before it calls torch's scaler (stage_1_and_2.py, stage3.py).
 NO_SCALE = ": under ZeRO DeepSpeed never lowers the loss scale of torch's autocast; take ZeRO stage 0, or torch_autocast (bf16)"
-# Fewer steps give no step time.
+# Fewer steps give no interval of the step time.
 MIN_STEPS = step_times.SETUP_STEPS + step_times.LEAST_TIMED_STEPS
+# Share of the deadline that a trial spends at most: its end takes time, too.
+WITHIN_DEADLINE = 0.95
+HURRIED = "fewer steps were timed than an interval takes, since the trial's deadline was near: `--trial-deadline` gives it more time"
 # Ends of epochs in a row, each with smaller steps, after which smaller steps count as they come.
 MAX_ENDS_IN_A_ROW = 3
 FEWER = "some steps have fewer samples than others although no epoch ends there: they count as they come"
@@ -78,7 +81,7 @@ class StepLedger:
         self._micro_batch_size = candidate.micro_batch_size
         self._why_skipped = NO_SCALE if candidate.precision == "torch_autocast_fp16" and candidate.zero_stage else ""
         self._global_batch_size = candidate.micro_batch_size * candidate.gradient_accumulation_steps * n_replicas
-        self.elapsed_s = self.peak_bytes = 0.0
+        self.elapsed_s = self.peak_bytes = self._since_start_s = 0.0
         self.uneven = self._began = False
         self.skipped = self._ends_in_a_row = self._n_ragged = 0
         self._aside_s = 0.0
@@ -93,9 +96,14 @@ class StepLedger:
         if len(times) < step_times.SETUP_STEPS:
             return 1
         limit = MAX_WINDOW_STEPS if self.elapsed_s < self.request.budget_s else MIN_STEPS - len(times)
-        step_s = max(times[-1], 1e-6) + self._aside_s / len(times)
+        step_s = self._next_step_s()
         wanted = max(int(self.window_s / step_s), 2 if step_s < LONG_STEP_S else 1)
         return max(1, min(limit, wanted, self.request.max_steps - len(times)))
+
+    def _next_step_s(self) -> float:
+        """Returns what a step takes, evaluations between steps included."""
+        times = self.report.step_times_s
+        return max(times[-1], 1e-6) + self._aside_s / len(times)
 
     def gather(
         self,
@@ -124,10 +132,11 @@ class StepLedger:
         columns += aside_s or [0.0] * n
         for name in TAKEN_IN:
             columns += [float(getattr(count, name)) * self.share for count in counts]
+        columns += [time.monotonic() - self.recorder.began_s] * n
         own = torch.tensor(columns, dtype=torch.float64, device=self.device)
         rows = [torch.empty_like(own) for _ in range(self.request.world_size)]
         dist.all_gather(rows, own)
-        table = torch.stack(rows).cpu().reshape(self.request.world_size, 5 + len(TAKEN_IN), n)
+        table = torch.stack(rows).cpu().reshape(self.request.world_size, 6 + len(TAKEN_IN), n)
         # The ranks began the window together; a step ends when the last of them has ended it.
         total_s = float(table[:, 0].sum(dim=1).max())
         if self._began:
@@ -138,7 +147,8 @@ class StepLedger:
         ends_s = (table[:, 0] - aside).clamp(min=0).cumsum(dim=1).max(dim=0).values
         times, means = ends_s.diff(prepend=ends_s.new_zeros(1)).tolist(), table[:, 3].mean(dim=0).tolist()
         skips, smaller = (table[:, row].max(dim=0).values.tolist() for row in (1, 2))
-        taken_in = table[:, 5:].sum(dim=0).round().long().T.tolist()
+        self._since_start_s = float(table[:, -1].max())
+        taken_in = table[:, 5:-1].sum(dim=0).round().long().T.tolist()
         if self.noise is not None:
             self.noise.leave_out([bool(a or b) for a, b in zip(skips, smaller, strict=True)])
         cpu_s *= sum(times) / total_s if total_s else 1.0
@@ -215,10 +225,18 @@ class StepLedger:
             return True
         if n >= MIN_STEPS and self.elapsed_s >= self.request.budget_s:
             return True
+        if n >= step_times.FEWEST_STEPS and self._deadline_is_near():
+            if n < MIN_STEPS:
+                self.report.caveats.append(HURRIED)
+            return True
         if n < self._next_look:
             return False
         self._next_look = max(n + 1, int(n * 1.1))
         return self._precise()
+
+    def _deadline_is_near(self) -> bool:
+        """Returns whether one more timed step, and that for memory, would pass the deadline, at which nothing is kept."""
+        return self._since_start_s + 2 * self._next_step_s() > WITHIN_DEADLINE * self.request.deadline_s
 
     def _beaten(self) -> bool:
         """Returns whether an earlier trial is certainly better on every objective; then notes the outcome."""

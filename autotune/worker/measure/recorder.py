@@ -18,6 +18,7 @@ class Recorder:
 
     Attributes:
         report: The report; its outcome is a crash unless a better one is set.
+        began_s: When the rank began, in seconds of the monotonic clock.
         check_memory: Fails the rank if its memory is over the limit.
     """
 
@@ -25,7 +26,7 @@ class Recorder:
         self.folder = folder
         self.report = RankReport(rank=rank, outcome=Outcome.CRASHED, phase="start")
         self.check_memory: Callable[[], object] = lambda: None
-        self._entered = time.monotonic()
+        self.began_s = self._entered = time.monotonic()
         self._lock = threading.Lock()
 
     def enter(self, phase: str) -> None:

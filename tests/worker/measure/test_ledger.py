@@ -133,6 +133,18 @@ def test_what_the_budget_leaves_is_no_more_than_an_interval_needs(ledger):
     assert ledger.window_steps() == ledgers.MIN_STEPS - 2
 
 
+@pytest.mark.parametrize(("passed_s", "ends"), [(100.0, False), (200.0, True)])
+def test_a_trial_of_long_steps_ends_before_its_deadline_with_what_it_has(ledger, passed_s, ends):
+    """It was killed at its deadline, and its steps, of a minute each, told nothing."""
+    ledger.recorder.began_s -= passed_s
+    add(ledger, 1.0)
+    for _ in range(2):
+        assert not ledger.done()  # nothing is timed yet
+        add(ledger, 60.0)
+    assert ledger.done() is ends
+    assert any("fewer steps were timed" in caveat for caveat in ledger.report.caveats) is ends
+
+
 def test_a_pause_in_a_window_is_one_steps_and_not_the_others_and_the_first_step_is_not_of_the_budget(ledger):
     add(ledger, 2.5)  # the first, in which kernels are loaded, takes nothing of the budget
     assert ledger.elapsed_s == 0.0
@@ -143,7 +155,7 @@ def test_a_pause_in_a_window_is_one_steps_and_not_the_others_and_the_first_step_
 
 def test_who_watches_is_told_once_a_window(ledger):
     told = []
-    ledger.report.rank, ledger.recorder = 0, SimpleNamespace(event=lambda **what: told.append(what))
+    ledger.report.rank, ledger.recorder.event = 0, lambda **what: told.append(what)
     add(ledger, 0.01, 0.02, 0.03, ragged={2})
     add(ledger, 0.01, ragged={0})
     assert [each["step"] for each in told] == [2] and told[0]["step_time_s"] == pytest.approx(0.02)

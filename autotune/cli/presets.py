@@ -87,17 +87,9 @@ def _studies(storage: str | None) -> list[tuple[str, ...]]:
 
 def answer_words(row: Mapping[str, Any]) -> str:
     """A recommendation of the history in words: the configuration, and what it gains as the answer said it."""
-    from autotune.report.data import speedup_words, words
+    from autotune.report.data import words
 
-    if row.get("words"):
-        return f"{words(json.loads(row['candidate']))}: {row['words']}"
-    # Kept by a version that kept no words.
-    ends = (row["speedup_low"], row["speedup_high"])
-    gain = speedup_words({"speedup": row["speedup"], "speedup_ci95": ends if all(ends) else None})
-    configuration = words(json.loads(row["candidate"]))
-    if row["speedup"] == 1.0 and set(ends) == {1.0}:
-        return f"{configuration}: the baseline itself"
-    return f"{configuration}: {gain} the baseline's throughput" if gain else configuration
+    return f"{words(json.loads(row['candidate']))}: {row['words']}"
 
 
 def cp(

@@ -103,10 +103,7 @@ class StudyState:
 
         That is settings, the text of the target, and what was found in it: model and data may come from other files.
         """
-        before = kept.fingerprint
-        if kept.invocation is not None and "script" in before:  # earlier versions kept the whole path
-            before = {**before, "script": {**before["script"], "working_dir": kept.invocation.from_script}}
-        found = list(_differences(before, json.loads(json.dumps(self.plan.fingerprint()))))
+        found = list(_differences(kept.fingerprint, json.loads(json.dumps(self.plan.fingerprint()))))
         named = [f"the text of {self.spec.target.name}" if name == "target" else name for name in found]
         return [*named, *_found_otherwise(kept.workload, self.plan.workload)]
 

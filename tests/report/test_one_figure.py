@@ -8,7 +8,6 @@ import re
 from html import unescape
 
 import pytest
-import sqlalchemy as sql
 from support.instant import STEPS, Instant, report, runner_of
 
 from autotune.cli.presets import answer_words
@@ -167,18 +166,6 @@ def test_history_and_repr_tell_the_gain_of_a_goal_and_its_doubt(tmp_path):
     said = pick_words(found, ["recommended"], found.picks["recommended"])
     assert said.startswith("0.60x the baseline's peak memory, at 0.9") and said.endswith("measured once")
     assert answer_words(kept(found, tmp_path)).endswith(f": {said}") and said in repr(StudyResult(found))
-
-
-def test_a_history_of_a_version_that_kept_no_words_is_read_and_gets_them(study):
-    found, folder = study
-    engine = records.open_storage(records.default_url(folder.parent)).engine
-    row = kept(found, folder.parent)
-    with engine.begin() as connection:
-        connection.execute(sql.text("ALTER TABLE autotune_recommendation DROP COLUMN words"))
-        connection.execute(sql.text("DELETE FROM autotune_migration WHERE name = '0004-words'"))
-    [old] = History(engine).recommendations("s")
-    assert old["words"] is None and speedup_words(found.picks["recommended"]) in answer_words(old)
-    assert kept(found, folder.parent) == row
 
 
 def test_the_dashboard_lists_the_same_values(study):

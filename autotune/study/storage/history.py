@@ -109,7 +109,7 @@ class History:
                 if attempt == 2:
                     raise
 
-    def recommended(self, study: str, generation: int, pick: Row, words: str = "") -> None:
+    def recommended(self, study: str, generation: int, pick: Row, words: str) -> None:
         """Store a recommendation of `recommended.json`; if it equals the last one, only update its words.
 
         Args:

@@ -53,7 +53,7 @@ RECOMMENDATION = sql.Table(
     sql.Column("speedup", sql.Double),
     sql.Column("speedup_low", sql.Double),
     sql.Column("speedup_high", sql.Double),
-    sql.Column("words", sql.Text),  # what it gains, as the answer said it; null from a version that kept no words
+    sql.Column("words", sql.Text, nullable=False),  # what it gains, as the answer said it
 )
 DECISION = sql.Table(
     "autotune_decision",
@@ -93,19 +93,11 @@ OF_A_STUDY = (MEASUREMENT, RECOMMENDATION, DECISION)
 STUDIES = sql.table("studies", sql.column("study_name"))  # Optuna's
 
 
-def _add_words(connection: sql.Connection) -> None:
-    """Add the words of recommendations; a new database has them from its first migration on."""
-    table, column = RECOMMENDATION.name, RECOMMENDATION.c.words
-    if column.name not in {each["name"] for each in sql.inspect(connection).get_columns(table)}:
-        connection.execute(sql.text(f"ALTER TABLE {table} ADD COLUMN {column.name} TEXT"))
-
-
 # Applied once each, in this order. A migration that was released is not edited.
 MIGRATIONS: dict[str, Callable[[sql.Connection], None]] = {
     "0001-history": lambda connection: TABLES.create_all(connection, [ENVIRONMENT, *OF_A_STUDY]),
     "0002-schedules": lambda connection: TABLES.create_all(connection, [SCHEDULE]),
     "0003-leases": lambda connection: LEASE.create(connection, checkfirst=True),
-    "0004-words": _add_words,
 }
 
 

@@ -17,7 +17,7 @@ from autotune.errors import Unavailable, UserError, printable
 from autotune.executors.conclude import joined, merge
 from autotune.system import files, redaction
 from autotune.trial.failures import means_out_of_memory
-from autotune.trial.folder import TrialDir, ends, phases, read_record, reports, write_record
+from autotune.trial.folder import TrialDir, ends, phases, record_in, reports, write_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Exit, Outcome, TrialResult
 
@@ -270,12 +270,10 @@ def _left(executor: Executor, folder: TrialDir) -> tuple[Job, TrialRequest] | No
     """Returns job and request that a dead coordinator left, still running or ended without a result."""
     if not folder.job.exists() or folder.result.exists():
         return None
-    try:
-        request = read_record(folder.request, TrialRequest)
-    except (FileNotFoundError, ValueError):
+    request = record_in(folder.request, TrialRequest)
+    if request is None or (job := executor.find(folder)) is None:
         return None
-    job = executor.find(folder)
-    return (job, request) if job is not None and job.poll() in (*UNDER_WAY, Status.EXITED) else None
+    return (job, request) if job.poll() in (*UNDER_WAY, Status.EXITED) else None
 
 
 def _watch(job: Job, folder: TrialDir, request: TrialRequest, on_tick: Callable[[], None]) -> TrialResult:
@@ -322,10 +320,7 @@ def conclude(folder: TrialDir, request: TrialRequest, lost: str = "") -> TrialRe
         end = joined(ends(folder, request.nodes), request.nodes, lost)
         write_record(folder.exit, end)
     else:
-        try:
-            end = read_record(folder.exit, Exit)
-        except (FileNotFoundError, ValueError):
-            end = Exit(codes={}, killed="lost")
+        end = record_in(folder.exit, Exit) or Exit(codes={}, killed="lost")
     if lost:
         end = replace(end, killed="lost", note=lost)
     found = reports(folder, request.world_size)

@@ -16,7 +16,7 @@ from autotune.executors import base
 from autotune.executors.base import UNDER_WAY, Status, no_turn
 from autotune.executors.node_agent import Settings, Spool
 from autotune.system import files, processes
-from autotune.trial.folder import TrialDir, ends, read_record, write_record
+from autotune.trial.folder import TrialDir, ends, read_record, record_in, write_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Exit
 
@@ -201,10 +201,8 @@ class ClusterExecutor(base.Executor):
 
     def find(self, folder: TrialDir) -> "ClusterJob | None":
         """Returns the job that the folder names, if this engine has it and its spool still exists."""
-        try:
-            said = json.loads(folder.job.read_text())
-            request = read_record(folder.request, TrialRequest)
-        except (FileNotFoundError, ValueError):
+        said, request = files.json_object(folder.job), record_in(folder.request, TrialRequest)
+        if not said or request is None:
             return None
         spool = Spool(Path(said["spool"]))
         if said["engine"] != self.engine.name or not spool.settings.exists():

@@ -25,7 +25,7 @@ from autotune.errors import UserError
 from autotune.executors.base import Status
 from autotune.executors.local import LocalExecutor
 from autotune.system import files
-from autotune.trial.folder import TrialDir, read_record, write_record
+from autotune.trial.folder import TrialDir, read_record, record_in, write_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Exit
 
@@ -155,11 +155,8 @@ class NodeAgent:
 
     def _run(self, folder: TrialDir, key: str) -> None:
         """Runs this machine's part of a trial, unless the coordinator has given it up."""
-        try:
-            request = read_record(folder.request, TrialRequest)
-        except (FileNotFoundError, ValueError):
-            return
-        if key_of(folder) != key:
+        request = record_in(folder.request, TrialRequest)
+        if request is None or key_of(folder) != key:
             return
         end = folder.node_exit(self.node, request.nodes)
         write_record(folder.node(self.node), {"host": socket.gethostname(), "since": time.time()})

@@ -17,7 +17,7 @@ from autotune.space.candidate import Candidate
 from autotune.study import tracing
 from autotune.study.setup import profile_cache
 from autotune.study.storage import records
-from autotune.trial.folder import TrialDir, adapter, read_record, reports, result_in
+from autotune.trial.folder import TrialDir, adapter, record_in, reports, result_in
 from autotune.trial.links import Probe
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome, Traced, TrialResult
@@ -132,11 +132,8 @@ def phases(path: Path, world_size: int) -> dict[int, Mapping[str, float]]:
 
 
 def _stated_limit(path: Path) -> float | None:
-    try:
-        stated = read_record(TrialDir(path).request, TrialRequest).device_memory_bytes
-    except (FileNotFoundError, ValueError):
-        return None
-    return float(stated) if stated else None
+    request = record_in(TrialDir(path).request, TrialRequest)
+    return float(request.device_memory_bytes) if request is not None and request.device_memory_bytes else None
 
 
 def step_parts(result: TrialResult, path: Path, n_blocks: int) -> dict[str, Part]:

@@ -10,7 +10,7 @@ from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.study.spec.yaml_file import read_yaml
 from autotune.study.storage import records
-from autotune.trial.folder import TrialDir, read_record
+from autotune.trial.folder import TrialDir, record_in
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
 from autotune.trial.target import inspect_target
@@ -48,13 +48,12 @@ def run(
         UserError: The trial cannot be run again, or did not complete; the message says why.
     """
     source = TrialDir(records.trial_path(folder, number))
-    try:
-        request = read_record(source.request, TrialRequest)
-    except (FileNotFoundError, ValueError):
+    request = record_in(source.request, TrialRequest)
+    if request is None:
         raise UserError(
             f"diagnose: {source.request} is gone or of another version, and it says how trial {number} was run;"
             " without --profile it is diagnosed from what was kept"
-        ) from None
+        )
     if elsewhere := _elsewhere(folder):
         raise UserError(
             f"diagnose: the trials of this study ran {elsewhere}, and only what ran on this machine alone can be traced"

@@ -85,6 +85,14 @@ def read_record(path: Path, kind: type[T]) -> T:
     return found
 
 
+def record_in(path: Path, kind: type[T]) -> T | None:
+    """Reads a dataclass back from JSON; None without a file that holds one."""
+    try:
+        return read_record(path, kind)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
 def prepare(*kinds: type[Any]) -> None:
     """Makes what reads and writes these dataclasses, which takes milliseconds, ahead of the first use; forks have it too."""
     for kind in kinds:
@@ -103,10 +111,7 @@ _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
 
 def result_in(path: Path) -> TrialResult | None:
     """Returns the result of the trial in a folder; None without one that can be read."""
-    try:
-        return read_record(TrialDir(path).result, TrialResult)
-    except (FileNotFoundError, ValueError):
-        return None
+    return record_in(TrialDir(path).result, TrialResult)
 
 
 def ends(trial_dir: TrialDir, nodes: int) -> dict[int, Exit]:
@@ -114,9 +119,8 @@ def ends(trial_dir: TrialDir, nodes: int) -> dict[int, Exit]:
     names, found = trial_dir.names(), {}
     for node in range(nodes):
         path = trial_dir.node_exit(node, nodes)
-        if path.name in names:
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                found[node] = read_record(path, Exit)
+        if path.name in names and (end := record_in(path, Exit)) is not None:
+            found[node] = end
     return found
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import optuna
 from optuna.study import Study
@@ -34,7 +34,7 @@ from autotune.study.storage.database import Storage
 from autotune.study.storage.optuna_tables import CachedStorage, set_study_attr, storage_of, study_attr, study_id
 from autotune.system import files, redaction
 from autotune.trial.command import Invocation
-from autotune.trial.folder import adapter, read_record
+from autotune.trial.folder import adapter, record_in
 from autotune.trial.result import Outcome
 from autotune.trial.workload import Workload
 
@@ -59,7 +59,6 @@ SUCCESSOR_ATTR = "successor"
 SQLITE = "sqlite:///"
 # Fields of a told trial's result without which it cannot be read.
 TOLD_FIELDS = set("outcome reason phase wall_s metrics ci95 censored feasible caveats".split())
-T = TypeVar("T")
 RESTORING_ATTR, BASELINE_ATTR = "autotune:restoring", "autotune:baseline"
 
 
@@ -214,7 +213,7 @@ def keep(study: Study, kept: StudyRecord, folder: Path) -> None:
 
 def kept_in(folder: Path) -> StudyRecord | None:
     """The record in a study's folder; None without one that can be read."""
-    return _read(folder / RECORD_FILE, StudyRecord)
+    return record_in(folder / RECORD_FILE, StudyRecord)
 
 
 def note_end(study: Study, why: str) -> None:
@@ -326,18 +325,12 @@ def told_candidate(told: FrozenTrial) -> Candidate:
 
 def branch_in(folder: Path, number: int) -> Branch | None:
     """Result of a trial's branch; None if it has none."""
-    return _read(branch_path(folder, number), Branch)
+    return record_in(branch_path(folder, number), Branch)
 
 
 def verdict_in(folder: Path, number: int) -> GateVerdict | None:
     """The quality gate's verdict on a trial; None if it was not checked."""
-    return _read(gate_path(folder, number), GateVerdict)
-
-
-def _read(path: Path, kind: type[T]) -> T | None:
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        return read_record(path, kind)
-    return None
+    return record_in(gate_path(folder, number), GateVerdict)
 
 
 def trial_path(folder: Path, number: int) -> Path:

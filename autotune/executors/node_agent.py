@@ -127,8 +127,6 @@ class NodeAgent:
             return 1
         try:
             return self._serve()
-        except Terminated:
-            return 143
         finally:
             self.executor.close()
 

@@ -13,12 +13,12 @@ def check_names(executor: str, options: Mapping[str, str], known: Mapping[str, s
             raise UserError(f"--executor-option {name}: unknown to {executor}.{nearest(name, known)} Known: {every}")
 
 
-def seconds(options: Mapping[str, str], name: str, usual: float) -> float:
-    """Returns an option that is a number of seconds."""
+def number(options: Mapping[str, str], name: str, usual: float, kind: str = "a number") -> float:
+    """Returns an option that is a number; `kind` says of what in an error."""
     try:
-        return float(options.get(name, usual))
+        return float(options.get(name) or usual)
     except ValueError:
-        raise UserError(f"--executor-option {name}={options[name]}: a number of seconds is needed") from None
+        raise UserError(f"--executor-option {name}={options[name]}: {kind} is needed") from None
 
 
 def is_yes(options: Mapping[str, str], name: str) -> bool:

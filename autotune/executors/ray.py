@@ -17,7 +17,7 @@ from autotune.errors import Unavailable, UserError
 from autotune.executors.base import Status
 from autotune.executors.cluster import Engine, JobState, Refused
 from autotune.executors.node_agent import Settings, Spool, key_of
-from autotune.executors.options import is_yes
+from autotune.executors.options import is_yes, number
 from autotune.executors.ray_machine import ANSWER_TIMEOUT_S, NEVER_STARTED, Machine, stamp
 from autotune.system import files
 from autotune.trial.folder import TrialDir, read_record
@@ -195,12 +195,12 @@ class Ray(Engine):
         ]
         ranks = self.ranks_per_node or int(min(gpus, default=1))
         per_rank = {
-            "CPU": _number(self.options, "cpus_per_rank", 1.0),
-            "GPU": _number(self.options, "gpus_per_rank", 1.0 if gpus else 0.0),
+            "CPU": number(self.options, "cpus_per_rank", 1.0),
+            "GPU": number(self.options, "gpus_per_rank", 1.0 if gpus else 0.0),
         }
         for item in filter(None, self.options.get("resources", "").split(",")):
             name, _, amount = item.partition(":")
-            per_rank[name] = _number({"resources": amount}, "resources", 1.0)
+            per_rank[name] = number({"resources": amount}, "resources", 1.0)
         return {name: amount * ranks for name, amount in per_rank.items() if amount}
 
     def _whole(self, bundle: dict[str, float], fit: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -311,10 +311,3 @@ class _Group:
             return path.read_bytes()
         except FileNotFoundError:
             return None
-
-
-def _number(options: Mapping[str, str], name: str, usual: float) -> float:
-    try:
-        return float(options.get(name) or usual)
-    except ValueError:
-        raise UserError(f"--executor-option {name}={options[name]}: a number is needed") from None

@@ -10,7 +10,7 @@ from autotune.executors import cluster, pods
 from autotune.executors.base import Executor
 from autotune.executors.cluster import ClusterExecutor, Engine
 from autotune.executors.local import LocalExecutor
-from autotune.executors.options import check_names, seconds
+from autotune.executors.options import check_names, number
 from autotune.executors.ssh import read_hostfile
 from autotune.study.spec.spec import StudySpec
 
@@ -56,7 +56,7 @@ def executor_of(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] =
                     " kubernetes`"
                 )
             return LocalExecutor(target.imports, folder / "trials" / "server.log", environment)
-    idle_s = seconds(options, "idle", 600.0)
+    idle_s = number(options, "idle", 600.0, "a number of seconds")
     return ClusterExecutor(
         engine, folder / "trials" / "agents", cluster.settings_for(target.imports, environment, idle_s), nodes, on_queue,
         patience_s=spec.patience_s,

@@ -227,10 +227,8 @@ class DashboardStorage(BaseStorage):
             return found
         trial = copy.copy(found)
         extra = shown.trial_attrs.get(found.number, {}) if shown else {}
-        trial.user_attrs = {
-            **{name: value for name, value in found.user_attrs.items() if name not in OWN_ATTRS},
-            **extra,  # newer than the attributes from the trial's end
-        }
+        # Those of ours are newer than the attributes from the trial's end.
+        trial.user_attrs = {**_readable(found.user_attrs), **extra}
         if shown and found.state is TrialState.COMPLETE and found.number in shown.trial_values:
             # Optuna takes its best trials from these: the ones on our front, by all measurements and not by the first.
             values = shown.trial_values[found.number]

@@ -148,10 +148,13 @@ class BaselineTrial:
         The study's record keeps the whole space, since a run with more time searches it.
         """
         study, result = self._state.study, result_in(self._state.trial_path(0))
+        if result is not None and result.outcome is not Outcome.COMPLETE:
+            result = None
         rate = measure(result, None).get("samples_per_s") if result is not None else None
         for why, key in ((LONG_STEPS, "long steps"), (LONG_BRANCH, "branch")):
-            known = result is not None and rate is not None and result.outcome is Outcome.COMPLETE
-            most = self._most_samples(why, rate.value, result.wall_s) if known else math.inf
+            most = math.inf
+            if result is not None and rate is not None:
+                most = self._most_samples(why, rate.value, result.wall_s)
             plan = self._state.plan
             most = max(most, plan.baseline.global_batch_size(plan.setting.world_size))
             said = f"global batches above {most:.0f} are not tried: {why}" if self._leaves_some_out(most) else ""

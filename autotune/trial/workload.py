@@ -136,7 +136,7 @@ class Script:
         draw_sizes: If it cuts the loader's batches up: their samples in the unchanged script and in this trial.
         uneven: The samples of its batches vary, and count as they come.
         adds_up: It adds up the losses of its micro-batches, so that its gradient grows with their number.
-        divides: It divides them by their number, as DeepSpeed does again, so that its gradient falls with that number.
+        divides: It divides them by their number.
         precision: Value in the unchanged script.
         checkpoint_every: Value in the unchanged script, if it recomputes activations itself.
         learning_rates: Values in the unchanged script, by parameter group.
@@ -190,7 +190,7 @@ class Probed:
         uneven: Samples of its smallest and its largest micro-batch, where they vary from step to step.
         configured_micro_batch_size: Samples in the engine's configuration; None if it was not read.
         adds_up: It adds up the losses of its micro-batches, so that its gradient grows with their number.
-        divides: It divides them by their number, as DeepSpeed does again, so that its gradient falls with that number.
+        divides: It divides them by their number.
     """
 
     ds_config: DsConfig
@@ -229,10 +229,20 @@ class Probed:
             return None
         return self.draw_size, candidate.micro_batch_size * parts
 
+    @property
+    def counts_itself(self) -> bool:
+        """Whether it counts the micro-batches of a step itself, and DeepSpeed divides the loss by a number that stays."""
+        return self.configured_accumulation not in (None, self.gradient_accumulation_steps)
+
+    @property
+    def divides_again(self) -> bool:
+        """Whether it divides losses as DeepSpeed does again, so that its gradient falls with the number of micro-batches."""
+        return self.divides and not self.counts_itself
+
     def completed(self, config: DsConfig, candidate: Candidate) -> DsConfig:
         """Returns a candidate's DeepSpeed configuration, adapted to this script."""
         config = dict(config)
-        if self.configured_accumulation not in (None, self.gradient_accumulation_steps):
+        if self.counts_itself:
             # The script accumulates itself; with the number in its configuration, DeepSpeed would accumulate again.
             config["gradient_accumulation_steps"] = self.configured_accumulation
         if self.uneven is not None and self.configured_micro_batch_size is not None:
@@ -391,7 +401,7 @@ class Workload:
 
     def scales_otherwise(self, candidate: Candidate, baseline: Candidate) -> bool:
         """Returns whether a script's gradient, which depends on the accumulation, has another scale than in the baseline."""
-        scales = self.script is not None and (self.script.adds_up or self.script.divides)
+        scales = self.script is not None and (self.script.adds_up or self.script.divides_again)
         return scales and candidate.gradient_accumulation_steps != baseline.gradient_accumulation_steps
 
     def ds_config(self, candidate: Candidate, base_config: DsConfig) -> DsConfig:

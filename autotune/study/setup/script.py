@@ -174,8 +174,8 @@ def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate,
     fillers = template_values(values)
     arguments, changes = tuple(fill(argument, fillers) for argument in how.arguments), []
     moved = {name: value for name, value in values.items() if value != before.get(name)}
-    adds_up, divides = probed is not None and probed.adds_up, probed is not None and probed.divides
-    if adds_up or divides:
+    adds_up, divides_again = probed is not None and probed.adds_up, probed is not None and probed.divides_again
+    if adds_up or divides_again:
         times = candidate.gradient_accumulation_steps / baseline.gradient_accumulation_steps
         changes += _of_other_sum(times, "adds up") if adds_up else _of_other_sum(1 / times, "divides")
     shown = templates_in([*how.arguments, *how.environment.values()])
@@ -202,7 +202,7 @@ def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate,
         draw_sizes=probed.draw_sizes(candidate) if probed else None,
         uneven=probed is not None and probed.uneven is not None,
         adds_up=adds_up,
-        divides=divides,
+        divides=probed is not None and probed.divides,
         precision=precision_of(without_auto(probed.ds_config)) if probed else "",
         checkpoint_every=probed.checkpoint_every if probed else 0,
         learning_rates=probed.learning_rates if probed else (),
@@ -270,9 +270,11 @@ def with_movable(
     caveats = [*workload.caveats, *([] if probed.uneven is None else [_of_own_size(probed.uneven, micro)])]
     first, moved = result_in(path.with_name("inspect")), results["gradient_accumulation_steps"]
     growth = _growth(first, moved)
-    if growth < 0:  # as the loss of some does with the micro-batch alone
+    # The loss of some falls with the micro-batch alone; a script that counts micro-batches itself has to divide it.
+    if growth == -1 or (growth == 0 and probed.counts_itself):
         growth = _growth(first, run(["gradient_accumulation_steps"], f"{path.name}-alone", probed), off=0.5)
-    caveats += {1: [ADDS_UP], -1: [DIVIDES]}.get(growth, []) + _left_open(spec, baseline)
+    probed, notes = _with_growth(probed, growth)
+    caveats += notes + _left_open(spec, baseline)
     for name, result in results.items():
         changes += [change for change in result.side_changes if change not in changes]
         word, was = SCRIPT_BATCH[name], getattr(baseline, name)
@@ -287,7 +289,7 @@ def with_movable(
             caveats.append(f"with {word} {wanted[name]} the script ended with {end}; so it stays {was}")
     flags = {name: names for result in results.values() for name, names in result.flags.items()}
     flags |= {name: [flag] for name, flag in mapped_flags(spec, probed).items()}
-    probed = replace(probed, adds_up=growth > 0, divides=growth < 0, flags=probed.flags | flags)
+    probed = replace(probed, flags=probed.flags | flags)
     return replace(workload, script=replace(probed, movable=tuple(movable), moved_by=tuple(changes)), caveats=caveats)
 
 
@@ -333,26 +335,33 @@ def _to_move(micro: int, steps: int, *, keeps: bool) -> dict[str, int]:
     }
 
 
-def _growth(first: TrialResult | None, moved: TrialResult, off: float = SAME_GROWTH) -> int:
+def _growth(first: TrialResult | None, moved: TrialResult, off: float = SAME_GROWTH) -> int | None:
     """Returns 1 if the loss of each step grew as the number of its micro-batches did, -1 if it fell so, else 0.
 
-    One alone may do so by chance.
+    One alone may do so by chance. None where the losses cannot tell.
 
     Args:
         off: Share by which the logarithms of both factors may differ; up to a half it is no loss that stays.
     """
     if first is None or first.observed is None or moved.observed is None:
-        return 0
+        return None
     steps = [seen.gradient_accumulation_steps or 0 for seen in (first.observed, moved.observed)]
     pairs = [(one or 0.0, other or 0.0) for one, other in zip(first.losses, moved.losses, strict=False)]
     if not pairs or min(map(min, pairs)) <= 0 or min(steps) <= 0 or steps[0] == steps[1]:
-        return 0
+        return None
     more = math.log(steps[1] / steps[0])
     grown = {
         next((way for way in (1, -1) if abs(math.log(other / one) - way * more) < off * abs(more)), 0)
         for one, other in pairs
     }
     return grown.pop() if len(grown) == 1 else 0
+
+
+def _with_growth(probed: Probed, growth: int | None) -> tuple[Probed, list[str]]:
+    """Returns a script with what it does to the losses of its micro-batches, and a note where its gradient follows their number."""
+    adds_up = growth == 1 or (growth == 0 and probed.counts_itself)
+    probed = replace(probed, adds_up=adds_up, divides=growth == -1)
+    return probed, [ADDS_UP] if adds_up else [DIVIDES] if probed.divides_again else []
 
 
 def _of_other_sum(times: float, what: str) -> list[str]:

@@ -84,7 +84,8 @@ def train(style, batch, accum, arguments):
     args = parser.parse_args(arguments)
     deepspeed.init_distributed()
     torch.manual_seed(-1 if style == "noise" else 0)
-    own = {"own steps": {"gradient_accumulation_steps": 1}, "judged": {"zero_optimization": {"stage": 1}}}
+    itself = {"gradient_accumulation_steps": 1}
+    own = {"own steps": itself, "divides own steps": itself, "judged": {"zero_optimization": {"stage": 1}}}
     settings = config(**own.get(style, {}))
     model = {"packed": Packed, "halves": Big, "two loaders": TwoTasks}.get(style, Net)()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
@@ -132,6 +133,8 @@ def train(style, batch, accum, arguments):
                 loss = called(x[:4], y[:4])
             if style == "divides":
                 loss = loss / engine.gradient_accumulation_steps()
+            if style == "divides own steps":
+                loss = loss / accum
             if style == "by rows":
                 loss = loss * len(x)
             if style == "critic":
@@ -145,5 +148,5 @@ def train(style, batch, accum, arguments):
                 rival_optimizer.step()
             engine.backward(loss)
             n += 1
-            if style != "own steps" or n % accum == 0:
+            if "own steps" not in style or n % accum == 0:
                 engine.step()

@@ -402,6 +402,21 @@ def test_losses_that_a_script_divides_as_deepspeed_does_again_are_compared_undiv
     assert "Gradient: it is 2 times as large" in str(results[0].side_changes)
 
 
+@pytest.mark.parametrize(("style", "adds_up"), [("divides own steps", False), ("own steps", True)])
+def test_only_a_script_that_counts_micro_batches_itself_and_does_not_divide_has_a_gradient_that_grows(
+    bench, style, adds_up
+):
+    """DeepSpeed divides by its own number, which stays: the division was called a second one, and its lack passed as drop-in."""
+    found = bench.plan("styles.py", style, script_set=["ACCUM={gradient_accumulation_steps}"])
+    assert found.baseline.gradient_accumulation_steps == 4 and set(found.workload.script.movable) >= ACCUM
+    assert any("adds up the losses" in note for note in found.notes) == adds_up
+    assert not any("DeepSpeed does so again" in note for note in found.notes)
+    results = [bench.applied(found, gradient_accumulation_steps=n) for n in (4, 2)]
+    losses = [result.losses[0] for result in results]
+    assert max(losses) < 1.5 * min(losses)
+    assert ("Gradient: it is 0.5 times as large" in str(results[1].side_changes)) == adds_up
+
+
 def test_a_study_of_another_command_line_is_another_study(bench):
     found = bench.plan("dict_config.py"), bench.plan("dict_config.py", "--batch_size", "4")
     assert found[0].fingerprint()["script"] != found[1].fingerprint()["script"]

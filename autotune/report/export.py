@@ -17,6 +17,7 @@ from autotune.errors import UserError, nearest
 from autotune.report.data import Data, StudyReport
 from autotune.report.script_changes import DTYPES, every_nth
 from autotune.report.started import Started, started
+from autotune.space import own_tuner
 from autotune.space.candidate import Candidate
 from autotune.space.data import TRAINER_ARGUMENTS
 from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, at_path, without_auto
@@ -35,7 +36,7 @@ from autotune.trial.command import (
     without_flag,
 )
 from autotune.trial.target import is_yaml
-from autotune.trial.workload import ACCELERATE, TRAINER
+from autotune.trial.workload import TRAINER
 
 # What DeepSpeed's JSON and transformers' TrainingArguments both say, and must say alike
 # (HfTrainerDeepSpeedConfig.trainer_config_process).
@@ -73,12 +74,6 @@ LAUNCH_FIELDS = {
     "deepspeed_multinode_launcher",
 }
 RATE_FLAG, ACCELERATE_CONFIG = "--learning_rate", "accelerate.yaml"
-# Where frameworks take a DeepSpeed configuration in code.
-CONFIG_PARAMETERS = {
-    TRAINER: 'pass `deepspeed="{}"` to `TrainingArguments`',
-    ACCELERATE: 'pass `DeepSpeedPlugin(hf_ds_config="{}")` to `Accelerator`',
-    "Lightning": 'pass `DeepSpeedStrategy(config="{}")` to `Trainer`',
-}
 # A change of the data by a flag of SFTConfig, which is one of TrainingArguments.
 DATA_FLAG = re.compile(r"Data: `(--\w+) (\S+)` instead of")
 
@@ -165,11 +160,12 @@ def deepspeed_config(pick: Data, base: Data) -> DsConfig:
     """The complete DeepSpeed configuration of a pick: what was measured, and the user's sections that trials leave out.
 
     It states the ZeRO stage even where that is DeepSpeed's default: Accelerate and transformers refuse a file without
-    it. `train_batch_size` is left to DeepSpeed, so that the file is right for any number of ranks.
+    it. `train_batch_size` is left to DeepSpeed, so that the file is right for any number of ranks. DeepSpeed's own tuner is
+    off in it, with which a training ends.
     """
     measured = pick.get("ds_config") or Candidate.of(pick["candidate"]).to_deepspeed(base)
     left_out = {key: base[key] for key in sorted(SIDE_EFFECT_KEYS) if key in base and key not in measured}
-    config = without_auto(copy.deepcopy({**measured, **left_out}))
+    config = own_tuner.off(without_auto(copy.deepcopy({**measured, **left_out})))
     return {**config, "zero_optimization": {"stage": 0, **config.get("zero_optimization", {})}}
 
 
@@ -231,7 +227,7 @@ def _command(pick: Data, base: Data, world_size: int, started: Started | None, _
         file = started.free_name(ACCELERATE_CONFIG)
         comments = [started.written(file, "--format accelerate ")]
         launcher = ["accelerate", "launch", "--config_file", file]
-    elif "deepspeed" in flags or DS_CONFIG in flags:
+    elif ("deepspeed" in flags or DS_CONFIG in flags) and not started.sets_config_itself(changes):
         arguments = with_flag(arguments, flags.get("deepspeed") or flags[DS_CONFIG], started.exported)
     elif DS_CONFIG in templates_in([*arguments, *how.environment.values()]):
         pass
@@ -244,7 +240,7 @@ def _command(pick: Data, base: Data, world_size: int, started: Started | None, _
         comments.append(
             f"No flag carries it: {started.exported} takes the place of {file}, which the script reads."
             if file
-            else f"Before it trains so, change the script: {_in_code(started)}."
+            else f"Before it trains so, change the script: {started.in_code}."
         )
     more, command = pasted(how, arguments, values, world_size, launcher)
     comments += more
@@ -254,15 +250,6 @@ def _command(pick: Data, base: Data, world_size: int, started: Started | None, _
     comments += [text for text in changes if not text.startswith(carried)]
     entered = f"cd {shlex.quote(started.way)} && " if started.way else ""
     return "".join(f"# {text}\n" for text in comments) + entered + command + "\n"
-
-
-def _in_code(started: Started) -> str:
-    """How a script whose configuration is written in its code gets the exported one."""
-    if started.family in CONFIG_PARAMETERS:
-        return CONFIG_PARAMETERS[started.family].format(started.exported)
-    where = f" at {started.initialized_at}" if started.initialized_at else ""
-    instead = f"the dict at {started.config_at}" if started.config_at else "the dict that it passes now"
-    return f'pass `config="{started.exported}"` to `deepspeed.initialize`{where}, instead of {instead}'
 
 
 def _with_training_flags(
@@ -301,7 +288,8 @@ def _hf_args(pick: Data, base: Data, _: int, started: Started | None, __: str) -
     config = deepspeed_config(pick, base)
     flags = _training_flags(candidate, config, started)
     flags += [(f"--{name}", str(value)) for name, value in _hf_twins(config)]
-    flags.append(("--deepspeed", started.exported if started else EXPORTED_CONFIG))
+    if started is None or not started.sets_config_itself(pick.get("script_side_changes", ())):
+        flags.append(("--deepspeed", started.exported if started else EXPORTED_CONFIG))
     return "\n".join(shlex.join(flag) for flag in flags) + "\n"
 
 
@@ -385,6 +373,8 @@ def notes(pick: Data, base: Data, format: str, started: Started | None = None, n
             (steps, f"The JSON fixes the scheduler steps: {fixed}"),
         ],
     }
+    if started is not None and started.sets_config_itself(pick.get("script_side_changes", ())):
+        said["hf-args"].append((True, f"No flag names the JSON, as the script's code sets another: {started.in_code}."))
     if started is not None and started.family == TRAINER:
         said |= {form: [(steps, f"The JSON fixes the scheduler steps: {fixed}")] for form in ("deepspeed", "command")}
     return [text for applies, text in said.get(format, []) if applies]

@@ -14,7 +14,7 @@ from autotune.report.data import StudyReport
 from autotune.space.deepspeed import Scalar
 from autotune.study.spec.yaml_file import read_yaml
 from autotune.system.files import shown
-from autotune.trial.command import EXPORTED_CONFIG, Invocation, joined
+from autotune.trial.command import EXPORTED_CONFIG, Invocation, has_flag, joined
 from autotune.trial.workload import ACCELERATE, TRAINER
 
 # The formats of `autotune export` that not every script reads, with the frameworks that do.
@@ -28,6 +28,12 @@ HF_HOME = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME"
 DEFAULT_ACCELERATE_CONFIG = Path(os.path.expanduser(HF_HOME), "accelerate", "default_config.yaml")
 # A longer word of a command names no file.
 LONGEST_PATH = 4096
+# Where frameworks take a DeepSpeed configuration in code.
+CONFIG_PARAMETERS = {
+    TRAINER: 'pass `deepspeed="{}"` to `TrainingArguments`',
+    ACCELERATE: 'pass `DeepSpeedPlugin(hf_ds_config="{}")` to `Accelerator`',
+    "Lightning": 'pass `DeepSpeedStrategy(config="{}")` to `Trainer`',
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +72,25 @@ class Started:
         """The script as a launcher is given it, in the folder that it runs in."""
         how = self.invocation
         return f"-m {how.module}" if how.module else shlex.quote(os.path.relpath(how.script, how.working_dir))
+
+    @property
+    def in_code(self) -> str:
+        """How a script whose configuration is written in its code gets the exported one."""
+        if self.family in CONFIG_PARAMETERS:
+            return CONFIG_PARAMETERS[self.family].format(self.exported)
+        where = f" at {self.initialized_at}" if self.initialized_at else ""
+        instead = f"the dict at {self.config_at}" if self.config_at else "the dict that it passes now"
+        return f'pass `config="{self.exported}"` to `deepspeed.initialize`{where}, instead of {instead}'
+
+    def sets_config_itself(self, changes: Sequence[str]) -> bool:
+        """Whether the code of a Trainer script sets its configuration, so that --deepspeed would be overridden.
+
+        Args:
+            changes: What differs from the unchanged script, which says where that one does not use DeepSpeed.
+        """
+        how, names = self.invocation, self.flags.get("deepspeed", ()) if self.family == TRAINER else ()
+        told = has_flag(how.arguments, names) or how.environment.get("ACCELERATE_USE_DEEPSPEED") == "true"
+        return bool(names) and not told and not any(text.startswith("DeepSpeed:") for text in changes)
 
     @property
     def pasted_here(self) -> "Started":

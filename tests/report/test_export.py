@@ -82,6 +82,14 @@ def test_the_deepspeed_json_keeps_what_trials_leave_out_and_states_stage_0_since
     assert config["tensorboard"] == BASE["tensorboard"] and config["zero_optimization"] == {"stage": 0}
 
 
+def test_the_deepspeed_json_does_not_end_the_training_as_deepspeeds_own_tuner_has_it_do():
+    """A JSON with `autotuning.enabled` trained for five steps and exited with status 0."""
+    section = {"enabled": True, "arg_mappings": {"train_micro_batch_size_per_gpu": "--bs"}}
+    base = {**BASE, "autotuning": section}
+    assert json.loads(exported(CANDIDATES[0], "deepspeed", base))["autotuning"] == {**section, "enabled": False}
+    assert section["enabled"]
+
+
 def test_a_trial_without_its_json_is_exported_from_its_candidate():
     bare = {"trial": 3, "candidate": Candidate.of(CANDIDATES[1]).values()}
     assert deepspeed_config(bare, BASE) == deepspeed_config(pick(CANDIDATES[1]), BASE)
@@ -340,6 +348,19 @@ def test_without_a_flag_for_the_configuration_it_is_said_what_it_replaces():
     ):
         text = export(pick(CANDIDATES[1]), BASE, "command", 2, replace(STARTED, flags={}, **changes))
         assert said in text and "--deepspeed_config" not in text
+
+
+def test_no_flag_names_the_json_of_a_trainer_whose_code_sets_another():
+    """The command had `--deepspeed ds_config.json`, which the script's own dict overrode in silence."""
+    own = replace(STARTED, family=TRAINER, flags={"deepspeed": ["--deepspeed"], "bf16": ["--bf16"]})
+    for form in ("command", "hf-args"):
+        text = export(pick(CANDIDATES[1]), BASE, form, 2, own)
+        said = [text, *notes(pick(CANDIDATES[1]), BASE, form, own)]
+        assert "--deepspeed " not in text and any('pass `deepspeed="ds_config.json"` to `Tr' in line for line in said)
+    without = pick(CANDIDATES[1]) | {"script_side_changes": ["DeepSpeed: the script is run without it; add ..."]}
+    told = replace(own, invocation=replace(own.invocation, arguments=("--deepspeed", "ds.json")))
+    for chosen, started in ((without, own), (pick(CANDIDATES[1]), told)):
+        assert "--deepspeed ds_config.json" in export(chosen, BASE, "command", 2, started)
 
 
 @pytest.mark.parametrize(

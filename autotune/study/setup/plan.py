@@ -13,7 +13,7 @@ from autotune.executors.base import Executor
 from autotune.scoring.convergence.learning_rate import LearningRate, default_rule
 from autotune.scoring.convergence.quality_gate import trains_alike
 from autotune.space import data as data_knobs
-from autotune.space import feasibility
+from autotune.space import feasibility, own_tuner
 from autotune.space.candidate import Candidate, from_deepspeed
 from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, at_path, check_retired, set_path
 from autotune.space.degree import EXPERT_DEGREE, EXPERTS_SPLIT, PIPELINE_DEGREE, configured_degrees, ranks_per_replica
@@ -241,6 +241,7 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
         why = next(iter(refused), "only the baseline itself can")
         raise UserError(f"no candidate of the search space can run here: {why}")
     notes = [*environment.remarks, *held_by_others(environment, world_size), *workload.caveats]
+    notes += own_tuner.notes(base_config)
     on_each = world_size // spec.nodes_for(world_size)
     if environment.n_cores < on_each and environment.accelerator == "cpu":
         notes.append(f"{on_each} ranks share {environment.n_cores} cores: step times will read slow and noisy")

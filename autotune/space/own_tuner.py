@@ -39,8 +39,8 @@ def notes(config: Mapping[str, Any]) -> list[str]:
     if unread := [name for name in OPTIONS if name in section]:
         options = " and ".join(dict.fromkeys(OPTIONS[name] for name in unread))
         found.append(
-            f"of the section `autotuning` in your DeepSpeed configuration only `arg_mappings` is used; {options} says here what"
-            f" {', '.join(f'`{name}`' for name in unread)} says there"
+            f"of the section `autotuning` in your DeepSpeed configuration only `arg_mappings` is used; what"
+            f" {', '.join(f'`{name}`' for name in unread)} state there is for {options} here"
         )
     return found
 

@@ -20,5 +20,5 @@ def test_a_section_that_ends_trainings_is_turned_off_and_said_to():
 def test_bounds_for_deepspeeds_own_tuner_are_not_passed_over_in_silence():
     section = {"metric": "latency", "max_train_micro_batch_size_per_gpu": 16, "fast": False, "mp_size": 1}
     (note,) = own_tuner.notes({"autotuning": section})
-    assert "--goal and --space" in note and "`metric`, `max_train_micro_batch_size_per_gpu`" in note
+    assert "`metric`, `max_train_micro_batch_size_per_gpu` state there is for --goal and --space here" in note
     assert "mp_size" not in note and "fast" not in note

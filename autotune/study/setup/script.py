@@ -236,8 +236,8 @@ def with_movable(
 
     If that run fails, each of them is changed in a separate run.
     """
-    assert workload.script is not None
     probed, micro, steps = workload.script, baseline.micro_batch_size, baseline.gradient_accumulation_steps
+    assert probed is not None
     wanted = _to_move(micro, steps, keeps=spec.global_batch == "keep")
 
     def run(names: Iterable[str], folder: str, probed: Probed) -> TrialResult:
@@ -270,11 +270,10 @@ def with_movable(
     caveats = [*workload.caveats, *([] if probed.uneven is None else [_of_own_size(probed.uneven, micro)])]
     first, moved = result_in(path.with_name("inspect")), results["gradient_accumulation_steps"]
     growth = _growth(first, moved)
-    # The loss of some falls with the micro-batch alone; a script that counts micro-batches itself has to divide it.
-    if growth == -1 or (growth == 0 and probed.counts_itself):
+    if growth == -1 or (growth == 0 and probed.counts_itself):  # the loss of some falls with the micro-batch alone
         growth = _growth(first, run(["gradient_accumulation_steps"], f"{path.name}-alone", probed), off=0.5)
-    probed, notes = _with_growth(probed, growth)
-    caveats += notes + _left_open(spec, baseline)
+    probed, sums = _with_growth(probed, growth)
+    caveats += sums + _left_open(spec, baseline)
     for name, result in results.items():
         changes += [change for change in result.side_changes if change not in changes]
         word, was = SCRIPT_BATCH[name], getattr(baseline, name)
@@ -285,12 +284,11 @@ def with_movable(
         elif result.observed is not None:
             caveats.append(f"the {word} stays {was}: {_unmoved(spec, probed, name)}")
         else:
-            end = f"{result.outcome}: {result.reason}"
-            caveats.append(f"with {word} {wanted[name]} the script ended with {end}; so it stays {was}")
+            caveats.append(_ended(result, f"{word} {wanted[name]}", was))
     flags = {name: names for result in results.values() for name, names in result.flags.items()}
-    flags |= {name: [flag] for name, flag in mapped_flags(spec, probed).items()}
-    probed = replace(probed, flags=probed.flags | flags)
-    return replace(workload, script=replace(probed, movable=tuple(movable), moved_by=tuple(changes)), caveats=caveats)
+    flags = probed.flags | flags | {name: [flag] for name, flag in mapped_flags(spec, probed).items()}
+    script = replace(probed, flags=flags, movable=tuple(movable), moved_by=tuple(changes))
+    return replace(workload, script=script, caveats=caveats)
 
 
 def _left_behind(spec: StudySpec, first: TrialResult | None, moved: TrialResult) -> tuple[int, ...]:
@@ -357,8 +355,14 @@ def _growth(first: TrialResult | None, moved: TrialResult, off: float = SAME_GRO
     return grown.pop() if len(grown) == 1 else 0
 
 
+def _ended(result: TrialResult, tried: str, was: int) -> str:
+    """Returns why what was tried is not tuned: the script ended with it."""
+    return f"with {tried} the script ended with {result.outcome}: {result.reason}; so it stays {was}"
+
+
 def _with_growth(probed: Probed, growth: int | None) -> tuple[Probed, list[str]]:
     """Returns a script with what it does to the losses of its micro-batches, and a note where its gradient follows their number."""
+    # A script that counts micro-batches itself has to divide the loss: DeepSpeed divides it by a number that stays.
     adds_up = growth == 1 or (growth == 0 and probed.counts_itself)
     probed = replace(probed, adds_up=adds_up, divides=growth == -1)
     return probed, [ADDS_UP] if adds_up else [DIVIDES] if probed.divides_again else []

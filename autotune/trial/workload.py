@@ -180,6 +180,7 @@ class Probed:
         config_at: File and line of that dict; empty where it is not written out.
         initialized_at: File and line where the script calls `deepspeed.initialize`; empty where a framework does.
         configured_accumulation: Micro-batches per step in the engine's configuration; None if it was not read.
+        counts_itself: It counts the micro-batches of a step itself, and DeepSpeed divides the loss by a number that stays.
         model_parallel_size: Ranks that train one copy of the model together.
         pipeline_stages: Stages of a `PipelineModule`; 0 for another model.
         expert_parallel: Experts are spread over ranks, as in DeepSpeed's mixtures of experts.
@@ -202,6 +203,7 @@ class Probed:
     movable: tuple[str, ...] = ()
     moved_by: tuple[str, ...] = ()
     configured_accumulation: int | None = None
+    counts_itself: bool = False
     model_parallel_size: int = 1
     pipeline_stages: int = 0
     expert_parallel: bool = False
@@ -228,11 +230,6 @@ class Probed:
         if not self.parts or (candidate.micro_batch_size == self.micro_batch_size and not follows):
             return None
         return self.draw_size, candidate.micro_batch_size * parts
-
-    @property
-    def counts_itself(self) -> bool:
-        """Whether it counts the micro-batches of a step itself, and DeepSpeed divides the loss by a number that stays."""
-        return self.configured_accumulation not in (None, self.gradient_accumulation_steps)
 
     @property
     def divides_again(self) -> bool:

@@ -257,12 +257,10 @@ def with_movable(
 
     tried = [name for name in SCRIPT_BATCH if name != "micro_batch_size" or probed.uneven is None]
     both = run(tried, path.name, probed)
-    if probed.parts == steps and both.observed is not None and not ran("micro_batch_size", both.observed):
-        # It may cut a batch into as many parts as it accumulates, or always into so many.
-        follows = replace(probed, parts_follow=True)
-        again = run(SCRIPT_BATCH, f"{path.name}-parts", follows)
-        if ran("micro_batch_size", again.observed):
-            probed, both = follows, again
+    for way, (name, other) in _other_ways(spec, probed, steps).items():
+        if both.observed is not None and not ran(name, both.observed):
+            again = run(tried, f"{path.name}-{way}", other)
+            probed, both = (other, again) if ran(name, again.observed) else (probed, both)
     results = {
         name: both if both.observed is not None else run([name], f"{path.name}-{name}", probed) for name in tried
     }
@@ -289,6 +287,19 @@ def with_movable(
     flags = probed.flags | flags | {name: [flag] for name, flag in mapped_flags(spec, probed).items()}
     script = replace(probed, flags=flags, movable=tuple(movable), moved_by=tuple(changes))
     return replace(workload, script=script, caveats=caveats)
+
+
+def _other_ways(spec: StudySpec, probed: Probed, steps: int) -> dict[str, tuple[str, Probed]]:
+    """Returns what a script may be besides what its probe showed: by a word, the knob that then moves, and the script as such."""
+    found = {}
+    if probed.parts == steps:  # it may cut a batch into as many parts as it accumulates, or always into so many
+        found["parts"] = ("micro_batch_size", replace(probed, parts_follow=True))
+    told = {*spec.templated(), *mapped_flags(spec, probed)}
+    if (
+        "gradient_accumulation_steps" in told and not probed.counts_itself
+    ):  # of one micro-batch a step no probe shows it
+        found["counted"] = ("gradient_accumulation_steps", replace(probed, counts_itself=True))
+    return found
 
 
 def _left_behind(spec: StudySpec, first: TrialResult | None, moved: TrialResult) -> tuple[int, ...]:

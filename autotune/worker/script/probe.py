@@ -48,7 +48,7 @@ def workload_of(
         config_at=prepared.config_at,
         initialized_at=prepared.initialized_at,
         configured_accumulation=engine.gradient_accumulation_steps(),
-        # Degrees belong to the candidate, which divides them out itself.
+        counts_itself=engine.gradient_accumulation_steps() != seen.gradient_accumulation_steps,
         model_parallel_size=context.request.world_size
         // (meter.data_parallel * _degree(prepared.own_config, described)),
         pipeline_stages=getattr(engine, "num_stages", 0),
@@ -109,6 +109,7 @@ def _how_counted(seen: Observed, configured: int, *, flattened: bool) -> str:
 
 
 def _degree(config: DsConfig, workload: Workload) -> int:
+    """Returns the ranks that share a copy of the model by degrees, which belong to the candidate: it divides them out itself."""
     own = configured_degrees(lambda path: at_path(config, path))
     stages = workload.pipeline.stages if workload.pipeline is not None else 1
     return ranks_per_replica(own | {PIPELINE_DEGREE: stages})

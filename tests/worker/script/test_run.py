@@ -417,6 +417,15 @@ def test_only_a_script_that_counts_micro_batches_itself_and_does_not_divide_has_
     assert ("Gradient: it is 0.5 times as large" in str(results[1].side_changes)) == adds_up
 
 
+def test_a_script_of_one_micro_batch_a_step_that_counts_them_itself_is_found_out_by_its_second_run(bench, tmp_path):
+    """DeepSpeed was told the number, too, and stepped after its square; the script was said to step as before."""
+    for name in ("common.py", "loops.py", "styles.py"):
+        (tmp_path / name).write_text((SCRIPTS / name).read_text().replace("ACCUM = 4", "ACCUM = 1"))
+    found = bench.plan(tmp_path / "styles.py", "divides own steps", script_set=["ACCUM={gradient_accumulation_steps}"])
+    assert found.baseline.gradient_accumulation_steps == 1 and set(found.workload.script.movable) >= ACCUM
+    assert bench.applied(found, gradient_accumulation_steps=4).observed.gradient_accumulation_steps == 4
+
+
 def test_a_study_of_another_command_line_is_another_study(bench):
     found = bench.plan("dict_config.py"), bench.plan("dict_config.py", "--batch_size", "4")
     assert found[0].fingerprint()["script"] != found[1].fingerprint()["script"]

@@ -5,7 +5,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from autotune.system import files
+from autotune.trial.folder import ran
 
 # By the name of a run's folder below `trials/`: what it was for. The first that matches; lanes stand in this order.
 LANES = {
@@ -57,11 +57,7 @@ def _run(path: Path, trials: Path, _changed_ns: int) -> Run | None:
     """A run by its folder, with the time of the clock at which it began."""
     name = path.relative_to(trials).as_posix()
     number = re.match(r"(\d+)(/|$)", name)
-    try:
-        wall_s = float(files.json_of(files.read_regular(path / "exit.json"))["wall_s"])
-        with (path / "events.jsonl").open("rb") as events:
-            began_s = float(files.json_of(events.readline(4096))["time"])
-    except (OSError, ValueError, KeyError, TypeError):
+    if (found := ran(path)) is None:
         return None
     lane = next(lane for pattern, lane in LANES.items() if re.fullmatch(pattern, name))
-    return Run(lane, int(number[1]) if number else None, name, began_s, wall_s)
+    return Run(lane, int(number[1]) if number else None, name, *found)

@@ -5,7 +5,6 @@ import re
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -309,16 +308,20 @@ def _is_check(path: Path) -> bool:
 
 def measuring_s(told: Sequence[FrozenTrial]) -> float:
     """Seconds that trials took; the time of trials that ran side by side counts once."""
-    # The end follows from the duration: a clock that was set in between would make a trial years long.
-    spans = sorted(
-        (t.datetime_start, t.datetime_start + timedelta(seconds=_took_s(t))) for t in told if t.datetime_start
-    )
-    twice_s, until = 0.0, None
-    for start, end in spans:
-        if until is not None:
-            twice_s += max(0.0, (min(until, end) - start).total_seconds())
-        until = end if until is None else max(until, end)
-    return max(0.0, sum(map(_took_s, told)) - twice_s)
+    return apart_s((t.datetime_start.timestamp(), _took_s(t)) for t in told if t.datetime_start)
+
+
+def apart_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds that runs took; the time of those that ran side by side counts once.
+
+    Args:
+        spans: When each began, and how long it took: a clock that was set meanwhile would make a trial years long.
+    """
+    total_s, until_s = 0.0, -math.inf
+    for began_s, took_s in sorted(spans):
+        total_s += max(0.0, began_s + took_s - max(began_s, until_s))
+        until_s = max(until_s, began_s + took_s)
+    return total_s
 
 
 def _took_s(told: FrozenTrial) -> float:

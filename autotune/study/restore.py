@@ -1,16 +1,21 @@
 """A study whose database is gone, taken up again from the record and the results in its folder."""
 
+import contextlib
+import time
 from collections.abc import Iterator
+from datetime import datetime
 
 from optuna.trial import Trial, TrialState
 
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
+from autotune.study.budget import apart_s
 from autotune.study.proposals import Proposer
 from autotune.study.state import StudyState
 from autotune.study.storage import records
+from autotune.study.storage.optuna_tables import trial_id, write_dates
 from autotune.study.tell import Teller
 from autotune.system.signals import undisturbed
-from autotune.trial.folder import result_in
+from autotune.trial.folder import ran, result_in
 from autotune.trial.result import TrialResult
 
 
@@ -37,6 +42,8 @@ def restore(state: StudyState, proposer: Proposer, teller: Teller) -> int:
         if not state.exists:
             state.create()
             records.note_restoring(state.study, restoring=True)
+        took_s = apart_s(filter(None, (ran(path.parent) for path in (state.folder / "trials").rglob("exit.json"))))
+        records.note_time(state.study, wall_s=took_s, ends_s=time.time())
         for number, asked in _unfinished(state, max(found) + 1):
             with undisturbed():
                 _tell(state, proposer, teller, asked or state.leases.claim(state.study), found.get(number))
@@ -64,3 +71,7 @@ def _tell(state: StudyState, proposer: Proposer, teller: Teller, asked: Trial, r
     if CANDIDATE_ATTR not in asked.user_attrs:
         proposer.describe(asked, candidate, role)
     teller.tell(asked, candidate, role, teller.explained(candidate, result), quiet=True)
+    # Pauses, days and the time that it took follow from when it ran, which was not now.
+    if (times := ran(state.trial_path(asked.number))) is not None:
+        with contextlib.suppress(ValueError, OverflowError), state.storage.engine.begin() as connection:  # no such day
+            write_dates(connection, trial_id(asked), *map(datetime.fromtimestamp, (times[0], sum(times))))

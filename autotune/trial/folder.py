@@ -114,6 +114,17 @@ def result_in(path: Path) -> TrialResult | None:
     return record_in(TrialDir(path).result, TrialResult)
 
 
+def ran(path: Path) -> tuple[float, float] | None:
+    """Returns the Unix time at which the ranks of a run began, and the seconds that they took; None where nothing tells."""
+    folder = TrialDir(path)
+    try:
+        wall_s = float(files.json_of(files.read_regular(folder.exit))["wall_s"])
+        with folder.events.open("rb") as lines:
+            return float(files.json_of(lines.readline(4096))["time"]), wall_s
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def ends(trial_dir: TrialDir, nodes: int) -> dict[int, Exit]:
     """Returns the exits of the machines that have written one."""
     names, found = trial_dir.names(), {}

@@ -1,5 +1,8 @@
 """A study whose database is gone is taken up again from its folder, also where that was itself interrupted."""
 
+import json
+from datetime import datetime
+
 import pytest
 from support.instant import Instant, Watcher, runner_of
 
@@ -67,3 +70,24 @@ def test_a_number_without_a_result_stays_free_of_results(tmp_path):
     assert [m.trial for m in again.state.measured()] == [0, 1, 3, 4] and len(executor.ran) == 1
     assert restore.restore(again.state, again.proposer, again._teller) == 4  # nothing is told twice
     assert [m.trial for m in again.state.measured()] == [0, 1, 3, 4]
+
+
+def test_what_is_taken_up_ran_when_it_ran_and_took_what_it_took(tmp_path):
+    """All trials passed for begun at the restoration: side by side, in the time of one, and after no pause."""
+    first = runner_of(tmp_path, Instant(), trials=3, finalists=1)
+    first.run()
+    began_s = datetime(2026, 11, 21, 12).timestamp()
+    for n in range(3):
+        path = records.trial_path(tmp_path / "s", n)
+        (path / "events.jsonl").write_text(json.dumps({"time": began_s + 1000 * n, "rank": 0, "phase": "import"}) + "\n")
+    (path / "repeat-1").mkdir(exist_ok=True)
+    (path / "repeat-1" / "events.jsonl").write_text(json.dumps({"time": began_s + 5000, "rank": 0, "phase": "import"}))
+    (path / "repeat-1" / "exit.json").write_text(json.dumps({"wall_s": 30.0}))
+    first.storage.engine.dispose()
+    (tmp_path / "autotune.db").unlink()
+    again = runner_of(tmp_path, Instant(), trials=3, finalists=1)
+    again.open()
+    told = records.told_trials(again.study)
+    assert [each.datetime_start.timestamp() - began_s for each in told] == [0, 1000, 2000]
+    assert [m.sitting for m in again.state.measured()] == [0, 1, 2]
+    assert records.wall_s(again.study) == 33.0 and again._budget.spent_s() >= 33.0

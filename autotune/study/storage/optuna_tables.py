@@ -10,6 +10,7 @@ import itertools
 import json
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, TypeVar
 
 import optuna
@@ -26,7 +27,10 @@ from autotune.study.storage.database import Storage, StoreError
 
 NOTE_PIECE_CHARS = 2045  # optuna-dashboard spreads the text of a note over attributes of this length
 # Optuna's tables, in the columns that are written here.
-TRIALS = sql.table("trials", *map(sql.column, ("trial_id", "study_id", "number", "state")))
+TRIALS = sql.table(
+    "trials", *map(sql.column, ("trial_id", "study_id", "number", "state")),
+    *(sql.column(name, sql.DateTime()) for name in ("datetime_start", "datetime_complete")),
+)  # fmt: skip
 PARAMS = sql.table("trial_params", *map(sql.column, ("trial_id", "param_name", "param_value", "distribution_json")))
 USER_ATTRS, SYSTEM_ATTRS = (
     sql.table(f"trial_{kind}_attributes", *map(sql.column, ("trial_id", "key", "value_json")))
@@ -196,6 +200,12 @@ def write_trial(
     for table, attrs in (USER_ATTRS, user_attrs), (SYSTEM_ATTRS, system_attrs):
         stated = [{"key": key, "value_json": json.dumps(value)} for key, value in (attrs or {}).items()]
         _replace(connection, table, "key", number, stated)
+
+
+def write_dates(connection: sql.Connection, number: int, began: datetime, ended: datetime) -> None:
+    """Write when a trial that has just ended ran, in local time, before its row is read again: the cache would keep it."""
+    dates = {"datetime_start": began, "datetime_complete": ended}
+    connection.execute(sql.update(TRIALS).where(TRIALS.c.trial_id == number).values(**dates))
 
 
 def _replace(

@@ -4,6 +4,7 @@ Runs with any release that `pyproject.toml` allows: put it first on PYTHONPATH.
 """
 
 import inspect
+from datetime import datetime
 
 import optuna
 import pytest
@@ -102,6 +103,17 @@ def test_a_trial_written_at_once_is_the_one_that_optunas_interface_writes(study)
     )  # fmt: skip
     assert found.user_attrs == expected.user_attrs | {"kept": 1}
     assert found.state is TrialState.RUNNING
+
+
+def test_the_dates_of_a_trial_are_those_that_are_written_when_it_has_ended(study):
+    dates = datetime(2026, 11, 21, 12), datetime(2026, 11, 21, 12, 0, 1, 500)
+    leases = StudyLeases(optuna_tables.storage_of(study)._backend, "s")
+    asked = leases.claim(study)
+    leases.tell(asked, TrialState.COMPLETE, [1.0], {}, {})
+    with leases.engine.begin() as connection:
+        optuna_tables.write_dates(connection, optuna_tables.trial_id(asked), *dates)
+    (told,) = study.get_trials()
+    assert (told.datetime_start, told.datetime_complete) == dates
 
 
 def test_a_trial_that_has_ended_or_was_deleted_is_not_written(study):

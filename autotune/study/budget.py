@@ -69,7 +69,7 @@ class Budget:
         self._began_s = time.monotonic() if began_s is None else began_s
         self._earlier_s, self._n_earlier = 0.0, 0
         self._expected_s: float | None = None
-        self._resumed = False
+        self._resumed = self._measures = False
         self._checks_s: float | None = None
 
     def resume(self) -> None:
@@ -79,9 +79,17 @@ class Budget:
         self._earlier_s, self._n_earlier = max(known_s, measuring_s(told)), len(told)
 
     def keep(self, left_s: float = 0.0) -> None:
-        """Stores with the study the time that it has taken, and when it is expected to end."""
+        """Stores with the study the time that it has taken, and when it is expected to end.
+
+        A run that measures nothing, as of a study that is over, makes no answer dearer.
+        """
         if self._state.exists and self._leads:
-            records.note_time(self._state.study, wall_s=self.spent_s(), ends_s=time.time() + left_s)
+            wall_s = self.spent_s() if self._measures else self._earlier_s
+            records.note_time(self._state.study, wall_s=wall_s, ends_s=time.time() + left_s)
+
+    def measures(self) -> None:
+        """Notes that this run measures something, so that its time counts."""
+        self._measures = True
 
     def spent_s(self) -> float:
         """Seconds that the study has taken so far."""

@@ -173,6 +173,7 @@ class TrialMeasurer:
 
         if reason := why_illegal(candidate, self._state.plan.setting, OP_RULES):
             return TrialResult(outcome=Outcome.CRASHED, reason=reason, candidate=candidate.values())
+        self._budget.measures()
         number = next((int(part) for part in (path.name, path.parent.name) if part.isdigit()), 0)
         compared = role in ("baseline", "repeat")
         n_left = self._n_tries if compared else 1

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from support.instant import Clock, Instant, plan_of, spec_of
+from support.instant import Clock, Instant, plan_of, runner_of, spec_of
 from support.studies import run
 
 from autotune.executors.base import Status, TimeOver
@@ -44,6 +44,23 @@ def test_a_finished_study_that_is_run_again_is_checked_no_further_however_old_th
     monkeypatch.setattr(Budget, "spent_s", lambda self: real(self) + 1000.0)
     run(tmp_path, again, **settings)
     assert first.gated and not again.gated and not again.requests
+
+
+def test_a_look_at_a_finished_study_makes_its_answer_no_dearer(tmp_path, monkeypatch):
+    """Each further run of the command added its imports to `6 trials in 1 min 20 s`."""
+    clock = Clock(monkeypatch)
+    settings = {"trials": 4, "finalists": 1, "repeats": 1}
+    run(tmp_path, Instant(clock.takes(10.0)), **settings)
+    took_s = clock.now_s
+    for _ in range(2):
+        runner = runner_of(tmp_path, Instant(), **settings)
+        clock.now_s += 25.0
+        runner.run()
+        assert records.wall_s(runner.study) == pytest.approx(took_s)
+    runner = runner_of(tmp_path, Instant(), **settings | {"trials": 5})
+    clock.now_s += 25.0
+    runner.run()
+    assert records.wall_s(runner.study) == pytest.approx(took_s + 25.0)
 
 
 class Late(Instant):

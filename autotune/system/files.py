@@ -87,9 +87,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def remove_drafts(folder: Path) -> None:
-    """Removes the drafts of killed writers."""
-    for path in folder.glob(".*"):
-        found = re.fullmatch(r"\..+\.(\d+)", path.name)
+    """Removes the drafts of killed writers, also in folders below."""
+    for path in folder.rglob(".*"):
+        found = re.fullmatch(r"\..+\.\d+\.(\d+)", path.name)
         if found and not Path("/proc", found[1]).exists():
             with contextlib.suppress(OSError):
                 path.unlink()

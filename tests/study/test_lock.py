@@ -95,9 +95,12 @@ def test_temporary_folders_of_a_killed_run_are_removed(tmp_path, monkeypatch):
 
 
 def test_drafts_of_a_killed_run_are_removed(tmp_path):
-    (tmp_path / ".front.json.999999999").touch()
+    drafts = [tmp_path / ".front.json.1.999999999", tmp_path / "trials" / "0001" / ".branch.json.1.999999999"]
+    for draft in drafts:
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        draft.touch()
     with study_lock(tmp_path):
-        assert not (tmp_path / ".front.json.999999999").exists()
+        assert not any(draft.exists() for draft in drafts)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

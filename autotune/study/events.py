@@ -21,6 +21,7 @@ from autotune.trial.result import Outcome
 
 # How the reason begins for which a search ended: nothing more was expected of it, or its time was over.
 STOPPED, OUT_OF_TIME = "stopped after", "the time budget of"
+ENDED_BY_CALLBACK = "a callback ended the search"
 # What stands in place of the reason until a study's end is over.
 UNFINISHED = "the search is over, but its best were not checked and measured again to the end"
 # Where the best so far needs checks, without which it is no answer: share of a time budget that these may cost and reserve.
@@ -141,6 +142,11 @@ class Event:
 class EventSink:
     """Receives the events of a run in `emit`; this one drops them. The other methods build an event each."""
 
+    @property
+    def ends_search(self) -> bool:
+        """Whether it wants no further trial, as a callback may."""
+        return False
+
     def emit(self, event: Event) -> None:
         """Handles an event."""
 
@@ -181,6 +187,11 @@ class Broadcast(EventSink):
 
     def __init__(self, *sinks: EventSink) -> None:
         self._sinks = sinks
+
+    @property
+    def ends_search(self) -> bool:
+        """Whether one of them wants no further trial."""
+        return any(sink.ends_search for sink in self._sinks)
 
     def emit(self, event: Event) -> None:
         """Hands on an event."""

@@ -11,7 +11,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from autotune.study.events import Event, EventSink, Kind, Progress
-from autotune.study.storage import records
+from autotune.study.storage import optuna_tables, records
 from autotune.study.storage.database import Storage
 from autotune.system import redaction
 from autotune.trial.result import Outcome
@@ -56,6 +56,8 @@ def _end(progress: Progress) -> str:
 class CallbackSink(EventSink):
     """Calls Optuna's callbacks after each trial; a repeated measurement is not counted as a trial.
 
+    `study.stop()` of one ends the search; the best are checked and measured again all the same.
+
     Args:
         callbacks: What to call, in order. An exception of theirs ends the run; told trials stay told.
     """
@@ -67,6 +69,11 @@ class CallbackSink(EventSink):
     def _study(self) -> Study:
         return records.load_study(self._storage, self._name)
 
+    @property
+    def ends_search(self) -> bool:
+        """Whether a callback has called `study.stop()`."""
+        return optuna_tables.was_stopped(self._study)
+
     def emit(self, event: Event) -> None:
         """Hands the study and its trial on."""
         progress = event.progress
@@ -75,7 +82,8 @@ class CallbackSink(EventSink):
         for callback in self._callbacks:
             trial = next(t for t in self._study.get_trials(deepcopy=False) if t.number == progress.number)
             to_mlflow = type(callback).__module__.startswith(MLFLOW)
-            callback(self._study, _plainly_named(trial) if to_mlflow else trial)
+            with optuna_tables.stoppable(self._study):
+                callback(self._study, _plainly_named(trial) if to_mlflow else trial)
 
 
 def _plainly_named(trial: FrozenTrial) -> FrozenTrial:

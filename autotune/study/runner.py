@@ -1,8 +1,10 @@
 """The loop of a study: claim a trial, run it, tell it, until the budget is spent; then check the finalists."""
 
+import contextlib
 import functools
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import optuna
@@ -18,7 +20,7 @@ from autotune.search import check_sampler
 from autotune.space.candidate import Candidate
 from autotune.study.baseline import BaselineTrial
 from autotune.study.budget import Budget
-from autotune.study.events import OUT_OF_TIME, STOPPED, UNFINISHED, EventSink
+from autotune.study.events import ENDED_BY_CALLBACK, OUT_OF_TIME, STOPPED, UNFINISHED, EventSink
 from autotune.study.finalists import Finalists
 from autotune.study.measure import TrialMeasurer
 from autotune.study.parallel import ClaimedTrial, TrialPool
@@ -36,6 +38,35 @@ from autotune.trial.result import Outcome, TrialResult
 
 # Interval at which trials of other coordinators, or the baseline, are looked for.
 NEWS_S = 1.0
+
+
+class _OneBlasThread:
+    """One thread for the matrices of the search, which are small: with several they take 10 times as long on a busy machine.
+
+    The number is the whole process's. Of runs in several threads the last one to end puts back what the first one found.
+    """
+
+    def __init__(self) -> None:
+        self._guard, self._n_runs = threading.Lock(), 0
+        self._limit: threadpool_limits | None = None
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Limits the threads during the block."""
+        with self._guard:
+            self._n_runs += 1
+            self._limit = self._limit or threadpool_limits(1, "blas")
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._n_runs -= 1
+                if not self._n_runs and self._limit is not None:
+                    self._limit.restore_original_limits()
+                    self._limit = None
+
+
+ONE_BLAS_THREAD = _OneBlasThread()
 
 
 class Runner:
@@ -120,8 +151,7 @@ class Runner:
 
     def run(self) -> None:
         """Runs the study to the end of its budget; told trials stay told whatever interrupts the run."""
-        # The matrices of the search are small: with several threads they take 10 times as long on a busy machine.
-        with threadpool_limits(1, "blas"), self.leases.beating():
+        with ONE_BLAS_THREAD.held(), self.leases.beating():
             self.open()
             for each in (self._measurer.executor, *self._slots):
                 each.ends_at_s = time.monotonic() + self._budget.room_s()
@@ -172,7 +202,7 @@ class Runner:
 
     def help(self) -> str:
         """Runs trials of a study that another coordinator leads; returns why there is none left to start."""
-        with threadpool_limits(1, "blas"), self.leases.beating():
+        with ONE_BLAS_THREAD.held(), self.leases.beating():
             self.open()
             return self._search() or f"the budget of {self.state.plan.spec.trials} trials is spent"
 
@@ -222,7 +252,8 @@ class Runner:
             with leases.turn():
                 with records.snapshot(study):
                     abandoned = leases.abandoned(records.running(study))
-                    found = None if abandoned else self.proposer.next()
+                    ended = ENDED_BY_CALLBACK if self._events.ends_search else ""
+                    found = None if abandoned else ended or self.proposer.next()
                 carried_on = self._teller.recover(abandoned, pool.n_free)
         except TurnLost:
             return None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.instant import Instant, failed, report, runner_of
 
-from autotune.study.events import Broadcast, Event, Journal, Kind
+from autotune.study.events import ENDED_BY_CALLBACK, Broadcast, Event, Journal, Kind
 from autotune.study.listeners import CallbackSink, LogSink
 from autotune.study.storage import records
 from autotune.trial.result import Outcome
@@ -20,7 +20,8 @@ def run(folder, *callbacks, **changes):
     behaviour = lambda c: failed(Outcome.OOM, "15.6 of 16 GiB") if c.precision == "bf16" else report(c)  # noqa: E731
     watcher = LogSink()
     runner = runner_of(folder, Instant(behaviour), watcher=watcher, trials=4, **changes)
-    runner._teller._events = Broadcast(watcher, CallbackSink(callbacks, runner.storage, "s"))
+    heard = Broadcast(watcher, CallbackSink(callbacks, runner.storage, "s"))
+    runner._teller._events = runner._events = heard
     runner.run()
     return runner
 
@@ -42,6 +43,18 @@ def test_an_error_of_a_callback_ends_the_run_and_the_trial_stays_told(tmp_path):
         run(tmp_path, broken)
     (told,) = records.load_study(records.open_storage(records.default_url(tmp_path)), "s").trials
     assert told.state.is_finished()
+
+
+def test_a_callback_ends_the_search_as_it_ends_that_of_optuna(tmp_path):
+    """Optuna answered that a study can be stopped in a callback alone."""
+
+    def enough(study, trial):
+        if trial.number == 1:
+            study.stop()
+
+    runner = run(tmp_path, enough)
+    assert len(runner.study.trials) == 2 and runner.study.user_attrs[records.ENDED_ATTR] == ENDED_BY_CALLBACK
+    assert len(run(tmp_path).study.trials) > 2  # another run goes on
 
 
 def test_trials_and_notes_are_logged_and_secrets_are_not(tmp_path, caplog):

@@ -79,7 +79,9 @@ def test_what_is_taken_up_ran_when_it_ran_and_took_what_it_took(tmp_path):
     began_s = datetime(2026, 11, 21, 12).timestamp()
     for n in range(3):
         path = records.trial_path(tmp_path / "s", n)
-        (path / "events.jsonl").write_text(json.dumps({"time": began_s + 1000 * n, "rank": 0, "phase": "import"}) + "\n")
+        (path / "events.jsonl").write_text(
+            json.dumps({"time": began_s + 1000 * n, "rank": 0, "phase": "import"}) + "\n"
+        )
     (path / "repeat-1").mkdir(exist_ok=True)
     (path / "repeat-1" / "events.jsonl").write_text(json.dumps({"time": began_s + 5000, "rank": 0, "phase": "import"}))
     (path / "repeat-1" / "exit.json").write_text(json.dumps({"wall_s": 30.0}))

@@ -15,6 +15,7 @@ from support.studies import candidates, run, states
 
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.legality import why_illegal
+from autotune.study import runner as loop
 from autotune.study import tell
 from autotune.study.budget import measuring_s
 from autotune.study.proposals import Proposer
@@ -240,6 +241,27 @@ def test_a_clock_that_is_set_while_a_study_runs_changes_nothing_of_the_time_it_t
     told[1].datetime_complete += timedelta(hours=1)
     told[3].datetime_complete -= timedelta(hours=1)
     assert measuring_s(told) == took
+
+
+def test_runs_in_several_threads_give_the_threads_of_blas_back_with_the_last_one(monkeypatch):
+    """The one that ended last put back what the first one had set: one thread, for the rest of a notebook's life."""
+    now, limits = [8], loop._OneBlasThread()
+
+    class Limit:
+        def __init__(self, n, _):
+            self.before, now[0] = now[0], n
+
+        def restore_original_limits(self):
+            now[0] = self.before
+
+    monkeypatch.setattr(loop, "threadpool_limits", Limit)
+    first, second = limits.held(), limits.held()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert now == [1]
+    second.__exit__(None, None, None)
+    assert now == [8]
 
 
 def test_the_optuna_parameters_are_those_of_the_candidate(tmp_path):

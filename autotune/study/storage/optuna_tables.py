@@ -155,6 +155,21 @@ def set_study_attr(study: Study, key: str, value: Any) -> None:
     storage_of(study).set_study_system_attr(study_id(study), key, value)
 
 
+@contextlib.contextmanager
+def stoppable(study: Study) -> Iterator[None]:
+    """Lets `study.stop()` be called in the block, as in a callback of `Study.optimize`; `was_stopped` tells whether it was."""
+    study._thread_local.in_optimize_loop = True
+    try:
+        yield
+    finally:
+        study._thread_local.in_optimize_loop = False
+
+
+def was_stopped(study: Study) -> bool:
+    """Whether `study.stop()` was called of this very object."""
+    return bool(study._stop_flag)
+
+
 def trial_id(trial: Trial | FrozenTrial) -> int:
     """The trial's id in its storage."""
     return trial._trial_id

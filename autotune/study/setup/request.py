@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune.errors import UserError
 from autotune.executors.base import Executor
 from autotune.study.events import SILENT, EventSink
 from autotune.study.lock import study_lock
 from autotune.study.setup.capture import wanted_study
 from autotune.study.setup.engine import executor_for
 from autotune.study.spec.spec import StudySpec
+from autotune.system.files import shown
 from autotune.system.signals import terminable
 from autotune.trial.target import is_yaml
 
@@ -40,6 +42,20 @@ def studies_folder(target: Path) -> Path:
     return around if around.name == "studies" and is_yaml(target) else Path("studies").absolute()
 
 
+def _check_not_renamed(target: Path, folder: Path) -> None:
+    """Refuses the file of a study's folder that was renamed or copied: the run would begin another folder, without what this one holds."""
+    around = target.absolute().parent
+    if not is_yaml(target) or around.parent != folder.parent or around.resolve() == folder.resolve():
+        return
+    from autotune.study.storage.records import RECORD_FILE
+
+    if (around / RECORD_FILE).is_file():
+        raise UserError(
+            f"{shown(target)} states study {folder.name!r}, whose folder is {shown(folder)}: this one was renamed or copied. Name it"
+            f" {folder.name!r} again, or take its trials up under its own name with --study {around.name}"
+        )
+
+
 @contextlib.contextmanager
 def requested(target: str, overrides: Mapping[str, Any], view: EventSink = SILENT) -> Iterator[StudyRequest]:
     """Reads and locks a study, and begins to start its engine; closes the engine in the end.
@@ -52,6 +68,7 @@ def requested(target: str, overrides: Mapping[str, Any], view: EventSink = SILEN
     """
     spec, notes = wanted_study(target, overrides, view)
     folder = studies_folder(Path(target)) / spec.name
+    _check_not_renamed(Path(target), folder)
     with terminable(), study_lock(folder), executor_for(spec, folder, view.waits, wait=False) as executor:
         yield StudyRequest(
             spec=spec, target=Path(target), overrides=overrides, folder=folder, executor=executor, notes=notes,

@@ -14,6 +14,7 @@ from autotune.executors.local import LocalExecutor
 from autotune.study.lock import study_lock
 from autotune.study.setup.request import requested
 from autotune.study.setup.script import inspect_workload
+from autotune.study.storage.records import RECORD_FILE
 from autotune.trial.result import Outcome, TrialResult
 
 
@@ -59,3 +60,18 @@ def test_a_target_that_cannot_be_run_comes_with_what_to_do(tmp_path, monkeypatch
     monkeypatch.setattr(base, "run", lambda *_: TrialResult(outcome=Outcome.CRASHED, reason=reason))
     with pytest.raises(UserError, match=r"cannot be loaded: RuntimeError.*sizes\)\. DeepSpeed.*shape \[1\]"):
         inspect_workload(spec_of(), SimpleNamespace(cold_reason=""), tmp_path, 1)
+
+
+def test_a_studys_folder_that_was_renamed_is_not_begun_anew_under_the_old_name(said, tmp_path):
+    """The run made a folder of the old name, and its answer lacked all that had been measured again."""
+    spec = spec_of(name="old").model_copy(update={"target": tmp_path / "model.py"})
+    renamed = tmp_path / "studies" / "new"
+    renamed.mkdir(parents=True)
+    (renamed / "study.yaml").write_text(spec.to_yaml(renamed))
+    with requested("studies/new/study.yaml", {}) as asked:  # a file of the user's own, in a folder of its own
+        assert asked.folder.name == "old"
+    (renamed / RECORD_FILE).write_text("{}")
+    with pytest.raises(UserError, match=r"renamed or copied.*--study new"), requested("studies/new/study.yaml", {}):
+        pass
+    with requested("studies/new/study.yaml", {"name": "new"}) as asked:
+        assert asked.folder == renamed

@@ -46,7 +46,10 @@ STARTS_WITHIN_S = 30.0
 DAMAGED = ("malformed", "not a database")  # what SQLite says of a file that is no whole database
 FULL = ("disk is full", "disk full", "no space left", "table is full")
 READ_ONLY = ("readonly database",)
-RECOVER = "The file is no database, or damaged: restore a copy, or save what can be read with SQLite's command .recover"
+RECOVER = (
+    "The file is no database, or damaged: restore a copy, or move it away: then `autotune run` takes up the trials in each"
+    " study's folder. SQLite's command .recover saves what else can be read"
+)
 # What to do, by what a database says of its disk.
 ADVICE = {
     DAMAGED: RECOVER,

@@ -319,15 +319,17 @@ def measuring_s(told: Sequence[FrozenTrial]) -> float:
     return apart_s((t.datetime_start.timestamp(), _took_s(t)) for t in told if t.datetime_start)
 
 
-def apart_s(spans: Iterable[tuple[float, float]]) -> float:
+def apart_s(spans: Iterable[tuple[float, float]], pause_s: float = 0.0) -> float:
     """Seconds that runs took; the time of those that ran side by side counts once.
 
     Args:
         spans: When each began, and how long it took: a clock that was set meanwhile would make a trial years long.
+        pause_s: What lies between two runs counts, too, unless it is longer.
     """
     total_s, until_s = 0.0, -math.inf
     for began_s, took_s in sorted(spans):
-        total_s += max(0.0, began_s + took_s - max(began_s, until_s))
+        from_s = until_s if began_s - until_s <= pause_s else began_s
+        total_s += max(0.0, began_s + took_s - from_s)
         until_s = max(until_s, began_s + took_s)
     return total_s
 

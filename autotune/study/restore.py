@@ -18,6 +18,9 @@ from autotune.system.signals import undisturbed
 from autotune.trial.folder import ran, result_in
 from autotune.trial.result import TrialResult
 
+# Between two runs of a study it proposes and starts servers; what takes longer is a pause of the study.
+LONGEST_PAUSE_S = 60.0
+
 
 def results_in(state: StudyState) -> dict[int, TrialResult]:
     """The results in a study's folder by trial number; none unless the baseline's is among them."""
@@ -42,8 +45,8 @@ def restore(state: StudyState, proposer: Proposer, teller: Teller) -> int:
         if not state.exists:
             state.create()
             records.note_restoring(state.study, restoring=True)
-        took_s = apart_s(filter(None, (ran(path.parent) for path in (state.folder / "trials").rglob("exit.json"))))
-        records.note_time(state.study, wall_s=took_s, ends_s=time.time())
+        runs = filter(None, (ran(path.parent) for path in (state.folder / "trials").rglob("exit.json")))
+        records.note_time(state.study, wall_s=apart_s(runs, LONGEST_PAUSE_S), ends_s=time.time())
         for number, asked in _unfinished(state, max(found) + 1):
             with undisturbed():
                 _tell(state, proposer, teller, asked or state.leases.claim(state.study), found.get(number))

@@ -83,7 +83,7 @@ def test_what_is_taken_up_ran_when_it_ran_and_took_what_it_took(tmp_path):
             json.dumps({"time": began_s + 1000 * n, "rank": 0, "phase": "import"}) + "\n"
         )
     (path / "repeat-1").mkdir(exist_ok=True)
-    (path / "repeat-1" / "events.jsonl").write_text(json.dumps({"time": began_s + 5000, "rank": 0, "phase": "import"}))
+    (path / "repeat-1" / "events.jsonl").write_text(json.dumps({"time": began_s + 2020, "rank": 0, "phase": "import"}))
     (path / "repeat-1" / "exit.json").write_text(json.dumps({"wall_s": 30.0}))
     first.storage.engine.dispose()
     (tmp_path / "autotune.db").unlink()
@@ -92,4 +92,4 @@ def test_what_is_taken_up_ran_when_it_ran_and_took_what_it_took(tmp_path):
     told = records.told_trials(again.study)
     assert [each.datetime_start.timestamp() - began_s for each in told] == [0, 1000, 2000]
     assert [m.sitting for m in again.state.measured()] == [0, 1, 2]
-    assert records.wall_s(again.study) == 33.0 and again._budget.spent_s() >= 33.0
+    assert records.wall_s(again.study) == 1 + 1 + 50 <= again._budget.spent_s()

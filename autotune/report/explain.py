@@ -273,9 +273,10 @@ class Evidence:
             where = "within the 90 % interval that the other trials predict for them"
             said.append(f"{outlook.covered:.0%} of the measured step times lie {where}")
         if math.isfinite(outlook.loss):
+            counted = "; what the run leaves out counts here" if self.report.study.get("left_out") else ""
             said.append(
                 f"the best of all that was not measured, whichever it is, is expected to be {outlook.loss:.1%} better; one more trial is"
-                f" expected to gain {outlook.next_gain:.2%}"
+                f" expected to gain {outlook.next_gain:.2%}{counted}"
             )
         return said
 

@@ -139,6 +139,7 @@ def test_what_the_run_left_out_is_said_of_what_it_did_not_try(evidence, monkeypa
         evidence, "report", replace(evidence.report, study={**evidence.report.study, "left_out": [said]})
     )
     assert all(said in evidence.why_not("micro_batch_size", size).reasons for size in (7, 16))
+    assert any("better" in text and "leaves out counts here" in text for text in evidence._scope())
 
 
 def test_what_the_space_does_not_hold_is_judged_all_the_same(evidence):

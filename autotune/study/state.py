@@ -240,6 +240,9 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str =
             yield from _differences(old, new, f"{above}{key}.")
         elif key != "target" and isinstance(old, str | int | float) and isinstance(new, str | int | float):
             yield f"{above}{key} ({json.dumps(new)} instead of {json.dumps(old)})"
+        elif key == "objectives" and old and new:
+            asked, had = (" and ".join(each["name"] for each in some) for some in (new, old))
+            yield f"objectives ({asked} instead of {had})" if asked != had else "objectives (their weights or bounds)"
         else:
             yield f"{above}{key}"
 

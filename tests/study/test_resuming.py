@@ -89,7 +89,8 @@ def test_another_study_of_that_name_is_refused_and_what_differs_is_named(tmp_pat
     run(tmp_path, trials=2, finalists=0)
     for change, named in (
         ({"space": [SPACE | {"zero_stage": [0, 1]}]}, "space"),
-        ({"objectives": ["latency"]}, "objectives"),
+        ({"objectives": ["latency"]}, r"objectives \(latency instead of latency and throughput"),
+        ({"objectives": None, "goal": "throughput"}, r"objectives \(.* instead of latency and throughput"),
         ({"seed": 1}, r"seed \(1 instead of 0\)"),
         ({"device_memory_bytes": "1GiB"}, "device_memory_bytes"),
         ({"global_batch": "8..64"}, "global_batch"),

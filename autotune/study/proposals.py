@@ -257,17 +257,23 @@ class Proposer:
         self._state.narrow(unsafe_precisions=unsafe)
 
     def _drop_long_batches(self) -> None:
-        """Leaves out the global batches with which the script or its deadline ends a trial before its step time is known."""
+        """Leaves out the global batches with which the script or its deadline ends a trial before its step time is known.
+
+        A trial that was timed shows that what ended another one, with no larger batch, was not its batch.
+        """
         world, deadline_s = self._state.plan.setting.world_size, self._state.spec.trial_deadline_s
         over: dict[str, list[int]] = {"few steps": [], "long steps": []}
+        timed = 0
         for told in self._state.told():
             data, batch = records.told_data(told), records.told_candidate(told).global_batch_size(world)
+            if data["outcome"] in (Outcome.COMPLETE, Outcome.STOPPED_EARLY):
+                timed = max(timed, batch)
             if failures.FEW_STEPS in data["reason"]:
                 over["few steps"].append(batch)
             if (data["outcome"], data["phase"]) == (Outcome.TIMEOUT, "measure") and data["wall_s"] >= deadline_s:
                 over["long steps"].append(batch)
         for key, batches in over.items():
-            plan, most = self._state.plan, min(batches, default=math.inf) - 1
+            plan, most = self._state.plan, min((batch for batch in batches if batch > timed), default=math.inf) - 1
             low, high = plan.setting.global_batch or (1, math.inf)
             if plan.baseline.global_batch_size(world) <= most < high:
                 said = f"global batches above {most} are not tried: {WHY_DROPPED[key]}"

@@ -16,6 +16,7 @@ from autotune.trial.result import Outcome
 from autotune.trial.target import inspect_target
 
 TRACED_STEPS = 2
+DEADLINES = 3  # of an ordinary trial
 BUDGET_S = 5.0  # enough for the step time that the trace is compared with
 
 
@@ -63,7 +64,9 @@ def run(
     if not target.is_file():
         raise UserError(f"diagnose: {target} is not there any more, so trial {number} cannot be run again")
     budget_s = min(request.budget_s, BUDGET_S)
-    request = replace(request, rivals=(), noise=False, min_samples=0, budget_s=budget_s, traced_steps=TRACED_STEPS)
+    # The traced steps come on top of those of a trial, which may have taken its whole deadline.
+    request = replace(request, deadline_s=DEADLINES * request.deadline_s, traced_steps=TRACED_STEPS)
+    request = replace(request, rivals=(), noise=False, min_samples=0, budget_s=budget_s)
     log = folder / "trials" / "server.log"
     with contextlib.closing(LocalExecutor(inspect_target(target).imports, log, environment)) as executor:
         executor.start()

@@ -7,6 +7,7 @@ import pytest
 from support.made_up import measured
 
 from autotune.scoring.estimates import TO_TARGET, estimate
+from autotune.scoring.step_times import summarise
 from autotune.trial.result import Outcome
 
 
@@ -65,3 +66,20 @@ def test_a_trial_that_was_stopped_early_has_no_gain_in_time():
     """Its interval was 1e-22 to 1e22 in `report.json`."""
     found = estimate([measured(0, 0.1), replace(measured(1, 0.2), outcome=Outcome.STOPPED_EARLY)])
     assert set(found.gains(found.measured[1])) == {"peak_memory_bytes"} < set(found.gains(found.measured[0]))
+
+
+def test_a_trial_of_one_timed_step_is_known_less_well_than_one_of_many():
+    """As where the trial's deadline was near: its gains were stated as narrowly as those of a hundred steps."""
+
+    def width(n_steps):
+        share = summarise([1.0, 1.0, *(1.0 + 0.02 * (n % 3) for n in range(n_steps))]).relative_ci
+
+        def of(number, step_s):
+            m = measured(number, step_s)
+            return replace(m, ci95={**m.ci95, "step_time_s": ((1 - share) * step_s, (1 + share) * step_s)})
+
+        found = estimate([of(0, 0.1), of(1, 0.075), of(2, 0.11)])
+        gain = found.gain(found.measured[1], found.measured[0], "step_time_s")
+        return gain.high / gain.low
+
+    assert width(1) > 1.5 * width(4) > 1.5 * width(60)

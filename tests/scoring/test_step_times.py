@@ -144,7 +144,9 @@ class TestSummary:
 
     @pytest.mark.parametrize("n", [1, 2])
     def test_two_steps_say_nothing_of_their_spread(self, n: int) -> None:
-        assert step_times.summarise([*SETUP, *[1.0] * n]).relative_ci == 1.0
+        """Their interval began at 0, of which no logarithm is taken, so that the study took them to be exact."""
+        few = step_times.summarise([*SETUP, *[1.0] * n])
+        assert 0.2 < few.relative_ci < 1.0
 
     @given(TIMES)
     def test_any_series_can_be_summarised(self, times: list[float]) -> None:

@@ -67,6 +67,21 @@ def test_what_a_trials_deadline_leaves_no_time_for_is_not_tried(tmp_path, micros
     assert any("are not tried: a trial's deadline leaves no time for their steps" in text for text in watcher.said)
 
 
+def test_a_trial_that_hangs_says_nothing_of_a_batch_that_others_were_timed_at(tmp_path):
+    """All larger batches were left out where one ZeRO stage stood still until the deadline."""
+
+    def hangs(candidate):
+        if candidate.zero_stage == 2 and candidate.micro_batch_size > 8:
+            return replace(failed(Outcome.TIMEOUT, "no end within 1 s"), phase="measure")
+        return report(candidate)
+
+    space = [{"micro_batch_size": [8, 16, 32], "zero_stage": [0, 1, 2]}]
+    own = {"space": space, "trial_budget_s": 0.5, "trial_deadline_s": 1.0, "global_batch": "free", "branch": False}
+    runner, _, watcher = run(tmp_path, hangs, trials=20, sampler="grid", stop_trials=False, **own)
+    assert outcomes(runner).count(Outcome.TIMEOUT) == 2 and len(outcomes(runner)) == 9
+    assert not any("are not tried" in text for text in watcher.said)
+
+
 @pytest.mark.parametrize(
     "sampler", [*(pytest.param(name, marks=pytest.mark.system) for name in ("random", "tpe")), "grid"]
 )

@@ -321,21 +321,20 @@ def titles(names: Sequence[str]) -> str:
 
 
 def leading_metric(report: StudyReport, names: Sequence[str], pick: Data) -> str:
-    """The metric that a pick is stated by: its own; of the recommended one that of the heaviest objective, if any.
+    """The metric that a pick is stated by: its own; of the recommended one that of the heaviest objective, else the throughput.
 
-    Where that is no better than the baseline's, the objective that the recommended one gains most by.
+    Where that is no better than the baseline's beyond noise, the objective that the recommended one gains most by.
     """
     own = next((PICKS[name] for name in names if name in PICKS), "")
     if own and "recommended" not in names and "drop_in" not in names:
         return own
-    if not (heaviest := _heaviest(report)):
-        return THROUGHPUT
-    gains, weights = pick.get("gains") or {}, report.study["weights"]
-    if heaviest not in gains or gains[heaviest][0] > 1 + PRICE:
-        return heaviest
-    worth = {name: weight * math.log(gains[name][0]) for name, weight in weights.items() if name in gains}
-    best = max(worth, key=worth.__getitem__)
-    return best if gains[best][0] > 1 + PRICE else heaviest
+    lead, gained = _heaviest(report) or THROUGHPUT, {}
+    for name, weight in (report.study.get("weights") or {}).items():
+        found = change(pick, name)
+        if found is not None and found.better and found.factor > 1 + PRICE:
+            gained[name] = found.told, weight * math.log(found.factor)
+    best = max(gained, key=gained.__getitem__, default=lead)
+    return lead if lead in gained and gained[lead][0] == gained[best][0] else best
 
 
 def _heaviest(report: StudyReport) -> str:

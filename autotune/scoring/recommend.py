@@ -228,29 +228,34 @@ def _better_by_one(best: Measured, extremes: Mapping[str, Pick], known: Measured
 
 
 def _confirmed(best: Measured, sound: Sequence[Measured], estimates: Estimates, metric: str) -> Measured:
-    """The best by a metric; of those that cannot be told from it one that was measured again, where it was not."""
-    if best.confirmed:
+    """The best by a metric; of those that cannot be told from it one that was measured again, where it was not.
+
+    The baseline need not have been: a round may be cut before its turn.
+    """
+    settled = [m for m in sound if m.confirmed or m is estimates.baseline]
+    if best in settled or not any(m.confirmed for m in settled):
         return best
-    gains = {m.trial: estimates.gain(m, best, metric) for m in sound if m.confirmed}
-    alike = [m for m in sound if (gain := gains.get(m.trial)) is not None and not gain.told]
+    gains = {m.trial: estimates.gain(m, best, metric) for m in settled}
+    alike = [m for m in settled if (gain := gains.get(m.trial)) is not None and not gain.told]
     return max(alike, key=lambda m: improvement(log_ratio(m, best, metric), metric), default=best)
 
 
 def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence[Objective]) -> tuple[Measured, str]:
     """The best of the trials that were measured again, if any; of those within `TIE` of it the one that changes least.
 
-    The baseline stays unless the best is shown to be better, measured again or not: a round may be cut before its turn.
+    The baseline stays unless another one is shown to be better, measured again or not: a round may be cut before its turn.
     """
     baseline = estimates.baseline
     # That the baseline was measured again says nothing of the others.
     number = baseline.trial if baseline is not None else None
     again = any(m.confirmed and m.trial != number for m in ranked)
     confirmed = [m for m in ranked if m.confirmed or m.trial == number] if again else list(ranked)
-    top = max(confirmed, key=lambda m: log_gain(m, confirmed[0], objectives))
-    behind = {m.trial: log_gain(top, m, objectives) for m in confirmed}
-    alike = [m for m in confirmed if behind[m.trial] <= TIE]
-    if baseline is not None and baseline.trial in behind and not shown_better(top, estimates, objectives):
-        alike = [m for m in confirmed if m.trial == baseline.trial]
+    # What reads best may have been measured less often than what is shown to be better, or is as good as that.
+    compared = baseline is not None and baseline in confirmed
+    shown = [m for m in confirmed if not compared or m is baseline or shown_better(m, estimates, objectives)]
+    top = max(shown, key=lambda m: log_gain(m, shown[0], objectives))
+    behind = {m.trial: log_gain(top, m, objectives) for m in shown}
+    alike = [m for m in shown if behind[m.trial] <= TIE]
     own = baseline.candidate.values() if baseline else {}
     n_changes = {m.trial: len(differing(m.candidate.values(), own)) if baseline else 0 for m in alike}
     # Other numerics that passed their check are still a risk, and half a percent does not pay for it.

@@ -356,6 +356,27 @@ def test_what_gains_nothing_by_the_metric_of_the_goal_leads_with_what_it_gains(r
     assert pick_words(replace(report, study=goal), ["recommended"], pick).startswith("0.80x the baseline's peak memory")
 
 
+def test_of_equal_objectives_it_leads_with_one_that_it_gains_by(report):
+    """It read `0.70x the baseline's throughput`, without a word of a step time that was 2.8 times shorter."""
+    goal = replace(report, study=report.study | {"weights": dict.fromkeys(report.objectives, 1.0)})
+    pick = report.picks["recommended"] | {"luck": [], "speedup": 0.7, "speedup_ci95": [0.6, 0.8]}
+
+    def said(gains):
+        return pick_words(goal, ["recommended"], pick | {"gains": gains})
+
+    shorter = {"step_time_s": [2.8, 2.4, 3.3]}
+    first = "0.36x (0.30 to 0.42) the baseline's step time"
+    assert said(shorter | {"samples_per_s": [0.7, 0.6, 0.8]}).startswith(f"{first}, at 0.70x the throughput")
+    # Nor with what cannot be told from nothing.
+    assert said(shorter | {"samples_per_s": [1.16, 0.99, 1.37]}).startswith(
+        f"{first}, at 1.16x the throughput (within noise)"
+    )
+    assert (
+        leading_metric(goal, ["recommended"], pick | {"gains": shorter | {"samples_per_s": [1.5, 1.4, 1.6]}})
+        == "samples_per_s"
+    )
+
+
 def test_goodput_at_an_equal_global_batch_is_not_said_to_come_at_the_same_throughput(report):
     """It read `2.80x (1.54 to 5.10) the baseline's goodput, at 2.80x the throughput`."""
     gain = [2.8, 1.54, 5.1]

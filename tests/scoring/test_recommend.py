@@ -253,6 +253,28 @@ def test_the_baseline_is_recommended_where_nothing_is_measurably_better():
     assert reasons(recommend([base], [LATENCY])) == "the baseline: nothing else was measured"
 
 
+def test_what_is_shown_to_be_better_is_recommended_where_something_else_reads_as_good():
+    """The baseline was, as "no trial that passed its checks is measurably better": trial 2, measured less often, read better."""
+    trials = [
+        measured(0, 0.1, rounds=[0.0992, 0.1043, 0.0963, 0.0956]),
+        measured(1, 0.0875, rounds=[0.0896, 0.099, 0.0924, 0.0915], zero_stage=1, checkpoint_every=1),
+        measured(2, 0.0919, rounds=[0.0885], zero_stage=1),
+    ]
+    estimates = estimate(trials)
+    better = [recommendation.shown_better(m, estimates, [THROUGHPUT]) for m in estimates.measured[1:]]
+    assert better == [True, False]
+    assert chosen(recommend(trials, [THROUGHPUT])) == 1
+
+
+def test_the_best_by_a_metric_is_no_worse_than_a_baseline_whose_turn_a_cut_round_left_out():
+    """It was named `highest throughput: 0.99x`, for having been measured again."""
+    trials = [measured(0, 0.1), measured(1, 0.101, rounds=[0.101, 0.102], zero_stage=1)]
+    found = recommend(trials, [THROUGHPUT])
+    assert chosen(found, "highest_throughput") == chosen(found, "lowest_latency") == 0
+    best = [measured(2, 0.0995, zero_stage=2), *trials[1:]]
+    assert chosen(recommend([trials[0], *best], [THROUGHPUT]), "highest_throughput") == 0
+
+
 def test_a_baseline_that_is_only_another_pick_is_not_said_to_be_unbeaten():
     """Beside a recommended trial of 9.47x the throughput its drop-in said that no trial was measurably better."""
     found = recommend([measured(0, 0.1, 90e6), measured(1, 0.05, micro=16)], [THROUGHPUT])

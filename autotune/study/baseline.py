@@ -6,7 +6,7 @@ from dataclasses import replace
 from autotune.errors import UserError
 from autotune.executors.base import TWICE, TimeOver
 from autotune.scoring import objective
-from autotune.scoring.convergence.noise_scale import noise_scale_of
+from autotune.scoring.convergence.noise_scale import LEAST_STEPS, noise_scale_of
 from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.scoring.metrics import GOODPUT, measure
 from autotune.scoring.objective import Objective
@@ -28,7 +28,8 @@ from autotune.trial import failures
 from autotune.trial.folder import result_in
 from autotune.trial.result import Outcome, TrialResult
 
-# Micro-gradients of a step that the noise probe takes at least.
+# Steps that the noise probe takes at least, of which the first third does not count, and micro-gradients of each.
+PROBE_STEPS = math.ceil(1.5 * LEAST_STEPS)
 MIN_NOISE_MICROS = 4
 # Why larger global batches are not tried.
 LONG_STEPS = "a trial's deadline leaves no time for their steps; --trial-deadline with more time includes them"
@@ -216,6 +217,12 @@ class BaselineTrial:
             return "the gradient noise scale is not measured where a model is split between ranks"
         if candidate.gradient_accumulation_steps * world < 2:
             return "the gradient noise scale needs two micro-batches a step, and the script's batch cannot be split"
+        own = result_in(state.trial_path(0))
+        if own is not None and own.steps is not None and PROBE_STEPS * own.steps.median_s > spec.trial_deadline_s:
+            return (
+                "a trial's deadline leaves no time for the steps of the probe of the gradient noise scale (--fresh with a longer"
+                " --trial-deadline measures it)"
+            )
         if not self._budget.affords((2 * self._budget.trial_s + self._budget.startup_s()) / PROBE_SHARE):
             return self._with_more_time("the time budget has no room for the probe of the gradient noise scale")
         self._events.say("measuring the gradient noise scale, which says what a larger global batch is worth")

@@ -63,6 +63,15 @@ def test_where_the_noise_scale_is_not_resolved_the_baselines_batch_is_kept_with_
         )
 
 
+def test_where_its_steps_have_no_time_within_the_deadline_the_noise_scale_is_not_probed(tmp_path):
+    """The probe of a training of long steps took a whole deadline, told nothing, and asked for more of the trial's budget."""
+    slow = Instant(functools.partial(report, step_times_s=[10.0, 10.0, 10.0]))
+    given = {"objectives": ["latency", "convergence"], "trial_budget_s": 20, "trial_deadline_s": 60}
+    _, executor, watcher = run(tmp_path, slow, trials=2, **given)
+    assert not any(request.noise for request in executor.requests)
+    assert any("a longer --trial-deadline measures it): what other global batches" in line for line in watcher.said)
+
+
 def test_with_the_global_batch_kept_goodput_needs_no_probe(tmp_path):
     _, executor, _ = run(tmp_path, trials=2, objectives=["latency", "convergence"], global_batch="keep")
     assert not any(request.noise for request in executor.requests)

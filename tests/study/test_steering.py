@@ -61,6 +61,7 @@ def test_what_a_trials_deadline_leaves_no_time_for_is_not_tried(tmp_path, micros
 
     space = [{"micro_batch_size": micros, "zero_stage": [0, 1, 2]}]
     own = {"space": space, "trial_budget_s": 0.5, "trial_deadline_s": 1.0, "global_batch": "free", "branch": False}
+    own["objectives"] = ["latency", "throughput"]  # the noise scale has no time, either
     runner, _, watcher = run(tmp_path, slow, trials=20, **own, **NEVER)
     # The baseline foretells that a micro-batch of 96 has no time for its steps, and one of 18 shows it.
     assert outcomes(runner).count(Outcome.TIMEOUT) == (18 in micros)

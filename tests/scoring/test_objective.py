@@ -197,6 +197,8 @@ FLAT = trial(losses=[3.0 + 0.01 * (-1) ** index for index in range(40)])
             "constraint: peak_memory_bytes cannot be measured",
         ),
         (FLAT, CONVERGENCE, (), "loss did not fall during its trial; raise trial_budget_s in study.yaml"),
+        # Only its deadline ends a trial after so few steps, whatever its budget.
+        (training(16, 3), CONVERGENCE, (), "3 steps, too few for a loss curve; --fresh with a longer --trial-deadline"),
     ],
 )  # fmt: skip
 def test_what_the_baseline_does_not_yield_stops_the_study_with_a_reason(baseline, objective, limits, said):

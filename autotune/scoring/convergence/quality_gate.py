@@ -181,7 +181,8 @@ def judge(
         "batch": batch,
     }
     if n < LEAST_STEPS:
-        few = f"{n} steps are too few to compare loss curves; raise trial_budget_s in study.yaml"
+        # A check has the time for more, unless its deadline is near.
+        few = f"{n} steps are too few to compare loss curves; a longer --trial-deadline gives them time for more"
         return GateVerdict(passed=None, reason=few, **kept)
     own, base, *others = (curve[:n] for curve in curves)
     if not np.isfinite(own).all():

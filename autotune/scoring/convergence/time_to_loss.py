@@ -50,10 +50,9 @@ class Reference:
         if losses is None or not batch:
             return cls(problem="the baseline's losses are missing or not finite", batch=batch or 0)
         if len(losses) < 4:
-            return cls(
-                batch=batch,
-                problem=f"the baseline trained {len(losses)} steps, too few for a loss curve; raise trial_budget_s in study.yaml",
-            )
+            # Whatever the trial's budget, more are trained, unless its deadline is near.
+            few = f"the baseline trained {len(losses)} steps, too few for a loss curve"
+            return cls(batch=batch, problem=f"{few}; --fresh with a longer --trial-deadline gives it time for more")
         n = max(1, len(losses) // 4)
         target = float(losses[-n:].mean())
         error = _standard_error(losses, n)

@@ -168,7 +168,7 @@ def test_a_loss_that_is_not_finite_is_refused() -> None:
 
 def test_too_short_curves_say_nothing() -> None:
     found = judge(curve()[: LEAST_STEPS - 1], curve(), replicates())
-    assert found.passed is None and "7 steps are too few" in found.reason
+    assert found.passed is None and "7 steps are too few" in found.reason and "--trial-deadline" in found.reason
 
 
 @given(st.floats(0.1, 10), st.floats(-5, 5))

@@ -257,29 +257,16 @@ class Proposer:
         self._state.narrow(unsafe_precisions=unsafe)
 
     def _drop_long_batches(self) -> None:
-        """Leaves out the global batches with which the script or its deadline ends a trial before its step time is known.
-
-        A trial that was timed shows that what ended another one, with no larger batch, was not its batch.
-        """
-        world, deadline_s = self._state.plan.setting.world_size, self._state.spec.trial_deadline_s
-        over: dict[str, list[int]] = {"few steps": [], "long steps": []}
-        timed = 0
-        for told in self._state.told():
-            data, batch = records.told_data(told), records.told_candidate(told).global_batch_size(world)
-            if data["outcome"] in (Outcome.COMPLETE, Outcome.STOPPED_EARLY):
-                timed = max(timed, batch)
-            if failures.FEW_STEPS in data["reason"]:
-                over["few steps"].append(batch)
-            if (data["outcome"], data["phase"]) == (Outcome.TIMEOUT, "measure") and data["wall_s"] >= deadline_s:
-                over["long steps"].append(batch)
-        for key, batches in over.items():
-            plan, most = self._state.plan, min((batch for batch in batches if batch > timed), default=math.inf) - 1
+        """Leaves out the global batches with which the script or its deadline ends a trial before its step time is known."""
+        timed, over = _batches_by_end(self._state)
+        for key, why in WHY_DROPPED.items():
+            plan, found = self._state.plan, [batch for batch in over[key] if batch > timed]
             low, high = plan.setting.global_batch or (1, math.inf)
-            if plan.baseline.global_batch_size(world) <= most < high:
-                said = f"global batches above {most} are not tried: {WHY_DROPPED[key]}"
+            if found and plan.baseline.global_batch_size(plan.setting.world_size) < min(found) <= high:
+                said = f"global batches above {min(found) - 1} are not tried: {why}"
                 self._events.say(said)
                 records.note_left_out(self._state.study, key, said)
-                self._state.narrow(global_batch=(int(low), int(most)))
+                self._state.narrow(global_batch=(int(low), min(found) - 1))
 
     def _drop_other_losses(self) -> None:
         """Keeps the baseline's micro-batch once a trial with another one has trained with another loss."""
@@ -291,3 +278,24 @@ class Proposer:
         self._events.say(said)
         records.note_left_out(state.study, "another loss", said)
         state.narrow(only_micro_batch=state.plan.baseline.micro_batch_size)
+
+
+def _batches_by_end(state: StudyState) -> tuple[int, dict[str, list[int]]]:
+    """The largest global batch that was timed, and those whose trials ended before they were, by a word for the reason.
+
+    What ended a trial with no larger batch than one that was timed was not its batch.
+    """
+    timed, over = 0, {key: list[int]() for key in WHY_DROPPED}
+    for told in state.told():
+        data, batch = (
+            records.told_data(told),
+            records.told_candidate(told).global_batch_size(state.plan.setting.world_size),
+        )
+        late = data["wall_s"] >= state.spec.trial_deadline_s
+        if data["outcome"] in (Outcome.COMPLETE, Outcome.STOPPED_EARLY):
+            timed = max(timed, batch)
+        elif failures.FEW_STEPS in data["reason"]:
+            over["few steps"].append(batch)
+        elif (data["outcome"], data["phase"]) == (Outcome.TIMEOUT, "measure") and late:
+            over["long steps"].append(batch)
+    return timed, over

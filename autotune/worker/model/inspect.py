@@ -60,7 +60,8 @@ def _own_optimizer(target: model_file.ModelFile, model: torch.nn.Module) -> tupl
     """Returns class and learning rates of the target's optimizer; nothing where it has none."""
     if target.optimizer is not None:
         with contextlib.suppress(Exception):  # it reads values, which only trials have
-            made = target.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+            trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            made = model_file.make_optimizer(target, trainable)
             return type(made).__name__, tuple(float(group["lr"]) for group in made.param_groups if "lr" in group)
     return "", ()
 

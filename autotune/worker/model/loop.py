@@ -136,7 +136,7 @@ def initialize(request: TrialRequest, target: model_file.ModelFile, model: torch
     deepspeed.init_distributed(dist_init_required=False)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if target.optimizer is not None and "optimizer" not in config:
-        optimizer = target.optimizer(parameters)
+        optimizer = model_file.make_optimizer(target, parameters)
         if partly := model_file.check_optimizer(model, optimizer, f"{target.path.name}: optimizer()"):
             raise model_file.WorkloadError(partly)
         for group in optimizer.param_groups:

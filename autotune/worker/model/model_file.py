@@ -178,6 +178,29 @@ def _loss_of(output: Any, target: Any) -> Tensor:
     return nn.functional.cross_entropy(prediction, target)
 
 
+def make_optimizer(target: ModelFile, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Calls `optimizer(params)` of a target that defines it.
+
+    Raises:
+        WorkloadError: It takes its argument for the model, or returns no optimizer.
+    """
+    assert target.optimizer is not None
+    file = target.path.name
+    try:
+        made = target.optimizer(parameters)
+    except AttributeError as error:
+        if error.obj is not parameters:
+            raise
+        raise WorkloadError(
+            f"{file}: optimizer() gets the list of the model's trainable parameters, which has no `{error.name}`, and not the"
+            " model: write it as optimizer(params) that passes the list on, as `torch.optim.AdamW(params)`; make groups by"
+            " the shapes of the parameters (`p.ndim`)"
+        ) from None
+    if not isinstance(getattr(made, "param_groups", None), list):
+        raise WorkloadError(f"{file}: optimizer() returned {type(made).__name__}, not a torch.optim.Optimizer")
+    return made
+
+
 def check_optimizer(model: nn.Module, optimizer: Any, source: str) -> str:
     """Refuses an optimizer that would leave the whole model as it is.
 

@@ -21,6 +21,7 @@ from autotune.worker.model.model_file import (
     find_blocks,
     load,
     make_loss,
+    make_optimizer,
 )
 
 MODEL = "def model(): return nn.Linear(4, 1)\n"
@@ -102,6 +103,27 @@ def test_an_optimizer_needs_one_parameter_of_the_model_at_least():
     assert "leaves out 1 of the model's 2 trainable parameters" in part
     with pytest.raises(WorkloadError, match="none of the model's parameters"):
         check_optimizer(model, torch.optim.SGD(other.parameters(), lr=1), "optimizer()")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("torch.optim.AdamW(model.parameters())", "gets the list of .* which has no `parameters`, and not the model: .*"),
+        ("torch.optim.AdamW([p for _, p in model.named_parameters()])", "gets the list .* no `named_parameters`, .*"),
+        ("None", "returned NoneType, not a torch.optim.Optimizer"),
+        ("(torch.optim.AdamW(model), None)", "returned tuple, not a torch.optim.Optimizer"),
+    ],
+)
+def test_an_optimizer_that_is_written_for_another_argument_or_returns_none_is_refused(target, body, message):
+    file = target(MODEL + f"def data(): return [1]\ndef optimizer(model): return {body}\n")
+    with pytest.raises(WorkloadError, match=rf"^own_model.py: optimizer\(\) {message}$"):
+        make_optimizer(file, list(file.model().parameters()))
+
+
+def test_an_error_within_the_targets_optimizer_stays_its_own(target):
+    file = target(MODEL + "def data(): return [1]\ndef optimizer(params): return torch.optim.Adan(params)\n")
+    with pytest.raises(AttributeError, match="Adan"):
+        make_optimizer(file, list(file.model().parameters()))
 
 
 def test_a_file_that_is_changed_twice_within_a_second_is_read_anew(target, monkeypatch):

@@ -206,7 +206,7 @@ def _inspect_script(path: Path, tree: ast.Module, whole: Sequence[ast.Module], *
 def sources(target: Path) -> list[Path]:
     """Returns the target and the user's files that it imports, directly or not; empty if there is no such file."""
     target = target.absolute()
-    tree = _parsed(target)
+    tree = parsed(target)
     return list(_own_modules(target, tree)) if tree is not None else [target] if target.is_file() else []
 
 
@@ -217,8 +217,8 @@ def _own_modules(path: Path, tree: ast.Module) -> dict[Path, ast.Module]:
         importer = pending.pop()
         for node in ast.walk(found[importer]):
             for file in _imported_files(node, importer, roots):
-                if file not in found and (parsed := _parsed(file)) is not None:
-                    found[file] = parsed
+                if file not in found and (imported := parsed(file)) is not None:
+                    found[file] = imported
                     pending.append(file)
     return found
 
@@ -245,7 +245,8 @@ def _imported_files(node: ast.AST, importer: Path, roots: Sequence[Path]) -> Ite
             yield from (file for file in (inside.with_suffix(".py"), inside / "__init__.py") if file.is_file())
 
 
-def _parsed(path: Path) -> ast.Module | None:
+def parsed(path: Path) -> ast.Module | None:
+    """Returns the syntax tree of a file; None if it cannot be read or is not Python."""
     try:
         return ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # the last two if it is nested too deeply

@@ -23,7 +23,7 @@ from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.space.torch_settings import has_tf32
 from autotune.study.events import SILENT, EventSink
-from autotune.study.setup import degrees, profile_cache
+from autotune.study.setup import batch_changes, degrees, profile_cache
 from autotune.study.setup.script import (
     DEFAULT_MICRO_BATCH,
     SCRIPT_BATCH,
@@ -242,6 +242,7 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
         raise UserError(f"no candidate of the search space can run here: {why}")
     notes = [*environment.remarks, *held_by_others(environment, world_size), *workload.caveats]
     notes += own_tuner.notes(base_config)
+    notes += batch_changes.notes(target.path if target.kind == "script" else None, base_config)
     on_each = world_size // spec.nodes_for(world_size)
     if environment.n_cores < on_each and environment.accelerator == "cpu":
         notes.append(f"{on_each} ranks share {environment.n_cores} cores: step times will read slow and noisy")

@@ -108,7 +108,10 @@ def test_an_optimizer_needs_one_parameter_of_the_model_at_least():
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("torch.optim.AdamW(model.parameters())", "gets the list of .* which has no `parameters`, and not the model: .*"),
+        (
+            "torch.optim.AdamW(model.parameters())",
+            "gets the list of .* which has no `parameters`, and not the model: .*",
+        ),
         ("torch.optim.AdamW([p for _, p in model.named_parameters()])", "gets the list .* no `named_parameters`, .*"),
         ("None", "returned NoneType, not a torch.optim.Optimizer"),
         ("(torch.optim.AdamW(model), None)", "returned tuple, not a torch.optim.Optimizer"),

@@ -74,6 +74,8 @@ LAUNCH_FIELDS = {
     "deepspeed_multinode_launcher",
 }
 RATE_FLAG, ACCELERATE_CONFIG = "--learning_rate", "accelerate.yaml"
+# Begin of a side change that a command started with an Accelerate config makes: it has no --cpu.
+WITHOUT_CPU = "Accelerate: leave `--cpu`"
 # A change of the data by a flag of SFTConfig, which is one of TrainingArguments.
 DATA_FLAG = re.compile(r"Data: `(--\w+) (\S+)` instead of")
 
@@ -222,11 +224,14 @@ def _command(pick: Data, base: Data, world_size: int, started: Started | None, _
         changes = [text for text in changes if not DATA_FLAG.match(text)]
     comments, launcher = [started.written(started.exported)], list[str]()
     to_launch = any(text.startswith("DeepSpeed:") and "accelerate launch" in text for text in changes)
-    if to_launch or how.environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        carried += ("DeepSpeed:",)
+    to_launch = to_launch or how.environment.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    if to_launch or any(text.startswith(WITHOUT_CPU) for text in changes):  # without --cpu it would start no DeepSpeed
+        carried += (WITHOUT_CPU,)
         file = started.free_name(ACCELERATE_CONFIG)
-        comments = [started.written(file, "--format accelerate ")]
         launcher = ["accelerate", "launch", "--config_file", file]
+        comments = [started.written(file, "--format accelerate "), *(() if to_launch else comments)]
+    if to_launch:
+        carried += ("DeepSpeed:",)
     elif ("deepspeed" in flags or DS_CONFIG in flags) and not started.sets_config_itself(changes):
         arguments = with_flag(arguments, flags.get("deepspeed") or flags[DS_CONFIG], started.exported)
     elif DS_CONFIG in templates_in([*arguments, *how.environment.values()]):

@@ -526,6 +526,17 @@ def test_a_script_of_accelerate_that_used_no_deepspeed_is_launched_so_that_it_do
     ]
 
 
+def test_a_command_with_cpu_is_launched_so_that_deepspeed_trains():
+    """Beside --cpu no DeepSpeed is used, and without it the launcher starts a process that finds no other rank."""
+    change = "Accelerate: leave `--cpu` (`use_cpu` of its file) out of `accelerate launch`: beside it DeepSpeed is not used."
+    text = "accelerate launch --num_processes 2 --cpu train.py --bs 8 --lr 1e-3"
+    comments, line = command(CANDIDATES[1], command=text, changes=(change,))
+    assert line.startswith("accelerate launch --config_file accelerate.yaml train.py") and "--cpu" not in line
+    first, second, *rest = comments
+    assert "--format accelerate -o accelerate.yaml`" in first and "-o ds_config.json`" in second
+    assert not any("--cpu" in each for each in rest)
+
+
 def test_no_file_of_the_tuned_command_is_written_over_or_named():
     """Frameworks hand DeepSpeed a dict, so that the file is known from the command alone; "auto" in it matched nothing."""
     how = Invocation(

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from autotune.errors import printable
 from autotune.scoring.measured import set_apart
-from autotune.trial.result import FAILURES, Outcome
+from autotune.trial.result import FAILURES, MACHINE_BUSY, Outcome
 
 Data: TypeAlias = Mapping[str, Any]
 # Characters of a failed trial's reason that are shown beside the answer: of its begin, and of its end, which says what to do.
@@ -16,7 +16,9 @@ FIRST, LAST = 140, 160
 
 def of(trials: Sequence[Data]) -> list[str]:
     """The notes on a study's trials, which are rows of its report."""
-    return [*_baseline_over(trials), *_failures(trials), *_failures_again(trials), *_set_apart(trials)]
+    return [
+        *_baseline_over(trials), *_failures(trials), *_failures_again(trials), *_set_apart(trials), *_slowed(trials),
+    ]  # fmt: skip
 
 
 def _baseline_over(trials: Sequence[Data]) -> list[str]:
@@ -55,6 +57,21 @@ def _failures_again(trials: Sequence[Data]) -> list[str]:
         for trial in trials
         if trial.get("failed_again")
     ]
+
+
+def _slowed(trials: Sequence[Data]) -> list[str]:
+    """The trials that were given up as slower while other processes slowed them down, too."""
+    found = [
+        str(trial["trial"])
+        for trial in trials
+        if trial.get("outcome") == Outcome.STOPPED_EARLY
+        and any(text.startswith(MACHINE_BUSY) for text in trial.get("caveats") or ())
+    ]
+    were = f"trials {', '.join(found)} were" if len(found) > 1 else f"trial {''.join(found)} was"
+    return [
+        f"{were} stopped early as slower while the machine was busy, which may be what made that so: `--fresh` measures all"
+        " anew, best when nothing else runs"
+    ] * bool(found)
 
 
 def _shortened(reason: str) -> str:

@@ -17,6 +17,8 @@ from autotune.trial.groups import Groups
 OOM_EXIT_CODE = 77
 # If other processes keep more cores than this busy, step times are not the configuration's alone.
 BUSY_CORES = 0.3
+# Begin of the note of a trial beside which other processes ran.
+MACHINE_BUSY = "the machine was busy"
 # The same for a device: share of the time that other processes computed on it.
 BUSY_SHARE = 0.1
 # Stands for infinity and NaN, which a record cannot hold.

@@ -242,6 +242,18 @@ def test_a_note_on_the_target_is_not_repeated_for_each_trial_that_differs_in_a_n
     assert any(text.endswith("busy") for text in said)
 
 
+def test_trials_that_were_given_up_on_a_busy_machine_are_named():
+    """All trials but the baseline were stopped under the load of another job, and the answer was the baseline without a word."""
+    report, busy = study_report(), ["the machine was busy: other processes used 1.6 cores while this trial was timed"]
+    ends = {1: ("stopped_early", busy), 2: ("stopped_early", []), 3: ("stopped_early", busy), 4: ("complete", busy)}
+    trials = [
+        trial | dict(zip(("outcome", "caveats"), ends.get(trial["trial"], ("complete", [])), strict=True))
+        for trial in report.trials
+    ]
+    (said,) = [note for note in replace(report, trials=trials).caveats() if "stopped early" in note]
+    assert said.startswith("trials 1, 3 were stopped early as slower while the machine was busy")
+
+
 def test_a_search_that_was_stopped_has_one_way_to_go_on():
     base = study_report().baseline
     report = replace(study_report(), recommended={"picks": {"recommended": base}, "baseline": base})

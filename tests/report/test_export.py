@@ -528,7 +528,9 @@ def test_a_script_of_accelerate_that_used_no_deepspeed_is_launched_so_that_it_do
 
 def test_a_command_with_cpu_is_launched_so_that_deepspeed_trains():
     """Beside --cpu no DeepSpeed is used, and without it the launcher starts a process that finds no other rank."""
-    change = "Accelerate: leave `--cpu` (`use_cpu` of its file) out of `accelerate launch`: beside it DeepSpeed is not used."
+    change = (
+        "Accelerate: leave `--cpu` (`use_cpu` of its file) out of `accelerate launch`: beside it DeepSpeed is not used."
+    )
     text = "accelerate launch --num_processes 2 --cpu train.py --bs 8 --lr 1e-3"
     comments, line = command(CANDIDATES[1], command=text, changes=(change,))
     assert line.startswith("accelerate launch --config_file accelerate.yaml train.py") and "--cpu" not in line

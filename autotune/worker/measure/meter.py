@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from autotune.space.candidate import Candidate
 from autotune.trial.request import TrialRequest
-from autotune.trial.result import Observed
+from autotune.trial.result import MACHINE_BUSY, Observed
 from autotune.worker.data import padding
 from autotune.worker.data.witness import watch
 from autotune.worker.measure import applied, groups, machine_load, witness
@@ -98,7 +98,7 @@ class Meter:
             report.noise = self.noise.terms(self.candidate.micro_batch_size)
         report.other_cores, report.alloc_retries = self._cores_used_by_others(), memory.alloc_retries
         if (why := report.disturbed) and (report.rank == 0 or not memory.on_cpu):
-            report.caveats.append(f"the machine was busy: {why} while this trial was timed")
+            report.caveats.append(f"{MACHINE_BUSY}: {why} while this trial was timed")
         self._note_lengths()
 
     def _note_lengths(self) -> None:

@@ -1,6 +1,7 @@
 """Profile of a `model.py`: its parameters, its data, and a counted pass for each arithmetic and recomputation."""
 
 import contextlib
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -269,7 +270,7 @@ def _optimizer(
             made = getattr(torch.optim, name)
             return op_counter.optimizer_needs(lambda parameters: made(parameters, **params), device)
         if target.optimizer is not None:
-            return op_counter.optimizer_needs(target.optimizer, device)
+            return op_counter.optimizer_needs(functools.partial(model_file.make_optimizer, target), device)
     except Exception as error:
         caveats.append(f"the optimizer's states are taken for Adam's: {_first_line(error)}")
     return 8.0, 8.0, False

@@ -1,4 +1,4 @@
-"""Tells where a training does later what no trial sees, which measures its first steps: a batch or lengths that change."""
+"""Tells where a training does later what trials hardly see, which take its first seconds: a batch or lengths that change."""
 
 import ast
 from collections.abc import Iterator
@@ -27,13 +27,13 @@ def notes(script: Path | None, config: DsConfig) -> list[str]:
     found = list[str]()
     if script is not None and (places := batch_changes(script)):
         found.append(
-            f"the script may change its batch while it trains ({'; '.join(places)}): trials measure its first steps, so the"
-            " answer is that for the batch which it begins with"
+            f"the script may change its batch while it trains ({'; '.join(places)}): trials see its first seconds alone, so the"
+            " answer is that for the batch which it begins with, and less sure where only some trials came to the next one"
         )
     if sections := [name for name in SCHEDULES if _enabled(config, name)]:
         found.append(
             f"{' and '.join(f'`{name}`' for name in sections)} of your DeepSpeed configuration changes what a step computes as the"
-            " training goes on: trials measure its first steps, so the answer is that for how it begins"
+            " training goes on: trials see its first seconds alone, so the answer is that for how it begins"
         )
     return found
 

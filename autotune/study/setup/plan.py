@@ -240,9 +240,10 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
         refused = feasibility.dead_values(space, baseline, setting).values()
         why = next(iter(refused), "only the baseline itself can")
         raise UserError(f"no candidate of the search space can run here: {why}")
+    later = batch_changes.notes(target.path if target.kind == "script" else None, base_config)
+    workload = replace(workload, caveats=[*workload.caveats, *later])
     notes = [*environment.remarks, *held_by_others(environment, world_size), *workload.caveats]
     notes += own_tuner.notes(base_config)
-    notes += batch_changes.notes(target.path if target.kind == "script" else None, base_config)
     on_each = world_size // spec.nodes_for(world_size)
     if environment.n_cores < on_each and environment.accelerator == "cpu":
         notes.append(f"{on_each} ranks share {environment.n_cores} cores: step times will read slow and noisy")

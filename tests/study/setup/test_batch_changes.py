@@ -67,8 +67,8 @@ def test_a_loader_whose_batch_changes_in_its_loop_is_found(script, text, lines):
 def test_modules_of_the_users_own_are_looked_at_too(script):
     script("def grow(engine, n): engine.set_train_micro_batch_size(n)\n", "schedule.py")
     assert notes(script("import schedule\n"), {}) == [
-        "the script may change its batch while it trains (schedule.py, line 1): trials measure its first steps, so the answer is"
-        " that for the batch which it begins with"
+        "the script may change its batch while it trains (schedule.py, line 1): trials see its first seconds alone, so the answer"
+        " is that for the batch which it begins with, and less sure where only some trials came to the next one"
     ]
 
 

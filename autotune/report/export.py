@@ -171,8 +171,11 @@ def deepspeed_config(pick: Data, base: Data) -> DsConfig:
     return {**config, "zero_optimization": {"stage": 0, **config.get("zero_optimization", {})}}
 
 
-def _deepspeed(pick: Data, base: Data, *_: object) -> str:
-    return json.dumps(deepspeed_config(pick, base), indent=2, allow_nan=False) + "\n"
+def _deepspeed(pick: Data, base: Data, _: int, started: Started | None, __: str) -> str:
+    config = deepspeed_config(pick, base)
+    if started is not None and started.family == "Lightning":  # which refuses it beside `accumulate_grad_batches`
+        config.pop("gradient_accumulation_steps", None)
+    return json.dumps(config, indent=2, allow_nan=False) + "\n"
 
 
 def _accelerate(pick: Data, base: Data, world_size: int, started: Started | None, file: str) -> str:

@@ -526,6 +526,16 @@ def test_a_script_of_accelerate_that_used_no_deepspeed_is_launched_so_that_it_do
     ]
 
 
+def test_the_json_for_lightning_leaves_the_accumulation_to_its_trainer():
+    """`DeepSpeedStrategy` ends a training whose configuration states it."""
+    stated = {
+        family: json.loads(export(pick(CANDIDATES[1]), BASE, "deepspeed", 2, replace(STARTED, family=family)))
+        for family in ("Lightning", "")
+    }
+    assert "gradient_accumulation_steps" in stated[""]
+    assert "gradient_accumulation_steps" not in stated["Lightning"]
+
+
 def test_a_command_with_cpu_is_launched_so_that_deepspeed_trains():
     """Beside --cpu no DeepSpeed is used, and without it the launcher starts a process that finds no other rank."""
     change = (

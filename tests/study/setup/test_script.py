@@ -25,8 +25,8 @@ def ran(steps, losses):
         ([3.63, 5.55, 4.10, 5.15], [6.43, 6.40], 0),  # other weights and samples in each run
         ([3.0, 2.9, 2.8, 2.7], [1.5, 1.4], -1),
         ([3.0, 2.9, 2.8, 2.7], [1.5, 5.8], 0),
-        ([], [6.0], 0),
-        ([None, 2.9], [6.0, 5.8], 0),
+        ([], [6.0], None),
+        ([None, 2.9], [6.0, 5.8], None),  # which cannot tell
     ],
 )
 def test_a_loss_grows_or_falls_with_the_accumulation_only_where_each_step_says_so(before, moved, growth):

@@ -36,7 +36,7 @@ from autotune.trial.command import (
     without_flag,
 )
 from autotune.trial.target import is_yaml
-from autotune.trial.workload import TRAINER
+from autotune.trial.workload import LIGHTNING, TRAINER
 
 # What DeepSpeed's JSON and transformers' TrainingArguments both say, and must say alike
 # (HfTrainerDeepSpeedConfig.trainer_config_process).
@@ -173,7 +173,7 @@ def deepspeed_config(pick: Data, base: Data) -> DsConfig:
 
 def _deepspeed(pick: Data, base: Data, _: int, started: Started | None, __: str) -> str:
     config = deepspeed_config(pick, base)
-    if started is not None and started.family == "Lightning":  # which refuses it beside `accumulate_grad_batches`
+    if started is not None and started.family == LIGHTNING:  # which refuses it beside `accumulate_grad_batches`
         config.pop("gradient_accumulation_steps", None)
     return json.dumps(config, indent=2, allow_nan=False) + "\n"
 

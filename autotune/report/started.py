@@ -15,7 +15,7 @@ from autotune.space.deepspeed import Scalar
 from autotune.study.spec.yaml_file import read_yaml
 from autotune.system.files import shown
 from autotune.trial.command import EXPORTED_CONFIG, Invocation, has_flag, joined
-from autotune.trial.workload import ACCELERATE, TRAINER
+from autotune.trial.workload import ACCELERATE, LIGHTNING, TRAINER
 
 # The formats of `autotune export` that not every script reads, with the frameworks that do.
 READERS = {"accelerate": (ACCELERATE, TRAINER), "hf-args": (TRAINER,)}
@@ -32,7 +32,7 @@ LONGEST_PATH = 4096
 CONFIG_PARAMETERS = {
     TRAINER: 'pass `deepspeed="{}"` to `TrainingArguments`',
     ACCELERATE: 'pass `DeepSpeedPlugin(hf_ds_config="{}")` to `Accelerator`',
-    "Lightning": 'pass `DeepSpeedStrategy(config="{}")` to `Trainer`',
+    LIGHTNING: 'pass `DeepSpeedStrategy(config="{}")` to `Trainer`',
 }
 
 

@@ -67,11 +67,13 @@ def _slowed(trials: Sequence[Data]) -> list[str]:
         if trial.get("outcome") == Outcome.STOPPED_EARLY
         and any(text.startswith(MACHINE_BUSY) for text in trial.get("caveats") or ())
     ]
-    were = f"trials {', '.join(found)} were" if len(found) > 1 else f"trial {''.join(found)} was"
+    if not found:
+        return []
+    were = f"trials {', '.join(found)} were" if len(found) > 1 else f"trial {found[0]} was"
     return [
-        f"{were} stopped early as slower while the machine was busy, which may be what made that so: `--fresh` measures all"
-        " anew, best when nothing else runs"
-    ] * bool(found)
+        f"{were} stopped early as slower while the machine was busy, which may be the reason: `--fresh` measures all anew,"
+        " best when nothing else runs"
+    ]
 
 
 def _shortened(reason: str) -> str:

@@ -148,38 +148,29 @@ class BaselineTrial:
 
         The study's record keeps the whole space, since a run with more time searches it.
         """
-        study, result = self._state.study, result_in(self._state.trial_path(0))
-        if result is not None and result.outcome is not Outcome.COMPLETE:
-            result = None
-        rate = measure(result, None).get("samples_per_s") if result is not None else None
-        for why, key in ((LONG_STEPS, "long steps"), (LONG_BRANCH, "branch")):
-            most = math.inf
-            if result is not None and rate is not None:
-                most = self._most_samples(why, rate.value, result.wall_s)
+        most_samples = self._most_samples()
+        for key, why in (("long steps", LONG_STEPS), ("branch", LONG_BRANCH)):
             plan = self._state.plan
-            most = max(most, plan.baseline.global_batch_size(plan.setting.world_size))
+            most = max(most_samples.get(key, math.inf), plan.baseline.global_batch_size(plan.setting.world_size))
             said = f"global batches above {most:.0f} are not tried: {why}" if self._leaves_some_out(most) else ""
-            records.note_left_out(study, key, said)
+            records.note_left_out(self._state.study, key, said)
             if said:
                 self._events.say(said)
                 low = plan.setting.global_batch[0] if plan.setting.global_batch else 1
                 # With all values, as Optuna wants the same ones in every trial.
                 self._state.narrow(global_batch=(low, int(most)))
 
-    def _most_samples(self, why: str, samples_per_s: float, wall_s: float) -> float:
-        """The samples of the largest step that a trial, or a branch, has time for; infinite where there is no branch.
-
-        Args:
-            samples_per_s: Throughput of the baseline.
-            wall_s: Duration of its trial.
-        """
-        plan, spec = self._state.plan, self._state.spec
-        if why == LONG_STEPS:
-            return samples_per_s * spec.trial_deadline_s / FEWEST_STEPS
-        if not (spec.branch and plan.replicated and spec.finalists and spec.branch_tokens is None):
-            return math.inf
-        rest_s = 3 * self._budget.startup_s() + self._budget.trial_s  # weights to start from, and both sides
-        return largest_batch(self._budget.expected_check_room_s(wall_s), samples_per_s, rest_s)
+    def _most_samples(self) -> dict[str, float]:
+        """The samples of the largest step for which there is time, in a trial and in a branch; of neither without a throughput."""
+        plan, spec, result = self._state.plan, self._state.spec, result_in(self._state.trial_path(0))
+        rate = measure(result, None).get("samples_per_s") if result is not None else None
+        if result is None or rate is None or result.outcome is not Outcome.COMPLETE:
+            return {}
+        found = {"long steps": rate.value * spec.trial_deadline_s / FEWEST_STEPS}
+        if spec.branch and plan.replicated and spec.finalists and spec.branch_tokens is None:
+            rest_s = 3 * self._budget.startup_s() + self._budget.trial_s  # weights to start from, and both sides
+            found["branch"] = largest_batch(self._budget.expected_check_room_s(result.wall_s), rate.value, rest_s)
+        return found
 
     def _leaves_some_out(self, most: float) -> bool:
         """Returns whether some global batches that may be searched have more samples than that, and others have not."""

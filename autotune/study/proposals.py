@@ -285,12 +285,9 @@ def _batches_by_end(state: StudyState) -> tuple[int, dict[str, list[int]]]:
 
     What ended a trial with no larger batch than one that was timed was not its batch.
     """
-    timed, over = 0, {key: list[int]() for key in WHY_DROPPED}
+    timed, over, world = 0, {key: list[int]() for key in WHY_DROPPED}, state.plan.setting.world_size
     for told in state.told():
-        data, batch = (
-            records.told_data(told),
-            records.told_candidate(told).global_batch_size(state.plan.setting.world_size),
-        )
+        data, batch = records.told_data(told), records.told_candidate(told).global_batch_size(world)
         late = data["wall_s"] >= state.spec.trial_deadline_s
         if data["outcome"] in (Outcome.COMPLETE, Outcome.STOPPED_EARLY):
             timed = max(timed, batch)

@@ -63,10 +63,11 @@ def run(
     target = Path(request.target)
     if not target.is_file():
         raise UserError(f"diagnose: {target} is not there any more, so trial {number} cannot be run again")
-    budget_s = min(request.budget_s, BUDGET_S)
     # The traced steps come on top of those of a trial, which may have taken its whole deadline.
-    request = replace(request, deadline_s=DEADLINES * request.deadline_s, traced_steps=TRACED_STEPS)
-    request = replace(request, rivals=(), noise=False, min_samples=0, budget_s=budget_s)
+    deadline_s, budget_s = DEADLINES * request.deadline_s, min(request.budget_s, BUDGET_S)
+    request = replace(
+        request, rivals=(), noise=False, min_samples=0, budget_s=budget_s, deadline_s=deadline_s, traced_steps=TRACED_STEPS
+    )  # fmt: skip
     log = folder / "trials" / "server.log"
     with contextlib.closing(LocalExecutor(inspect_target(target).imports, log, environment)) as executor:
         executor.start()

@@ -16,7 +16,7 @@ NCCL_BYTES = 700 << 20
 # Share of a device's memory that is in use before a trial, from which on something else must hold it.
 HELD_SHARE = 0.1
 # Families of scripts, by the names in `Probed.family`.
-TRAINER, ACCELERATE = "transformers' Trainer", "Accelerate"
+TRAINER, ACCELERATE, LIGHTNING = "transformers' Trainer", "Accelerate", "Lightning"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ def _check_not_renamed(target: Path, folder: Path) -> None:
     around = target.absolute().parent
     if not is_yaml(target) or around.parent != folder.parent or around.resolve() == folder.resolve():
         return
-    from autotune.study.storage.records import RECORD_FILE
+    from autotune.study.storage.records import RECORD_FILE  # and Optuna with it, for which a server should not wait
 
     if (around / RECORD_FILE).is_file():
         raise UserError(

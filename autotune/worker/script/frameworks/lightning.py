@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from autotune.space.deepspeed import DsConfig
+from autotune.trial.workload import LIGHTNING
 from autotune.worker.measure.ledger import MIN_STEPS
 from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.patching import after_import, patch
@@ -41,7 +42,7 @@ class _Adapter:
         patch(module.Trainer, "save_checkpoint", self._context.saver("trainer.save_checkpoint"))
 
     def _trainer(self, original: Callable[..., Any], trainer: Any, **given: Any) -> None:
-        self._context.family = "Lightning"
+        self._context.family = LIGHTNING
         self._context.casts_inputs = False  # its precision plugin does
         # The ranks are there already, as under torchrun.
         os.environ.setdefault("TORCHELASTIC_RUN_ID", "autotune")

@@ -158,23 +158,24 @@ def export(
     return FORMATS[format](pick, base, world_size, started, file)
 
 
-def deepspeed_config(pick: Data, base: Data) -> DsConfig:
+def deepspeed_config(pick: Data, base: Data, family: str = "") -> DsConfig:
     """The complete DeepSpeed configuration of a pick: what was measured, and the user's sections that trials leave out.
 
     It states the ZeRO stage even where that is DeepSpeed's default: Accelerate and transformers refuse a file without
     it. `train_batch_size` is left to DeepSpeed, so that the file is right for any number of ranks. DeepSpeed's own tuner is
-    off in it, with which a training ends.
+    off in it, with which a training ends. For Lightning (`family`) it leaves the accumulation out, which Lightning refuses beside its
+    own `accumulate_grad_batches`.
     """
     measured = pick.get("ds_config") or Candidate.of(pick["candidate"]).to_deepspeed(base)
     left_out = {key: base[key] for key in sorted(SIDE_EFFECT_KEYS) if key in base and key not in measured}
     config = own_tuner.off(without_auto(copy.deepcopy({**measured, **left_out})))
+    if family == LIGHTNING:
+        config.pop("gradient_accumulation_steps", None)
     return {**config, "zero_optimization": {"stage": 0, **config.get("zero_optimization", {})}}
 
 
 def _deepspeed(pick: Data, base: Data, _: int, started: Started | None, __: str) -> str:
-    config = deepspeed_config(pick, base)
-    if started is not None and started.family == LIGHTNING:  # which refuses it beside `accumulate_grad_batches`
-        config.pop("gradient_accumulation_steps", None)
+    config = deepspeed_config(pick, base, started.family if started else "")
     return json.dumps(config, indent=2, allow_nan=False) + "\n"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from optuna.study import Study
 
-from autotune.report.data import StudyReport
+from autotune.report.data import Data, StudyReport
 from autotune.report.export import RATE_FLAG, deepspeed_config, training_rate
 from autotune.report.script_changes import learning_rate_changes, script_side_changes
 from autotune.report.timeline import runs
@@ -86,8 +86,8 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
             others = seen.outcome is Outcome.COMPLETE and seen.trial != best.measured.trial
             row["tied"] = others and recommend.tied(seen, best.measured, estimates, kept.objectives)
     recommended: dict[str, Any] = {
-        "picks": {name: pick.to_data() for name, pick in found.picks.items()},
-        "baseline": found.baseline.to_data() if found.baseline else None,
+        "picks": {name: _dropped_in(pick.to_data(), kept) for name, pick in found.picks.items()},
+        "baseline": _dropped_in(found.baseline.to_data(), kept) if found.baseline else None,
     }
     report = StudyReport(
         study=_facts(study, kept, folder, n_trials=len(trials)) | {"deepspeed_added": _adds_deepspeed(raw)},
@@ -95,13 +95,19 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
         workload=asdict(kept.workload),
         invocation=kept.invocation,
         recommended=recommended,
-        front=[recommend.point(m, estimates) for m in found.front],
+        front=[_dropped_in(recommend.point(m, estimates), kept) for m in found.front],
         trials=trials,
         runs=runs(folder),
     )
     if not found.picks:
         recommended["why_nothing"] = report.why_nothing
     return report
+
+
+def _dropped_in(point: Data, kept: StudyRecord) -> Data:
+    """A point with its configuration as the script's framework reads it."""
+    family = kept.workload.script.family if kept.workload.script else ""
+    return {**point, "ds_config": deepspeed_config(point, kept.base_config, family)}
 
 
 def _facts(study: Study, kept: StudyRecord, folder: Path, *, n_trials: int) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from autotune.report import attempts, tables
 from autotune.report.data import NO_SPEEDUP, Data, StudyReport, end_words, measured, pick_words, title, titles, words
 from autotune.report.next_steps import next_steps, reproduce
-from autotune.report.started import started
+from autotune.report.started import CONFIG_PARAMETERS, started
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.reasons import kept
 from autotune.system.units import format_bytes, format_count, format_duration
+from autotune.trial.command import EXPORTED_CONFIG
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -220,9 +221,9 @@ def _use(report: StudyReport) -> list[str]:
         formats = {form: what for form, what in formats.items() if begun.reads(form.partition(" ")[0])}
         formats |= {"command": "the whole command line"}
     lines = [f"autotune export {name} --format {form:<30}# {what}" for form, what in formats.items()]
+    use = (CONFIG_PARAMETERS.get(begun.family) if begun else None) or '`deepspeed.initialize(..., config="{}")`'
     return [
-        "`ds_config.json` is the recommended configuration, complete:"
-        ' `deepspeed.initialize(..., config="ds_config.json")`.',
+        f"`{EXPORTED_CONFIG}` is the recommended configuration, complete: {use.format(EXPORTED_CONFIG)}.",
         "\n".join(["```", *lines, "```"]),
         other + "All of them, with intervals and reasons, are in `recommended.json`; the front is in `front.json`.",
         _bullets("What to know:", report.caveats()),

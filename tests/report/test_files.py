@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pandas
 import pytest
-from support.instant import Instant, answered, runner_of
+from support.instant import WORKLOAD, Instant, answered, recorded, runner_of
 from support.study_report import study_report
 
 from autotune import session
@@ -26,6 +26,7 @@ from autotune.study import warm_start
 from autotune.study.setup import request
 from autotune.study.storage import records
 from autotune.study.storage.history import History
+from autotune.trial.workload import LIGHTNING, Probed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
 
@@ -103,6 +104,22 @@ def test_an_answer_that_does_not_stand_any_more_leaves_no_configuration_and_the_
     history("s")
     last, first = capsys.readouterr().out.splitlines()
     assert f"s trial {rows[0]['trial']}, " in last and "withdrawn" in last and "s recommends trial" in first
+
+
+@pytest.mark.parametrize(
+    ("family", "use"), [(LIGHTNING, 'DeepSpeedStrategy(config="ds_config.json")'), ("raw DeepSpeed", "initialize(")]
+)
+def test_the_answer_of_a_script_is_as_its_framework_reads_it(tmp_path, family, use):
+    """Lightning ends a training whose configuration states the accumulation."""
+    probed = Probed(ds_config={}, micro_batch_size=2, gradient_accumulation_steps=2, family=family)
+    runner = recorded(tmp_path, Instant(), planned={"workload": replace(WORKLOAD, script=probed)})
+    runner.run()
+    found = load.from_storage(runner.storage, "s", tmp_path / "s")
+    list(files.write_answer(found, tmp_path / "s"))
+    config = json.loads((tmp_path / "s" / "ds_config.json").read_text())
+    assert ("gradient_accumulation_steps" in config) == (family != LIGHTNING)
+    assert config["train_micro_batch_size_per_gpu"] == found.picks["recommended"]["candidate"]["micro_batch_size"]
+    assert use in (tmp_path / "s" / "README.md").read_text()
 
 
 def test_a_configuration_that_autotune_did_not_write_stays(report, tmp_path):

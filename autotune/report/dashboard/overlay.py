@@ -17,6 +17,7 @@ import optuna
 from autotune.report import figures, fronts, readme
 from autotune.report.data import Data, StudyReport, end_words, measured, words
 from autotune.report.export import deepspeed_config
+from autotune.report.started import started
 from autotune.scoring.metrics import METRICS
 from autotune.study.lock import run_under_way
 from autotune.study.storage import records
@@ -120,7 +121,8 @@ def config_file(report: StudyReport, name: str, point: Data) -> File:
     """The complete DeepSpeed configuration of a pick or a trial as a JSON file."""
 
     def read() -> bytes:
-        config = deepspeed_config(point, report.study.get("base_config") or {})
+        begun = started(report)
+        config = deepspeed_config(point, report.study.get("base_config") or {}, begun.family if begun else "")
         return (json.dumps(config, indent=2, allow_nan=False) + "\n").encode()
 
     return File(name=f"{name}.json", mimetype="application/json", read=read)

@@ -42,6 +42,7 @@ def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = Fals
     from rich.console import Console
 
     from autotune.executors import base
+    from autotune.study.measure import build_ops, ops_of
     from autotune.study.setup.engine import executor_for
     from autotune.study.setup.plan import plan
     from autotune.study.setup.request import studies_folder
@@ -60,9 +61,10 @@ def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = Fals
             with executor_for(wanted, folder, view.waits) as executor:
                 found = plan(wanted, executor, folder, view)
                 found.notes[:0] = notes
-                view.doing("running two steps of the baseline")
                 request = replace(found.request(found.baseline), max_steps=2, budget_s=0.0)
                 with executor.turn(view.waiting):
+                    build_ops(executor, ops_of(request.ds_config), view)  # of one that fails the trial tells
+                    view.doing("running two steps of the baseline")
                     result = base.run(executor, folder / "trials" / "check", request, view.tick)
     except BaseException as error:
         if folder.name not in str(error):  # else it names a log there

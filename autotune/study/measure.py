@@ -1,6 +1,6 @@
 """Measuring a trial: the request that its ranks get, and its run on an engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,34 @@ MAX_BUSY_TRIES = 3
 # A number of samples that no trial reaches: it trains until its steps or its time are over.
 ENDLESS_SAMPLES = 10**15
 MIN_DEADLINE_S = 60.0
+
+
+def ops_of(ds_config: DsConfig) -> list[str]:
+    """DeepSpeed's compiled ops that a configuration needs."""
+    return ops_needed(lambda path: at_path(ds_config, path))
+
+
+def build_ops(executor: Executor, needed: Iterable[str], events: EventSink) -> dict[str, str]:
+    """Compiles ops before a trial, which would be timed or killed meanwhile.
+
+    Returns:
+        Why each op failed that cannot be compiled.
+    """
+    failed = {op: executor.build_op(op, _telling(op, events)) for op in needed}
+    return {op: why for op, why in failed.items() if why}
+
+
+def _telling(op: str, events: EventSink) -> Callable[[], None]:
+    """What ticks while an op is compiled, and says so first: one that is there already takes no time."""
+    said = list[str]()
+
+    def tick() -> None:
+        if not said:
+            said.append(op)
+            events.doing(compiling(op))
+        events.tick()
+
+    return tick
 
 
 class TrialMeasurer:
@@ -126,30 +154,16 @@ class TrialMeasurer:
         return min(spec.trial_deadline_s, max(MIN_DEADLINE_S, 10 * expected_s))
 
     def _build_ops(self, ds_config: DsConfig) -> None:
-        """Compiles the ops that a configuration needs before its trial, which would be timed or killed meanwhile."""
+        """Compiles the ops that a configuration needs, each once in a run; what needs one that fails is not tried."""
         known = {*self._built, *dict(self._state.plan.setting.missing_ops)}
-        for op in ops_needed(lambda path: at_path(ds_config, path)):
-            if op in known:
-                continue
-            self._built.add(op)
-            if failure := self.executor.build_op(op, self._telling(op)):
-                self._events.say(
-                    f"DeepSpeed's {op} cannot be built here, so configurations that need it are not tried: {failure}"
-                )
-                missing = {**dict(self._state.plan.setting.missing_ops), op: failure}
-                self._state.narrow(missing_ops=tuple(missing.items()))
-
-    def _telling(self, op: str) -> Callable[[], None]:
-        """What ticks while an op is compiled, and says so first: one that is there already takes no time."""
-        said = list[str]()
-
-        def tick() -> None:
-            if not said:
-                said.append(op)
-                self._events.doing(compiling(op))
-            self._events.tick()
-
-        return tick
+        needed = [op for op in ops_of(ds_config) if op not in known]
+        self._built.update(needed)
+        for op, failure in build_ops(self.executor, needed, self._events).items():
+            self._events.say(
+                f"DeepSpeed's {op} cannot be built here, so configurations that need it are not tried: {failure}"
+            )
+            missing = {**dict(self._state.plan.setting.missing_ops), op: failure}
+            self._state.narrow(missing_ops=tuple(missing.items()))
 
     def run(
         self,

@@ -19,6 +19,7 @@ from support.paths import BENCHMARKS, MODELS
 from support.zoo import wait_until
 
 from autotune.cli.app import COMMANDS
+from autotune.errors import UserError
 from autotune.study import measure
 from autotune.study.lock import study_lock
 from autotune.study.setup import engine, request
@@ -132,6 +133,21 @@ def test_its_own_study_yaml_goes_on_from_anywhere_with_what_the_budget_lacks(fin
     found = json.loads(done.stdout)["study"]
     assert (found["name"], found["n_trials"]) == ("small", len(before) + 1)
     assert told(tmp_path / "copy")[: len(before)] == before and not list(there.iterdir())
+
+
+def test_a_check_first_compiles_what_its_baseline_needs_and_says_so(warm, executor, monkeypatch):
+    """The trial did it without a word, and on a busy machine its deadline came first."""
+
+    def build(op, tick):
+        tick()
+        raise UserError(f"asked for {op}")
+
+    monkeypatch.setattr(executor, "build_op", build)
+    adam = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    (warm / "adam.json").write_text(json.dumps(adam))
+    done = called("check", "ok.py", "--ranks", "2", "--base-config", "adam.json", cwd=warm)
+    assert done.returncode == 2 and "asked for fused_adam" in done.stderr
+    assert "DeepSpeed's fused_adam is being compiled, once on this machine" in done.stdout + done.stderr
 
 
 def test_a_second_run_at_the_same_time_is_refused_with_the_number_of_the_first(finished):

@@ -1,10 +1,12 @@
 """The baseline's trial: decides which objectives can be measured, and measures the gradient noise scale."""
 
 import math
+import random
 from dataclasses import replace
 
 from autotune.errors import UserError
 from autotune.executors.base import TWICE, TimeOver
+from autotune.forecast.predictor import generic_prior
 from autotune.scoring import objective
 from autotune.scoring.convergence.noise_scale import LEAST_STEPS, noise_scale_of
 from autotune.scoring.convergence.time_to_loss import Reference
@@ -31,6 +33,8 @@ from autotune.trial.result import Outcome, TrialResult
 # Steps that the noise probe takes at least, of which the first third does not count, and micro-gradients of each.
 PROBE_STEPS = math.ceil(1.5 * LEAST_STEPS)
 MIN_NOISE_MICROS = 4
+# Random candidates among which the fastest of each global batch is sought.
+DRAWS = 2_000
 # Why larger global batches are not tried.
 LONG_STEPS = "a trial's deadline leaves no time for their steps; --trial-deadline with more time includes them"
 LONG_BRANCH = (
@@ -167,9 +171,31 @@ class BaselineTrial:
         if result is None or rate is None or result.outcome is not Outcome.COMPLETE:
             return {}
         found = {"long steps": rate.value * spec.trial_deadline_s / FEWEST_STEPS}
+        if self._leaves_some_out(found["long steps"]):  # at the baseline's throughput, which others may exceed by far
+            baseline_s = plan.baseline.global_batch_size(plan.setting.world_size) / rate.value
+            in_time = [
+                b
+                for b, times in self._fastest_by_batch().items()
+                if FEWEST_STEPS * times * baseline_s <= spec.trial_deadline_s
+            ]
+            found["long steps"] = max([found["long steps"], *in_time])
         if spec.branch and plan.replicated and spec.finalists and spec.branch_tokens is None:
             rest_s = 3 * self._budget.startup_s() + self._budget.trial_s  # weights to start from, and both sides
             found["branch"] = largest_batch(self._budget.expected_check_room_s(result.wall_s), rate.value, rest_s)
+        return found
+
+    def _fastest_by_batch(self) -> dict[int, float]:
+        """By global batch how many times as long as the baseline's the shortest step is forecast to be, of what fits."""
+        plan = self._state.plan
+        drawn = plan.space.draw(random.Random(0), plan.baseline, DRAWS)
+        legal = [plan.baseline, *dict.fromkeys(each for each in drawn if why_illegal(each, plan.setting) is None)]
+        forecast = generic_prior(plan.workload, plan.setting)(legal)
+        times, sizes = forecast.time_terms.sum(axis=1), forecast.memory_terms.sum(axis=1)
+        found: dict[int, float] = {}
+        for candidate, ratio, size in zip(legal, times / times[0], sizes, strict=True):
+            if size <= (plan.memory_limit_bytes or math.inf):
+                batch = candidate.global_batch_size(plan.setting.world_size)
+                found[batch] = min(ratio, found.get(batch, math.inf))
         return found
 
     def _leaves_some_out(self, most: float) -> bool:

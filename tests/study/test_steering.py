@@ -68,6 +68,21 @@ def test_what_a_trials_deadline_leaves_no_time_for_is_not_tried(tmp_path, micros
     assert any("are not tried: a trial's deadline leaves no time for their steps" in text for text in watcher.said)
 
 
+def test_a_slow_baseline_leaves_out_no_batch_that_others_are_forecast_to_have_time_for(tmp_path):
+    """At the baseline's throughput there was no time for the batches that were a quarter faster in what has a shorter step."""
+
+    def waits(candidate):
+        seconds = candidate.micro_batch_size / 1000 + (0.3 if candidate.zero_stage == 3 else 0.0)
+        return report(candidate, step_times_s=[seconds] * STEPS)
+
+    space = [{"micro_batch_size": [8, 16, 96], "zero_stage": [0, 3]}]
+    own = {"space": space, "trial_budget_s": 0.5, "trial_deadline_s": 1.0, "global_batch": "free", "branch": False}
+    own |= {"objectives": ["throughput"], "planned": {"baseline": Candidate(micro_batch_size=8, zero_stage=3)}}
+    _, executor, watcher = run(tmp_path, waits, trials=6, sampler="grid", stop_trials=False, **own)
+    assert {candidate.micro_batch_size for candidate in executor.ran} == {8, 16, 96}
+    assert not any("are not tried" in text for text in watcher.said)
+
+
 def test_a_trial_that_hangs_says_nothing_of_a_batch_that_others_were_timed_at(tmp_path):
     """All larger batches were left out where one ZeRO stage stood still until the deadline."""
 

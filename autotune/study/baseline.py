@@ -110,18 +110,13 @@ class BaselineTrial:
         return dropped
 
     def run_again(self, teller: Teller) -> None:
-        """Measures a baseline that crashed once more in each run, where another trial completes: else no speed-up can be stated."""
-        state, baseline, outcomes = self._state, self._state.plan.baseline, self._state.outcomes()
-        if self._tried_again or outcomes[:1] != [Outcome.CRASHED] or Outcome.COMPLETE not in outcomes:
-            return
-        reason = records.told_data(state.told()[0])["reason"]
-        again = reason.startswith(TWICE) or failures.means_other_dtype(reason)
-        if again or why_illegal(baseline, state.plan.setting, OP_RULES):
-            return  # it would crash once more
-        if not self._budget.affords(self._budget.usual_s()):
+        """Measures a baseline that did not complete once more in each run where it may complete: else no speed-up can be stated."""
+        state, baseline = self._state, self._state.plan.baseline
+        why = "" if self._tried_again else self._why_again()
+        if not why or not self._budget.affords(self._budget.usual_s()):
             return
         self._tried_again = True
-        self._events.say("the baseline crashed and other trials complete, so it is measured once more")
+        self._events.say(f"the baseline {why}, so it is measured once more")
         try:
             result = teller.explained(baseline, self._measurer.execute(baseline, state.trial_path(0), role="baseline"))
         except TimeOver:
@@ -139,6 +134,20 @@ class BaselineTrial:
             self._events.say(
                 f"the baseline did not complete again ({result.outcome}: {result.reason}); --fresh begins anew"
             )
+
+    def _why_again(self) -> str:
+        """Why the baseline, which did not complete, may complete now; empty if it did, or nothing says so."""
+        state, told = self._state, self._state.told()[:1]
+        if not told or told[0].number:
+            return ""
+        if state.has_more_time(told[0], self._measurer.deadline_s):
+            return "timed out and has more time now"
+        found, setting = records.told_data(told[0]), state.plan.setting
+        if found["outcome"] != Outcome.CRASHED or Outcome.COMPLETE not in state.outcomes():
+            return ""
+        again = found["reason"].startswith(TWICE) or failures.means_other_dtype(found["reason"])
+        would = again or why_illegal(state.plan.baseline, setting, OP_RULES)
+        return "" if would else "crashed and other trials complete"
 
     def restore(self) -> None:
         """Narrows the space of a resumed study, if its noise scale could not be measured."""

@@ -290,7 +290,8 @@ class Budget:
         ends = self._ran()
         if len(ends) < ABORT_AFTER_CRASHES or any(end["outcome"] not in FAILURES for end in ends):
             return
-        alike = len({re.sub(r"[0-9]+", "", end["reason"]).split(":")[0] for end in ends}) == 1
+        # What follows names details, and of the baseline what to do.
+        alike = len({re.split("[:;]", re.sub(r"[0-9]+", "", end["reason"]))[0] for end in ends}) == 1
         if alike or len(ends) >= 2 * ABORT_AFTER_CRASHES:
             how = f"{ends[0]['outcome']}: {ends[0]['reason']}"
             log = shown(TrialDir(self._state.trial_path(0)).log(0))

@@ -104,7 +104,7 @@ class TrialMeasurer:
             and plan.data_parallel == plan.world_size
             and candidate.is_whole,
             min_samples=self._min_samples(role),
-            deadline_s=self._deadline_s(candidate),
+            deadline_s=self.deadline_s(candidate),
             learning_rate_factor=rate.factor(batch),
             changed_from=self._changed_from(candidate),
             rivals=self._bounds_to_beat(candidate) if role == "search" else (),
@@ -144,7 +144,7 @@ class TrialMeasurer:
         n_baseline = len(baseline.step_times_s) * (baseline.samples_per_step or 0) if baseline is not None else 0
         return max(self._state.spec.min_samples, n_baseline)
 
-    def _deadline_s(self, candidate: Candidate) -> float:
+    def deadline_s(self, candidate: Candidate) -> float:
         """Ten times the duration that the baseline leads to expect, at most the user's deadline: a hang ends sooner."""
         plan, spec, result = self._state.plan, self._state.spec, result_in(self._state.trial_path(0))
         if result is None or result.steps is None:

@@ -21,7 +21,7 @@ from autotune.study.events import STOPPED, EventSink
 from autotune.study.parallel import ClaimedTrial
 from autotune.study.state import StudyState
 from autotune.study.storage import analysed, records
-from autotune.study.tell import Teller
+from autotune.study.tell import Teller, why_stopped
 from autotune.study.warm_start import WarmStart
 from autotune.system.signals import undisturbed
 from autotune.trial import failures
@@ -195,12 +195,12 @@ class Proposer:
             # The physics sampler has weighed its own proposals already.
             if candidate and forced is None and state.spec.memory_filter and state.spec.sampler != "physics":
                 unfit = self.advisor().unfit(state.study, candidate)
-        except BaseException:
+        except BaseException as error:
             with undisturbed():
                 if candidate is None:
                     state.leases.tell(asked, TrialState.FAIL, None, {}, {})
                 else:
-                    lost = TrialResult(outcome=Outcome.LOST, reason="stopped by the user")
+                    lost = TrialResult(outcome=Outcome.LOST, reason=why_stopped(error))
                     self._teller.tell(asked, candidate, "search", lost, quiet=True)
             raise
         if candidate is None:

@@ -13,7 +13,7 @@ from optuna.study import Study
 from threadpoolctl import threadpool_limits
 
 from autotune.executors import base
-from autotune.executors.base import Executor, MachinesGone
+from autotune.executors.base import Executor
 from autotune.scoring import recommend
 from autotune.scoring.estimates import estimate
 from autotune.search import check_sampler
@@ -30,7 +30,7 @@ from autotune.study.setup.plan import Plan
 from autotune.study.state import StudyState, forget_runs
 from autotune.study.storage import records
 from autotune.study.storage.leases import StudyLeases, TurnLost
-from autotune.study.tell import Teller
+from autotune.study.tell import Teller, why_stopped
 from autotune.study.warm_start import WarmStart
 from autotune.system.signals import undisturbed
 from autotune.trial.request import TrialRequest
@@ -124,6 +124,9 @@ class Runner:
             found = self._restore() or found
         if not found:
             return
+        if self._leads and (again := self.state.retry_timeouts(self._measurer.deadline_s)):
+            which = f"trial{'s' * (len(again) > 1)} {', '.join(map(str, again))}"
+            self._events.say(f"{which} timed out and will run again: there is more time for a trial now")
         self._budget.resume()
         self._baseline.restore()
         if self._leads and (n := self._budget.n_spent()):
@@ -236,7 +239,7 @@ class Runner:
         except BaseException as error:
             pool.stop()
             if not isinstance(error, sqlalchemy.exc.SQLAlchemyError | optuna.exceptions.StorageInternalError):
-                self._give_back(pool, str(error) if isinstance(error, MachinesGone) else "stopped by the user")
+                self._give_back(pool, why_stopped(error))
             raise
         pool.close()
         self._budget.check_target_works()

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,16 @@ from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.objective import Objective
-from autotune.space.candidate import CANDIDATE_ATTR
+from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.space import SearchSpace
 from autotune.study.setup.plan import Plan
 from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import analysed, project, records
 from autotune.study.storage.leases import StudyLeases
+from autotune.study.storage.optuna_tables import trial_id, write_failed
 from autotune.study.storage.records import SearchRecord, StudyRecord
+from autotune.trial.folder import TrialDir, record_in, result_in
+from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
 from autotune.trial.workload import DataShape, Environment, Workload
 
@@ -149,6 +152,27 @@ class StudyState:
     @property
     def _wants_branches(self) -> bool:
         return self.spec.branch and self.plan.replicated
+
+    def retry_timeouts(self, deadline_s: Callable[[Candidate], float]) -> list[int]:
+        """Marks the trials as lost, and so to be run again, that timed out in less time than they have now; returns their numbers.
+
+        The baseline's stays told, since a study has one.
+        """
+        found = [told for told in self.told() if told.number and self.has_more_time(told, deadline_s)]
+        if found:
+            with self.storage.engine.begin() as connection:
+                write_failed(connection, [trial_id(told) for told in found])
+            self._study = records.load_study(self.storage, self.spec.name)
+        return [told.number for told in found]
+
+    def has_more_time(self, told: FrozenTrial, deadline_s: Callable[[Candidate], float]) -> bool:
+        """Whether a trial timed out in less time than it has now, or was interrupted as it was measured with more."""
+        if records.told_data(told)["outcome"] != Outcome.TIMEOUT:
+            return False
+        path = self.trial_path(told.number)
+        had = record_in(TrialDir(path).request, TrialRequest)
+        ended = result_in(path) is not None
+        return not ended or had is None or had.deadline_s < deadline_s(records.told_candidate(told))
 
     def narrow(self, space: SearchSpace | None = None, **setting: Any) -> None:
         """Searches only this space from now on, and what is legal where these fields of the setting are so."""

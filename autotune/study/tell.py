@@ -10,6 +10,8 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from autotune.errors import UserError
+from autotune.executors.base import MachinesGone
 from autotune.forecast.predictor import Predictor, generic_prior
 from autotune.forecast.regression import STOPPED_SD, interval_sd
 from autotune.scoring import objective, recommend
@@ -235,6 +237,14 @@ class Teller:
         plan = self._state.plan
         prior = generic_prior(plan.workload, plan.setting)
         return Predictor(prior.profile, prior.machine, plan.base_config)
+
+
+def why_stopped(error: BaseException) -> str:
+    """Why a trial has not ended, by the error that ends its run."""
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by the user"
+    said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".removesuffix(": ")
+    return said if isinstance(error, MachinesGone) else f"the run ended: {said}"
 
 
 def _left_open(best: Measured, estimates: Estimates, objectives: Sequence[Objective]) -> str:

@@ -45,6 +45,20 @@ def test_an_error_of_a_callback_ends_the_run_and_the_trial_stays_told(tmp_path):
     assert told.state.is_finished()
 
 
+def test_a_trial_that_an_error_of_a_callback_ends_says_so(tmp_path):
+    """It was said to be stopped by the user."""
+
+    def broken(study, trial):
+        if trial.number:
+            raise ZeroDivisionError("no share")
+
+    slots = Instant(), Instant()
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, broken, slots=slots)
+    study = records.load_study(records.open_storage(records.default_url(tmp_path)), "s")
+    assert [each.user_attrs["reason"] for each in records.lost(study)] == ["the run ended: ZeroDivisionError: no share"]
+
+
 def test_a_callback_ends_the_search_as_it_ends_that_of_optuna(tmp_path):
     """Optuna answered that a study can be stopped in a callback alone."""
 

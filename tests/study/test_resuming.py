@@ -1,6 +1,7 @@
 """A study that is run again: after its end, after an interruption, after its driver was killed."""
 
 import shutil
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -328,3 +329,39 @@ def test_a_run_that_was_to_begin_anew_and_is_stopped_before_tells_no_old_answer(
     )
     assert session.tune(wanted, fresh=True, learn=False).report is None
     assert session.tune(wanted, fresh=False, learn=False).report is not None
+
+
+def test_trials_that_timed_out_run_again_where_there_is_more_time_for_them(tmp_path):
+    """The advice that a timeout gives, a longer --trial-deadline, had no effect on a study that goes on."""
+    slow = lambda c: c.micro_batch_size == 16  # noqa: E731
+    space = [{"micro_batch_size": [8, 16], "checkpoint_every": [0, 1]}]
+    given = {"sampler": "physics", "finalists": 0, "stop_below": 0.0, "stop_trials": False, "space": space}
+    late = Instant(lambda c: failed(Outcome.TIMEOUT, "no end within 70 s") if slow(c) else report(c))
+    before, _, _ = run(tmp_path, late, trial_deadline_s=70, **given)
+    every = candidates(before)
+    slow_ones = [c for c in every if slow(c)]
+    assert slow_ones
+    for deadline_s, ran in ((70, []), (300, slow_ones), (400, [])):
+        runner, executor, watcher = run(tmp_path, trial_deadline_s=deadline_s, **given)
+        assert Counter(executor.ran) == Counter(ran), deadline_s
+        assert any("there is more time for a trial now" in said for said in watcher.said) == bool(ran)
+    assert Counter(candidates(runner)) == Counter(every)
+    assert {m.outcome for m in runner.state.measured()} == {Outcome.COMPLETE}
+
+
+def test_a_baseline_that_timed_out_is_measured_again_where_it_has_more_time(tmp_path):
+    late = Instant(lambda c: failed(Outcome.TIMEOUT, "no end within 70 s"))
+    given = {"finalists": 1, "trials": 6}
+    with pytest.raises(UserError, match="all ended the same way: timeout"):
+        run(tmp_path, late, trial_deadline_s=70, **given)
+    with pytest.raises(UserError, match="all ended the same way: timeout"):
+        run(tmp_path, trial_deadline_s=70, **given)
+    executor = Instant()
+    executor.stop_at = 0  # while it is measured again
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, executor, trial_deadline_s=300, **given)
+    runner, executor, watcher = run(tmp_path, trial_deadline_s=300, **given)
+    assert executor.ran[0] == Candidate(micro_batch_size=8)
+    assert "the baseline timed out and has more time now, so it is measured once more" in watcher.said
+    assert runner.state.measured()[0].outcome is Outcome.COMPLETE and runner.state.reference is not None
+    assert len(candidates(runner)) == 6

@@ -8,7 +8,7 @@ import copy
 import functools
 import itertools
 import json
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
@@ -221,6 +221,12 @@ def write_dates(connection: sql.Connection, number: int, began: datetime, ended:
     """Write when a trial that has just ended ran, in local time, before its row is read again: the cache would keep it."""
     dates = {"datetime_start": began, "datetime_complete": ended}
     connection.execute(sql.update(TRIALS).where(TRIALS.c.trial_id == number).values(**dates))
+
+
+def write_failed(connection: sql.Connection, numbers: Sequence[int]) -> None:
+    """Write that trials which have ended failed, before the study is read again: the cache would keep what they were."""
+    same = TRIALS.c.trial_id.in_(numbers)
+    connection.execute(sql.update(TRIALS).where(same).values(state=TrialState.FAIL.name))
 
 
 def _replace(

@@ -282,13 +282,13 @@ def unreadable(study: Study) -> list[int]:
 def _with_result(study: Study) -> list[FrozenTrial]:
     states = (TrialState.COMPLETE, TrialState.PRUNED)
     found = [told for told in study.get_trials(deepcopy=False, states=states) if MEASURED_ATTR in told.system_attrs]
-    if found and found[0].number == 0 and found[0].user_attrs.get("outcome") == Outcome.CRASHED:
+    if found and found[0].number == 0 and found[0].user_attrs.get("outcome") in (Outcome.CRASHED, Outcome.TIMEOUT):
         found[0] = _as_measured_later(study, found[0])
     return found
 
 
 def note_baseline(study: Study, measured: dict[str, Any]) -> None:
-    """Store what a baseline that crashed at first measured later, in place of its trial's: a told trial cannot be changed."""
+    """Store what a baseline that crashed or timed out at first measured later, in place of its trial's: a told trial cannot be changed."""
     stated: dict[str, Any] = {"measured": json.dumps(measured), "at_s": time.time()}
     set_study_attr(study, BASELINE_ATTR, stated)
 

@@ -364,5 +364,5 @@ def recorded_runner(
         origin = f"{len(known.told)} trials of study {known.name} ({known.relation})"
         events.say(f"starting from {origin}; --no-history leaves them out")
     if runner.study is not None and leads and held.is_alone():
-        recorder.keep_missing(records.told_trials(runner.study))
+        recorder.keep_missing(records.told_trials(runner.study), folder)
     return runner

@@ -122,7 +122,7 @@ def schedule_export(
     """Print the schedules for another scheduler."""
     from autotune.retune import schedule_export as exporting
     from autotune.retune.schedule import Schedule, ScheduleError
-    from autotune.session import open_history
+    from autotune.session import open_history, open_study
 
     wanted = [form for form, given in (("cron", cron), ("systemd", systemd), ("k8s", k8s)) if given]
     if len(wanted) != 1:
@@ -135,6 +135,8 @@ def schedule_export(
         else:
             rows.append(row)
     if not rows:
+        if study is not None:
+            _ = open_study(study, storage).study  # raises for one that is not known, and lists the studies
         raise ScheduleError(f"there is no schedule to export; {HINT}")
     n_gpus = {name: _gpus_of(name, storage) for name in {row.study for row in rows}}
     print(exporting.export(wanted[0], rows, Path.cwd(), storage, n_gpus), end="")

@@ -1,13 +1,16 @@
 """Warm starts: the history of all measurements, and the related study that a new search starts from."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from optuna.trial import FrozenTrial
 
 from autotune.errors import UserError
 from autotune.forecast.features import Prior
+from autotune.scoring.metrics import remeasured
 from autotune.search import transfer
 from autotune.search.observation import Observation
 from autotune.search.optimizer import CandidateOptimizer
@@ -19,6 +22,7 @@ from autotune.study.storage import analysed, records
 from autotune.study.storage.database import Storage
 from autotune.study.storage.history import History, Measurement
 from autotune.study.storage.records import StudyRecord
+from autotune.trial.folder import result_in
 from autotune.trial.result import RAN
 from autotune.trial.workload import Workload
 
@@ -51,15 +55,19 @@ class HistoryRecorder(EventSink):
         )  # fmt: skip
         self._storage.patiently(lambda: self._history.measured(measurement))
 
-    def keep_missing(self, told: Sequence[FrozenTrial]) -> None:
-        """Keeps the told trials that a killed run had no time to keep."""
-        rows = self._history.measurements(self._study)
-        kept = {row["trial"] for row in rows if not row["generation"] and row["role"] != "repeat"}
+    def keep_missing(self, told: Sequence[FrozenTrial], folder: Path) -> None:
+        """Keeps the told trials and their re-measurements in the study's folder that a killed run had no time to keep."""
+        rows = [row for row in self._history.measurements(self._study) if not row["generation"]]
+        kept = {row["trial"] for row in rows if row["role"] != "repeat"}
+        n_repeats = Counter(row["trial"] for row in rows if row["role"] == "repeat")
         for trial in told:
-            if trial.number not in kept:
+            number, candidate = trial.number, records.told_candidate(trial)
+            if number not in kept:
                 data, role = records.told_data(trial), str(trial.user_attrs.get(records.ROLE_ATTR, "search"))
-                candidate = records.told_candidate(trial)
-                self.keep(trial.number, role, candidate, data["outcome"], data["metrics"], data["wall_s"])
+                self.keep(number, role, candidate, data["outcome"], data["metrics"], data["wall_s"])
+            ended = [r for path in records.repeat_paths(folder, number).values() if (r := result_in(path)) is not None]
+            for result in ended[n_repeats[number] :]:  # each is kept as it ends, so that the last ones are missing
+                self.keep(number, "repeat", candidate, str(result.outcome), remeasured(result, None), result.wall_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ import shutil
 import sqlite3
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,7 @@ def test_a_schedule_is_added_listed_and_removed(studies, capsys):
         (lambda: schedule_add("s", "7d", on="sundays"), "only environment-change"),
         (lambda: schedule_add("other", "7d"), "no study 'other'.*Known: s"),
         (lambda: schedule_export(cron=True), "there is no schedule to export"),
+        (lambda: schedule_export("other", cron=True), "no study 'other'.*Known: s"),
         (lambda: schedule_export(cron=True, k8s=True), "give one of --cron"),
         (lambda: retune("s", if_due=True), "has no schedule, so it is never due"),
         (lambda: retune("s", if_due=True, force=True), "one of --if-due"),
@@ -300,3 +302,17 @@ def test_what_a_run_told_and_was_killed_before_it_kept_it_is_made_up_for(studies
     after = [row["trial"] for row in history.measurements("s") if row["role"] != "repeat"]
     assert sorted(after) == sorted(set(before))
     assert "baseline" in {row["role"] for row in history.measurements("s") if row["trial"] == 0}
+
+
+def test_a_re_measurement_that_a_killed_run_had_no_time_to_keep_is_made_up_for(studies):
+    history = known(studies)
+    again = lambda: Counter(row["trial"] for row in history.measurements("s") if row["role"] == "repeat")  # noqa: E731
+    before = again()
+    with history.engine.begin() as connection:  # the last one, and those of a trial
+        last = "select max(id) from autotune_measurement where role = 'repeat'"
+        connection.execute(sqlalchemy.text(f"delete from autotune_measurement where id = ({last})"))
+        connection.execute(sqlalchemy.text("delete from autotune_measurement where role = 'repeat' and trial = 0"))
+    assert again() != before and before[0]
+    for _ in range(2):
+        recorded(studies, Instant(), trials=4, objectives=["throughput"])
+        assert again() == before

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -46,6 +45,7 @@ def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = Fals
     from autotune.study.setup.engine import executor_for
     from autotune.study.setup.plan import plan
     from autotune.study.setup.request import studies_folder
+    from autotune.system import temporary
     from autotune.trial import failures
     from autotune.trial.folder import TrialDir
     from autotune.trial.result import Outcome
@@ -54,24 +54,24 @@ def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = Fals
     around = studies_folder(Path(target)) if wanted.runs_elsewhere else None
     if around is not None:
         around.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".check-" if around else "autotune-check-", dir=around))
-    try:
-        with ProgressView() as view:
-            view.doing(f"loading {shown(wanted.target)}")
-            with executor_for(wanted, folder, view.waits) as executor:
-                found = plan(wanted, executor, folder, view)
-                found.notes[:0] = notes
-                request = replace(found.request(found.baseline), max_steps=2, budget_s=0.0)
-                with executor.turn(view.waiting):
-                    build_ops(executor, ops_of(request.ds_config), view)  # of one that fails the trial tells
-                    view.doing("running two steps of the baseline")
-                    result = base.run(executor, folder / "trials" / "check", request, view.tick)
-    except BaseException as error:
-        if folder.name not in str(error):  # else it names a log there
+    with temporary.log_folder(".check" if around else "autotune-check", around) as folder:
+        try:
+            with ProgressView() as view:
+                view.doing(f"loading {shown(wanted.target)}")
+                with executor_for(wanted, folder, view.waits) as executor:
+                    found = plan(wanted, executor, folder, view)
+                    found.notes[:0] = notes
+                    request = replace(found.request(found.baseline), max_steps=2, budget_s=0.0)
+                    with executor.turn(view.waiting):
+                        build_ops(executor, ops_of(request.ds_config), view)  # of one that fails the trial tells
+                        view.doing("running two steps of the baseline")
+                        result = base.run(executor, folder / "trials" / "check", request, view.tick)
+        except BaseException as error:
+            if folder.name not in str(error):  # else it names a log there
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if result.outcome is Outcome.COMPLETE:  # else its logs are shown
             shutil.rmtree(folder, ignore_errors=True)
-        raise
-    if result.outcome is Outcome.COMPLETE:  # else its logs are shown
-        shutil.rmtree(folder, ignore_errors=True)
     on_device = found.workload.environment.accelerator != "cpu"
     if advice := failures.advice(result.outcome, result.reason, on_device=on_device):
         result = replace(result, reason=f"{result.reason}. {advice}")

@@ -17,3 +17,17 @@ def test_the_folders_of_one_server_or_of_all_of_a_run_are_removed_and_no_other(t
     assert [folder.exists() for folder in folders] == [False, True, True]
     temporary.remove_left(RUN)
     assert [folder.exists() for folder in folders] == [False, False, True] and (tmp_path / "autotune-").exists()
+
+
+def test_a_folder_of_logs_stays_until_the_next_one_of_its_name_and_no_longer(tmp_path, monkeypatch):
+    """Each check that failed left one more folder in /tmp."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with temporary.log_folder("autotune-check") as first:
+        (first / "log").write_text("why")
+        with temporary.log_folder("autotune-check") as beside:  # of a check at the same time
+            assert first.is_dir()
+        with temporary.log_folder("autotune-predict"):
+            assert beside.is_dir()
+    assert (first / "log").read_text() == "why"
+    with temporary.log_folder("autotune-check", tmp_path) as last:
+        assert [path for path in tmp_path.glob("autotune-check*") if path != last] == []

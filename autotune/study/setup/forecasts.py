@@ -3,7 +3,6 @@
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from autotune.study.setup.engine import executor_for
 from autotune.study.setup.plan import grounds
 from autotune.study.setup.script import inspect_workload
 from autotune.study.spec.spec import StudySpec, stated_storage
-from autotune.system import device, files
+from autotune.system import device, files, temporary
 from autotune.system.units import format_bytes
 from autotune.trial.folder import TrialDir
 from autotune.trial.profile import Machine, Profile
@@ -197,21 +196,21 @@ def _known(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workload, 
 
 def _profiled(spec: StudySpec, target: Target) -> tuple[Workload, list[str]]:
     """Returns the workload with profile and rates, from ranks, and notes."""
-    folder = Path(tempfile.mkdtemp(prefix="autotune-predict-"))  # kept on failure, for its logs
-    try:
-        with executor_for(spec, folder) as executor:
-            most = len(device.here().each) or max(2, len(os.sched_getaffinity(0)))
-            script, trials = target.kind == "script", folder / "trials"
-            ranks = min(spec.ranks or 1, most) if script else 1
-            workload = inspect_workload(spec, executor, trials / "inspect", ranks)
-            found, notes = profile_cache.measure_missing(
-                workload, target.path, _base_config(spec, workload), _ranks(spec, workload)[1], executor, trials
-            )
-    except KeyboardInterrupt:
+    with temporary.log_folder("autotune-predict") as folder:
+        try:
+            with executor_for(spec, folder) as executor:
+                most = len(device.here().each) or max(2, len(os.sched_getaffinity(0)))
+                script, trials = target.kind == "script", folder / "trials"
+                ranks = min(spec.ranks or 1, most) if script else 1
+                workload = inspect_workload(spec, executor, trials / "inspect", ranks)
+                found, notes = profile_cache.measure_missing(
+                    workload, target.path, _base_config(spec, workload), _ranks(spec, workload)[1], executor, trials
+                )
+        except KeyboardInterrupt:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
-    return found, notes
+        return found, notes
 
 
 def _base_config(spec: StudySpec, workload: Workload) -> DsConfig:

@@ -129,7 +129,7 @@ class Retuning:
     @property
     def path(self) -> Path:
         """Folder of this re-tuning's files."""
-        return self.folder / "retunes" / f"{self.generation:04d}"
+        return records.retuning_path(self.folder, self.generation)
 
     def begin(self) -> None:
         """Begin, or continue an interrupted re-tuning; an AttemptsError if it was killed `MOST_ATTEMPTS` times."""
@@ -149,7 +149,9 @@ class Retuning:
                 self.asked = replace(self.asked, cause="forced")
             self._note(attempts=attempts)
             return
-        self.number = self.history.begin(self.name, self.asked.cause)
+        # A database that was lost no longer knows of those whose folders are there.
+        there = max(map(records.retuning_of, (self.folder / "retunes").glob("*")), default=0)
+        self.number = self.history.begin(self.name, self.asked.cause, there)
         self.generation = next(
             row["generation"] for row in self.history.decisions(self.name) if row["id"] == self.number
         )

@@ -2,8 +2,9 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
+from pathlib import Path
 
 from optuna.trial import Trial, TrialState
 
@@ -14,6 +15,7 @@ from autotune.study.state import StudyState
 from autotune.study.storage import records
 from autotune.study.storage.optuna_tables import trial_id, write_dates
 from autotune.study.tell import Teller
+from autotune.system import files
 from autotune.system.signals import undisturbed
 from autotune.trial.folder import ran, result_in
 from autotune.trial.result import TrialResult
@@ -29,11 +31,26 @@ def results_in(state: StudyState) -> dict[int, TrialResult]:
     return found if 0 in found and found[0].candidate == state.plan.baseline.values() else {}
 
 
-def restore(state: StudyState, proposer: Proposer, teller: Teller) -> int:
+def last_replacement(folder: Path) -> int:
+    """The number of the last re-tuning that replaced the answer of a study, by its folder; 0 where none did."""
+    decided = {records.retuning_of(path.parent): path for path in folder.glob("retunes/*/decision.json")}
+    return max((n for n, path in decided.items() if _replaces(path)), default=0)
+
+
+def _replaces(decision: Path) -> bool:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return bool(files.json_of(files.read_regular(decision)).get("verdict") == "improved")
+    return False
+
+
+def restore(state: StudyState, proposer: Proposer, teller: Teller, last: Callable[[], None]) -> int:
     """Tells the finished trials of the folder to a database that lacks the study, or some of its trials.
 
     A number without a result becomes a failed trial, since a trial's folder has its number. A run that was killed
     while it restored leaves a mark in the study, and the next run restores the rest.
+
+    Args:
+        last: Restores what belongs to the study besides.
 
     Returns:
         How many finished trials the folder holds; 0 if it has no record, or a different study left it.
@@ -50,6 +67,7 @@ def restore(state: StudyState, proposer: Proposer, teller: Teller) -> int:
         for number, asked in _unfinished(state, max(found) + 1):
             with undisturbed():
                 _tell(state, proposer, teller, asked or state.leases.claim(state.study), found.get(number))
+        last()
     if state.exists:
         records.note_restoring(state.study, restoring=False)
     return len(found)

@@ -5,6 +5,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -25,13 +26,14 @@ from autotune.study.finalists import Finalists
 from autotune.study.measure import TrialMeasurer
 from autotune.study.parallel import ClaimedTrial, TrialPool
 from autotune.study.proposals import Proposer
-from autotune.study.restore import restore
+from autotune.study.restore import last_replacement, restore
 from autotune.study.setup.plan import Plan
 from autotune.study.state import StudyState, forget_runs
 from autotune.study.storage import records
 from autotune.study.storage.leases import StudyLeases, TurnLost
 from autotune.study.tell import Teller, why_stopped
 from autotune.study.warm_start import WarmStart
+from autotune.system import files
 from autotune.system.signals import undisturbed
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome, TrialResult
@@ -145,7 +147,7 @@ class Runner:
                 )
 
     def _restore(self) -> bool:
-        if n := restore(self.state, self.proposer, self._teller):
+        if n := restore(self.state, self.proposer, self._teller, lambda: _restore_replacement(self)):
             self._events.say(
                 f"the database has no study {self.state.plan.spec.name!r}, but its folder holds {n} finished trials: they are"
                 " taken up again (--fresh forgets them)"
@@ -303,3 +305,22 @@ class Runner:
             for claim in pool.claims:
                 result = ended.get(claim.asked.number, stopped)
                 self._teller.tell(claim.asked, claim.candidate, claim.role, result, quiet=True)
+
+
+def _restore_replacement(runner: Runner) -> None:
+    """Takes up the re-tuning, too, that last replaced the answer of a study whose database is gone."""
+    state, plan, folder = runner.state, runner.state.plan, runner.state.folder
+    if not (generation := last_replacement(folder)):
+        return
+    name, path = records.generation_name(plan.spec.name, generation), records.retuning_path(folder, generation)
+    later = replace(plan, spec=plan.spec.model_copy(update={"name": name}))
+    again = Runner(later, runner._measurer.executor, path, StudyLeases(state.storage, name), runner._events)
+    again.open()
+    if again.study is not None:
+        records.succeed(state.study, name)
+    else:
+        runner._events.say(
+            f"re-tuning {generation}, which had replaced the answer, is not taken up again: target or ranks were others then, or"
+            f" files are gone. What is found from here on is the study's own answer; `autotune retune {plan.spec.name}`"
+            f" compares anew, and what there was lies in {files.shown(path)}"
+        )

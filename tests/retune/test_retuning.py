@@ -18,6 +18,7 @@ from support.instant import (
     plan_of,
     recorded,
     report,
+    runner_of,
     spec_of,
 )
 
@@ -389,3 +390,21 @@ def test_a_deleted_study_leaves_no_rows(tmp_path):
     assert all(count for name, count in rows(tmp_path).items() if name != "autotune_decision")
     records.delete_study(records.open_storage(records.default_url(tmp_path)), "s")
     assert set(rows(tmp_path).values()) == {0}
+
+
+@pytest.mark.parametrize("still_there", [True, False])
+def test_a_lost_database_takes_the_re_tuning_along_that_replaced_the_answer(tmp_path, still_there):
+    """The answer went back to the one that had been replaced, and the next re-tuning wrote over the last one's files."""
+    decision = retune(tmp_path, Instant(slow_bf16))
+    answer = config(tmp_path)
+    for path in tmp_path.glob("autotune.db*"):
+        path.unlink()
+    if not still_there:
+        (decision.folder / "record.json").unlink()
+    watcher = Watcher()
+    runner_of(tmp_path, Instant(slow_bf16), watcher=watcher, **STUDY).run()
+    found = load.load("s", records.default_url(tmp_path), tmp_path / "s")
+    assert (found.picks["recommended"]["ds_config"] == answer) == still_there
+    assert any("is not taken up again" in said for said in watcher.said) != still_there
+    assert retune(tmp_path, Instant(slow_bf16)).generation == 2
+    assert (decision.folder / "decision.json").exists()

@@ -193,12 +193,16 @@ class History:
 
     # Decisions of re-tuning
 
-    def begin(self, study: str, cause: str) -> int:
-        """Store that a re-tuning begins; returns its number in the database."""
+    def begin(self, study: str, cause: str, there: int = 0) -> int:
+        """Store that a re-tuning begins; returns its number in the database.
+
+        Args:
+            there: The highest generation of an earlier one that the database may not know.
+        """
         with self._of(study) as connection:
             last = connection.scalar(sql.select(sql.func.max(DECISION.c.generation)).where(DECISION.c.study == study))
             begun = DECISION.insert().values(
-                study=study, generation=(last or 0) + 1, cause=cause, began_at=time.time(), evidence={}
+                study=study, generation=max(last or 0, there) + 1, cause=cause, began_at=time.time(), evidence={}
             )
             done = connection.execute(begun)
             return int(done.inserted_primary_key[0])  # type: ignore[index]

@@ -381,8 +381,18 @@ def study_folder(name: str, studies: Path, url: str) -> Path:
         raise StoreError(str(error)) from None
     beside = Path(url.removeprefix(SQLITE)).parent if url.startswith(SQLITE) else studies
     base, generation = generation_of(name)
-    own = Path(base) / "retunes" / f"{generation:04d}" if generation else Path(name)
+    own = retuning_path(Path(base), generation) if generation else Path(name)
     return next((folder / own for folder in (studies, beside) if (folder / own).is_dir()), studies / own)
+
+
+def retuning_path(folder: Path, generation: int) -> Path:
+    """The folder of a study's re-tuning of that number."""
+    return folder / "retunes" / f"{generation:04d}"
+
+
+def retuning_of(path: Path) -> int:
+    """The number of the re-tuning whose folder that is; 0 where it is none's."""
+    return int(path.name) if re.fullmatch("[0-9]{1,9}", path.name) else 0
 
 
 def studies_of(name: str, folder: Path) -> Path:

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import json
 import os
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -105,7 +106,7 @@ class OpenStudy:
         except StoreMissing as error:
             if records.kept_in(self.folder) is None:
                 raise
-            again = f"autotune run {files.shown(self.folder / 'study.yaml')}"
+            again = shlex.join(["autotune", "run", str(files.shown(self.folder / "study.yaml"))])
             holds = f"The folder of {self.name} holds its trials: `{again}` takes them up again"
             raise StoreMissing(f"{str(error).rstrip('.')}. {holds}") from None
 

@@ -19,7 +19,7 @@ import typer
 from autotune.cli.options import AsJson
 from autotune.errors import UserError
 from autotune.system import shared_memory
-from autotune.system.machine import why_bf16_is_slow
+from autotune.system.machine import cache_dir, lock_path, why_bf16_is_slow
 
 if TYPE_CHECKING:
     from autotune.executors.local import LocalExecutor
@@ -84,7 +84,7 @@ def _examined(*, build: bool) -> Iterator[Finding]:
     """The findings, each as soon as it is known."""
     yield Finding("ok", "python", f"{sys.version.split()[0]} in {sys.prefix}")
     yield from (Finding("ok", name, metadata.version(name)) for name in ("torch", "deepspeed", "optuna"))
-    yield from (_compiler(), *_left_locks(), _shared_memory(), _memory())
+    yield from (_compiler(), *_left_locks(), _cache(), _shared_memory(), _memory())
     from autotune.system.toolkit import toolkit
 
     if (place := toolkit(os.environ)) is not None:
@@ -117,6 +117,15 @@ def _left_locks() -> Iterator[Finding]:
                 yield Finding(
                     "warn", "op builds", f"{lock} is of a build that was stopped: trainings wait for it; remove it"
                 )
+
+
+def _cache() -> Finding:
+    """The folder without which no study begins: it holds the lock of this machine, and profiles."""
+    try:
+        lock_path()
+    except UserError as error:
+        return Finding("fail", "cache", str(error))
+    return Finding("ok", "cache", str(cache_dir()))
 
 
 def _shared_memory() -> Finding:

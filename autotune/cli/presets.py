@@ -1,6 +1,7 @@
 """The commands `init` (write a first study), `ls` (list presets, samplers, ...) and `cp` (copy a preset)."""
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +25,8 @@ def init(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to
     for name in names:
         files.write_text(folder / name, (templates / name).read_text())
         print(f"wrote {folder / name}")
-    print(f"Next: autotune check {folder / 'study.yaml'}, then autotune run {folder / 'study.yaml'}")
+    study = shlex.quote(str(folder / "study.yaml"))
+    print(f"Next: autotune check {study}, then autotune run {study}")
 
 
 def ls(
@@ -108,7 +110,7 @@ def cp(
         raise UserError(f"cp: {file} exists; name another file, or remove it")
     files.write_text(file, every[preset].read_text())
     flag = "--space" if preset in presets.presets("search_spaces") else "--objective"
-    print(f"wrote {file}; use it with {flag} {file}")
+    print(f"wrote {file}; use it with {flag} {shlex.quote(str(file))}")
 
 
 def schema() -> None:

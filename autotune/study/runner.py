@@ -148,9 +148,10 @@ class Runner:
 
     def _restore(self) -> bool:
         if n := restore(self.state, self.proposer, self._teller, lambda: _restore_replacement(self)):
+            trials, them = ("1 finished trial: it is", "it") if n == 1 else (f"{n} finished trials: they are", "them")
             self._events.say(
-                f"the database has no study {self.state.plan.spec.name!r}, but its folder holds {n} finished trials: they are"
-                " taken up again (--fresh forgets them)"
+                f"the database has no study {self.state.plan.spec.name!r}, but its folder holds {trials} taken up again (--fresh"
+                f" forgets {them})"
             )
         return bool(n)
 

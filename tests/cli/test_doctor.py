@@ -48,3 +48,13 @@ def test_a_trial_that_fails_is_told_with_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setattr("autotune.trial.folder.read_record", lambda *_: WORKLOAD)
     found = {finding.what: finding for finding in doctor._trial(tmp_path, build=False)}
     assert found["trial"].verdict == "fail" and "--shm-size=8g" in found["trial"].detail
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(monkeypatch, tmp_path):
+    """Trials were said to run here, and each run was refused."""
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "cache"))
+    assert doctor._cache() == ("ok", "cache", str(tmp_path / "cache"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "file" / "cache"))
+    found = doctor._cache()
+    assert found.verdict == "fail" and "Set AUTOTUNE_CACHE to a folder that you can write to" in found.detail

@@ -255,6 +255,20 @@ def test_a_trial_that_failed_on_a_full_disk_is_not_told(tmp_path, monkeypatch):
 
 
 @pytest.mark.process
+def test_a_study_on_a_full_disk_can_still_be_read(disk):
+    """A look at it ended in SQLite's `disk I/O error`, which opens its log even to read."""
+    place, leave = disk
+    runner = runner_of(place, Instant(), trials=2, finalists=0)
+    runner.run()
+    runner.storage.engine.dispose()
+    leave(0)
+    url = records.default_url(place)
+    assert len(load.load("s", url, place / "s").trials) == 2
+    with pytest.raises(UserError, match=r"Check the disk, which may be full|disk is full"):
+        records.open_storage(url)
+
+
+@pytest.mark.process
 def test_a_read_only_study_folder_is_refused_in_a_sentence(disk):
     place, _ = disk
     (place / "s").mkdir()

@@ -45,7 +45,7 @@ STARTING = ("starting up", "shutting down", "in recovery mode", "not yet accepti
 STARTS_WITHIN_S = 30.0
 DAMAGED = ("malformed", "not a database")  # what SQLite says of a file that is no whole database
 FULL = ("disk is full", "disk full", "no space left", "table is full")
-READ_ONLY = ("readonly database",)
+READ_ONLY, NOT_WRITTEN = ("readonly database",), ("disk i/o error",)
 RECOVER = (
     "The file is no database, or damaged: restore a copy, or move it away: then `autotune run` takes up the trials in each"
     " study's folder. SQLite's command .recover saves what else can be read"
@@ -53,9 +53,9 @@ RECOVER = (
 # What to do, by what a database says of its disk.
 ADVICE = {
     DAMAGED: RECOVER,
-    READ_ONLY: "Make the file and its folder writable for you",
+    READ_ONLY: "Make the file and its folder writable for you; where the disk is full, free some space",
     FULL: "Free some space",
-    ("disk i/o error",): "Check the disk, and the limit on the size of files (ulimit -f)",
+    NOT_WRITTEN: "Check the disk, which may be full, and the limit on the size of files (ulimit -f)",
 }
 # Code that reads rows.
 READERS = ("/optuna/storages/", "/sqlalchemy/", "/autotune/study/storage/")
@@ -160,7 +160,7 @@ def open_storage(url: str, *, create: bool = True) -> Storage:
 
     Args:
         url: SQLAlchemy's URL of the database.
-        create: Whether to create a missing SQLite file; if not, one that this user may not write to is opened to be read.
+        create: Whether to create a missing SQLite file; if not, one that cannot be written to is opened to be read.
 
     Raises:
         StoreError: The URL is wrong, its driver is missing, or the database does not answer.
@@ -174,13 +174,12 @@ def open_storage(url: str, *, create: bool = True) -> Storage:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     full = urls.with_driver(urls.with_password(url))
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            storage = _made(full, connect)
-        if urls.is_sqlite(url):
-            if "creator" not in connect:
-                _tune_sqlite(storage.engine)
-            _File(storage)
+        try:
+            return _opened(full, connect)
+        except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+            if create or not (urls.is_sqlite(url) and _has_no_room(error)):
+                raise
+            return _opened(full, _read_only(str(sqlalchemy.make_url(url).database)))  # which takes no log
     except ImportError:
         raise StoreError(f"storage {urls.redact_url(url)}: {_missing_driver(url)}") from None
     except UserError:
@@ -189,7 +188,22 @@ def open_storage(url: str, *, create: bool = True) -> Storage:
         raise StoreError(
             f"storage {urls.redact_url(url)}: {urls.without_password(_reason(error), url)}. {_hint(url, error)}"
         ) from None
+
+
+def _opened(url: str, connect: dict[str, Any]) -> Storage:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        storage = _made(url, connect)
+    if urls.is_sqlite(url):
+        if "creator" not in connect:
+            _tune_sqlite(storage.engine)
+        _File(storage)
     return storage
+
+
+def _has_no_room(error: Exception) -> bool:
+    """Whether SQLite could not write, as on a full disk, where it opens no write-ahead log, not even to read."""
+    return any(words in _reason(error).lower() for words in (*FULL, *NOT_WRITTEN))
 
 
 def _read_only(path: str) -> dict[str, Any]:
@@ -200,7 +214,8 @@ def _read_only(path: str) -> dict[str, Any]:
     """
 
     def connect() -> sqlite3.Connection:
-        whole = "" if os.path.exists(f"{path}-wal") else "&immutable=1"
+        log = Path(f"{path}-wal")
+        whole = "" if log.exists() and log.stat().st_size else "&immutable=1"
         uri = f"file:{quote(path)}?mode=ro{whole}"
         return sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, check_same_thread=False)
 

@@ -168,7 +168,7 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path):
 
 
 def test_a_database_that_fails_in_mid_run_ends_it_with_a_sentence(url):
-    words = r"disk I/O error\. Check the disk, and the limit .*; what was told before is kept"
+    words = r"disk I/O error\. Check the disk, which may be full, and the limit .*; what was told before is kept"
     with pytest.raises(StoreError, match=words), records.failing_in_words(url):
         raise sqlalchemy.exc.OperationalError("INSERT", {}, sqlite3.OperationalError("disk I/O error"))
 

@@ -123,7 +123,7 @@ class Schedule:
 def rule_of(every: str | None, cron: str | None) -> tuple[float | None, str | None]:
     """Read a rule from the command line: an interval in seconds, or five fields of a crontab."""
     if (every is None) == (cron is None):
-        raise ScheduleError('schedule: give --every 7d or --cron "0 3 * * 0"')
+        raise ScheduleError('schedule: give one of --every 7d and --cron "0 3 * * 0"')
     if cron is not None:
         try:
             return None, _checked_cron(cron)

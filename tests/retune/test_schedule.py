@@ -103,8 +103,8 @@ def test_an_interval_or_five_fields_of_a_crontab():
 @pytest.mark.parametrize(
     ("every", "cron", "said"),
     [
-        (None, None, "give --every 7d or --cron"),
-        ("7d", "0 3 * * 0", "give --every 7d or --cron"),
+        (None, None, "give one of --every 7d and --cron"),
+        ("7d", "0 3 * * 0", "give one of --every 7d and --cron"),
         ("soon", None, "--every: 'soon' is not a number"),
         ("1s", None, "at least a minute"),
         (None, "0 3 * *", "4 fields"),

@@ -28,7 +28,11 @@ def history(
     study: OnlyStudy = None,
     what: Annotated[
         str | None,
-        option("KIND", "measurements, recommendations or decisions (default: recommendations, decisions; with --json decisions).", "--what"),
+        option(
+            "KIND",
+            "measurements, recommendations or decisions (default: recommendations, decisions; with --json decisions).",
+            "--what",
+        ),
     ] = None,
     limit: Annotated[
         int, typer.Option("-n", "--limit", metavar="N", min=1, max=10**9, help="How many, newest first.")

@@ -172,7 +172,7 @@ class StudyState:
         path = self.trial_path(told.number)
         had = record_in(TrialDir(path).request, TrialRequest)
         ended = result_in(path) is not None
-        return not ended or had is None or had.deadline_s < deadline_s(records.told_candidate(told))
+        return had is not None and (not ended or had.deadline_s < deadline_s(records.told_candidate(told)))
 
     def narrow(self, space: SearchSpace | None = None, **setting: Any) -> None:
         """Searches only this space from now on, and what is legal where these fields of the setting are so."""

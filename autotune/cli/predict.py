@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from autotune.cli.options import AsJson, Target, option, read_settings, takes_settings
+from autotune.errors import UserError, nearest
+from autotune.system.files import shown
 
 
 @takes_settings(
@@ -36,5 +38,9 @@ def predict(
 
         wanted, _ = wanted_study(target, settings, view)
         on = read_devices(gpus, "--device") if gpus is not None else None
-        answer = foresee(wanted, read_settings(knobs or ()), studies_folder(Path(target)), view, on)
+        studies, name = studies_folder(Path(target)), settings.get("name")
+        if name and not (studies / name).is_dir():
+            there = [path.parent.name for path in studies.glob("*/study.yaml")]
+            raise UserError(f"--study: there is no study {name!r} in {shown(studies)}.{nearest(name, there)}")
+        answer = foresee(wanted, read_settings(knobs or ()), studies, view, on)
     print(json.dumps(answer.to_data(), indent=1) if as_json else answer)

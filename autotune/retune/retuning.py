@@ -145,8 +145,9 @@ class Retuning:
                     f"re-tuning {self.generation} of study {self.name!r}: {reason}. The next one starts anew"
                 )
             self.observer.say(f"going on with re-tuning {self.generation}, which was interrupted")
-            if left["cause"] == "forced":  # also where a schedule takes it up
-                self.asked = replace(self.asked, cause="forced")
+            # Also where a schedule, or --if-stale, takes it up: that must not end it for less than it was begun for.
+            if left["cause"] == "forced" or self.asked.cause == "stale":
+                self.asked = replace(self.asked, cause=left["cause"])
             self._note(attempts=attempts)
             return
         # A database that was lost no longer knows of those whose folders are there.

@@ -67,6 +67,7 @@ MISTAKES = {
     "no data": (["run", "nodata.py"], ["neither data() -> Dataset nor batch(n)", "`autotune init` shows how"]),
     "a model that is a value": (["run", "value.py"], ["line 1: model is a value", "make it a function"]),
     "a syntax error in Python": (["run", "broken.py"], ["broken.py: line 1: not Python"]),
+    "a forecast by no study": (["predict", "model.py", "--study", "t"], ["--study: there is no study 't' in studies"]),
     "a notebook": (["run", "model.ipynb"], ["a target is a model.py or a study.yaml, or a training script"]),
     "a folder": (["run", "."], ["is a folder", "name the model.py"]),
     "a model with arguments": (["run", "model.py", "--", "--lr", "1"], ["a model.py takes no arguments", "leave out --lr 1"]),

@@ -255,11 +255,21 @@ def test_one_that_is_killed_again_and_again_counts_as_failed(tmp_path):
     assert retune(tmp_path, Instant()).generation == 2
 
 
-def test_whoever_takes_up_a_forced_one_searches_too(tmp_path):
-    retuning(tmp_path, cause="forced").begin()
-    later = retuning(tmp_path, cause="due")
-    later.begin()
-    assert later.asked.forced
+@pytest.mark.parametrize(
+    ("begun", "later", "counts"),
+    [
+        ("forced", "due", "forced"),
+        ("asked", "stale", "asked"),
+        ("stale", "stale", "stale"),
+        ("stale", "asked", "asked"),
+    ],
+)
+def test_what_takes_an_interrupted_one_up_does_no_less_than_it_was_begun_for(tmp_path, begun, later, counts):
+    """`--if-stale` ended one that had searched with "nothing has changed"."""
+    retuning(tmp_path, cause=begun).begin()
+    again = retuning(tmp_path, cause=later)
+    again.begin()
+    assert again.asked.cause == counts
 
 
 def test_a_study_that_is_deleted_meanwhile_leaves_no_row_and_ends_with_a_sentence(tmp_path):

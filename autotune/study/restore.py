@@ -43,7 +43,7 @@ def _replaces(decision: Path) -> bool:
     return False
 
 
-def restore(state: StudyState, proposer: Proposer, teller: Teller, last: Callable[[], None]) -> int:
+def restore(state: StudyState, proposer: Proposer, teller: Teller, last: Callable[[], None] = lambda: None) -> int:
     """Tells the finished trials of the folder to a database that lacks the study, or some of its trials.
 
     A number without a result becomes a failed trial, since a trial's folder has its number. A run that was killed

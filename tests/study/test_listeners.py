@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from support.instant import Instant, failed, report, runner_of
 
+from autotune.executors.base import MachinesGone
 from autotune.study.events import ENDED_BY_CALLBACK, Broadcast, Event, Journal, Kind
 from autotune.study.listeners import CallbackSink, LogSink
 from autotune.study.storage import records
+from autotune.study.tell import why_stopped
 from autotune.trial.result import Outcome
 
 
@@ -45,18 +47,18 @@ def test_an_error_of_a_callback_ends_the_run_and_the_trial_stays_told(tmp_path):
     assert told.state.is_finished()
 
 
-def test_a_trial_that_an_error_of_a_callback_ends_says_so(tmp_path):
-    """It was said to be stopped by the user."""
-
-    def broken(study, trial):
-        if trial.number:
-            raise ZeroDivisionError("no share")
-
-    slots = Instant(), Instant()
-    with pytest.raises(ZeroDivisionError):
-        run(tmp_path, broken, slots=slots)
-    study = records.load_study(records.open_storage(records.default_url(tmp_path)), "s")
-    assert [each.user_attrs["reason"] for each in records.lost(study)] == ["the run ended: ZeroDivisionError: no share"]
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyboardInterrupt(), "stopped by the user"),
+        (ZeroDivisionError("no share"), "the run ended: ZeroDivisionError: no share"),
+        (ZeroDivisionError(), "the run ended: ZeroDivisionError"),
+        (MachinesGone("the node was drained"), "the node was drained"),
+    ],
+)
+def test_a_trial_that_an_error_ends_says_which(error, said):
+    """One that an error of a callback ended was said to be stopped by the user."""
+    assert why_stopped(error) == said
 
 
 def test_a_callback_ends_the_search_as_it_ends_that_of_optuna(tmp_path):

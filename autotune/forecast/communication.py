@@ -72,7 +72,10 @@ def waiting_s(machine: Machine) -> float:
     return slice_s * (1 - machine.n_cores / ranks)
 
 
-def within_node_s(machine: Machine, n_bytes: Floats, group: Floats) -> Floats:
-    """Returns the seconds of all-gathers in groups of ranks on one node."""
+def in_groups_s(machine: Machine, n_bytes: Floats, group: Floats) -> Floats:
+    """Returns the seconds of all-gathers in groups of neighbouring ranks, which may span nodes."""
     group = np.maximum(group, 1.0)
-    return np.asarray((group - 1) / group * n_bytes / machine.link_bytes_per_s, dtype=float)
+    slowest = min(machine.link_bytes_per_s, machine.node_bytes_per_s or machine.link_bytes_per_s)
+    spans = group > (machine.ranks_per_node or machine.world_size)
+    rate = np.where(spans, slowest, machine.link_bytes_per_s)
+    return np.asarray((group - 1) / group * n_bytes / rate, dtype=float)

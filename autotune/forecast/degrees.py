@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autotune.forecast.communication import waiting_s, within_node_s
+from autotune.forecast.communication import in_groups_s, waiting_s
 from autotune.forecast.knobs import Knobs
 from autotune.forecast.memory import at_peak, memory_phases
 from autotune.forecast.step_time import WITHIN_A_STEP, step_time_terms
@@ -171,14 +171,14 @@ def _within_groups_s(knobs: Knobs, profile: Profile, machine: Machine, split: Sp
     def exchanged_s(ranks: int, calls: Floats, n_bytes: Floats) -> Floats:
         """All-to-alls in a group; their messages wait together, the hops of a ring one after the other."""
         links = _between(machine, ranks)
-        wire_s = slow * within_node_s(links, calls * n_bytes, np.full(len(calls), float(ranks)))
+        wire_s = slow * in_groups_s(links, calls * n_bytes, np.full(len(calls), float(ranks)))
         return wire_s + ((ranks - 1) * links.link_alpha_s + wait_s) * calls
 
     total = np.zeros(len(knobs.micro))
     if tensor > 1:
         calls = ALL_REDUCES_A_LAYER * layers * passes
         # An all-reduce is two all-gathers' worth of bytes and hops.
-        wire_s = 2.0 * slow * within_node_s(machine, calls * message, np.full(len(calls), float(tensor)))
+        wire_s = 2.0 * slow * in_groups_s(machine, calls * message, np.full(len(calls), float(tensor)))
         total = total + wire_s + 2.0 * (tensor - 1) * (machine.link_alpha_s + wait_s) * calls
     if sequence > 1:
         total = total + exchanged_s(sequence, EXCHANGES_A_LAYER * layers * passes, message / sequence)

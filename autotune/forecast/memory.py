@@ -263,23 +263,28 @@ def _activations(
 
 
 def _gathered(knobs: Knobs, profile: Profile, machine: Machine) -> Floats:
-    """Stage 3: weights that are whole at the same time.
-
-    What is used again within the reuse distance is kept, which at the default keeps all of a model of less than half of
-    it: its forward and backward use of a weight are at most 2 P apart.
-    """
+    """Stage 3: weights that are whole at the same time."""
     P, N = float(profile.n_parameters), float(machine.world_size)
     per_block = profile.block_share * P / max(profile.n_blocks, 1)
     flying = min(P, max(2 * per_block, float(profile.largest_module)) + (1 - profile.block_share) * P)
-    # Small parameters stay whole once they are gathered.
-    reused = np.maximum(np.minimum(P, knobs.reuse_distance / 2), _small_elements(knobs, profile))
-    live = np.minimum(
-        np.maximum(reused, flying + np.minimum(knobs.prefetch, P)), np.minimum(P, np.maximum(knobs.max_live, flying))
-    )
+    live = np.minimum(P, np.maximum(kept_elements(knobs, profile) + small_elements(knobs, profile), flying))
     return np.where(knobs.stage == 3, knobs.weight_bytes * live, 0.0) * (1.0 if N > 1 else 0.5)
 
 
-def _small_elements(knobs: Knobs, profile: Profile) -> Floats:
+def kept_elements(knobs: Knobs, profile: Profile) -> Floats:
+    """Elements that stage 3 has whole when forward is over, and need not gather again for backward; small parameters left out.
+
+    What is used again within the reuse distance is not released: forward and backward use of a weight are at most 2 P apart.
+    And what is fetched ahead piles up to `stage3_max_live_parameters`, however little is fetched at once: each module, also one
+    without parameters of its own, fetches at least one more, and what was there already then stays until it was used
+    (zero/partitioned_param_coordinator.py; as counted with two ranks on a small transformer).
+    """
+    split = np.maximum(0.0, float(profile.n_parameters) - small_elements(knobs, profile))
+    ahead = np.where(knobs.prefetch > 0, knobs.max_live, 0.0)
+    return np.asarray(np.minimum(split, np.maximum(knobs.reuse_distance / 2, ahead)), dtype=float)
+
+
+def small_elements(knobs: Knobs, profile: Profile) -> Floats:
     """Elements in parameters that stage 3 does not release."""
     return np.array([float(profile.small_elements(threshold)) for threshold in knobs.persistence])
 
@@ -324,7 +329,7 @@ def _in_reduction(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     # Without a contiguous buffer the gradients themselves wait.
     kept = np.where(knobs.contiguous > 0, bucket * (1.0 + knobs.overlap), filled * whole)
     held = _where(((stage == 0) | both, 0.0), (stage == 3, bucket), otherwise=kept)
-    gathered = np.maximum(_small_elements(knobs, profile), float(profile.largest_module))
+    gathered = np.maximum(small_elements(knobs, profile), float(profile.largest_module))
     return {"gradients": gradients, "buckets": copies + held, "gathered": np.where(stage == 3, w * gathered, 0.0)}
 
 

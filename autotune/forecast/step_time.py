@@ -4,9 +4,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from autotune.forecast.communication import collective_s, within_node_s
+from autotune.forecast.communication import collective_s, in_groups_s
 from autotune.forecast.knobs import Knobs
-from autotune.forecast.memory import ALLREDUCE_ELEMENTS, QUANTIZED_BYTES, bf16_optimizer, wire_bytes
+from autotune.forecast.memory import (
+    ALLREDUCE_ELEMENTS,
+    QUANTIZED_BYTES,
+    bf16_optimizer,
+    kept_elements,
+    small_elements,
+    wire_bytes,
+)
 from autotune.trial.profile import Floats, Machine, Profile
 
 # Standard deviation of the logarithm of each term, before anything was measured.
@@ -66,8 +73,8 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
     * recompute: what a forward of the recomputed blocks adds to both;
     * communication, elements per rank and step: stage 0 all-reduces 2 P at the boundary; stages 1 and 2 all-reduce too,
       where the ZeRO paper scatters (stage_1_and_2.py, allreduce_and_scatter), and gather the weights: 3 P at the
-      boundary, (2 K + 1) P; stage 3 gathers twice and scatters at each micro-step, 3 K P, over gloo, whose scatter is
-      an all-reduce, 4 K P; over the links as `collective_s` says, on one node (N - 1) / N of it; with overlap what
+      boundary, (2 K + 1) P; stage 3 scatters at each micro-step, over gloo by an all-reduce, and gathers up to twice
+      (`gathered_elements`): 2 K P to 4 K P; over the links as `collective_s` says, on one node (N - 1) / N of it; with overlap what
       backward does not hide;
     * messages: the latency of each bucket of each collective, on one node 2 (N - 1) hops for an all-reduce, half for
       its halves;
@@ -79,7 +86,7 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
       the step's own operations for each tensor, and ZeRO's copies into buckets and out of them are added;
     * input: what drawing the samples takes.
     """
-    P, Pt, N = float(profile.n_parameters), float(profile.n_trainable), float(machine.world_size)
+    Pt, N = float(profile.n_trainable), float(machine.world_size)
     b, K, stage = knobs.micro, knobs.accumulation, knobs.stage
     compute, traffic, recompute, launches = _micro_step(knobs, profile, machine)
     communication, messages = _between_ranks(knobs, profile, machine, compute)
@@ -89,10 +96,10 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
     moved = moved + np.where(stage >= 1, SHARD_BYTES, 0.0)
     rate = machine.optimizer_bytes_per_s or machine.memory_bytes_per_s
     optimizer = moved * shard / np.where(knobs.offload_optimizer > 0, machine.host_memory_bytes_per_s, rate)
-    # Parameters come in for forward and backward of each micro-step.
+    of_all, of_group = gathered_elements(knobs, profile)  # for which offloaded parameters come in
     offload = (
         knobs.offload_optimizer * _offloaded_bytes(knobs) * shard / machine.host_bytes_per_s
-        + knobs.offload_param * 2.0 * K * knobs.weight_bytes * P / N / machine.host_bytes_per_s
+        + knobs.offload_param * knobs.weight_bytes * (of_all + of_group) / N / machine.host_bytes_per_s
     )
     return {
         "compute": K * compute,
@@ -173,7 +180,7 @@ def _between_ranks(knobs: Knobs, profile: Profile, machine: Machine, compute: Fl
     # Stage 3 gathers weights in the type of their layers, too (zero/partition_parameters.py, `get_allgather_dtype`).
     whole_bytes = np.where(knobs.arithmetic == "autocast", sent, knobs.weight_bytes)
     gather_bytes = np.where(knobs.quantized_weights > 0, 1.0, whole_bytes)
-    gathers = np.where(knobs.hpz > 1, 1.0, 2.0)
+    of_all, of_group = gathered_elements(knobs, profile)
     reductions = np.where(stage >= 2, K, 1.0)
     buckets = np.ceil(Pt / np.where(stage == 0, ALLREDUCE_ELEMENTS, np.maximum(knobs.reduce_bucket, 1.0)))
     scatters = (stage == 3) & (machine.accelerator != "cpu")
@@ -181,15 +188,27 @@ def _between_ranks(knobs: Knobs, profile: Profile, machine: Machine, compute: Fl
     reduce_s, reduce_latency_s = collective_s(
         links, reductions * Pt * sent, reductions * buckets, halves=np.where(scatters, 1.0, 2.0)
     )
-    gathered = np.where(stage == 3, gathers * K * P * gather_bytes, np.where(stage >= 1, Pt * knobs.weight_bytes, 0.0))
-    per_block = np.where(stage == 3, gathers * K * max(profile.n_blocks, 1), np.where(stage >= 1, 1.0, 0.0))
+    gathered = np.where(stage == 3, of_all * gather_bytes, np.where(stage >= 1, Pt * knobs.weight_bytes, 0.0))
+    per_block = np.where(stage == 3, of_all / P * max(profile.n_blocks, 1), np.where(stage >= 1, 1.0, 0.0))
     gather_s, gather_latency_s = collective_s(links, gathered, per_block, halves=np.ones(len(K)))
     wire_s, messages = reduce_s + gather_s, reduce_latency_s + gather_latency_s
-    # The second copy of the weights (hpZ) is gathered within its group, on one node as on several.
-    second = (stage == 3) & (knobs.hpz > 1)
-    wire_s = wire_s + np.where(second, within_node_s(links, K * P * gather_bytes, knobs.hpz), 0.0)
+    wire_s = wire_s + np.where(stage == 3, in_groups_s(links, of_group * gather_bytes, knobs.hpz), 0.0)
     hidden = np.minimum((1 - EXPOSED_AT_LEAST) * wire_s, 0.6 * np.where(stage >= 2, K, 1.0) * compute) * knobs.overlap
     return wire_s - hidden, messages
+
+
+def gathered_elements(knobs: Knobs, profile: Profile) -> tuple[Floats, Floats]:
+    """Elements that stage 3 gathers in an optimizer step over all ranks, and within the groups of the second copy (hpZ).
+
+    Each micro-step gathers what is split for forward, and for backward what was not kept whole until then (`kept_elements`).
+    Small parameters are gathered once, after the step. The second copy is made where a weight is released for the first
+    time after a step, and is read from then on, in forward too (zero/partition_parameters.py; as counted with two ranks).
+    """
+    K, small = knobs.accumulation, small_elements(knobs, profile)
+    split = np.maximum(0.0, float(profile.n_parameters) - small)
+    every = K * (2.0 * split - kept_elements(knobs, profile))
+    of_group = np.where(knobs.hpz > 1, every - split, 0.0)
+    return every - of_group + small, of_group
 
 
 def _within_a_step(machine: Machine) -> Machine:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from autotune.forecast import memory, step_time
+from autotune.forecast.communication import in_groups_s
 from autotune.forecast.knobs import Knobs
 from autotune.forecast.prediction import Prediction
 from autotune.forecast.predictor import AnalyticPrior, Predictor, probability_below
@@ -267,9 +268,16 @@ def test_recomputation_costs_a_third_of_the_blocks_compute():
     assert seconds("recompute", checkpoint_every=1) == pytest.approx(PROFILE.block_share / 3 * seconds("compute"))
 
 
-@pytest.mark.parametrize(("stage", "volumes"), [(0, (2, 2)), (1, (3, 3)), (2, (3, 9)), (3, (3, 12))])
-def test_communication_follows_the_table_of_volumes(stage, volumes):
-    settings = {"zero_stage": stage} | ({ZERO + "overlap_comm": False} if stage else {})
+# Stage 3 keeps nothing whole from forward to backward, and so gathers each weight twice in a micro-step.
+KEEPS_NOTHING = {ZERO + "stage3_prefetch_bucket_size": 0, ZERO + "stage3_max_reuse_distance": 0}
+
+
+@pytest.mark.parametrize(
+    ("stage", "more", "volumes"),
+    [(0, {}, (2, 2)), (1, {}, (3, 3)), (2, {}, (3, 9)), (3, KEEPS_NOTHING, (3, 12)), (3, {}, (2, 8))],
+)
+def test_communication_follows_the_table_of_volumes(stage, more, volumes):
+    settings = {"zero_stage": stage} | ({ZERO + "overlap_comm": False, **more} if stage else {})
     for steps, volume in zip((1, 4), volumes, strict=True):
         wire_s = seconds("communication", gradient_accumulation_steps=steps, **settings)
         assert wire_s == pytest.approx(
@@ -278,7 +286,7 @@ def test_communication_follows_the_table_of_volumes(stage, volumes):
 
 
 def test_a_second_copy_of_the_weights_is_gathered_within_its_group_on_one_node_too():
-    settings = {"zero_stage": 3, ZERO + "overlap_comm": False}
+    settings = {"zero_stage": 3, ZERO + "overlap_comm": False, **KEEPS_NOTHING}
     volumes = [
         seconds("communication", **settings, **more) * GPU.link_bytes_per_s / step_time.WITHIN_A_STEP["cuda"] / P / 4
         for more in ({}, {ZERO + "zero_hpz_partition_size": 2})
@@ -286,10 +294,62 @@ def test_a_second_copy_of_the_weights_is_gathered_within_its_group_on_one_node_t
     assert volumes == pytest.approx([3 * (N - 1) / N, 2 * (N - 1) / N + 1 / 2])
 
 
+# As counted with two ranks over gloo (DeepSpeed 0.19.8): a network of 6 layers of 4,160 elements, and a transformer of 8 blocks of
+# 10 matrices of 4,096, whose modules without weights fetch ahead, too. Elements gathered by all ranks, and within a group.
+LAYERS = ((4096, 6), (64, 6))
+AHEAD, REUSED, LIVE = (
+    ZERO + f"stage3_{name}" for name in ("prefetch_bucket_size", "max_reuse_distance", "max_live_parameters")
+)
+HPZ, SMALL = ZERO + "zero_hpz_partition_size", ZERO + "stage3_param_persistence_threshold"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "values", "counted"),
+    [
+        (LAYERS, {**KEEPS_NOTHING, SMALL: 0, "gradient_accumulation_steps": 2}, (4 * 24_960, 0)),
+        (LAYERS, {SMALL: 0, "gradient_accumulation_steps": 2}, (2 * 24_960, 0)),
+        (LAYERS, {SMALL: 100, "gradient_accumulation_steps": 2}, (2 * 24_576 + 384, 0)),
+        (LAYERS, {SMALL: 5000, "gradient_accumulation_steps": 2}, (24_960, 0)),
+        (LAYERS, {**KEEPS_NOTHING, SMALL: 0, HPZ: 2, "gradient_accumulation_steps": 2}, (24_960, 3 * 24_960)),
+        (LAYERS, {**KEEPS_NOTHING, SMALL: 0, HPZ: 2, "gradient_accumulation_steps": 3}, (24_960, 5 * 24_960)),
+        (((4096, 80),), {SMALL: 0, AHEAD: 40, REUSED: 0, LIVE: 30 * 4096}, (130.5 * 4096, 0)),
+        (((4096, 80),), {SMALL: 0, AHEAD: 4 * 4096, REUSED: 20 * 4096, LIVE: 30 * 4096}, (130.5 * 4096, 0)),
+        (((4096, 80),), {SMALL: 0, AHEAD: 0, REUSED: 60 * 4096, LIVE: 30 * 4096}, (130.5 * 4096, 0)),
+    ],
+)
+def test_stage_3_gathers_what_deepspeed_was_counted_to_gather(sizes, values, counted):
+    own = replace(PROFILE, n_parameters=sum(size * n for size, n in sizes), sizes=sizes)
+    knobs = Knobs.of([Candidate.of({"micro_batch_size": 2, "zero_stage": 3, **values})])
+    found = [float(each[0]) for each in step_time.gathered_elements(knobs, own)]
+    assert found == pytest.approx(counted, rel=0.01)
+
+
+def test_weights_that_are_fetched_ahead_pile_up_to_what_may_be_whole_or_are_kept_for_their_reuse():
+    """As counted on the transformer above: 30 of its 80 matrices were whole at most, and without either a few."""
+    own = replace(PROFILE, n_parameters=80 * 4096, sizes=((4096, 80),), n_blocks=80, block_share=1.0)
+    cases = ((40, 0, 30), (0, 60, 1), (40, 0, 1000), (0, 0, 1000))
+    candidates = [
+        Candidate.of(
+            {"micro_batch_size": 1, "zero_stage": 3, SMALL: 0, AHEAD: ahead, REUSED: reused * 4096, LIVE: live * 4096}
+        )
+        for ahead, reused, live in cases
+    ]
+    whole = memory.memory_phases(Knobs.of(candidates), own, GPU)["backward"]["gathered"] / 4 / 4096
+    assert whole.tolist() == [30, 30, 80, 2]
+
+
+def test_groups_of_the_second_copy_that_span_nodes_are_as_fast_as_the_link_between_these():
+    nodes = replace(GPU, world_size=8, ranks_per_node=2, node_bytes_per_s=GPU.link_bytes_per_s / 10)
+    within, over = (float(in_groups_s(nodes, np.array([1e9]), np.array([group]))[0]) for group in (2.0, 4.0))
+    assert within == pytest.approx(0.5 * 1e9 / GPU.link_bytes_per_s)
+    assert over == pytest.approx(0.75 * 1e9 / nodes.node_bytes_per_s)
+
+
 @pytest.mark.parametrize(("stage", "bytes_sent"), [(0, 2 * 4), (1, 2 * 2 + 4), (2, 2 * 2 + 4), (3, 3 * 2)])
 def test_under_autocast_zero_sends_gradients_and_stage_3_weights_in_16_bits(stage, bytes_sent):
     """As counted with two ranks over gloo; stages 1 and 2 gather the weights in the 32 bits that they have."""
-    settings = {"zero_stage": stage, "precision": "torch_autocast"} | ({ZERO + "overlap_comm": False} if stage else {})
+    settings = {"zero_stage": stage, "precision": "torch_autocast"}
+    settings |= {ZERO + "overlap_comm": False, **KEEPS_NOTHING} if stage else {}
     at_rate = step_time.WITHIN_A_STEP["cuda"] * P * (N - 1) / N / GPU.link_bytes_per_s
     assert seconds("communication", **settings) == pytest.approx(bytes_sent * at_rate)
 
@@ -316,7 +376,7 @@ def test_frozen_tensors_cost_no_reduction_and_no_step_but_are_fetched_at_stage_3
 
 
 def test_over_gloo_a_scatter_is_an_all_reduce():
-    flat = {ZERO + "overlap_comm": False, "zero_stage": 3, "micro_batch_size": 8}
+    flat = {ZERO + "overlap_comm": False, "zero_stage": 3, "micro_batch_size": 8, **KEEPS_NOTHING}
     on_cpu = of(Candidate.of(flat), terms=step_time.step_time_terms, machine=replace(GPU, accelerator="cpu"))[
         "communication"
     ][0]

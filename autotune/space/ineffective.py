@@ -41,7 +41,9 @@ STAGE_3 = frozenset(
     f"{ZERO}{name}"
     for name in """
     sub_group_size memory_efficient_linear override_module_apply enable_sanity_checks
-    save_muon_momentum_buffer_in_memory
+    save_muon_momentum_buffer_in_memory offload_optimizer.ratio offload_optimizer.super_offload
+    offload_optimizer.cpuadam_cores_perc offload_optimizer.fast_init offload_optimizer.buffer_count
+    offload_optimizer.pipeline_read offload_optimizer.pipeline_write
     """.split()
 )
 # The optimizer of ZeRO 1 in bf16 with fp32 sums, BF16_Optimizer, is told none of these; each with the value that asks for nothing.

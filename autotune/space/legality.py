@@ -34,7 +34,8 @@ INHERITED_PATHS = (
     "zero_optimization.contiguous_gradients", "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.stage3_param_persistence_threshold", "zero_optimization.stage3_max_live_parameters",
     "zero_optimization.stage3_max_reuse_distance",
-    "prescale_gradients", "gradient_predivide_factor", "zero_optimization.reduce_scatter",
+    "prescale_gradients", "gradient_predivide_factor", "zero_optimization.reduce_scatter", "gradient_allreduce_op",
+    "gradient_clipping",
 )  # fmt: skip
 
 
@@ -121,12 +122,22 @@ def _retired(candidate: Candidate, setting: Setting) -> list[str]:
 
 OFFLOAD_PATHS = {f"{ZERO}{name}.": name for name in ("offload_optimizer", "offload_param")}
 PINNED = tuple(f"{path}pin_memory" for path in OFFLOAD_PATHS)
-WIRE = "communication_data_type"
+WIRE, REDUCED_BY = "communication_data_type", "gradient_allreduce_op"
+RATIO, GRAD_NORM = f"{ZERO}offload_optimizer.ratio", f"{ZERO}compute_grad_norm"
+
+
+def _held(path: str, config: Mapping[str, Scalar], setting: Setting) -> Scalar:
+    """The value that a candidate has, or its user's configuration, whose sections are kept."""
+    return {**dict(setting.base), **config}.get(path)
+
+
+def _lacks_own_adam(config: Mapping[str, Scalar], setting: Setting) -> bool:
+    return bool(setting.own_optimizer or _held("optimizer.params.torch_adam", config, setting))
 
 
 def _travel_in_fp16(candidate: Candidate, config: Mapping[str, Scalar], setting: Setting) -> bool:
     """Whether all gradients of a candidate travel in fp16; under autocast each has the type of its layer."""
-    stated = {**dict(setting.base), **config}.get(WIRE) or candidate.precision
+    stated = _held(WIRE, config, setting) or candidate.precision
     return not candidate.precision.startswith("torch_autocast") and str(stated).lower() == "fp16"
 
 
@@ -135,9 +146,8 @@ SCALED_EARLY = ("prescale_gradients", "gradient_predivide_factor")
 
 def _scattered_early(config: Mapping[str, Scalar], setting: Setting) -> bool:
     """Whether gradients are divided before they are reduced, and scattered."""
-    held = {**dict(setting.base), **config}
-    early = bool(held.get(SCALED_EARLY[0])) or held.get(SCALED_EARLY[1]) not in (None, 1)
-    return early and held.get(f"{ZERO}reduce_scatter") is not False
+    prescaled, factor, scatters = (_held(path, config, setting) for path in (*SCALED_EARLY, f"{ZERO}reduce_scatter"))
+    return (bool(prescaled) or factor not in (None, 1)) and scatters is not False
 
 
 def _asked(config: Mapping[str, Scalar], name: str) -> Scalar:
@@ -280,6 +290,20 @@ RULES: tuple[Rule, ...] = (
          "ZeRO stage {zero_stage} scatters gradients, and DeepSpeed then refuses prescale_gradients and another gradient_predivide_factor"
          " than 1; leave them out, or state zero_optimization.reduce_scatter: false",
          ("zero_stage", f"{ZERO}reduce_scatter", *SCALED_EARLY)),
+    Rule(lambda c, k, s: k.get(RATIO) not in (None, 1) and _lacks_own_adam(k, s),
+         "offload_optimizer.ratio below 1 needs DeepSpeed's own Adam; take optimizer.params.torch_adam, or the target's optimizer, away",
+         (RATIO, *OPTIMIZER)),
+    Rule(lambda c, k, s: c.zero_stage == 3 and str(_held(REDUCED_BY, k, s)).lower() == "sum",
+         "ZeRO stage 3: DeepSpeed refuses gradient_allreduce_op sum there; use stage 0, 1 or 2", ("zero_stage", REDUCED_BY)),
+    Rule(lambda c, k, s: c.zero_stage == 3 and str(_held("optimizer.type", k, s)).lower() == "muon"
+         and _held(f"{ZERO}reduce_scatter", k, s) is not False,
+         "ZeRO stage 3: DeepSpeed refuses Muon where gradients are scattered; state zero_optimization.reduce_scatter: false",
+         ("zero_stage", f"{ZERO}reduce_scatter", *OPTIMIZER)),
+    Rule(lambda c, k, s: k.get(GRAD_NORM) is False and (_held("gradient_clipping", k, s) != 0 or c.offload_optimizer != "none"),
+         "compute_grad_norm false: DeepSpeed refuses it with gradient clipping, which is on by default, and with an offloaded optimizer;"
+         " state gradient_clipping: 0", (GRAD_NORM, "gradient_clipping", "offload_optimizer")),
+    Rule(lambda c, k, s: k.get(f"{ZERO}overlap_comm") is True and s.pipeline_stages > 0,
+         "overlap_comm: DeepSpeed turns it off with a PipelineModule", (f"{ZERO}overlap_comm",)),
     Rule(lambda c, k, s: "nvme" not in (c.offload_optimizer, c.offload_param)
          and any(name.startswith("aio.") for name, _ in c.config),
          "aio settings have no effect without offload to nvme", ("offload_optimizer", "offload_param", "aio.*")),
@@ -299,7 +323,7 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: bool(k.get(FP16_MASTER_WEIGHTS)) and c.offload_optimizer == "none",
          "fp16 master weights need the optimizer offloaded to the CPU", ("offload_optimizer", "precision", FP16_MASTER_WEIGHTS)),
     Rule(lambda c, k, s: bool(k.get(MASTER_WEIGHTS) or k.get(FP16_MASTER_WEIGHTS)) and c.offload_optimizer != "none"
-         and bool(s.own_optimizer or {**dict(s.base), **k}.get("optimizer.params.torch_adam")),
+         and _lacks_own_adam(k, s),
          "{precision} master weights with an offloaded optimizer need DeepSpeed's own Adam; take optimizer.params.torch_adam, or the"
          " target's optimizer, away", ("offload_optimizer", "precision", MASTER_WEIGHTS, FP16_MASTER_WEIGHTS, *OPTIMIZER)),
     Rule(lambda c, k, s: k.get(GRAD_ACCUM_DTYPE) is not None and c.precision not in DTYPES,

@@ -61,6 +61,7 @@ LAYERS = replace(
     partitions=("parameters", "uniform"),
 )  # fmt: skip
 ACCUMULATED, WIRE = {"data_types.grad_accum_dtype": "fp32"}, "communication_data_type"
+RATIO = f"{ZERO}offload_optimizer.ratio"
 OFFLOADED, PIN = {"zero_stage": 2, "offload_optimizer": "cpu"}, f"{ZERO}offload_optimizer.pin_memory"
 QGZ = {"zero_stage": 3, "precision": "fp16", f"{ZERO}zero_quantized_gradients": True}
 ILLEGAL = [
@@ -211,6 +212,22 @@ ILLEGAL = [
     ({"zero_stage": 0}, Setting(plain_backward=True), "refuses loss.backward()"),
     ({"precision": "torch_autocast"}, Setting(deepspeed_version="0.17.1"), "0.17.2"),
     ({f"{ZERO}sub_group_size": 9, "zero_stage": 2}, GPUS, "sub_group_size: only ZeRO stage 3 reads it"),
+    ({**OFFLOADED, RATIO: 0.5}, GPUS, "offload_optimizer.ratio: only ZeRO stage 3 reads it"),
+    (
+        {**OFFLOADED, "zero_stage": 3, RATIO: 0.5},
+        replace(GPUS, own_optimizer=True),
+        "ratio below 1 needs DeepSpeed's own Adam",
+    ),
+    ({"zero_stage": 3, "gradient_allreduce_op": "SUM"}, GPUS, "gradient_allreduce_op sum"),
+    ({"zero_stage": 3}, replace(GPUS, base=(("gradient_allreduce_op", "sum"),)), "gradient_allreduce_op sum"),
+    ({"zero_stage": 3}, replace(GPUS, base=(("optimizer.type", "Muon"),)), "refuses Muon"),
+    ({"zero_stage": 2, f"{ZERO}compute_grad_norm": False}, GPUS, "with gradient clipping, which is on by default"),
+    (
+        {**OFFLOADED, f"{ZERO}compute_grad_norm": False},
+        replace(GPUS, base=(("gradient_clipping", 0.0),)),
+        "with an offloaded optimizer",
+    ),
+    ({"zero_stage": 1, f"{ZERO}overlap_comm": True}, replace(GPUS, pipeline_stages=2), "with a PipelineModule"),
     ({f"{ZERO}round_robin_gradients": True, "zero_stage": 3}, GPUS, "gradients: ZeRO stage 3 does not read it"),
     ({f"{ZERO}offload_optimizer.pin_memory": True, "zero_stage": 2}, GPUS, "no effect without it"),
     ({"aio.block_size": 9}, GPUS, "without offload to nvme"),
@@ -218,6 +235,9 @@ ILLEGAL = [
     *(({name: True}, replace(GPUS, deepspeed_version="0.19.8"), "no longer taken") for name in RETIRED_KEYS),
 ]
 LEGAL = [
+    ({**OFFLOADED, "zero_stage": 3, RATIO: 0.5}, GPUS),
+    ({"zero_stage": 2, f"{ZERO}compute_grad_norm": False}, replace(GPUS, base=(("gradient_clipping", 0),))),
+    ({"zero_stage": 3, f"{ZERO}reduce_scatter": False}, replace(GPUS, base=(("optimizer.type", "muon"),))),
     ({}, CPU),
     ({}, replace(CPU, base=(("timers.throughput.synchronized", False),))),
     ({"timers.throughput.synchronized": False}, GPUS),

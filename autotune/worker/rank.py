@@ -33,6 +33,10 @@ from autotune.worker.measure.recorder import Recorder
 from autotune.worker.measure.witnesses import recomputations
 from autotune.worker.script import patching
 
+# What DeepSpeed's dynamic loss scaling ends a training of fp16 with, before the ledger has counted as many skips as it allows
+# (runtime/fp16/loss_scaler.py).
+AT_LEAST_SCALE = "loss scale already at minimum"
+
 
 def complete(recorder: Recorder) -> NoReturn:
     """Reports success, and ends the process when all ranks have done so."""
@@ -74,6 +78,8 @@ def classify(error: BaseException) -> tuple[Outcome, str]:
         return Outcome.OOM, f"{type(error).__name__}: {first}"[:400] + what
     if isinstance(error, Diverged):
         return Outcome.DIVERGED, first
+    if AT_LEAST_SCALE in text:
+        return Outcome.DIVERGED, f"updates were skipped at every loss scale because gradients were not finite ({first})"
     if isinstance(error, NotApplied):
         return Outcome.NOT_APPLIED, first
     if isinstance(error, UserError):

@@ -118,6 +118,18 @@ def test_failures_are_classified(error, outcome, reason):
     assert rank.classify(error) == (outcome, reason)
 
 
+def test_a_training_that_deepspeed_ends_at_its_least_loss_scale_has_diverged():
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    scaler = DynamicLossScaler(
+        init_scale=1, scale_window=1000, min_scale=1, delayed_shift=1, consecutive_hysteresis=False
+    )
+    with pytest.raises(Exception, match="loss scale") as caught:
+        scaler.update_scale(True)
+    outcome, reason = rank.classify(caught.value)
+    assert outcome is Outcome.DIVERGED and "gradients were not finite" in reason
+
+
 @pytest.mark.parametrize(("answer", "outcome"), [((1 << 20, 80 << 30), Outcome.OOM), ((40 << 30, 80 << 30), Outcome.CRASHED),
                                                  (None, Outcome.CRASHED)])  # fmt: skip
 def test_a_fault_after_which_cuda_answers_nothing_is_no_full_device(monkeypatch, answer, outcome):

@@ -143,4 +143,4 @@ def test_a_lock_file_full_of_nonsense_is_no_obstacle(tmp_path):
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / ".lock").write_text("{nonsense")
     with study_lock(tmp_path / "s"):
-        pass
+        assert json.loads((tmp_path / "s" / ".lock").read_text())["pid"] == os.getpid()

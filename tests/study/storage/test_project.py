@@ -66,7 +66,8 @@ def test_a_daemon_starts_its_own_studies_and_leads_beside_that_of_another_projec
 
 def test_a_damaged_key_is_replaced(tmp_path):
     (tmp_path / project.FILE).write_text("nonsense")
-    assert project.key_of(tmp_path) == project.key_of(tmp_path)
+    key = project.key_of(tmp_path)
+    assert key == project.key_of(tmp_path) and "nonsense" not in (key, (tmp_path / project.FILE).read_text())
 
 
 def test_runs_that_begin_at_once_in_a_new_folder_have_one_key(tmp_path, monkeypatch):

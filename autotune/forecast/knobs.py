@@ -27,6 +27,9 @@ class Knobs:
 
     Attributes:
         micro: Micro-batch per rank.
+        stage: ZeRO stage; 1 where the stages of a pipeline train in bf16 without ZeRO, since DeepSpeed then takes the optimizer of
+            stage 1 that shares out its states (runtime/engine.py, `_do_optimizer_sanity_check`).
+        unasked: Whether that is so.
         precision: Names, as in `Candidate.precision`.
         products: What matrices are multiplied in: the precision, or `tf32`.
         weight_bytes: Bytes of a weight in the model.
@@ -52,6 +55,7 @@ class Knobs:
     micro: Floats
     accumulation: Floats
     stage: Floats
+    unasked: NDArray[np.bool_]
     precision: NDArray[np.str_]
     products: NDArray[np.str_]
     weight_bytes: Floats
@@ -100,7 +104,10 @@ class Knobs:
             other = base.get(path)
             return [str(value or other or "") for value in settings.get(path, [None] * len(candidates))]
 
-        stage = np.array([c.zero_stage for c in candidates], dtype=float)
+        unasked = np.array(
+            [c.zero_stage == 0 and c.precision == "bf16" and c.pipeline_degree > 1 for c in candidates], dtype=bool
+        )
+        stage = np.where(unasked, 1.0, np.array([c.zero_stage for c in candidates], dtype=float))
         weight = np.array([2.0 if c.precision in DTYPES else 4.0 for c in candidates])
         summed = np.array([WIRE_BYTES.get(name, 0.0) for name in names("data_types.grad_accum_dtype")])
         wire = np.array([WIRE_BYTES.get(name, 0.0) for name in names("communication_data_type")])
@@ -110,6 +117,7 @@ class Knobs:
             micro=np.array([c.micro_batch_size for c in candidates], dtype=float),
             accumulation=np.array([c.gradient_accumulation_steps for c in candidates], dtype=float),
             stage=stage,
+            unasked=unasked,
             precision=np.array([c.precision for c in candidates]),
             products=np.array(["tf32" if dict(c.config).get(TF32) else c.precision for c in candidates]),
             weight_bytes=weight,

@@ -151,12 +151,12 @@ def _in_loading(knobs: Knobs, profile: Profile, machine: Machine, fixed: Terms) 
 
 
 def bf16_optimizer(knobs: Knobs) -> Mask:
-    """BF16_Optimizer: 16-bit gradients of a backward beside fp32 sums.
+    """BF16_Optimizer: 16-bit gradients of a backward beside their sums, in fp32 but for a pipeline without ZeRO.
 
     DeepSpeed takes it neither for fp16 nor with an offloaded optimizer (runtime/engine.py, `_do_optimizer_sanity_check`).
     """
     on_device = (knobs.precision == "bf16") & (knobs.offload_optimizer == 0)
-    return np.asarray((knobs.stage == 1) & on_device & (knobs.gradient_bytes > 2.0), dtype=bool)
+    return np.asarray((knobs.stage == 1) & on_device & ((knobs.gradient_bytes > 2.0) | knobs.unasked), dtype=bool)
 
 
 def _apart(knobs: Knobs) -> Mask:
@@ -341,10 +341,10 @@ def _in_step(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     shard = Pt / np.where(stage >= 1, N, 1.0)
     tile = np.where(stage == 3, np.minimum(knobs.sub_group, shard), shard)
     master = np.where(knobs.master_16 > 0, 2.0, 4.0)
-    # Stage 0 in fp32 steps on the gradients themselves; BF16_Optimizer on its own sums; all others on a flat copy.
+    # Stage 0 in fp32 steps on the gradients themselves; BF16_Optimizer on its own sums in fp32; all others on a flat copy.
     # Stage 0 and BF16_Optimizer drop the gradients of backward only afterwards.
     left = np.where((stage == 0) | bf16_optimizer(knobs), w * Pt, 0.0)
-    copy = np.where(((stage == 0) & (w == 4.0)) | bf16_optimizer(knobs), 0.0, master * tile)
+    copy = np.where(((stage == 0) & (w == 4.0)) | (bf16_optimizer(knobs) & ~knobs.unasked), 0.0, master * tile)
     single = np.where(stage == 0, Pt if profile.scratch_for_all else float(profile.largest_parameter), tile)
     scratch = profile.optimizer_scratch * master / 4.0 * single
     # ZeRO flattens the gradients of its shard (group by group; here they are of one), casts the flat copy, and drops those that

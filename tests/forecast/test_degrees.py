@@ -128,6 +128,17 @@ def test_a_stage_has_its_layers_only_and_waits_while_the_pipeline_fills():
     assert deep["activations"] == pytest.approx(whole["activations"])
 
 
+def test_stages_in_bf16_share_out_their_states_without_zero_as_deepspeed_takes_its_optimizer_of_stage_1():
+    """`type(engine.optimizer)` is BF16_Optimizer there, which was seen with a PipelineModule of one rank (DeepSpeed 0.19.8)."""
+    (plain, _), (first, _), (single, _) = (
+        totals(**{STAGES: 2, **more}) for more in ({}, {"zero_stage": 1}, {"precision": "fp32"})
+    )
+    assert plain["states"] == first["states"] and plain["master"] == first["master"]
+    assert single["states"] == pytest.approx(4 * plain["states"])  # of each of the four copies of a stage
+    # A sum in 16 bits is kept beside each gradient of a backward, and there are no buckets.
+    assert plain["gradients"] >= plain["weights"] and plain["buckets"] < first["buckets"]
+
+
 def test_another_accelerator_is_forecast_as_a_device_rather_than_as_a_cpu():
     other, gpu = (_within_a_step(Machine.guess(kind, 2)) for kind in ("xpu", "cuda"))
     assert replace(other, accelerator="cuda") == gpu

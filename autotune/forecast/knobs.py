@@ -104,9 +104,7 @@ class Knobs:
             other = base.get(path)
             return [str(value or other or "") for value in settings.get(path, [None] * len(candidates))]
 
-        unasked = np.array(
-            [c.zero_stage == 0 and c.precision == "bf16" and c.pipeline_degree > 1 for c in candidates], dtype=bool
-        )
+        unasked = np.array([_shares_unasked(c) for c in candidates], dtype=bool)
         stage = np.where(unasked, 1.0, np.array([c.zero_stage for c in candidates], dtype=float))
         weight = np.array([2.0 if c.precision in DTYPES else 4.0 for c in candidates])
         summed = np.array([WIRE_BYTES.get(name, 0.0) for name in names("data_types.grad_accum_dtype")])
@@ -154,3 +152,8 @@ class Knobs:
         blocks = max(n_blocks, 1)
         every = np.maximum(self.recomputed, 1.0)
         return np.where(self.recomputed > 0, np.ceil(blocks / every) / blocks, 0.0)
+
+
+def _shares_unasked(candidate: Candidate) -> bool:
+    """Whether DeepSpeed shares out the optimizer's states without ZeRO."""
+    return candidate.zero_stage == 0 and candidate.precision == "bf16" and candidate.pipeline_degree > 1

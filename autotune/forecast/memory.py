@@ -275,8 +275,8 @@ def kept_elements(knobs: Knobs, profile: Profile) -> Floats:
     """Elements that stage 3 has whole when forward is over, and need not gather again for backward; small parameters left out.
 
     What is used again within the reuse distance is not released: forward and backward use of a weight are at most 2 P apart.
-    And what is fetched ahead piles up to `stage3_max_live_parameters`, however little is fetched at once: each module, also one
-    without parameters of its own, fetches at least one more, and what was there already then stays until it was used
+    And what is fetched ahead piles up to `stage3_max_live_parameters`, whatever the prefetch bucket: each module, with
+    parameters or without, fetches at least one more, and what was there already then stays until it was used
     (zero/partitioned_param_coordinator.py; as counted with two ranks on a small transformer).
     """
     split = np.maximum(0.0, float(profile.n_parameters) - small_elements(knobs, profile))

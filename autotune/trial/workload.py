@@ -192,6 +192,7 @@ class Probed:
         configured_micro_batch_size: Samples in the engine's configuration; None if it was not read.
         adds_up: It adds up the losses of its micro-batches, so that its gradient grows with their number.
         divides: It divides them by their number.
+        stays: Fields that nothing moves, with what fills their templates: trials leave the script as it is in these.
     """
 
     ds_config: DsConfig
@@ -219,6 +220,7 @@ class Probed:
     configured_micro_batch_size: int | None = None
     adds_up: bool = False
     divides: bool = False
+    stays: dict[str, Scalar] = field(default_factory=dict)
 
     def draw_sizes(self, candidate: Candidate) -> tuple[int, int] | None:
         """Returns the samples that the loader draws at once, without and with a candidate; None if that is no matter.
@@ -242,8 +244,8 @@ class Probed:
         if self.counts_itself:
             # The script accumulates itself; with the number in its configuration, DeepSpeed would accumulate again.
             config["gradient_accumulation_steps"] = self.configured_accumulation
-        if self.uneven is not None and self.configured_micro_batch_size is not None:
-            # No number is right, and frameworks compare it with their own.
+        if "micro_batch_size" in self.stays and self.configured_micro_batch_size is not None:
+            # What was counted may be no number of samples: scripts may make their batches by theirs, and frameworks compare it.
             config["train_micro_batch_size_per_gpu"] = self.configured_micro_batch_size
         if "token_budget" in candidate.data_changes:
             config["train_micro_batch_size_per_gpu"] = 1  # a row that holds the samples of a micro-batch

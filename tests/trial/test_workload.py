@@ -70,9 +70,11 @@ def test_the_doctor_names_the_devices_their_free_memory_and_what_speaks_against_
     assert [each.detail for each in _devices(ENVIRONMENT)] == ["2 x cpu: stub"]
 
 
-def test_a_script_whose_batches_vary_in_size_keeps_the_number_that_it_states():
+def test_a_script_whose_micro_batch_nothing_moves_keeps_the_number_that_it_states():
+    """It may make its batches by that number, and what was counted may be the length of sequences."""
     probed = Probed(
-        ds_config={}, micro_batch_size=20, gradient_accumulation_steps=1, uneven=(2, 73), configured_micro_batch_size=8
-    )
+        ds_config={}, micro_batch_size=20, gradient_accumulation_steps=1, configured_micro_batch_size=8,
+        stays={"micro_batch_size": 8},
+    )  # fmt: skip
     candidate = Candidate(micro_batch_size=20)
     assert probed.completed(candidate.to_deepspeed(), candidate)["train_micro_batch_size_per_gpu"] == 8

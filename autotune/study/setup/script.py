@@ -171,9 +171,10 @@ def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate,
     """Returns how the script is run for a candidate; a probe, which learns what the script is, runs the user's own one."""
     how, templated, mappings = spec.how(), spec.templated(), mapped_flags(spec, probed)
     before, values = baseline.values(), candidate.values()
-    fillers = template_values(values)
+    stays = probed.stays if probed is not None else {}
+    fillers = template_values(values | stays)
     arguments, changes = tuple(fill(argument, fillers) for argument in how.arguments), []
-    moved = {name: value for name, value in values.items() if value != before.get(name)}
+    moved = {name: value for name, value in values.items() if value != before.get(name) and name not in stays}
     adds_up, divides_again = probed is not None and probed.adds_up, probed is not None and probed.divides_again
     if adds_up or divides_again:
         times = candidate.gradient_accumulation_steps / baseline.gradient_accumulation_steps
@@ -196,7 +197,7 @@ def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate,
         module=how.module,
         environment=_told({name: fill(value, fillers) for name, value in how.environment.items()}, how),
         # A probe does not replace constants that carry the batch, and so learns their values.
-        assignments={k: fill(v, fillers) for k, v in spec.script_set.items() if probed is not None or "{" not in v},
+        assignments={k: fill(v, fillers) for k, v in spec.script_set.items() if _assigns(v, probed)},
         micro_batch_size=(probed.micro_batch_size or 0) if probed else 0,
         gradient_accumulation_steps=(probed.gradient_accumulation_steps or 0) if probed else 0,
         draw_sizes=probed.draw_sizes(candidate) if probed else None,
@@ -209,6 +210,11 @@ def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate,
         carried=tuple(name for name in SCRIPT_BATCH if name in templated or name in mappings),
         side_changes=tuple(changes),
     )
+
+
+def _assigns(text: str, probed: Probed | None) -> bool:
+    """Returns whether a constant of the script is replaced by a text: not where its templates move nothing."""
+    return "{" not in text if probed is None else not set(templates_in([text])) & set(probed.stays)
 
 
 def _told(environment: dict[str, str], how: Invocation) -> dict[str, str]:
@@ -251,20 +257,18 @@ def with_movable(
         )  # fmt: skip
         return base.run(executor, path.with_name(folder), request)
 
-    def ran(name: str, seen: Observed | None) -> bool:
-        own_draw = seen.loader_batch_size if seen is not None and name == "micro_batch_size" else None
-        return seen is not None and wanted[name] in (getattr(seen, name), own_draw)
-
     tried = [name for name in SCRIPT_BATCH if name != "micro_batch_size" or probed.uneven is None]
+    untouched = _untouched(spec, world_size).values()
+    probed = replace(probed, stays={name: untouched[name] for name in SCRIPT_BATCH if name not in tried})
     both = run(tried, path.name, probed)
     for way, (name, other) in _other_ways(spec, probed, steps).items():
-        if both.observed is not None and not ran(name, both.observed):
+        if both.observed is not None and not _ran(name, wanted, both.observed):
             again = run(tried, f"{path.name}-{way}", other)
-            probed, both = (other, again) if ran(name, again.observed) else (probed, both)
+            probed, both = (other, again) if _ran(name, wanted, again.observed) else (probed, both)
     results = {
         name: both if both.observed is not None else run([name], f"{path.name}-{name}", probed) for name in tried
     }
-    movable, changes = list[str](), list[str]()
+    movable = list[str]()
     caveats = [*workload.caveats, *([] if probed.uneven is None else [_of_own_size(probed.uneven, micro)])]
     first, moved = result_in(path.with_name("inspect")), results["gradient_accumulation_steps"]
     growth = _growth(first, moved)
@@ -273,11 +277,10 @@ def with_movable(
     probed, sums = _with_growth(probed, growth)
     caveats += sums + _left_open(spec, baseline)
     for name, result in results.items():
-        changes += [change for change in result.side_changes if change not in changes]
         word, was = SCRIPT_BATCH[name], getattr(baseline, name)
         if name == "micro_batch_size" and (behind := _left_behind(spec, first, result)):
             caveats.append(_beside(was, behind))
-        elif ran(name, result.observed):
+        elif _ran(name, wanted, result.observed):
             movable.append(name)
         elif result.observed is not None:
             caveats.append(f"the {word} stays {was}: {_unmoved(spec, probed, name)}")
@@ -285,8 +288,20 @@ def with_movable(
             caveats.append(_ended(result, f"{word} {wanted[name]}", was))
     flags = {name: names for result in results.values() for name, names in result.flags.items()}
     flags = probed.flags | flags | {name: [flag] for name, flag in mapped_flags(spec, probed).items()}
-    script = replace(probed, flags=flags, movable=tuple(movable), moved_by=tuple(changes))
+    stays = {name: untouched[name] for name in SCRIPT_BATCH if name not in movable}
+    in_vain = script_request(
+        spec, probed, Candidate.of({**baseline.values(), **{n: wanted[n] for n in stays}}), baseline
+    )
+    said = (text for result in results.values() for text in result.side_changes)
+    changes = tuple(text for text in dict.fromkeys(said) if text not in in_vain.side_changes)
+    script = replace(probed, flags=flags, movable=tuple(movable), moved_by=changes, stays=stays)
     return replace(workload, script=script, caveats=caveats)
+
+
+def _ran(name: str, wanted: dict[str, int], seen: Observed | None) -> bool:
+    """Returns whether a run was seen to train with the value that was wanted."""
+    own_draw = seen.loader_batch_size if seen is not None and name == "micro_batch_size" else None
+    return seen is not None and wanted[name] in (getattr(seen, name), own_draw)
 
 
 def _other_ways(spec: StudySpec, probed: Probed, steps: int) -> dict[str, tuple[str, Probed]]:

@@ -3,6 +3,7 @@
 import pytest
 from support.paths import SCRIPTS
 
+from autotune.space.candidate import Candidate
 from autotune.study.setup.script import _growth, _left_open, _unmoved, _untouched, _untouched_config, script_request
 from autotune.study.spec.spec import StudySpec
 from autotune.trial.result import Observed, Outcome, TrialResult
@@ -66,3 +67,14 @@ def test_templates_are_first_filled_with_what_the_users_configuration_states(con
     assert script_request(spec, None, own, own).arguments[1:3] == (str(batch[0]), f"--stage={stage}")
     assert written.items() >= config.items() and bool(_left_open(spec, own)) is not spec.batch_is_configured
     assert not spec.batch_is_configured or written == config
+
+
+@pytest.mark.parametrize(("stays", "n", "constants"), [({}, "35", {"BATCH": "35"}), ({"micro_batch_size": 16}, "16", {})])
+def test_a_template_that_moves_nothing_is_filled_as_in_the_untouched_script(stays, n, constants):
+    """A model of sequences first was trained with its sequences' length as its batch."""
+    probed = Probed(ds_config={}, micro_batch_size=35, gradient_accumulation_steps=1, stays=stays)
+    words = ["--n", "{micro_batch_size}"]
+    given = {"ranks": 1, "script_args": words, "script_set": ["BATCH={micro_batch_size}"]}
+    own = Candidate(micro_batch_size=35)
+    request = script_request(StudySpec.of(SCRIPTS / "hand_made.py", given), probed, own, own)
+    assert request.arguments == ("--n", n) and request.assignments == constants

@@ -256,9 +256,13 @@ def test_a_batch_of_which_a_second_loaders_part_stays_is_frozen_unless_the_user_
     assert facts(moved) == (8, 2, BOTH)
 
 
-def test_a_constant_that_is_cut_up_is_to_be_multiplied(bench):
-    notes = bench.plan("parts.py", "--style", "hand-made", script_set=["BIG={micro_batch_size}"]).notes
-    assert any("4 micro-batches of each batch" in note and "--set NAME={micro_batch_size}*4`" in note for note in notes)
+def test_a_constant_that_is_cut_up_is_to_be_multiplied_and_stays_until_then(bench):
+    """Each trial, the baseline too, set it to the micro-batch that was counted, and so trained with another batch."""
+    found = bench.plan("parts.py", "--style", "hand-made", script_set=["BIG={micro_batch_size}"])
+    said = [note for note in found.notes if "4 micro-batches of each batch" in note]
+    assert said and "--set NAME={micro_batch_size}*4`" in said[0]
+    assert not any("BIG" in text for text in found.workload.script.moved_by)
+    assert bench.applied(found, zero_stage=1).side_changes == []
 
 
 def test_a_big_batch_cut_up_by_a_constant_moves_as_a_whole(bench):

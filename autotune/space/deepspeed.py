@@ -17,6 +17,8 @@ DTYPES = ("bf16", "fp16")
 DEVICES = ("none", "cpu", "nvme")
 # The section of ZeRO's settings, as their paths begin.
 ZERO = "zero_optimization."
+# Stages that keep the gradients of one alone of several backward passes at a boundary of accumulation, and since which release.
+LOSSY_STAGES, LOSSY_SINCE = (1, 2), (0, 17, 6)
 
 # Top-level keys that DeepSpeed once read and refuses since `RETIRED_SINCE` (`_REMOVED_TOP_LEVEL_CONFIG_KEYS`).
 RETIRED_SINCE = (0, 19, 8)

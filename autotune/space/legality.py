@@ -9,6 +9,8 @@ from autotune.space import data
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import (
     DTYPES,
+    LOSSY_SINCE,
+    LOSSY_STAGES,
     RETIRED_KEYS,
     RETIRED_SINCE,
     STAGE_3_PREFIXES,
@@ -42,6 +44,13 @@ INHERITED_PATHS = (
 def inherited_settings(base: Mapping[str, Any]) -> tuple[tuple[str, Scalar], ...]:
     """The settings of a DeepSpeed configuration that legality depends on, as `Setting.base` takes them."""
     return tuple((path, value) for path in INHERITED_PATHS if (value := at_path(base, path)) is not None)
+
+
+def merged_passes(candidate: Candidate, setting: Setting) -> int:
+    """Returns the backward passes that DeepSpeed takes for the last of a step, where it keeps the gradients of one alone; else 1."""
+    if candidate.zero_stage not in LOSSY_STAGES or older(setting, *LOSSY_SINCE):
+        return 1
+    return max(1, setting.passes * (candidate.gradient_accumulation_steps if setting.counts_itself else 1))
 
 
 BATCH = ("micro_batch_size", "gradient_accumulation_steps", *REPLICA_DEGREES)
@@ -250,6 +259,10 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: c.zero_stage == 0 and s.plain_backward,
          "ZeRO stage 0: DeepSpeed refuses loss.backward() there, and a backward pass from another engine; call engine.backward(loss)",
          ("zero_stage",)),
+    Rule(lambda c, k, s: merged_passes(c, s) != s.merged_passes,
+         "ZeRO stage {zero_stage}: the script goes backward several times before the step() that updates"
+         " the weights, where DeepSpeed's stages 1 and 2 lose gradients, so it would not train as the baseline does",
+         ("zero_stage", "gradient_accumulation_steps")),
     Rule(lambda c, k, s: c.zero_stage > 1 and s.pipeline_stages > 0,
          "ZeRO stage {zero_stage}: DeepSpeed refuses it with a PipelineModule, which splits the model; use 0 or 1",
          ("zero_stage",)),

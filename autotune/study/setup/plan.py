@@ -18,7 +18,7 @@ from autotune.space.candidate import Candidate, from_deepspeed
 from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, at_path, check_retired, set_path
 from autotune.space.degree import EXPERT_DEGREE, EXPERTS_SPLIT, PIPELINE_DEGREE, configured_degrees, ranks_per_replica
 from autotune.space.installed import pins_by_default
-from autotune.space.legality import inherited_settings, why_illegal
+from autotune.space.legality import inherited_settings, merged_passes, why_illegal
 from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.space.torch_settings import has_tf32
@@ -231,6 +231,9 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
     if target.kind == "script":
         workload = with_movable(spec, executor, trials / "moved", workload, baseline, world_size)
         space = space.pinned(frozen_knobs(spec, workload, baseline))
+        assert workload.script is not None
+        setting = replace(setting, passes=workload.script.passes, counts_itself=workload.script.counts_itself)
+        setting = replace(setting, merged_passes=merged_passes(baseline, setting))
     if spec.global_batch == "keep":
         space = space.keeping(baseline, setting.world_size)
         if wanted:  # the accumulation cannot make up for every degree

@@ -73,6 +73,7 @@ class StepCount:
         real_tokens: Tokens without padding, on the device: reading them would wait for it.
         elements: Elements of all tensors that went forward.
         ragged: Whether it had fewer samples than other steps.
+        n_micro: Its micro-batches.
     """
 
     samples: int = 0
@@ -80,6 +81,7 @@ class StepCount:
     real_tokens: Tensor | float = 0
     elements: int = 0
     ragged: Ragged = Ragged.NO
+    n_micro: int = 0
 
 
 class FirstBatches:
@@ -112,7 +114,7 @@ class BatchObserver:
         last: The latest optimizer step.
         uneven: The argument; a probe sets it when it finds that they vary.
         draw_size: Samples of the largest draw that was used; 0 without a loader.
-        n_backward: Backward calls of the step under way.
+        n_backward: Backward calls of the step under way; several of one forward call, as one for each loss, are one micro-batch.
         trains_in_evaluation_mode: A forward call went backward in that mode, as with batch norms that are frozen.
     """
 
@@ -133,7 +135,7 @@ class BatchObserver:
         self._fresh = True
         self._tokens = [0, 0]
         self._real_tokens: list[Tensor | float] = [0, 0]
-        self._elements = self.n_backward = 0
+        self._elements = self.n_backward = self._n_forward = 0
         self._seen: dict[tuple[MicroBatch, ...], None] = {}
         self._n_first = self._n_every = 0
         self._every_fits = True  # all forward calls made up the draws at the end of each step
@@ -195,6 +197,7 @@ class BatchObserver:
         else:
             self._micro[-1] = self._micro[-1]._replace(every=self._micro[-1].every + rows)
         self._n_every += rows
+        self._n_forward += 1
         self._fresh = False
 
     def drew(self, n_samples: int | None, batch: Any = None, *, varies: bool = False) -> None:
@@ -241,16 +244,18 @@ class BatchObserver:
         ragged = Ragged.NO if self.uneven else self._ragged(samples, {getattr(one, way) for one in micro})
         self._latest.extend(micro)
         i = int(way == "every")
+        n_micro = min(self.n_backward, self._n_forward or self.n_backward)
         self.last = StepCount(
-            samples=samples, tokens=self._tokens[i] * self._shards, real_tokens=self._real_tokens[i] * self._shards,
+            n_micro=n_micro, samples=samples, tokens=self._tokens[i] * self._shards, real_tokens=self._real_tokens[i] * self._shards,
             elements=self._elements * self._shards, ragged=ragged,
         )  # fmt: skip
         if not ragged:
             if len(self._seen) < MOST_DIFFERENT_STEPS:
                 self._seen[micro] = None
-            self.backward_counts.add(self.n_backward)
+            self.backward_counts.add(n_micro)
         self._micro, self._epoch_ended, self._drew = [], False, False
-        self._tokens, self._real_tokens, self._elements, self.n_backward = [0, 0], [0, 0], 0, 0
+        self._tokens, self._real_tokens = [0, 0], [0, 0]
+        self._elements = self.n_backward = self._n_forward = 0
         return True
 
     # What it adds up to

@@ -4,18 +4,25 @@ from dataclasses import replace
 
 import torch
 
-from autotune.space.deepspeed import DsConfig, at_path, precision_of, without_auto
+from autotune.space.deepspeed import LOSSY_SINCE, LOSSY_STAGES, DsConfig, at_path, precision_of, version, without_auto
 from autotune.space.degree import PIPELINE_DEGREE, configured_degrees, ranks_per_replica
 from autotune.system import redaction
 from autotune.trial import lengths
 from autotune.trial.result import Observed
 from autotune.trial.workload import DataShape, Probed, Workload
 from autotune.worker.data import change, samples
+from autotune.worker.measure.batches import BatchObserver
 from autotune.worker.measure.meter import Meter
 from autotune.worker.model.inspect import with_batch_norm
 from autotune.worker.profile.script import ForwardProfile
 from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.engine import PreparedModel
+
+LOSES_GRADIENTS = (
+    "the script goes backward {n} times before the step() that updates the weights, and DeepSpeed's ZeRO {stage} loses gradients"
+    " there, so your training does: call engine.step() after each micro-batch, with their number as"
+    " `gradient_accumulation_steps`, and go backward once in each, from the sum of its losses"
+)
 
 
 def workload_of(
@@ -25,17 +32,23 @@ def workload_of(
     profile: ForwardProfile | None,
     *,
     plain_backward: bool,
+    passes_at_boundary: int,
 ) -> Workload:
     """Describes a script after the steps of its probe; all ranks take part.
 
     Args:
         profile: Counts of the script's first forward; None if there are none.
         plain_backward: Whether the script calls `loss.backward()` rather than `engine.backward(loss)`.
+        passes_at_boundary: Backward passes of a step for which DeepSpeed expects one, as it takes each for the step's last.
     """
     seen, engine, report, described = meter.observe(), meter.engine, context.report, prepared.workload
     assert described is not None
     counted, configured = seen.loader_batch_size or seen.micro_batch_size, engine.train_micro_batch_size_per_gpu()
-    report.caveats += filter(None, [_how_counted(seen, configured, flattened=meter.batches.flattened)])
+    report.caveats += filter(None, [_how_counted(seen, configured, meter.batches)])
+    counts_itself = engine.gradient_accumulation_steps() != seen.gradient_accumulation_steps
+    loses = seen.zero_stage in LOSSY_STAGES and version(described.environment.versions["deepspeed"]) >= LOSSY_SINCE
+    if loses and passes_at_boundary > 1:
+        report.caveats.append(LOSES_GRADIENTS.format(n=passes_at_boundary, stage=seen.zero_stage))
     probed = Probed(
         ds_config=redaction.without_secrets(_as_trained(context, prepared.own_config, seen.dtype)),
         micro_batch_size=counted,
@@ -43,12 +56,13 @@ def workload_of(
         family=context.family or "raw DeepSpeed",
         checkpoint_every=prepared.watch.every,
         plain_backward=plain_backward,
+        passes=passes_at_boundary // ((seen.gradient_accumulation_steps or 1) if counts_itself else 1),
         flags=report.flags,
         config_source=prepared.config_source,
         config_at=prepared.config_at,
         initialized_at=prepared.initialized_at,
         configured_accumulation=engine.gradient_accumulation_steps(),
-        counts_itself=engine.gradient_accumulation_steps() != seen.gradient_accumulation_steps,
+        counts_itself=counts_itself,
         model_parallel_size=context.request.world_size
         // (meter.data_parallel * _degree(prepared.own_config, described)),
         pipeline_stages=getattr(engine, "num_stages", 0),
@@ -80,14 +94,18 @@ def workload_of(
     return replace(workload, profile=found and replace(found, built_bytes=prepared.built_bytes))
 
 
-def _how_counted(seen: Observed, configured: int, *, flattened: bool) -> str:
+def _how_counted(seen: Observed, configured: int, batches: BatchObserver) -> str:
     """Returns how samples are counted where that is not by the leading dimension at the engine's forward; else empty."""
     counted = seen.loader_batch_size or seen.micro_batch_size
     if seen.uneven is not None:
         least, most = seen.uneven
+        unsure = (
+            f". They were counted by the leading dimension at the engine's forward, and DeepSpeed's configuration states {configured}:"
+            " where that dimension is none of samples, pass a tensor first of which it is, or draw them by a DataLoader"
+        )
         return (
             f"batches hold {least} to {most} samples, {counted} on average, as the script makes them: they are measured as"
-            " they come, by all samples and tokens over all time"
+            f" they come, by all samples and tokens over all time{unsure if not batches.draw_size else ''}"
         )
     if not seen.loader_batch_size and counted and counted != configured:
         return (
@@ -97,7 +115,7 @@ def _how_counted(seen: Observed, configured: int, *, flattened: bool) -> str:
         )
     if counted == seen.micro_batch_size:
         return ""
-    if flattened:
+    if batches.flattened:
         return (
             f"the script puts the {counted} samples of a micro-batch one after the other in one row; where it packs several"
             " into one sample beforehand, tokens/s compare with training that does not, and samples/s do not"

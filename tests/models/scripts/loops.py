@@ -146,7 +146,9 @@ def train(style, batch, accum, arguments):
             if style == "another model":
                 rival(x.detach(), y).backward()
                 rival_optimizer.step()
-            engine.backward(loss)
+            engine.backward(loss, retain_graph=style == "two losses")
+            if style == "two losses":
+                engine.backward(0.5 * loss)
             n += 1
             if "own steps" not in style or n % accum == 0:
                 engine.step()

@@ -69,7 +69,9 @@ def test_templates_are_first_filled_with_what_the_users_configuration_states(con
     assert not spec.batch_is_configured or written == config
 
 
-@pytest.mark.parametrize(("stays", "n", "constants"), [({}, "35", {"BATCH": "35"}), ({"micro_batch_size": 16}, "16", {})])
+@pytest.mark.parametrize(
+    ("stays", "n", "constants"), [({}, "35", {"BATCH": "35"}), ({"micro_batch_size": 16}, "16", {})]
+)
 def test_a_template_that_moves_nothing_is_filled_as_in_the_untouched_script(stays, n, constants):
     """A model of sequences first was trained with its sequences' length as its batch."""
     probed = Probed(ds_config={}, micro_batch_size=35, gradient_accumulation_steps=1, stays=stays)

@@ -69,6 +69,23 @@ def test_a_loss_that_calls_the_model_twice_counts_its_batch_once():
     assert (seen.micro_batch_sizes, seen.samples_per_step, seen.last.tokens) == ({4}, {4}, 0)
 
 
+def test_a_micro_batch_that_goes_backward_once_for_each_of_its_losses_counts_once():
+    """Each loss passed for a micro-batch, so that no trial had the batch that was asked for."""
+    engine = FakeEngine(accumulation=2)
+    for _ in range(4):
+        engine.observer.drew(4)
+        engine.forward(torch.zeros(4, 3))
+        engine.observer.backward()  # with `retain_graph=True`
+        engine.go()
+    seen = engine.observer
+    assert (seen.micro_batch_sizes, seen.backward_counts, seen.samples_per_step, seen.last.n_micro) == (
+        {4},
+        {2},
+        {8},
+        2,
+    )
+
+
 def test_micro_batches_may_be_drawn_ahead_for_a_whole_step():
     engine = FakeEngine(accumulation=2)
     seen = engine.observer

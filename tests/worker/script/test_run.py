@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from support.bench import losses_without_hooks
@@ -17,7 +18,8 @@ from autotune.study.spec.spec import StudySpec
 from autotune.trial.command import Invocation
 from autotune.trial.folder import events
 from autotune.trial.request import TailCheck
-from autotune.trial.result import Outcome
+from autotune.trial.result import Observed, Outcome
+from autotune.worker.script.probe import _how_counted
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("home")]
 
@@ -154,6 +156,7 @@ def test_the_flags_that_carry_something_are_known_by_all_their_names(bench, tmp_
         ("iterable", {}, (8, 2, ACCUM)),
         ("iterable", {"script_set": ["BATCH={micro_batch_size}"]}, (8, 2, BOTH)),
         ("only eight", {}, (8, 2, ACCUM)),
+        ("two losses", {}, (8, 2, BOTH)),
         ("own steps", {}, (8, 4, MICRO)),
         ("own steps", {"script_set": ["ACCUM={gradient_accumulation_steps}"]}, (8, 4, BOTH)),
     ],
@@ -162,7 +165,8 @@ def test_every_style_of_loop_moves_as_far_as_it_can(bench, style, overrides, exp
     found = bench.plan("styles.py", style, **overrides)
     assert facts(found) == expected
     assert any("more than one model" in text for text in found.workload.caveats) == (style == "critic")
-    result = bench.applied(found, steps=4, zero_stage=1, **dict.fromkeys(found.workload.script.movable, 3))
+    stage = 0 if found.workload.script.passes > 1 else 3 if found.workload.script.counts_itself else 1
+    result = bench.applied(found, steps=4, zero_stage=stage, **dict.fromkeys(found.workload.script.movable, 3))
     assert {"data", "forward", "backward", "step"} <= result.phase_times_s.keys()
     assert min(result.phase_times_s.values()) > 0
 
@@ -204,6 +208,39 @@ def test_what_cannot_run_otherwise_is_frozen_with_the_reason(bench):
 def test_a_script_that_counts_its_micro_batches_keeps_its_own_accumulation(bench):
     found = bench.plan("styles.py", "own steps")
     assert found.ds_config(found.baseline)["gradient_accumulation_steps"] == 1
+
+
+@pytest.mark.parametrize(("style", "times"), [("two losses", 1.5), ("own steps", 1)])
+def test_stages_that_lose_gradients_of_several_passes_are_not_tried(bench, style, times):
+    """They trained on those of the last pass alone, and were recommended as drop-in; each loss counted as a micro-batch."""
+    found = bench.plan("styles.py", style)
+    plain = bench.plan("styles.py", "text flag")
+    refused = [why_illegal(replace(found.baseline, zero_stage=stage), found.setting) for stage in (0, 1, 2)]
+    assert refused[0] is None and all("lose gradients" in why for why in refused[1:])
+    assert why_illegal(replace(plain.baseline, zero_stage=1), plain.setting) is None
+    losses = [bench.applied(each).losses[0] for each in (found, plain)]
+    assert losses[0] == pytest.approx(times * losses[1], rel=0.3)
+
+
+def test_a_script_at_a_stage_that_loses_gradients_is_told_so(bench, tmp_path):
+    for name in ("common.py", "loops.py", "styles.py"):
+        text = (SCRIPTS / name).read_text().replace("itself = {", 'itself = {"zero_optimization": {"stage": 2}, ')
+        (tmp_path / name).write_text(text)
+    found = bench.plan(tmp_path / "styles.py", "own steps")
+    assert any("goes backward 4 times" in note and "ZeRO 2 loses gradients" in note for note in found.notes)
+    assert why_illegal(replace(found.baseline, zero_stage=1), found.setting) is None
+    assert "lose gradients" in why_illegal(replace(found.baseline, zero_stage=0), found.setting)
+
+
+@pytest.mark.parametrize(("drawn", "unsure"), [(0, True), (32, False)])
+def test_samples_that_were_counted_by_a_dimension_that_varies_are_said_to_be(drawn, unsure):
+    """Identifiers of a table's rows, all samples' in one row, read as 131 to 195 samples without a word on how they were counted."""
+    seen = Observed(
+        micro_batch_size=164, loader_batch_size=None, gradient_accumulation_steps=1, samples_per_step=328,
+        tokens_per_step=None, zero_stage=0, dtype="float32", uneven=(131, 195),
+    )  # fmt: skip
+    said = _how_counted(seen, 32, SimpleNamespace(draw_size=drawn))
+    assert "131 to 195 samples" in said and ("DeepSpeed's configuration states 32" in said) == unsure
 
 
 def test_a_batch_that_is_cut_into_parts_is_scored_by_what_flowed(bench):

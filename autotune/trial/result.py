@@ -111,6 +111,7 @@ class Observed:
         unwitnessed: Settings that differ from the baseline's and that nothing in the engine shows.
         groups: Groups of ranks that share a copy of the model or a sequence; None where they were not looked at.
         uneven: Samples of the smallest and the largest micro-batch, where the target makes batches of varying sizes.
+        rates: Learning rates of the first two steps, of all groups of parameters together.
     """
 
     micro_batch_size: int | None
@@ -129,6 +130,7 @@ class Observed:
     unwitnessed: tuple[str, ...] = ()
     groups: Groups | None = None
     uneven: tuple[int, int] | None = None
+    rates: tuple[float, ...] = ()
 
     def mismatch(self, candidate: Candidate, data_parallel: int) -> str | None:
         """Returns the first setting that differs from the candidate's, in words; None if all were applied.

@@ -193,6 +193,7 @@ class Probed:
         configured_micro_batch_size: Samples in the engine's configuration; None if it was not read.
         adds_up: It adds up the losses of its micro-batches, so that its gradient grows with their number.
         divides: It divides them by their number.
+        paced: Its learning rate moves with each micro-batch, not with each step.
         stays: Fields that nothing moves, with what fills their templates: trials leave the script as it is in these.
     """
 
@@ -222,6 +223,7 @@ class Probed:
     configured_micro_batch_size: int | None = None
     adds_up: bool = False
     divides: bool = False
+    paced: bool = False
     stays: dict[str, Scalar] = field(default_factory=dict)
 
     def draw_sizes(self, candidate: Candidate) -> tuple[int, int] | None:

@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -14,6 +13,7 @@ from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.space.candidate import Candidate, from_deepspeed
 from autotune.space.deepspeed import DsConfig, Scalar, precision_of, without_auto
+from autotune.study.setup import sums
 from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
 from autotune.system.files import shown
@@ -29,19 +29,8 @@ DEFAULT_MICRO_BATCH = 8
 # An op that takes longer than this to load is being compiled.
 COMPILED_S = 3.0
 SCRIPT_BATCH = {"micro_batch_size": "micro-batch", "gradient_accumulation_steps": "accumulation"}
-# The loss of a step grew with its micro-batches if the logarithms of both factors differ by less than this share.
-SAME_GROWTH = 0.2
 # End of a script whose arguments are missing or wrong, by argparse and most other parsers.
 USAGE_STATUS = "exited with status 2"
-ADDS_UP = (
-    "the script adds up the losses of its micro-batches instead of averaging them (in transformers the loss of some models):"
-    " its gradient grows with the accumulation, so that each other accumulation is checked, and none is drop-in. Losses are"
-    " shown per micro-batch"
-)
-DIVIDES = (
-    "the script divides the loss by the accumulation, and DeepSpeed does so again: its gradient falls with the accumulation, so"
-    " that each other accumulation is checked, and none is drop-in. Leave the division out; losses are shown without it"
-)
 # Advice where the tuner cannot move a knob.
 REMEDY = {
     name: f"To tune it, pass it by a flag (`--flag {{{name}}}` on the command line) or a constant of the script"
@@ -175,10 +164,8 @@ def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate,
     fillers = template_values(values | stays)
     arguments, changes = tuple(fill(argument, fillers) for argument in how.arguments), []
     moved = {name: value for name, value in values.items() if value != before.get(name) and name not in stays}
-    adds_up, divides_again = probed is not None and probed.adds_up, probed is not None and probed.divides_again
-    if adds_up or divides_again:
-        times = candidate.gradient_accumulation_steps / baseline.gradient_accumulation_steps
-        changes += _of_other_sum(times, "adds up") if adds_up else _of_other_sum(1 / times, "divides")
+    if probed is not None:
+        changes += sums.changes(probed, candidate.gradient_accumulation_steps / baseline.gradient_accumulation_steps)
     shown = templates_in([*how.arguments, *how.environment.values()])
     changes += [
         f"Command line: `{{{n}}}` in it is {value} instead of {before[n]}." for n, value in moved.items() if n in shown
@@ -202,7 +189,7 @@ def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate,
         gradient_accumulation_steps=(probed.gradient_accumulation_steps or 0) if probed else 0,
         draw_sizes=probed.draw_sizes(candidate) if probed else None,
         uneven=probed is not None and probed.uneven is not None,
-        adds_up=adds_up,
+        adds_up=probed is not None and probed.adds_up,
         divides=probed is not None and probed.divides,
         precision=precision_of(without_auto(probed.ds_config)) if probed else "",
         checkpoint_every=probed.checkpoint_every if probed else 0,
@@ -271,11 +258,11 @@ def with_movable(
     movable = list[str]()
     caveats = [*workload.caveats, *([] if probed.uneven is None else [_of_own_size(probed.uneven, micro)])]
     first, moved = result_in(path.with_name("inspect")), results["gradient_accumulation_steps"]
-    growth = _growth(first, moved)
+    growth = sums.growth(first, moved)
     if growth == -1 or (growth == 0 and probed.counts_itself):  # the loss of some falls with the micro-batch alone
-        growth = _growth(first, run(["gradient_accumulation_steps"], f"{path.name}-alone", probed), off=0.5)
-    probed, sums = _with_growth(probed, growth)
-    caveats += sums + _left_open(spec, baseline)
+        growth = sums.growth(first, run(["gradient_accumulation_steps"], f"{path.name}-alone", probed), off=0.5)
+    probed, notes = sums.with_growth(probed, growth, paced=sums.is_paced(first, moved))
+    caveats += notes + _left_open(spec, baseline)
     for name, result in results.items():
         word, was = SCRIPT_BATCH[name], getattr(baseline, name)
         if name == "micro_batch_size" and (behind := _left_behind(spec, first, result)):
@@ -289,11 +276,10 @@ def with_movable(
     flags = {name: names for result in results.values() for name, names in result.flags.items()}
     flags = probed.flags | flags | {name: [flag] for name, flag in mapped_flags(spec, probed).items()}
     stays = {name: untouched[name] for name in SCRIPT_BATCH if name not in movable}
-    in_vain = script_request(
-        spec, probed, Candidate.of({**baseline.values(), **{n: wanted[n] for n in stays}}), baseline
-    )
+    vain = Candidate.of({**baseline.values(), **{n: wanted[n] for n in stays}})
+    in_vain = script_request(spec, probed, vain, baseline).side_changes
     said = (text for result in results.values() for text in result.side_changes)
-    changes = tuple(text for text in dict.fromkeys(said) if text not in in_vain.side_changes)
+    changes = tuple(text for text in dict.fromkeys(said) if text not in in_vain)
     script = replace(probed, flags=flags, movable=tuple(movable), moved_by=changes, stays=stays)
     return replace(workload, script=script, caveats=caveats)
 
@@ -359,49 +345,9 @@ def _to_move(micro: int, steps: int, *, keeps: bool) -> dict[str, int]:
     }
 
 
-def _growth(first: TrialResult | None, moved: TrialResult, off: float = SAME_GROWTH) -> int | None:
-    """Returns 1 if the loss of each step grew as the number of its micro-batches did, -1 if it fell so, else 0.
-
-    One alone may do so by chance. None where the losses cannot tell.
-
-    Args:
-        off: Share by which the logarithms of both factors may differ; up to a half it is no loss that stays.
-    """
-    if first is None or first.observed is None or moved.observed is None:
-        return None
-    steps = [seen.gradient_accumulation_steps or 0 for seen in (first.observed, moved.observed)]
-    pairs = [(one or 0.0, other or 0.0) for one, other in zip(first.losses, moved.losses, strict=False)]
-    if not pairs or min(map(min, pairs)) <= 0 or min(steps) <= 0 or steps[0] == steps[1]:
-        return None
-    more = math.log(steps[1] / steps[0])
-    grown = {
-        next((way for way in (1, -1) if abs(math.log(other / one) - way * more) < off * abs(more)), 0)
-        for one, other in pairs
-    }
-    return grown.pop() if len(grown) == 1 else 0
-
-
 def _ended(result: TrialResult, tried: str, was: int) -> str:
     """Returns why what was tried is not tuned: the script ended with it."""
     return f"with {tried} the script ended with {result.outcome}: {result.reason}; so it stays {was}"
-
-
-def _with_growth(probed: Probed, growth: int | None) -> tuple[Probed, list[str]]:
-    """Returns a script with what it does to the losses of its micro-batches, and a note where its gradient follows their number."""
-    # A script that counts micro-batches itself has to divide the loss: DeepSpeed divides it by a number that stays.
-    adds_up = growth == 1 or (growth == 0 and probed.counts_itself)
-    probed = replace(probed, adds_up=adds_up, divides=growth == -1)
-    return probed, [ADDS_UP] if adds_up else [DIVIDES] if probed.divides_again else []
-
-
-def _of_other_sum(times: float, what: str) -> list[str]:
-    """Returns what another number of micro-batches changes in training, as side changes."""
-    if times == 1:
-        return []
-    return [
-        f"Gradient: it is {times:.3g} times as large, since the script {what} its micro-batches' losses: multiply the norm"
-        f" that gradients are clipped at by {times:.3g}, and unless the optimizer is an Adam divide the learning rate by it."
-    ]
 
 
 def _of_own_size(sizes: tuple[int, int], mean: int) -> str:

@@ -244,15 +244,14 @@ class BatchObserver:
         ragged = Ragged.NO if self.uneven else self._ragged(samples, {getattr(one, way) for one in micro})
         self._latest.extend(micro)
         i = int(way == "every")
-        n_micro = min(self.n_backward, self._n_forward or self.n_backward)
         self.last = StepCount(
-            n_micro=n_micro, samples=samples, tokens=self._tokens[i] * self._shards, real_tokens=self._real_tokens[i] * self._shards,
-            elements=self._elements * self._shards, ragged=ragged,
+            samples=samples, tokens=self._tokens[i] * self._shards, real_tokens=self._real_tokens[i] * self._shards,
+            elements=self._elements * self._shards, ragged=ragged, n_micro=min(self.n_backward, self._n_forward or self.n_backward),
         )  # fmt: skip
         if not ragged:
             if len(self._seen) < MOST_DIFFERENT_STEPS:
                 self._seen[micro] = None
-            self.backward_counts.add(n_micro)
+            self.backward_counts.add(self.last.n_micro)
         self._micro, self._epoch_ended, self._drew = [], False, False
         self._tokens, self._real_tokens = [0, 0], [0, 0]
         self._elements = self.n_backward = self._n_forward = 0

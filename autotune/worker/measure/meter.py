@@ -21,12 +21,16 @@ from autotune.worker.measure.memory import Memory
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.measure.recorder import Recorder
 
+# Steps whose learning rates show how fast a schedule goes.
+N_RATES = 2
+
 
 class Meter:
     """Measures an engine: steps, phases, memory, gradients, and the configuration that ran.
 
     Attributes:
         data_parallel: Ranks that are fed different data; the stages of a pipeline share theirs.
+        passes_at_boundary: The most backward passes of a step each of which DeepSpeed takes for the step's last.
     """
 
     def __init__(
@@ -55,6 +59,8 @@ class Meter:
         self.take_apart, self.enter, self.loading = breakdown.take_apart, breakdown.enter, breakdown.loading
         self.afterwards: Callable[[], Iterator[None]] = breakdown.steps
         self._concluded = False
+        self._rates: list[float] = []
+        self.passes_at_boundary = self._n_at_boundary = 0
         texts = batches.texts
         watch.lengths, watch.rows, watch.row = texts.lengths, batches.rows, lambda: texts.row
         watch.accumulation = self.candidate.gradient_accumulation_steps
@@ -117,6 +123,7 @@ class Meter:
     def backward(self) -> None:
         """Notes that a micro-batch went backward."""
         self.batches.backward()
+        self._n_at_boundary += self.engine.is_gradient_accumulation_boundary()
         if self.noise is not None:
             self.noise.backward()
         if self.gradients is not None:
@@ -125,14 +132,25 @@ class Meter:
                 self.report.gradient, self.gradients = self.gradients.found, None
 
     def update(self, step: Callable[[], Any]) -> Any:
-        """Calls the engine's step and, where noise is measured, reads the gradient around it."""
+        """Calls the engine's step; reads the first learning rates and, where noise is measured, the gradient around it."""
+        steps = self.engine.global_steps
+        rates = [self._rate()] if len(self._rates) < N_RATES else []
         if self.noise is None:
-            return step()
-        whole, steps, skips = self.noise.before_step(self.engine), self.engine.global_steps, skips_of(self.engine)
-        result = step()
+            result = step()
+        else:
+            whole, skips = self.noise.before_step(self.engine), skips_of(self.engine)
+            result = step()
+            if self.engine.global_steps > steps:
+                self.noise.after_step(self.engine, whole, skipped=bool(skips_of(self.engine) > skips))
         if self.engine.global_steps > steps:
-            self.noise.after_step(self.engine, whole, skipped=bool(skips_of(self.engine) > skips))
+            self._rates += rates
+            self.passes_at_boundary, self._n_at_boundary = max(self.passes_at_boundary, self._n_at_boundary), 0
         return result
+
+    def _rate(self) -> float:
+        """Returns the learning rates of all groups together, as the script has set them; 0 where the optimizer finds its own."""
+        groups = getattr(getattr(self.engine, "basic_optimizer", None), "param_groups", ())
+        return sum(float(group["lr"]) for group in groups if group.get("lr") is not None)
 
     def check_applied(self) -> None:
         """Compares the configuration that ran with the candidate; all ranks take part."""
@@ -158,8 +176,8 @@ class Meter:
             # What a step holds on average, and not what this trial's steps happened to: global batches are compared by it.
             micro, steps = self.candidate.micro_batch_size, self.candidate.gradient_accumulation_steps
             found = replace(found, micro_batch_size=micro, samples_per_step=micro * steps * self.data_parallel)
-        self.report.observed = found
-        return found
+        self.report.observed = replace(found, rates=tuple(self._rates))
+        return self.report.observed
 
     def _cores_used_by_others(self) -> float:
         """Returns the cores that other processes kept busy since timing began, on the busiest machine of the trial."""

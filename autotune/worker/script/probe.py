@@ -32,47 +32,19 @@ def workload_of(
     profile: ForwardProfile | None,
     *,
     plain_backward: bool,
-    passes_at_boundary: int,
 ) -> Workload:
     """Describes a script after the steps of its probe; all ranks take part.
 
     Args:
         profile: Counts of the script's first forward; None if there are none.
         plain_backward: Whether the script calls `loss.backward()` rather than `engine.backward(loss)`.
-        passes_at_boundary: Backward passes of a step for which DeepSpeed expects one, as it takes each for the step's last.
     """
     seen, engine, report, described = meter.observe(), meter.engine, context.report, prepared.workload
     assert described is not None
     counted, configured = seen.loader_batch_size or seen.micro_batch_size, engine.train_micro_batch_size_per_gpu()
     report.caveats += filter(None, [_how_counted(seen, configured, meter.batches)])
-    counts_itself = engine.gradient_accumulation_steps() != seen.gradient_accumulation_steps
-    loses = seen.zero_stage in LOSSY_STAGES and version(described.environment.versions["deepspeed"]) >= LOSSY_SINCE
-    if loses and passes_at_boundary > 1:
-        report.caveats.append(LOSES_GRADIENTS.format(n=passes_at_boundary, stage=seen.zero_stage))
-    probed = Probed(
-        ds_config=redaction.without_secrets(_as_trained(context, prepared.own_config, seen.dtype)),
-        micro_batch_size=counted,
-        gradient_accumulation_steps=seen.gradient_accumulation_steps,
-        family=context.family or "raw DeepSpeed",
-        checkpoint_every=prepared.watch.every,
-        plain_backward=plain_backward,
-        passes=passes_at_boundary // ((seen.gradient_accumulation_steps or 1) if counts_itself else 1),
-        flags=report.flags,
-        config_source=prepared.config_source,
-        config_at=prepared.config_at,
-        initialized_at=prepared.initialized_at,
-        configured_accumulation=engine.gradient_accumulation_steps(),
-        counts_itself=counts_itself,
-        model_parallel_size=context.request.world_size
-        // (meter.data_parallel * _degree(prepared.own_config, described)),
-        pipeline_stages=getattr(engine, "num_stages", 0),
-        expert_parallel=any(getattr(p, "allreduce", True) is False for p in engine.module.parameters()),
-        learning_rates=prepared.own_rates,
-        draw_size=seen.draw_size if seen.parts else 0,
-        parts=seen.parts,
-        uneven=seen.uneven,
-        configured_micro_batch_size=configured,
-    )
+    report.caveats += _loses(described, seen.zero_stage, meter.passes_at_boundary)
+    probed = replace(_probed(context, meter, prepared, described, seen), plain_backward=plain_backward)
     data, described = _data(context, meter), with_batch_norm(described, engine.module)
     workload = replace(
         described,
@@ -92,6 +64,43 @@ def workload_of(
     if found is not None and workload.data is not None and workload.data.varies and len(widths) > 1:
         found = replace(found, lengths=workload.data.table)
     return replace(workload, profile=found and replace(found, built_bytes=prepared.built_bytes))
+
+
+def _probed(
+    context: ScriptContext, meter: Meter, prepared: PreparedModel, described: Workload, seen: Observed
+) -> Probed:
+    """Returns how the script trained, but for what its loop calls to go backward."""
+    engine = meter.engine
+    counts_itself = engine.gradient_accumulation_steps() != seen.gradient_accumulation_steps
+    return Probed(
+        ds_config=redaction.without_secrets(_as_trained(context, prepared.own_config, seen.dtype)),
+        micro_batch_size=seen.loader_batch_size or seen.micro_batch_size,
+        gradient_accumulation_steps=seen.gradient_accumulation_steps,
+        family=context.family or "raw DeepSpeed",
+        checkpoint_every=prepared.watch.every,
+        flags=context.report.flags,
+        config_source=prepared.config_source,
+        config_at=prepared.config_at,
+        initialized_at=prepared.initialized_at,
+        configured_accumulation=engine.gradient_accumulation_steps(),
+        counts_itself=counts_itself,
+        passes=meter.passes_at_boundary // ((seen.gradient_accumulation_steps or 1) if counts_itself else 1),
+        model_parallel_size=context.request.world_size
+        // (meter.data_parallel * _degree(prepared.own_config, described)),
+        pipeline_stages=getattr(engine, "num_stages", 0),
+        expert_parallel=any(getattr(p, "allreduce", True) is False for p in engine.module.parameters()),
+        learning_rates=prepared.own_rates,
+        draw_size=seen.draw_size if seen.parts else 0,
+        parts=seen.parts,
+        uneven=seen.uneven,
+        configured_micro_batch_size=engine.train_micro_batch_size_per_gpu(),
+    )
+
+
+def _loses(workload: Workload, stage: int, passes: int) -> list[str]:
+    """Returns a note where the script's stage loses gradients of its backward passes at a boundary of accumulation."""
+    lossy = stage in LOSSY_STAGES and version(workload.environment.versions["deepspeed"]) >= LOSSY_SINCE
+    return [LOSES_GRADIENTS.format(n=passes, stage=stage)] if lossy and passes > 1 else []
 
 
 def _how_counted(seen: Observed, configured: int, batches: BatchObserver) -> str:

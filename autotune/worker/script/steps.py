@@ -54,7 +54,7 @@ class StepHooks:
         self._window: Window | None = None
         self._afterwards: Iterator[None] | None = None
         self._total: torch.Tensor | float | None = None
-        self._n_backward = self._n_at_boundary = self._most_at_boundary = 0
+        self._n_backward = 0
         self._tail: ScriptTail | None = None
         self._begun = self._reached = self._summed = self._plain_backward = self._asked = self._called = False
         self._evaluations = Evaluations(context)
@@ -171,7 +171,6 @@ class StepHooks:
         return original(*args, **kwargs)
 
     def _went_backward(self, loss: Any) -> None:
-        self._n_at_boundary += self._meter.engine.is_gradient_accumulation_boundary()
         self._meter.backward()
         self._note_loss(loss)
         self._meter.enter("step")
@@ -221,8 +220,7 @@ class StepHooks:
         summed = (self._summed or self._context.sums_losses) and not self._context.script.adds_up
         n_micro = 1 if summed else max(1, min(self._n_backward, meter.batches.last.n_micro))
         window.add(self._total / n_micro, meter.batches.last)
-        self._most_at_boundary = max(self._most_at_boundary, self._n_at_boundary)
-        self._total, self._n_backward, self._n_at_boundary = None, 0, 0
+        self._total, self._n_backward = None, 0
         if not window.full:
             return
         meter.enter("")
@@ -292,10 +290,7 @@ class StepHooks:
             if context.request.save_weights is not None:
                 weights.save(meter.engine, Path(context.request.save_weights))
         else:
-            found = probe.workload_of(
-                context, meter, prepared, self._profile, plain_backward=self._plain_backward,
-                passes_at_boundary=self._most_at_boundary,
-            )  # fmt: skip
+            found = probe.workload_of(context, meter, prepared, self._profile, plain_backward=self._plain_backward)
             if context.report.rank == 0:
                 folder.write_record(context.recorder.folder.workload, found)
         rank.complete(context.recorder)

@@ -96,6 +96,9 @@ def train(style, batch, accum, arguments):
         made = Maker()
         generator, *_ = deepspeed.initialize(model=made, model_parameters=made.parameters(), config=settings)
     called = {"by name": engine.forward, "module": engine.module}.get(style, engine)
+    schedule = (
+        torch.optim.lr_scheduler.LinearLR(engine.optimizer, 0.01, total_iters=100) if style == "schedule" else None
+    )
     rival = Net()
     rival_optimizer = torch.optim.SGD(rival.parameters(), lr=1e-3)
     loader = loader_of(style, int(args.bsz) if style == "text flag" else batch)
@@ -149,6 +152,8 @@ def train(style, batch, accum, arguments):
             engine.backward(loss, retain_graph=style == "two losses")
             if style == "two losses":
                 engine.backward(0.5 * loss)
+            if schedule is not None:
+                schedule.step()
             n += 1
             if "own steps" not in style or n % accum == 0:
                 engine.step()

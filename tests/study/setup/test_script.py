@@ -1,10 +1,13 @@
 """What is concluded of two runs of a script."""
 
+from dataclasses import replace
+
 import pytest
 from support.paths import SCRIPTS
 
 from autotune.space.candidate import Candidate
-from autotune.study.setup.script import _growth, _left_open, _unmoved, _untouched, _untouched_config, script_request
+from autotune.study.setup import sums
+from autotune.study.setup.script import _left_open, _unmoved, _untouched, _untouched_config, script_request
 from autotune.study.spec.spec import StudySpec
 from autotune.trial.result import Observed, Outcome, TrialResult
 from autotune.trial.workload import Probed
@@ -31,7 +34,31 @@ def ran(steps, losses):
     ],
 )
 def test_a_loss_grows_or_falls_with_the_accumulation_only_where_each_step_says_so(before, moved, growth):
-    assert _growth(ran(4, before), ran(8, moved)) == growth
+    assert sums.growth(ran(4, before), ran(8, moved)) == growth
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "steps", "paced"),
+    [
+        ((0.0, 0.1), (0.0, 0.2), 8, True),  # warms up with each micro-batch
+        ((0.0, 0.1), (0.0, 0.1), 8, False),
+        ((1.0, 1.0 - 1e-9), (1.0, 1.0 - 1.01e-9), 8, False),  # to a total of steps that was rounded
+        ((0.1, 0.1), (0.1, 0.1), 8, False),
+        ((0.0, 0.1), (), 8, False),
+        ((0.0, 0.1), (0.0, 0.2), 4, False),
+    ],
+)
+def test_a_schedule_that_moves_with_each_micro_batch_is_told_by_two_runs_of_one_global_batch(own, other, steps, paced):
+    """Another accumulation was called drop-in, although its warm-up took another number of samples."""
+    first, moved = (
+        replace(ran(n, []).observed, samples_per_step=16, rates=rates) for n, rates in ((4, own), (steps, other))
+    )
+    results = [replace(ran(4, []), observed=seen) for seen in (first, moved)]
+    assert sums.is_paced(*results) == paced
+    probed = Probed(ds_config={}, micro_batch_size=4, gradient_accumulation_steps=4)
+    probed, notes = sums.with_growth(probed, None, paced=paced)
+    assert bool(notes) == paced and sums.changes(probed, 1) == []
+    assert ("multiply its lengths (warm-up, total) by 2" in str(sums.changes(probed, 2))) == paced
 
 
 @pytest.mark.parametrize("name", ["micro_batch_size", "gradient_accumulation_steps"])

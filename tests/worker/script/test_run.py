@@ -200,6 +200,15 @@ def test_what_a_script_does_between_its_calls_is_not_taken_for_loading(bench, tm
     assert said.bound_by == "the script itself" and not any("data" in note and "waiting" in note for note in said.notes)
 
 
+def test_a_schedule_that_moves_with_each_micro_batch_is_said_to_move_more_or_less_often(bench):
+    found = bench.plan("styles.py", "schedule", global_batch="keep")
+    assert any("moves its learning rate with each micro-batch" in note for note in found.notes)
+    changes = bench.measure(found, micro_batch_size=16, gradient_accumulation_steps=1).side_changes
+    assert any(text.startswith("Schedule:") and "by 0.5" in text for text in changes)
+    plain = bench.plan("styles.py", "text flag", global_batch="keep").workload.script
+    assert found.workload.script.paced and not plain.paced
+
+
 def test_what_cannot_run_otherwise_is_frozen_with_the_reason(bench):
     notes = bench.plan("styles.py", "only eight").notes
     assert any("with micro-batch 4 " in note and "eight samples here" in note for note in notes)

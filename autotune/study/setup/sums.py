@@ -1,0 +1,93 @@
+"""What the number of micro-batches does to a script's training by itself: to its gradient, and to its schedule of learning rates."""
+
+import math
+from dataclasses import replace
+
+from autotune.trial.result import TrialResult
+from autotune.trial.workload import Probed
+
+# The loss of a step grew with its micro-batches if the logarithms of both factors differ by less than this share.
+SAME_GROWTH = 0.2
+# Two schedules go at one pace if what they change from a step to the next differs by less than this factor.
+SAME_PACE = 1.25
+ADDS_UP = (
+    "the script adds up the losses of its micro-batches instead of averaging them (in transformers the loss of some models):"
+    " its gradient grows with the accumulation, so that each other accumulation is checked, and none is drop-in. Losses are"
+    " shown per micro-batch"
+)
+DIVIDES = (
+    "the script divides the loss by the accumulation, and DeepSpeed does so again: its gradient falls with the accumulation, so"
+    " that each other accumulation is checked, and none is drop-in. Leave the division out; losses are shown without it"
+)
+PACED = (
+    "the script moves its learning rate with each micro-batch, as a scheduler does whose step() is called in each: with another"
+    " accumulation its schedule goes at another pace, in trials, too, unless it is called once for each optimizer step"
+    " (`if engine.is_gradient_accumulation_boundary():`)"
+)
+
+
+def growth(first: TrialResult | None, moved: TrialResult, off: float = SAME_GROWTH) -> int | None:
+    """Returns 1 if the loss of each step grew as the number of its micro-batches did, -1 if it fell so, else 0.
+
+    One alone may do so by chance. None where the losses cannot tell.
+
+    Args:
+        off: Share by which the logarithms of both factors may differ; up to a half it is no loss that stays.
+    """
+    if first is None or first.observed is None or moved.observed is None:
+        return None
+    steps = [seen.gradient_accumulation_steps or 0 for seen in (first.observed, moved.observed)]
+    pairs = [(one or 0.0, other or 0.0) for one, other in zip(first.losses, moved.losses, strict=False)]
+    if not pairs or min(map(min, pairs)) <= 0 or min(steps) <= 0 or steps[0] == steps[1]:
+        return None
+    more = math.log(steps[1] / steps[0])
+    grown = {
+        next((way for way in (1, -1) if abs(math.log(other / one) - way * more) < off * abs(more)), 0)
+        for one, other in pairs
+    }
+    return grown.pop() if len(grown) == 1 else 0
+
+
+def with_growth(probed: Probed, growth: int | None, *, paced: bool) -> tuple[Probed, list[str]]:
+    """Returns a script with what the number of its micro-batches does, and notes where its gradient or schedule follows that."""
+    # A script that counts micro-batches itself has to divide the loss: DeepSpeed divides it by a number that stays.
+    adds_up = growth == 1 or (growth == 0 and probed.counts_itself)
+    probed = replace(probed, adds_up=adds_up, divides=growth == -1, paced=paced)
+    notes = {ADDS_UP: adds_up, DIVIDES: probed.divides_again and not adds_up, PACED: paced}
+    return probed, [note for note, holds in notes.items() if holds]
+
+
+def changes(probed: Probed, times: float) -> list[str]:
+    """Returns what a step of other micro-batches, `times` as many, changes in training, as side changes."""
+    if times == 1:
+        return []
+    found = []
+    if probed.adds_up or probed.divides_again:
+        grown, what = (times, "adds up") if probed.adds_up else (1 / times, "divides")
+        found.append(
+            f"Gradient: it is {grown:.3g} times as large, since the script {what} its micro-batches' losses: multiply the norm"
+            f" that gradients are clipped at by {grown:.3g}, and unless the optimizer is an Adam divide the learning rate by it."
+        )
+    if probed.paced:
+        found.append(
+            f"Schedule: it moves with each micro-batch, {times:.3g} times as often in each step: have it move once in each optimizer"
+            f" step, or multiply its lengths (warm-up, total) by {times:.3g}."
+        )
+    return found
+
+
+def is_paced(first: TrialResult | None, moved: TrialResult) -> bool:
+    """Returns whether the learning rate of a step follows its micro-batches: two runs with one global batch tell."""
+    if first is None or first.observed is None or moved.observed is None:
+        return False
+    one, other = first.observed, moved.observed
+    if (
+        one.samples_per_step != other.samples_per_step
+        or one.gradient_accumulation_steps == other.gradient_accumulation_steps
+    ):
+        return False
+    changes = [seen.rates[1] - seen.rates[0] for seen in (one, other) if len(seen.rates) == 2]
+    if len(changes) < 2 or 0 in changes:
+        return False
+    times = changes[1] / changes[0]
+    return not 1 / SAME_PACE < times < SAME_PACE

@@ -136,7 +136,7 @@ class Arguments:
         self._limits[:] = [
             f"`{options[0]} {value}`"
             for name, value in values.items()
-            if isinstance(value, int | float) and 0 < value <= FEW and LIMIT.search(name)
+            if isinstance(value, int | float) and 0 < value <= FEW and LIMIT.search(name) and not BATCH.search(name)
             if (options := _options(named, name))
         ]
 

@@ -185,7 +185,14 @@ def test_a_rank_is_told_its_number_as_the_deepspeed_launcher_does(parse, monkeyp
 
 
 def test_flags_that_may_end_the_script_early_are_known_by_name_and_value(parse):
-    flags = ("--max_train_steps", "--num_train_epochs", "--steps", "--save_steps", "--per_device_batch", "--warmup_steps")
+    flags = (
+        "--max_train_steps",
+        "--num_train_epochs",
+        "--steps",
+        "--save_steps",
+        "--per_device_batch",
+        "--warmup_steps",
+    )
     limits = []
     line = "--max_train_steps 1 --num_train_epochs 3 --steps 500 --save_steps 1 --per_device_batch 4"
     parse(parser_of(*flags), line, limits=limits)

@@ -20,6 +20,7 @@ from autotune.study.branch_check import largest_batch
 from autotune.study.budget import PROBE_SHARE, Budget
 from autotune.study.events import EventSink
 from autotune.study.measure import TrialMeasurer
+from autotune.study.setup.plan import Plan
 from autotune.study.spec.presets import DEFAULT_GOAL, SCARCE
 from autotune.study.spec.readers import objective_of
 from autotune.study.state import StudyState
@@ -184,27 +185,13 @@ class BaselineTrial:
             baseline_s = plan.baseline.global_batch_size(plan.setting.world_size) / rate.value
             in_time = [
                 b
-                for b, times in self._fastest_by_batch().items()
+                for b, times in _fastest_by_batch(plan).items()
                 if FEWEST_STEPS * times * baseline_s <= spec.trial_deadline_s
             ]
             found["long steps"] = max([found["long steps"], *in_time])
         if spec.branch and plan.replicated and spec.finalists and spec.branch_tokens is None:
             rest_s = 3 * self._budget.startup_s() + self._budget.trial_s  # weights to start from, and both sides
             found["branch"] = largest_batch(self._budget.expected_check_room_s(result.wall_s), rate.value, rest_s)
-        return found
-
-    def _fastest_by_batch(self) -> dict[int, float]:
-        """By global batch how many times as long as the baseline's the shortest step is forecast to be, of what fits."""
-        plan = self._state.plan
-        drawn = plan.space.draw(random.Random(0), plan.baseline, DRAWS)
-        legal = [plan.baseline, *dict.fromkeys(each for each in drawn if why_illegal(each, plan.setting) is None)]
-        forecast = generic_prior(plan.workload, plan.setting)(legal)
-        times, sizes = forecast.time_terms.sum(axis=1), forecast.memory_terms.sum(axis=1)
-        found: dict[int, float] = {}
-        for candidate, ratio, size in zip(legal, times / times[0], sizes, strict=True):
-            if size <= (plan.memory_limit_bytes or math.inf):
-                batch = candidate.global_batch_size(plan.setting.world_size)
-                found[batch] = min(ratio, found.get(batch, math.inf))
         return found
 
     def _leaves_some_out(self, most: float) -> bool:
@@ -298,3 +285,17 @@ class BaselineTrial:
             " out of the objectives to vary it all the same"
         )
         self._state.narrow(space, global_batch=setting.global_batch)
+
+
+def _fastest_by_batch(plan: Plan) -> dict[int, float]:
+    """By global batch how many times as long as the baseline's the shortest step is forecast to be, of what fits."""
+    drawn = plan.space.draw(random.Random(0), plan.baseline, DRAWS)
+    legal = [plan.baseline, *dict.fromkeys(each for each in drawn if why_illegal(each, plan.setting) is None)]
+    forecast = generic_prior(plan.workload, plan.setting)(legal)
+    times, sizes = forecast.time_terms.sum(axis=1), forecast.memory_terms.sum(axis=1)
+    found: dict[int, float] = {}
+    for candidate, ratio, size in zip(legal, times / times[0], sizes, strict=True):
+        if size <= (plan.memory_limit_bytes or math.inf):
+            batch = candidate.global_batch_size(plan.setting.world_size)
+            found[batch] = min(ratio, found.get(batch, math.inf))
+    return found

@@ -28,10 +28,11 @@ def test_a_leading_dimension_that_is_not_the_batch_of_the_configuration_is_said(
         micro_batch_size=35, loader_batch_size=None, gradient_accumulation_steps=1, samples_per_step=35,
         tokens_per_step=None, zero_stage=0, dtype="fp32",
     )  # fmt: skip
-    said = probe._how_counted(seen, 20, flattened=False)
+    batches = SimpleNamespace(flattened=False, draw_size=0)
+    said = probe._how_counted(seen, 20, batches)
     assert "counts as 35 samples" in said and "states 20" in said
-    assert probe._how_counted(seen, 35, flattened=False) == ""
-    assert "states" not in probe._how_counted(replace(seen, loader_batch_size=20), 35, flattened=False)
+    assert probe._how_counted(seen, 35, batches) == ""
+    assert "states" not in probe._how_counted(replace(seen, loader_batch_size=20), 35, batches)
 
 
 def test_steps_without_a_backward_pass_that_was_seen_are_refused_with_the_remedy():

@@ -1,7 +1,7 @@
 """Replays every sampler on truth tables: hypervolume, regret and out-of-memory trials, against trials and against seconds.
 
 `python benchmarks/search.py [benchmarks/truth/NAME.yaml ...]` runs whole studies, as `autotune run` does, whose trials
-are answered from the table with its noise (`executors/replay.py`). What is counted is the median of a configuration's
+are answered from the table with its noise (`replay.py`). What is counted is the median of a configuration's
 repeats, not what the study saw. With `--memory 0.6` a rank has as much memory as 60 % of the configurations need, so
 that there is a cliff to fall from. The tables come from short trials, of 3 to 7 timed steps mostly; `--longer 8`
 replays each with so many times the steps, as the default `trial_budget_s` of 10 s takes, which is what stopping trials
@@ -33,9 +33,9 @@ import common
 import numpy as np
 import truth
 import yaml
+from replay import ReplayExecutor, Row, read_table
 from support.priors import flat
 
-from autotune.executors.replay import ReplayExecutor, Row, read_table
 from autotune.forecast.features import PriorPrediction
 from autotune.forecast.predictor import AnalyticPrior
 from autotune.scoring.metrics import METRICS

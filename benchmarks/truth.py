@@ -19,9 +19,9 @@ from typing import Any
 
 from common import request_of
 from pydantic import TypeAdapter
+from replay import Row, read_table, write_table
 
 from autotune.executors import base
-from autotune.executors.replay import Row, read_table, write_table
 from autotune.scoring import metrics
 from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.space.candidate import Candidate

@@ -87,7 +87,7 @@ class Job(Protocol):
 
 
 class EndedJob:
-    """A job that has ended before anybody asks: replayed, or without machines (`taken`, `refused`)."""
+    """A job that has ended before anybody asks, as one without machines (`taken`, `refused`)."""
 
     def __init__(self, status: Status, reason: str = "") -> None:
         self.reason, self._status = reason, status

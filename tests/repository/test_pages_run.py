@@ -4,11 +4,14 @@ import itertools
 import re
 
 import pytest
-from support.paths import ROOT
+from support.paths import BENCHMARKS, ROOT
 
-from autotune.executors.replay import COLUMNS, KNOB, Row, write_table
 from autotune.space.candidate import Candidate
 from autotune.trial.result import Outcome
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(BENCHMARKS))
+    from replay import COLUMNS, KNOB, Row, write_table
 
 SAMPLER, TRUTH = (ROOT / "docs" / "develop" / name for name in ("sampler.md", "truth.md"))
 OVERLAP = "zero_optimization.overlap_comm"

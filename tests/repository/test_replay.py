@@ -5,15 +5,19 @@ from pathlib import Path
 
 import pytest
 from support.instant import SPACE, Watcher, plan_of, report, spec_of
+from support.paths import BENCHMARKS
 
 from autotune.executors import base
-from autotune.executors.replay import ReplayExecutor, Row, TableError, read_table, write_table
 from autotune.scoring import step_times
 from autotune.space.candidate import Candidate
 from autotune.study.runner import Runner
 from autotune.study.storage import records
 from autotune.trial.request import TrialRequest, TrialToBeat
 from autotune.trial.result import Outcome
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(BENCHMARKS))
+    from replay import ReplayExecutor, Row, TableError, read_table, write_table
 
 SOME = Candidate.of({"micro_batch_size": 4, "zero_stage": 2, "zero_optimization.overlap_comm": True})
 

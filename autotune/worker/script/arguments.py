@@ -10,6 +10,7 @@ from typing import Any
 
 from autotune.space.deepspeed import is_int
 from autotune.trial.command import STATED, SWITCHES
+from autotune.worker.script.context import ScriptContext
 
 # Common names of these flags; the first whose value is the one that ran is taken.
 DESTINATIONS = {
@@ -39,33 +40,13 @@ FEW = 8
 
 
 class Arguments:
-    """Moves the parsed arguments of a script to a candidate.
+    """Moves the parsed arguments of a script to a candidate, and notes in its context the flags that hold what."""
 
-    Args:
-        value: Returns a field's value in the untouched script and in the candidate; None if it stays.
-        ds_config: The trial's JSON; None in a probe.
-        changed: Notes a change, given as a sentence.
-        flags: Filled with the flags that hold a candidate's field.
-        limits: Filled with the flags that may end the script after few steps.
-        left_out: Filled with the names of DeepSpeed's own flag for the configuration, if the command leaves it out.
-        json_flags: Filled with the flags that name a JSON file, by its absolute path; only the script knows what each is for.
-        draw_sizes: If the script cuts up its loader's batches, their samples in the untouched script and in the trial.
-    """
-
-    def __init__(
-        self,
-        value: Callable[[str], tuple[int, int] | None],
-        ds_config: Path | None,
-        changed: Callable[..., None],
-        flags: dict[str, list[str]],
-        limits: list[str],
-        left_out: list[str],
-        json_flags: dict[str, list[str]],
-        draw_sizes: tuple[int, int] | None = None,
-    ) -> None:
-        self._draw_sizes = draw_sizes
-        self._value, self._ds_config, self._changed, self._flags = value, ds_config, changed, flags
-        self._limits, self._left_out, self._json_flags = limits, left_out, json_flags
+    def __init__(self, context: ScriptContext) -> None:
+        self._context, self._flags = context, context.report.flags
+        self._ds_config = context.recorder.folder.ds_config.absolute() if context.candidate is not None else None
+        # Where the script cuts up its loader's batches: their samples in the untouched script and in the trial.
+        self._draw_sizes = context.drawn() if context.script.draw_sizes else None
         self._parsers: list[argparse.ArgumentParser] = []  # that are parsing, a command's within its parent's
 
     def parse(self, original: Callable[..., Any], parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +88,7 @@ class Arguments:
             typed: The user's command line was parsed, not a list that the script makes.
         """
         for field, known in DESTINATIONS.items():
-            change = self._value(field)
+            change = self._context.value(field)
             if field == "micro_batch_size" and self._draw_sizes is not None:
                 change = self._draw_sizes
             names = [*known, *filter(FURTHER[field].search, values)]
@@ -120,7 +101,7 @@ class Arguments:
             if typed and given:
                 self._flags["ds_config"] = _options(named, name)
             elif typed and name == "deepspeed_config" and name in values:
-                self._left_out[:] = _options(named, name)
+                self._context.left_out[:] = _options(named, name)
             # The adapter of transformers sees to its flag, `deepspeed`.
             if given and self._ds_config is not None and name != "deepspeed":
                 values[name] = str(self._ds_config)  # a script may open the file itself
@@ -129,11 +110,11 @@ class Arguments:
                 name: value for name, value in values.items() if isinstance(value, str) and value.endswith(".json")
             }
             named_in = {str(Path(file).absolute()): _options(named, name) for name, file in files.items()}
-            self._json_flags.update({file: options for file, options in named_in.items() if options})
+            self._context.json_flags.update({file: options for file, options in named_in.items() if options})
         # A switch of that name is DeepSpeed's own, and takes no path.
         if typed and "per_device_train_batch_size" in values and not isinstance(values.get("deepspeed", False), bool):
             self._flags.update({name: found for name in TRAINING_ARGUMENTS if (found := _options(named, name))})
-        self._limits[:] = [
+        self._context.limits[:] = [
             f"`{options[0]} {value}`"
             for name, value in values.items()
             if isinstance(value, int | float) and 0 < value <= FEW and LIMIT.search(name) and not BATCH.search(name)
@@ -142,15 +123,15 @@ class Arguments:
 
     def _moved(self, options: list[str], field: str, name: str, was: int, wanted: int, *, typed: bool) -> None:
         if options and typed and field == "micro_batch_size" and self._draw_sizes is not None:
-            self._changed(f"Arguments: `{options[0]} {wanted}` instead of {was}, which the script cuts up.")
+            self._context.changed(f"Arguments: `{options[0]} {wanted}` instead of {was}, which the script cuts up.")
         elif options and typed:
             self._flags[field] = options
-            self._changed(f"Command line: `{options[0]} {wanted}` instead of {was}.")
+            self._context.changed(f"Command line: `{options[0]} {wanted}` instead of {was}.")
         elif options:
             text = f"Arguments: the script parses a list that it makes; `{options[0]} {wanted}` in it instead of {was}."
-            self._changed(text)
+            self._context.changed(text)
         else:
-            self._changed(f"Arguments: `{name}` is {wanted} instead of {was} once they are parsed.")
+            self._context.changed(f"Arguments: `{name}` is {wanted} instead of {was} once they are parsed.")
 
 
 def _holds(value: Any, number: int) -> bool:

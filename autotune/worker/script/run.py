@@ -160,17 +160,7 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
     steps.install()
     stages.install(context.candidate, context.changed)
     experts.layers.install(context.candidate, context.changed)
-    trial_config = context.recorder.folder.ds_config.absolute() if context.candidate is not None else None
-    arguments = Arguments(
-        context.value,
-        trial_config,
-        context.changed,
-        context.report.flags,
-        context.limits,
-        context.left_out,
-        context.json_flags,
-        context.drawn() if context.script.draw_sizes else None,
-    )
+    arguments = Arguments(context)
     patch(argparse.ArgumentParser, "parse_known_args", arguments.parse)
     for name in CLICK:
         after_import(name, lambda module: patch(module.Command, "parse_args", arguments.parse_click))

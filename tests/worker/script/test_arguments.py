@@ -3,6 +3,7 @@
 import argparse
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 
 import click
@@ -16,6 +17,15 @@ from autotune.worker.script.patching import patch
 from autotune.worker.script.run import CLICK
 
 
+def arguments_of(value, changes, flags, limits, files, ds_config=None):
+    """The hooks of a trial with a JSON, or of a probe, which has none."""
+    return Arguments(SimpleNamespace(
+        value=value, changed=changes.append, report=SimpleNamespace(flags=flags), limits=limits, left_out=[], json_flags=files,
+        candidate=ds_config, recorder=SimpleNamespace(folder=SimpleNamespace(ds_config=ds_config)),
+        script=SimpleNamespace(draw_sizes=None),
+    ))  # fmt: skip
+
+
 @pytest.fixture
 def parse(monkeypatch):
     """Parses a command line as in a trial; returns the arguments, the changes noted, and the flags of fields."""
@@ -23,7 +33,7 @@ def parse(monkeypatch):
     def run(parser, line, *, own=None, limits=None, files=None, ds_config=Path("/trial/ds_config.json"), **moves):
         changes, flags = [], {}
         limits, files = [] if limits is None else limits, {} if files is None else files
-        hooked = Arguments(moves.get, ds_config, changes.append, flags, limits, [], files)
+        hooked = arguments_of(moves.get, changes, flags, limits, files, ds_config)
         monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", PARSE)  # put back after the test
         patch(argparse.ArgumentParser, "parse_known_args", hooked.parse)
         monkeypatch.setattr(sys, "argv", ["train.py", *line.split()])
@@ -213,7 +223,7 @@ def test_arguments_of_click_and_typer_are_moved(monkeypatch, package, line, chan
     changes, found, limits, ran = [], {}, [], []
     command = {"click": click.Command, "typer": typer.core.TyperCommand.__bases__[0]}[package]
     assert command.__module__ in CLICK  # where trials wait for it
-    hooked = Arguments({"micro_batch_size": (4, 2)}.get, None, changes.append, found, limits, [], {})
+    hooked = arguments_of({"micro_batch_size": (4, 2)}.get, changes, found, limits, {})
     monkeypatch.setattr(command, "parse_args", command.parse_args)  # put back after the test
     patch(command, "parse_args", hooked.parse_click)
     monkeypatch.setattr(sys, "argv", ["train.py", *(line or "train").split()])

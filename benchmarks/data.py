@@ -171,11 +171,11 @@ def write_packing(folder: Path) -> None:
         for name in ("samples_per_s", "tokens_per_s", "step_time_s")
         if name in found["gains"]
     }
-    verdict = records.verdict_in(folder / "studies" / "data", found["trial"])
+    gate = rows[found["trial"]]["gate"]
     write("data_packing", {
         "candidate": found["candidate"], "gains": gains, "trials": len(rows),
         "padding": {number: row.get("padding") for number, row in rows.items()},
-        "gate": verdict and {name: getattr(verdict, name) for name in ("passed", "n_steps", "excess", "limit")},
+        "gate": gate and {name: gate[name] for name in ("passed", "n_steps", "excess", "limit")},
     })  # fmt: skip
 
 

@@ -11,7 +11,8 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from autotune.forecast.predictor import generic_prior
-from autotune.scoring.convergence.quality_gate import trains_alike
+from autotune.scoring.convergence.branch import Branch
+from autotune.scoring.convergence.quality_gate import GateVerdict, trains_alike
 from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.scoring.measured import Foretold, Measured
 from autotune.scoring.metrics import remeasured
@@ -23,7 +24,7 @@ from autotune.space.deepspeed import DsConfig
 from autotune.space.space import SearchSpace
 from autotune.study.storage import records
 from autotune.study.storage.records import StudyRecord, told_candidate, told_data
-from autotune.trial.folder import result_in
+from autotune.trial.folder import record_in, result_in
 from autotune.trial.result import RAN, Outcome
 
 PEAK = "peak_memory_bytes"
@@ -126,7 +127,7 @@ def _foretold(kept: StudyRecord, told: Sequence[FrozenTrial], before: Reading) -
 def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConfig) -> Measured:
     data, candidate = told_data(told), told_candidate(told)
     paths = records.repeat_paths(folder, told.number)
-    ds_config, verdict = kept.ds_config(candidate), records.verdict_in(folder, told.number)
+    ds_config, verdict = kept.ds_config(candidate), record_in(records.gate_path(folder, told.number), GateVerdict)
     baseline = Candidate.from_key(kept.baseline)
     refused = verdict is not None and verdict.passed is False
     beside = records.repeat_paths(folder, 0) if told.number and paths else {}
@@ -143,7 +144,7 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConf
         ds_config=ds_config,
         outcome=Outcome.DIVERGED if refused else Outcome(data["outcome"]),
         verdict=verdict,
-        branch=records.branch_in(folder, told.number),
+        branch=record_in(records.branch_path(folder, told.number), Branch),
         branch_wanted=kept.branches
         and candidate.global_batch_size(kept.data_parallel) != baseline.global_batch_size(kept.data_parallel),
         numerics_kept=trains_alike(candidate, baseline, ds_config, own, kept.workload),

@@ -18,9 +18,7 @@ from optuna.trial import FrozenTrial, TrialState
 from pydantic import ValidationError
 
 from autotune.errors import UserError, nearest
-from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.convergence.learning_rate import LearningRate
-from autotune.scoring.convergence.quality_gate import GateVerdict
 from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.scoring.metrics import Direction
 from autotune.scoring.objective import Objective
@@ -321,16 +319,6 @@ def told_data(told: FrozenTrial) -> dict[str, Any]:
 def told_candidate(told: FrozenTrial) -> Candidate:
     """The configuration of a told trial."""
     return Candidate.from_key(told.user_attrs[CANDIDATE_ATTR])
-
-
-def branch_in(folder: Path, number: int) -> Branch | None:
-    """Result of a trial's branch; None if it has none."""
-    return record_in(branch_path(folder, number), Branch)
-
-
-def verdict_in(folder: Path, number: int) -> GateVerdict | None:
-    """The quality gate's verdict on a trial; None if it was not checked."""
-    return record_in(gate_path(folder, number), GateVerdict)
 
 
 def trial_path(folder: Path, number: int) -> Path:

@@ -263,12 +263,9 @@ def amount(number: float) -> str:
 
 def in_words(choice: Choice) -> str:
     """A configuration in words, without the keys that every advice sets."""
-    own = [(path, value) for path, value in choice.candidate.config if _is_chosen(path.rsplit(".", 1)[-1], value)]
-    return replace(choice.candidate, config=tuple(own)).describe()
-
-
-def _is_chosen(key: str, value: object) -> bool:
-    return key not in ALWAYS_SET and value != USUAL.get(key)
+    config = ((path.rsplit(".", 1)[-1], path, value) for path, value in choice.candidate.config)
+    own = tuple((path, value) for key, path, value in config if key not in ALWAYS_SET and value != USUAL.get(key))
+    return replace(choice.candidate, config=own).describe()
 
 
 def _waterfall(name: str, whole: Interval, limit: float, terms: Mapping[str, float], said: str) -> Iterator[str]:

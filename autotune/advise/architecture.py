@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.advise.names import closest, spelled
+from autotune.advise.names import closest
 from autotune.errors import UserError
 from autotune.system import files
 
@@ -199,7 +199,7 @@ def _by_name() -> dict[str, Architecture]:
 def essence(name: str) -> str:
     """A model's name without owner, punctuation and words that do not change its shape: `qwen38b` for Qwen/Qwen3-8B."""
     words = re.split(r"[\s_/-]+", name.strip().rsplit("/", 1)[-1].lower())
-    return spelled("".join(word for word in words if not IDLE.fullmatch(word)))
+    return re.sub(r"[^a-z0-9]+", "", "".join(word for word in words if not IDLE.fullmatch(word)))
 
 
 def find(name: str) -> Architecture:

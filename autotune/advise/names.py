@@ -1,13 +1,8 @@
-"""Names as people spell them: compared without punctuation, and the nearest ones of a name that is unknown."""
+"""The nearest ones of a name that is unknown."""
 
 import difflib
 import re
 from collections.abc import Mapping
-
-
-def spelled(name: str) -> str:
-    """A name in lower case without spaces and punctuation."""
-    return re.sub(r"[^a-z0-9.]+", "", name.lower()).replace(".", "")
 
 
 def closest(name: str, known: Mapping[str, str], n: int = 3) -> list[str]:

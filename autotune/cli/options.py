@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from autotune.errors import UserError
-from autotune.study.spec.settings import GROUPS, SETTINGS, default_words, flag, group_of
+from autotune.study.spec.settings import GROUPS, SETTINGS, default_words, flag
 
 # A function that does what a command does; it returns the exit status, None for 0.
 Function: TypeAlias = Callable[..., int | None]
@@ -105,7 +105,9 @@ def _is_argument(parameter: Any) -> bool:
 
 
 def _group_of(option: Any) -> str:
-    return option.rich_help_panel or group_of(option.name)
+    """The group that an option stands in; a setting's is that of the setting."""
+    own = next((name for name, keys in GROUPS.items() if option.name in keys), "Options")
+    return option.rich_help_panel or own
 
 
 def _shown_argument(argument: Any) -> str:

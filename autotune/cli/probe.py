@@ -19,7 +19,7 @@ from autotune.system.machine import check_ranks
 from autotune.system.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from autotune.trial.links import Link, LoaderRate, Probe
+    from autotune.trial.links import Link, Probe
 
 DEADLINE_S = 240.0
 DEFAULT_RANKS = 2
@@ -107,16 +107,13 @@ def lines(found: Probe, *, kept: bool) -> Iterator[str]:
     yield ""
     yield "data loader    samples/s of a rank (a sample: 3 x 64 x 64 numbers, 48 KiB)"
     for each in found.loader:
-        yield f"  {_workers(each)} {each.samples_per_s:>12,.0f}   {each.bytes_per_s / 1e9:.2f} GB/s"
+        workers = f"{each.n_workers} worker{'s' if each.n_workers != 1 else ' '}"
+        yield f"  {workers} {each.samples_per_s:>12,.0f}   {each.bytes_per_s / 1e9:.2f} GB/s"
     if found.data is not None:
         yield f"  your data, drawn by the rank itself: {found.data.samples_per_s:,.0f} samples/s"
     yield from (f"note: {caveat}" for caveat in found.caveats)
     if kept:
         yield "note: measured earlier and kept; --again measures anew"
-
-
-def _workers(rate: LoaderRate) -> str:
-    return f"{rate.n_workers} worker{'s' if rate.n_workers != 1 else ' '}"
 
 
 def _links(links: tuple[Link, ...]) -> Iterator[str]:

@@ -204,11 +204,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def group_of(key: str) -> str:
-    """Returns the group of options that a setting belongs to."""
-    return next((name for name, keys in GROUPS.items() if key in keys), "Options")
-
-
 def default_words(key: str) -> str:
     """Returns a setting's default as `--help` states it; "" if it has none that is worth a word."""
     default, metavar = SETTINGS[key].default, SETTINGS[key].metavar

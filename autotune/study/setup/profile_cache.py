@@ -19,7 +19,7 @@ from autotune.study.spec.spec import StudySpec
 from autotune.system import device
 from autotune.system.machine import CPU_VARIABLES, cache_dir, processor_name
 from autotune.trial.command import Invocation
-from autotune.trial.folder import TrialDir, read_record, write_record
+from autotune.trial.folder import TrialDir, read_record, record_in, write_record
 from autotune.trial.links import Probe
 from autotune.trial.profile import Machine, Profile
 from autotune.trial.request import TrialRequest
@@ -114,10 +114,7 @@ def machine_key(world_size: int, where: Sequence[Any] = ()) -> str:
 
 def load(kind: type[T], key: str) -> T | None:
     """Returns the record under a key; None without one that can be read."""
-    try:
-        return read_record(_path(kind, key), kind)
-    except (OSError, ValueError):
-        return None
+    return record_in(_path(kind, key), kind)
 
 
 def save(value: Profile | Machine | Workload | Probe, key: str) -> None:

@@ -19,6 +19,7 @@ from optuna.trial import TrialState
 from support import postgres
 from support.coordinate import coordinate
 from support.instant import Instant, Watcher, plan_of, spec_of
+from support.zoo import wait_until
 
 from autotune.space.candidate import CANDIDATE_ATTR
 from autotune.study import proposals
@@ -82,14 +83,6 @@ def ended(*processes: Coordinator) -> None:
         assert process.wait() == 0, process.log
 
 
-def until(fact: Callable[[], bool], timeout_s: float = 60) -> None:
-    """Waits for a fact."""
-    end = time.monotonic() + timeout_s
-    while not fact():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def study_of(url: str):
     return records.load_study(records.open_storage(url), "s")
 
@@ -127,7 +120,7 @@ def test_three_coordinators_share_a_budget(url, start):
 @pytest.mark.system
 def test_a_killed_worker_costs_a_retry_and_no_trial(url, start):
     lead, worker = start("lead", 8, 0.4), start("help", 8, 0.4)
-    until(lambda: "began" in worker.log)
+    assert wait_until(lambda: "began" in worker.log)
     worker.kill()
     ended(lead)
     assert_whole(url, 8)
@@ -160,7 +153,7 @@ def test_a_candidate_that_takes_three_coordinators_along_is_not_the_first_of_a_f
 @pytest.mark.system
 def test_without_its_leader_a_study_goes_on_and_the_next_leader_finishes_it(url, start, tmp_path):
     lead, worker = start("lead", 20, 0.2), start("help", 20, 0.2)
-    until(lambda: told(url) > 4)
+    assert wait_until(lambda: told(url) > 4)
     lead.kill()
     ended(worker)
     assert told(url) == 20
@@ -173,7 +166,7 @@ def test_without_its_leader_a_study_goes_on_and_the_next_leader_finishes_it(url,
 def test_a_database_that_is_killed_and_comes_back_costs_nothing(programs, start):
     with postgres.running(programs) as own:
         workers = [start(role, 14, 0.2, at=own.url) for role in ("lead", "help")]
-        until(lambda: told(own.url) > 3)
+        assert wait_until(lambda: told(own.url) > 3)
         own.kill()
         time.sleep(4)
         own.start()
@@ -190,7 +183,7 @@ def test_a_database_that_is_killed_and_comes_back_costs_nothing(programs, start)
 def test_a_database_that_stays_away_ends_the_run_with_what_to_do_and_the_run_can_go_on(programs, start):
     with postgres.running(programs) as own:
         lead = start("lead", 12, 0.2, at=own.url, patience_s=2)
-        until(lambda: told(own.url) > 3)
+        assert wait_until(lambda: told(own.url) > 3)
         own.kill()
         assert lead.wait(60) == 2
         log = lead.log
@@ -232,7 +225,7 @@ def test_a_worker_helps_a_run_and_the_password_is_nowhere(url, models, tmp_path)
     shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
     (tmp_path / "small.yaml").write_text(STUDY)
     run = command("run", "small.yaml", "--storage", url, cwd=tmp_path)
-    until((tmp_path / "studies" / "small" / "study.yaml").exists, 120)
+    assert wait_until((tmp_path / "studies" / "small" / "study.yaml").exists, 120)
     worker = command("worker", "small", "--storage", url, cwd=tmp_path)
     said = [process.communicate(timeout=240)[0] for process in (run, worker)]
     assert (run.returncode, worker.returncode) == (0, 0), said

@@ -7,11 +7,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from optuna.trial import TrialState
+from support.zoo import wait_until
 
 from autotune.errors import UserError
 from autotune.space.candidate import CANDIDATE_ATTR
@@ -21,14 +21,6 @@ from autotune.system import processes as liveness
 
 # Of a kernel that nobody here can ask whether the process lives.
 ELSEWHERE = Owner("elsewhere", "another kernel", 1, "0", "x")
-
-
-def until(fact: Callable[[], bool], timeout_s: float = 60) -> None:
-    """Waits for a fact."""
-    end = time.monotonic() + timeout_s
-    while not fact():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def ledger_of(url: str, owner: Owner | None = None) -> StudyLeases:
@@ -110,7 +102,7 @@ def test_a_dead_process_of_this_machine_is_known_at_once(url):
     other.claim(study)
     assert ledger.abandoned(records.running(study)) == []
     child.kill()
-    until(lambda: len(ledger.abandoned(records.running(study))) == 1)  # though nobody has waited for it yet
+    assert wait_until(lambda: len(ledger.abandoned(records.running(study))) == 1)  # though nobody has waited for it yet
     child.communicate()
 
 

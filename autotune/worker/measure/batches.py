@@ -232,6 +232,10 @@ class BatchObserver:
         self.n_backward += 1
         self._fresh = True
 
+    def goes_on(self) -> None:
+        """Takes the engine's count of optimizer steps as it is now, which a checkpoint that was loaded has set."""
+        self._steps = self._engine.global_steps
+
     def step(self) -> bool:
         """Notes a call of `engine.step`; returns whether it was an optimizer step."""
         if self._engine.global_steps == self._steps:

@@ -161,8 +161,11 @@ def draw_otherwise(engine: Any, replicate: int) -> None:
     begin alike, and by then a loader has its order.
     """
 
+    begun: list[int] = []  # that many steps were made before, where a checkpoint was loaded
+
     def seed(*_: Any) -> None:
-        if engine.global_steps and torch.is_grad_enabled():
+        begun[:] = begun or [engine.global_steps]
+        if engine.global_steps > begun[0] and torch.is_grad_enabled():
             # On top of the script's own seed, by which its ranks may differ.
             torch.manual_seed((torch.initial_seed() + REPLICATE_SEEDS * replicate) % 2**63)
             hook.remove()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from autotune.errors import UserError
+from autotune.space.deepspeed import DTYPES, ZERO, DsConfig, at_path, precision_of, without_auto
 from autotune.worker.containers import n_elements, tensors_in
 from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.patching import after_import, patch, users_caller
@@ -27,6 +28,8 @@ TRACKERS_OFF = {
 MAX_FILES_NAMED = 5
 # Files of a checkpoint of DeepSpeed's that hold the script's own state, without and with ZeRO 3.
 CLIENT_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+# What DeepSpeed has counted, and an engine goes on counting from.
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 # Endings of files that hold weights.
 CHECKPOINTS = (".bin", ".ckpt", ".pt", ".pth", ".safetensors")
 # Variables that hold the folders of libraries' caches.
@@ -120,7 +123,26 @@ class Isolation:
             return original(engine, load_dir, tag, *args, **kwargs)  # which says that there is none
         self._context.once("trials train from the script's first weights, not from those of engine.load_checkpoint")
         saved = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+        for name in COUNTERS:  # scripts begin where these say
+            if name in saved:
+                setattr(engine, name, saved[name])
+        if (meter := self._context.meter) is not None and meter.engine is engine:
+            meter.batches.goes_on()
+        if not engine.load_universal_checkpoint():
+            self._tell_states(saved.get("ds_config"))
         return str(file), {name: value for name, value in saved.items() if name not in ("module", "optimizer")}
+
+    def _tell_states(self, saved_with: Any) -> None:
+        """Notes it if DeepSpeed loads a checkpoint no more that the script goes on from, once it trains as the candidate."""
+        if self._context.candidate is None or not isinstance(saved_with, dict):
+            return
+        before, now = _states(saved_with), _states(self._context.request.ds_config)
+        if before != now:
+            self._context.changed(
+                f"Checkpoint: the one that `engine.load_checkpoint` reads was saved at {before}, and DeepSpeed does not load"
+                f" it with its optimizer's states at {now}: begin a training so, or tune the one that goes on from it with"
+                " stage and type of the weights as they are (`--space batch,checkpointing`)."
+            )
 
     def _rename(self, original: Callable[..., Any], src: Any, dst: Any, **kwargs: Any) -> Any:
         """Follows a file that is written under another name and then moved into its place."""
@@ -209,6 +231,15 @@ class Isolation:
     def _is_ours(self, path: str) -> bool:
         ours = (self._folder, "/dev/", "/proc/", os.environ.get("TORCH_EXTENSIONS_DIR", "/dev/"))
         return os.path.abspath(path).startswith(ours)
+
+
+def _states(config: DsConfig) -> str:
+    """Returns what files of an optimizer's states go by, in words: DeepSpeed loads those of no other kind.
+
+    ZeRO 1 and 2 read each other's, and autocast has the weights of fp32.
+    """
+    stage, precision = at_path(config, f"{ZERO}stage") or 0, precision_of(without_auto(config))
+    return f"ZeRO {'1 or 2' if stage in (1, 2) else stage} with {precision if precision in DTYPES else 'fp32'} weights"
 
 
 def _caches() -> tuple[str, ...]:

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from autotune.space.candidate import Candidate
+from autotune.worker.measure.batches import BatchObserver
 from autotune.worker.script import isolation
 from autotune.worker.script.isolation import Isolation
 
@@ -53,21 +55,41 @@ def test_a_script_that_goes_on_from_a_checkpoint_gets_what_it_saved_there_and_no
     """Weights and optimizer were loaded, which failed for each other stage of ZeRO and number of ranks."""
     found, said = rank(tmp_path), []
     found._context.once = said.append
-    engine = SimpleNamespace(load_universal_checkpoint=lambda: False)
+    engine = torch.nn.Identity()
+    engine.load_universal_checkpoint, engine.global_steps = lambda: False, 0
+    batches = BatchObserver(engine)
+    found._context.candidate, found._context.meter = None, SimpleNamespace(engine=engine, batches=batches)
 
     def load(tag=None):
         return found._load_checkpoint(lambda *_: (None, None), engine, str(tmp_path), tag)
 
     assert load() == (None, None) and not said
-    saved = {"module": {"weight": torch.ones(2)}, "optimizer": {}, "step": 7}
+    saved = {"module": {"weight": torch.ones(2)}, "optimizer": {}, "step": 7, "global_steps": 9}
     for name, file in zip(("one", "three"), isolation.CLIENT_STATES, strict=True):
         (tmp_path / name).mkdir()
         torch.save(saved, tmp_path / name / file)
     (tmp_path / "latest").write_text("one\n")
     for tag in (None, "three"):
         path, state = load(tag)
-        assert Path(path).parent.name == (tag or "one") and state == {"step": 7}
+        assert Path(path).parent.name == (tag or "one") and state == {"step": 7, "global_steps": 9}
     assert "engine.load_checkpoint" in said[0]
+    assert engine.global_steps == 9, "scripts hold it against their own count, or begin there"
+    assert not batches.step(), "no step was made"
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "loads"),
+    [(1, "fp32", True), (2, "torch_autocast", True), (0, "fp32", False), (3, "fp32", False), (1, "bf16", False)],
+)
+def test_a_configuration_that_a_checkpoint_does_not_load_in_is_told(tmp_path, stage, precision, loads):
+    """A training that went on from its checkpoint by a drop-in answer with another stage ended in DeepSpeed's traceback."""
+    found, changes = rank(tmp_path), []
+    found._context.changed = changes.append
+    found._context.candidate = Candidate.of({"micro_batch_size": 4, "zero_stage": stage, "precision": precision})
+    found._context.request = SimpleNamespace(ds_config=found._context.candidate.to_deepspeed())
+    found._tell_states({"train_batch_size": 4, "zero_optimization": {"stage": 2}})
+    assert len(changes) == (not loads)
+    assert all("saved at ZeRO 1 or 2 with fp32 weights" in text for text in changes)
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from autotune.errors import UserError
-from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import OWNED_PATHS, DsConfig
+from autotune.space.candidate import Candidate, from_deepspeed
+from autotune.space.deepspeed import OWNED_PATHS, ConfigError, DsConfig
 from autotune.trial.request import TailCheck, TrialRequest
 from autotune.trial.result import Outcome
 from autotune.trial.workload import DataShape
@@ -142,24 +142,45 @@ class ScriptContext:
             return sizes if sizes[0] != sizes[1] else None
         return (self.batch_factor * change[0], self.batch_factor * change[1]) if change else None
 
-    def config(self, own: DsConfig, *, first: bool) -> DsConfig:
-        """Returns the DeepSpeed configuration to run with.
+    def config(self, own: DsConfig) -> DsConfig:
+        """Returns the DeepSpeed configuration to run with in place of the script's own."""
+        return own if self.candidate is None else _with_stage(copy.deepcopy(self.request.ds_config))
+
+    def config_beside(self, own: DsConfig, first: DsConfig) -> tuple[DsConfig, list[str]]:
+        """Returns the configuration of another trained model (a critic), and what changes in it, in words.
+
+        It follows the trial where its own configuration has what the first model's has, and else stays: the baseline then
+        trains all models as the script does.
 
         Args:
-            own: The script's configuration.
-            first: Whether it is that of the first trained model; others (a critic) keep all but the tuned settings.
+            own: The script's configuration of that model.
+            first: Its configuration of the first one.
         """
-        if self.candidate is None:
-            return own
-        config = copy.deepcopy(self.request.ds_config) if first else self.candidate.to_deepspeed(own)
-        config.setdefault("zero_optimization", {"stage": 0})  # a framework may look there
-        return config
+        candidate, script = self.candidate, self.script
+        if candidate is None:
+            return own, []
+        try:
+            mine, theirs = (from_deepspeed(config, self.request.world_size) for config in (first, own))
+        except ConfigError:  # a framework fills in the batch
+            return _with_stage(candidate.to_deepspeed(own)), []
+        was = mine.values() | {
+            "micro_batch_size": script.micro_batch_size, "gradient_accumulation_steps": script.gradient_accumulation_steps,
+            "precision": script.precision, "checkpoint_every": candidate.checkpoint_every,
+        }  # fmt: skip
+        before = theirs.values()
+        moved = {
+            name: value
+            for name, value in candidate.values().items()
+            if value != was.get(name) and before.get(name) == was.get(name)
+        }
+        wanted = Candidate.of({**before, **moved})
+        return _with_stage(wanted.to_deepspeed(own)), wanted.changes_from(theirs)
 
     def early_config(self, own: DsConfig) -> DsConfig:
         """Returns the configuration for a framework that reads it early and fills in the "auto" values of `own`."""
         if self.candidate is None:
             return own
-        config = self.config(own, first=True)
+        config = self.config(own)
         ds_config.keep_auto(config, own, OWNED_PATHS)
         # Counted from the batch, and refused by transformers where the two differ.
         for name in ("total_num_steps", "warmup_num_steps"):
@@ -240,3 +261,9 @@ class ScriptContext:
         """Reports an error and ends the process, so that the script cannot catch it."""
         self.clean_up()
         rank.abort(self.recorder, error)
+
+
+def _with_stage(config: DsConfig) -> DsConfig:
+    """Returns a configuration that states its ZeRO stage: a framework may look there."""
+    config.setdefault("zero_optimization", {"stage": 0})
+    return config

@@ -40,8 +40,8 @@ SHARDING = re.compile(r"\bzero(?:\.| import .*\b)Init\b|DeepSpeedConfig\b")
 
 Rates = tuple[float | None, ...]
 FURTHER = (
-    "the script trains more than one model with DeepSpeed: the first is measured and shown; batch, ZeRO stage and precision of the"
-    " others are set to what a trial tries, too"
+    "the script trains more than one model with DeepSpeed: the first is measured and shown; the others follow a trial in batch, ZeRO"
+    " stage and precision where their configuration has what the first's has, and else stay as they are"
 )
 
 
@@ -83,6 +83,7 @@ class EngineHooks:
         self._unrecomputed = ""  # caller whose recomputation was skipped
         self._watch: recompute.Recomputations | None = None
         self._pid = os.getpid()
+        self._first: tuple[Any, DsConfig] = None, {}  # what the script gave for the first model, and that configuration
 
     def install(self) -> None:
         """Patches the entry points."""
@@ -120,9 +121,10 @@ class EngineHooks:
             prepared = self._prepare(given, own, source) if context.meter is None else None
         except UserError as error:  # the script must not catch it
             context.abort(error)
-        if prepared is None and probes:
-            context.once(FURTHER)
-        config = context.config(own, first=prepared is not None)
+        if prepared is not None:
+            self._first, config = (source, prepared.own_config), context.config(own)
+        else:
+            config = self._beside(source, own)
         config = {key: value for key, value in config.items() if key not in SIDE_EFFECT_KEYS}
         config["steps_per_print"] = NEVER_STEPS
         if isinstance(source, dict):  # the script may look into it later
@@ -144,6 +146,20 @@ class EngineHooks:
         else:
             result[0].register_forward_pre_hook(context.cast, with_kwargs=True)
         return result
+
+    def _beside(self, source: Any, own: DsConfig) -> DsConfig:
+        """Returns the configuration of a model that is trained beside the first one, and notes what changes in it."""
+        given, first = self._first
+        self._context.once(FURTHER)
+        # One dict for both of them has been changed for the first one by now.
+        config, changes = self._context.config_beside({**own, **first} if source is given else own, first)
+        if changes:
+            place = users_caller()
+            self._context.changed(
+                f"Other models: the configuration that `deepspeed.initialize`{f' at {place}' if place else ''} gets with"
+                f" {', '.join(changes)}, and else as it is."
+            )
+        return config
 
     def _prepare(self, given: dict[str, Any], own: DsConfig, source: Any) -> PreparedModel:
         """Inspects the model and changes it as the candidate needs, before DeepSpeed gets it."""

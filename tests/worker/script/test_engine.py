@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from autotune.space.candidate import Candidate, from_deepspeed
+from autotune.trial.workload import Script
 from autotune.worker import project
 from autotune.worker.script import context, engine, patching, run
 
@@ -95,3 +97,44 @@ def test_a_process_of_the_scripts_own_is_noted_before_it_trains_and_left_as_it_i
     hooks = engine.EngineHooks(found, attach=lambda *_: None)
     hooks._pid = -1  # this is a child
     assert hooks._initialize(lambda model: model, model="untouched") == "untouched"
+
+
+@pytest.mark.parametrize(
+    ("own", "values", "expected", "said"),
+    [
+        ({"zero_optimization": {"stage": 1}}, {"zero_stage": 0}, (8, 2, 0), ["ZeRO 0 instead of 1"]),
+        ({"zero_optimization": {"stage": 3}}, {"zero_stage": 0}, (8, 2, 3), []),
+        ({"train_micro_batch_size_per_gpu": 4}, {"micro_batch_size": 16, "gradient_accumulation_steps": 1}, (4, 1, 0), ["micro-batch 4 x 1 instead of 4 x 2"]),
+        ({"gradient_accumulation_steps": 5}, {}, (8, 5, 0), []),
+        ({"train_micro_batch_size_per_gpu": 3}, {"micro_batch_size": 3}, (3, 2, 0), []),
+    ],
+    ids=["as the first", "another stage", "another batch", "in the baseline", "moved by a flag"],
+)  # fmt: skip
+def test_a_model_beside_the_first_follows_a_trial_in_what_the_two_have_alike(own, values, expected, said):
+    """It was given the first one's settings in the baseline, too, which so trained otherwise than the script."""
+    alike = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2, "optimizer": {"type": "Adam"}}
+    first = {**alike, "zero_optimization": {"stage": own.get("zero_optimization", {"stage": 0})["stage"] % 3}}
+    script = context.ScriptContext.__new__(context.ScriptContext)
+    script.script = Script(micro_batch_size=8, gradient_accumulation_steps=2, precision="fp32")
+    script.request = SimpleNamespace(world_size=2)
+    script.candidate = Candidate.of({**from_deepspeed(first, 2).values(), **values})
+    found, changes = script.config_beside({**alike, **own}, first)
+    seen = from_deepspeed(found, 2)
+    assert (seen.micro_batch_size, seen.gradient_accumulation_steps, seen.zero_stage) == expected
+    assert changes == said and found["optimizer"] == {"type": "Adam"}
+
+
+def test_what_changes_in_the_configuration_of_another_model_is_told(monkeypatch):
+    """The answer named the first model's call alone; one dict for both had been changed for the first one by then."""
+    report = SimpleNamespace(side_changes=[], caveats=[], unreproducible=[])
+    script = context.ScriptContext.__new__(context.ScriptContext)
+    script.report, script.request = report, SimpleNamespace(world_size=2)
+    script.script = Script(micro_batch_size=8, gradient_accumulation_steps=1, precision="fp32")
+    script.candidate = Candidate.of({"micro_batch_size": 4, "gradient_accumulation_steps": 2})
+    monkeypatch.setattr(engine, "users_caller", lambda: "gan.py:22")
+    hooks = engine.EngineHooks(script, attach=lambda *_: None)
+    first, given = {"train_micro_batch_size_per_gpu": 8}, {"train_micro_batch_size_per_gpu": 4}
+    hooks._first = (given, first)
+    hooks._beside(given, given)
+    (text,) = report.side_changes
+    assert "gan.py:22" in text and "micro-batch 4 x 2 instead of 8 x 1" in text and report.caveats == [engine.FURTHER]

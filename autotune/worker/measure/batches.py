@@ -114,6 +114,7 @@ class BatchObserver:
         last: The latest optimizer step.
         uneven: The argument; a probe sets it when it finds that they vary.
         draw_size: Samples of the largest draw that was used; 0 without a loader.
+        n_updates: The engine's count of optimizer steps; what sets that, as from a checkpoint, sets this.
         n_backward: Backward calls of the step under way; several of one forward call, as one for each loss, are one micro-batch.
         trains_in_evaluation_mode: A forward call went backward in that mode, as with batch norms that are frozen.
     """
@@ -124,7 +125,7 @@ class BatchObserver:
         self.noted = FirstBatches()
         self.last = StepCount()
         self._engine, self._forgiving = engine, forgiving
-        self._steps = engine.global_steps
+        self.n_updates = engine.global_steps
         # Draws that no micro-batch has used yet: their samples, and the shape of the tensor that counts them.
         self._ahead: collections.deque[tuple[int | None, tuple[int, ...]]] = collections.deque(maxlen=MOST_AHEAD)
         self._n_drawn = self._latest_draw = self._last_used = self.draw_size = 0
@@ -232,15 +233,11 @@ class BatchObserver:
         self.n_backward += 1
         self._fresh = True
 
-    def goes_on(self) -> None:
-        """Takes the engine's count of optimizer steps as it is now, which a checkpoint that was loaded has set."""
-        self._steps = self._engine.global_steps
-
     def step(self) -> bool:
         """Notes a call of `engine.step`; returns whether it was an optimizer step."""
-        if self._engine.global_steps == self._steps:
+        if self._engine.global_steps == self.n_updates:
             return False
-        self._steps = self._engine.global_steps
+        self.n_updates = self._engine.global_steps
         micro = tuple(self._micro)
         self._every_fits = self._every_fits and self._n_every in (self._n_drawn - self._latest_draw, self._n_drawn)
         way = self._way(micro)

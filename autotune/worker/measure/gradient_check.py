@@ -160,7 +160,6 @@ def draw_otherwise(engine: Any, replicate: int) -> None:
     A trial with another micro-batch draws them otherwise, too. The first step stands: its loss shows whether equal runs
     begin alike, and by then a loader has its order.
     """
-
     begun: list[int] = []  # that many steps were made before, where a checkpoint was loaded
 
     def seed(*_: Any) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.space.deepspeed import DsConfig
 
+ACCUMULATION = "gradient_accumulation_steps"
+
 
 def keep_auto(config: DsConfig, own: DsConfig, fixed: Container[str], prefix: str = "") -> None:
     """Sets values of `config` to "auto" where `own` has "auto", except at fixed paths."""
@@ -103,3 +105,32 @@ def _dict_line(tree: ast.Module, line: int) -> int:
         if named:
             return max(named)
     return 0
+
+
+def accumulation_in_code(frame: FrameType | None) -> str:
+    """Returns what a script's configuration has its accumulation from, as `cfg.accum`.
+
+    Empty for a number that is written there, for several such places, and if none is found.
+
+    Args:
+        frame: The script's frame at the call of `deepspeed.initialize`; None if a framework calls.
+    """
+    try:
+        tree = ast.parse(Path(frame.f_code.co_filename).read_bytes()) if frame is not None else ast.Module([], [])
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return ""
+    found = {ast.unparse(value) for value in _values_of(tree, ACCUMULATION) if not isinstance(value, ast.Constant)}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _values_of(tree: ast.Module, key: str) -> Iterator[ast.expr]:
+    """Yields what code has for a key: in a dict that is written out, in a call as `dict(key=...)`, and as `config[key] = ...`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            pairs = zip(node.keys, node.values, strict=True)
+            yield from (value for name, value in pairs if isinstance(name, ast.Constant) and name.value == key)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "dict":
+            yield from (word.value for word in node.keywords if word.arg == key)
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+            name = node.targets[0].slice
+            yield from [node.value] if isinstance(name, ast.Constant) and name.value == key else []

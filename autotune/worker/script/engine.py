@@ -122,6 +122,7 @@ class EngineHooks:
         except UserError as error:  # the script must not catch it
             context.abort(error)
         if prepared is not None:
+            self._tell_count(own)
             self._first, config = (source, prepared.own_config), context.config(own)
         else:
             config = self._beside(source, own)
@@ -146,6 +147,17 @@ class EngineHooks:
         else:
             result[0].register_forward_pre_hook(context.cast, with_kwargs=True)
         return result
+
+    def _tell_count(self, own: DsConfig) -> None:
+        """Notes what the script has its accumulation from, where only the configuration is changed: its loop may count by that."""
+        change = self._context.value(ds_config.ACCUMULATION)
+        if change is None or own.get(ds_config.ACCUMULATION) != change[0]:  # a flag has moved it
+            return
+        if said := ds_config.accumulation_in_code(users_frame()):
+            self._context.changed(
+                f"Accumulation: the script's configuration has it from `{said}`: set that to {change[1]} instead of"
+                f" {change[0]}, as the script may count its micro-batches by it."
+            )
 
     def _beside(self, source: Any, own: DsConfig) -> DsConfig:
         """Returns the configuration of a model that is trained beside the first one, and notes what changes in it."""

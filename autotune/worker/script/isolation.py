@@ -127,7 +127,7 @@ class Isolation:
             if name in saved:
                 setattr(engine, name, saved[name])
         if (meter := self._context.meter) is not None and meter.engine is engine:
-            meter.batches.goes_on()
+            meter.batches.n_updates = engine.global_steps
         if not engine.load_universal_checkpoint():
             self._tell_states(saved.get("ds_config"))
         return str(file), {name: value for name, value in saved.items() if name not in ("module", "optimizer")}

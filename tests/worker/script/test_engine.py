@@ -104,7 +104,8 @@ def test_a_process_of_the_scripts_own_is_noted_before_it_trains_and_left_as_it_i
     [
         ({"zero_optimization": {"stage": 1}}, {"zero_stage": 0}, (8, 2, 0), ["ZeRO 0 instead of 1"]),
         ({"zero_optimization": {"stage": 3}}, {"zero_stage": 0}, (8, 2, 3), []),
-        ({"train_micro_batch_size_per_gpu": 4}, {"micro_batch_size": 16, "gradient_accumulation_steps": 1}, (4, 1, 0), ["micro-batch 4 x 1 instead of 4 x 2"]),
+        ({"train_micro_batch_size_per_gpu": 4}, {"micro_batch_size": 16, "gradient_accumulation_steps": 1}, (4, 1, 0),
+         ["micro-batch 4 x 1 instead of 4 x 2"]),
         ({"gradient_accumulation_steps": 5}, {}, (8, 5, 0), []),
         ({"train_micro_batch_size_per_gpu": 3}, {"micro_batch_size": 3}, (3, 2, 0), []),
     ],
@@ -138,3 +139,30 @@ def test_what_changes_in_the_configuration_of_another_model_is_told(monkeypatch)
     hooks._beside(given, given)
     (text,) = report.side_changes
     assert "gan.py:22" in text and "micro-batch 4 x 2 instead of 8 x 1" in text and report.caveats == [engine.FURTHER]
+
+
+@pytest.mark.parametrize(
+    ("code", "configured", "named"),
+    [
+        ('settings = {"gradient_accumulation_steps": cfg["optim"]["accum"]}', 2, "cfg['optim']['accum']"),
+        ("settings = dict(gradient_accumulation_steps=ACCUM)", 2, "ACCUM"),
+        ('settings["gradient_accumulation_steps"] = args.accum', 2, "args.accum"),
+        ('settings["gradient_accumulation_steps"] = args.accum', 1, ""),
+        ('settings = {"gradient_accumulation_steps": 2}', 2, ""),
+    ],
+    ids=["dict", "call", "item", "moved by a flag", "number"],
+)
+def test_what_a_loop_may_count_its_micro_batches_by_is_told(code, configured, named, tmp_path, monkeypatch):
+    """A loop over `range(ACCUM)` trained twice as many samples in each turn by an answer that halved the accumulation."""
+    (tmp_path / "train.py").write_text(code)
+    report = SimpleNamespace(side_changes=[])
+    script = context.ScriptContext.__new__(context.ScriptContext)
+    script.report, script.script = report, Script(micro_batch_size=8, gradient_accumulation_steps=2)
+    script.request = SimpleNamespace(world_size=2)
+    script.candidate = Candidate.of({"micro_batch_size": 16, "gradient_accumulation_steps": 1})
+    frame = SimpleNamespace(f_code=SimpleNamespace(co_filename=str(tmp_path / "train.py")))
+    monkeypatch.setattr(engine, "users_frame", lambda: frame)
+    hooks = engine.EngineHooks(script, attach=lambda *_: None)
+    hooks._tell_count({"gradient_accumulation_steps": configured})
+    assert len(report.side_changes) == bool(named)
+    assert all(f"`{named}`: set that to 1 instead of 2" in text for text in report.side_changes)

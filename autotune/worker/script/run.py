@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,18 @@ def _exited(end: SystemExit) -> ScriptError:
     return error
 
 
+def _leave(own_pid: int, original: Callable[[int], NoReturn], status: int) -> NoReturn:
+    """Ends a script that calls `os._exit` as `sys.exit` does: many do so at their end, and nothing would be left of the trial.
+
+    What ends a forked process or another thread's wait so, as a watchdog does, is left alone.
+    """
+    caller = sys._getframe(2)  # of the function that stands in for Python's
+    alone = os.getpid() != own_pid or threading.current_thread() is not threading.main_thread()
+    if alone or not project.holds(caller.f_code.co_filename):
+        original(status)
+    raise SystemExit(status)
+
+
 def _start_process(context: ScriptContext, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Notes that the user's code starts a process before it trains: if the trial comes to no end, that may be why."""
     if context.meter is None and users_frame(through_libraries=True) is not None:
@@ -168,6 +181,7 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
     schedules.install(context)
     Joining().install()
     patch(builtins, "input", _ask)
+    patch(os, "_exit", functools.partial(_leave, os.getpid()))
     spawns = dict.fromkeys(("spawn", "start_processes"), lambda *_args, **_kwargs: context.abort(ScriptError(SPAWNS)))
     patch_everywhere(torch.multiprocessing, spawns)
     for owner, name in ((subprocess.Popen, "__init__"), (multiprocessing.process.BaseProcess, "start")):

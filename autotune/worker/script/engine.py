@@ -165,7 +165,7 @@ class EngineHooks:
         self._context.once(FURTHER)
         # One dict for both of them has been changed for the first one by now.
         config, changes = self._context.config_beside({**own, **first} if source is given else own, first)
-        if changes:
+        if changes and (isinstance(source, dict) or source != given):  # else the exported file is read for both
             place = users_caller()
             self._context.changed(
                 f"Other models: the configuration that `deepspeed.initialize`{f' at {place}' if place else ''} gets with"

@@ -137,6 +137,8 @@ def test_what_changes_in_the_configuration_of_another_model_is_told(monkeypatch)
     first, given = {"train_micro_batch_size_per_gpu": 8}, {"train_micro_batch_size_per_gpu": 4}
     hooks._first = (given, first)
     hooks._beside(given, given)
+    hooks._first = ("ds.json", first)
+    hooks._beside("ds.json", first)  # which the exported file takes the place of
     (text,) = report.side_changes
     assert "gan.py:22" in text and "micro-batch 4 x 2 instead of 8 x 1" in text and report.caveats == [engine.FURTHER]
 

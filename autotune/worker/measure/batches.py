@@ -122,8 +122,7 @@ class BatchObserver:
     def __init__(self, engine: Any, *, forgiving: bool = False, uneven: bool = False, shards: int = 1) -> None:
         self._shards, self.uneven = shards, uneven
         self.backward_counts: set[int] = set()
-        self.noted = FirstBatches()
-        self.last = StepCount()
+        self.noted, self.last = FirstBatches(), StepCount()
         self._engine, self._forgiving = engine, forgiving
         self.n_updates = engine.global_steps
         # Draws that no micro-batch has used yet: their samples, and the shape of the tensor that counts them.

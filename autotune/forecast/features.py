@@ -87,6 +87,10 @@ class FeatureTable:
         self.samples: Design
         self.batch = np.zeros(0)
         self.present = np.zeros((0, len(self._level_columns)))
+        self.numbers = {name: _some_numbers(knobs.get(name, ())) for name in (*BATCH, *self.numeric)}
+        counts = [len(levels) for levels in self.levels.values()] + [3 * len(some) for some in self.numbers.values()]
+        self.setting_of = np.repeat(np.eye(len(counts)), counts, axis=0)
+        self.settings = np.zeros((0, len(self.setting_of)))
 
     def add(self, candidates: Sequence[Candidate]) -> None:
         """Adds those that are not there yet."""
@@ -109,6 +113,7 @@ class FeatureTable:
         )
         smooth = np.column_stack([micro * DOUBLING, steps * DOUBLING, present * LEVEL_DISTANCE, slopes])
         relative = batch / self.reference.samples_per_rank
+        self.settings = np.vstack([self.settings, np.hstack([present, self._number_columns(new)])])
         time = Design(terms=_positive(said.time_terms), linear=linear, smooth=smooth)
         memory = Design(terms=_positive(said.memory_terms), linear=linear, smooth=smooth)
         # Samples to a target: E_min (1 + B / B_noise) (McCandlish et al., 1812.06162): two terms with free scales.
@@ -155,6 +160,16 @@ class FeatureTable:
         columns = [np.equal(_column(candidates, name), size) for name, sizes in self.sizes.items() for size in sizes]
         return np.array(columns, dtype=float).T.reshape(len(candidates), len(columns))
 
+    def _number_columns(self, candidates: Sequence[Candidate]) -> Floats:
+        """Three columns for each value of a knob of numbers, 1 where a candidate has it, has that or more, or that or less."""
+        columns = []
+        for name, numbers in self.numbers.items():
+            own = np.array([value if is_int(value) else np.nan for value in _column(candidates, name)], dtype=float)
+            columns += [
+                compare(own, number) for number in numbers for compare in (np.equal, np.greater_equal, np.less_equal)
+            ]
+        return np.array(columns, dtype=float).T.reshape(len(candidates), len(columns))
+
     def _slopes(self, candidates: Sequence[Candidate]) -> Floats:
         """Numeric knobs on a scale of -1 to 1; where one is not active, nothing."""
         columns = []
@@ -189,6 +204,12 @@ def _sizes(values: Sequence[Scalar]) -> list[int]:
     """The sizes that are told apart each."""
     found = sorted(set(filter(is_int, values)))
     return found if 1 < len(found) <= MOST_SIZES else []
+
+
+def _some_numbers(values: Sequence[Scalar]) -> list[int]:
+    """The numbers among values; of very many some, at equal distances."""
+    found = sorted(set(filter(is_int, values)))
+    return found[:: -(-len(found) // MOST_SIZES) or 1]
 
 
 def _middle(values: Sequence[Scalar]) -> tuple[float, float]:

@@ -94,7 +94,7 @@ class CostModel:
         rows: The candidates that completed.
         n_ran: Trials that told a step time.
         known: All that need not be proposed again.
-        distrust: For each level how likely it is to fail otherwise than by memory.
+        distrust: For each setting of the catalogue how likely it is to fail otherwise than by memory.
         per_sample: By rate what of it a sample holds, as tokens.
         sized: Whether the memory is known well enough to pass candidates by: something fitted, or its bytes were
             counted.
@@ -118,7 +118,7 @@ class CostModel:
 
     def completes(self, rows: Rows) -> Floats:
         """Probability that a candidate does not fail otherwise than by memory."""
-        return np.asarray((1.0 - self.catalogue.present[rows] * self.distrust).prod(axis=1), dtype=float)
+        return np.asarray((1.0 - self.catalogue.settings[rows] * self.distrust).prod(axis=1), dtype=float)
 
     def fits(self, rows: Rows) -> Floats:
         """Probability that a candidate fits the memory."""
@@ -431,17 +431,18 @@ def _ends(others: Sequence[int], steps: int) -> list[int]:
 
 
 def _distrust(catalogue: FeatureTable, told: Sequence[Observation]) -> Floats:
-    """For each level how likely it is to fail otherwise than by memory: what crashes once, or can be no answer, may do so again.
+    """For each setting how likely it is to fail otherwise than by memory: what crashes once, or can be no answer, may do so again.
 
-    The levels of a trial that no other has shown to run share its blame.
+    The settings of a trial that no other has shown to run share its blame.
     """
     failures = [t for t in told if t.outcome in FAILURES or (t.outcome in RAN and not t.eligible)]
-    ran = [t for t in told if t.outcome in RAN and t.eligible]
-    good, failed = (catalogue.present[_rows(catalogue, some)] for some in (ran, failures))
-    good = good.sum(axis=0)
+    failed = catalogue.settings[_rows(catalogue, failures)]
+    good = catalogue.settings[_rows(catalogue, [t for t in told if t.outcome in RAN and t.eligible])].sum(axis=0)
     suspects = failed * (good == 0)
     suspects = np.where(suspects.any(axis=1, keepdims=True), suspects, failed)
-    bad = (suspects / np.maximum(suspects.sum(axis=1, keepdims=True), 1.0)).sum(axis=0)
+    of_knob = suspects @ catalogue.setting_of  # the knobs share alike, however many columns each has
+    shared = (of_knob @ catalogue.setting_of.T) * (of_knob > 0).sum(axis=1, keepdims=True)
+    bad = (suspects / np.maximum(shared, 1.0)).sum(axis=0)
     return np.asarray(bad / (bad + good + 0.25) * (good < bad), dtype=float)
 
 

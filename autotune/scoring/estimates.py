@@ -19,7 +19,7 @@ from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
 from autotune.scoring.posterior import Posterior, Readings
 from autotune.scoring.quantiles import Z95, t95, t_quantile
-from autotune.trial.result import Outcome
+from autotune.trial.result import RAN, Outcome
 
 STEP, RATE, TO_TARGET = "step_time_s", "samples_per_s", "time_to_loss_s"
 # Metrics that are a constant, the trial's own, times or over its step time.
@@ -73,9 +73,9 @@ class Estimates:
     _beyond: Mapping[tuple[int, str], float]
 
     @cached_property
-    def n_usable(self) -> int:
-        """Trials that may be recommended; counted once, since every comparison asks."""
-        return sum(m.usable for m in self.measured)
+    def n_looked_at(self) -> int:
+        """Trials of which a pick may be the luckiest, those that were stopped early for being slower among them."""
+        return sum(m.outcome in RAN and m.feasible for m in self.measured)
 
     def sd(self, one: Measured, other: Measured) -> float:
         """Standard deviation of the logarithm of the ratio of two trials' step times; infinite if one has none."""
@@ -143,7 +143,7 @@ class Estimates:
             alone: Neither was picked: this comparison is the only one.
         """
         n_looks = min(len(one.repeats), len(other.repeats)) + more
-        n_compared = 1 if alone else max(1, self.n_usable - 1) * max(1, n_looks)
+        n_compared = 1 if alone else max(1, self.n_looked_at - 1) * max(1, n_looks)
         degrees = max(LEAST_FAR_OUT, self._degrees - PRIOR_DEGREES + 1)
         share, quantile = timed_share(objectives), t_quantile(1 - 0.025 / n_compared, degrees)
         timed = share * math.sqrt(left) * self.sd(one, other) if share else 0.0

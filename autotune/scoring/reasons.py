@@ -59,7 +59,7 @@ def _gain(measured: Measured, estimates: Estimates, metric: str) -> str:
         return "equal"
     said = f"{times} {'better' if gain.factor >= 1 else 'worse'}"
     if not estimates.told(measured, metric):
-        luck = f": the best of {estimates.n_usable} trials reads better than it is" if gain.told else ""
+        luck = f": the best of {estimates.n_looked_at} trials reads better than it is" if gain.told else ""
         return f"{said} (not to be told from equal{luck})"
     if metric != GOODPUT:
         return said

@@ -273,7 +273,7 @@ def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence
         if any(
             abs(log_gain(m, chosen, objectives)) > estimates.reach(m, chosen, objectives, alone=True) for m in others
         ):
-            why += f" (the best of {estimates.n_usable} trials reads better than it is)"  # though its own interval does not hold 1
+            why += f" (the best of {estimates.n_looked_at} trials reads better than it is)"  # though its own interval does not hold 1
     return chosen, why
 
 

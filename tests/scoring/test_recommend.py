@@ -191,6 +191,9 @@ def test_the_best_of_many_must_be_further_ahead_than_an_only_one():
     )
     assert {"samples_per_s", "step_time_s"} <= set(found.picks["highest_throughput"].to_data()["luck"])
     assert not recommend([base, ahead], [THROUGHPUT]).picks["recommended"].to_data()["luck"]
+    # Those that were stopped early for reading slower make the one that was not no less lucky.
+    stopped = [replace(each, outcome=Outcome.STOPPED_EARLY) for each in others]
+    assert chosen(recommend([base, ahead, *stopped], [THROUGHPUT])) == 0
 
 
 def test_a_round_counts_only_where_both_were_measured_in_it():

@@ -174,14 +174,16 @@ class PhysicsSampler(LegalSampler):
         leading = dict.fromkeys(
             [*self.guide.best(told).values(), self._default, *(t.candidate for t in told[-NEIGHBOURS_OF:])]
         )
-        found = []
+        found, firsts = [], self._first_values()
         for candidate in leading:
             values = self._space.values_of(candidate)
+            # The baseline may have values that the space has not.
+            values = {name: v if self._space[name].contains(v) else firsts[name] for name, v in values.items()}
             for name, value in values.items():
                 every = self._space[name].all_values()
                 for other in every[:: math.ceil(len(every) / MOST_NEIGHBOURS)]:
                     if other != value:
-                        changed = self._space.candidate({**self._first_values(), **values, name: other}, self._default)
+                        changed = self._space.candidate({**firsts, **values, name: other}, self._default)
                         if changed not in self.guide.catalogue.row and why_illegal(changed, self._setting) is None:
                             found.append(changed)
         if found:

@@ -38,6 +38,7 @@ KNOBS = {
     "offload_param": {"choices": ["none", "cpu"], "when": {"zero_stage": [3]}},
     "bf16.bf16_master_weights_and_grads": {"choices": [None, True], "when": {"precision": ["bf16"]}},
 }
+BUCKETS = {"zero_optimization.reduce_bucket_size": [2**n for n in range(20, 28)]}
 PRIOR = AnalyticPrior(
     Profile.guess(10**8, 10**8, 4), Machine.guess("cuda", 2), {"zero_optimization.reduce_bucket_size": 10**8}
 )
@@ -354,7 +355,17 @@ def test_a_level_that_crashes_is_left_alone():
     assert proposed.count("fp32") >= 5
 
 
-BUCKETS = {"zero_optimization.reduce_bucket_size": [2**n for n in range(20, 28)]}
+def test_in_a_space_too_large_to_enumerate_what_may_be_proposed_is_of_it_where_the_baseline_is_not(monkeypatch):
+    """A neighbour of the baseline had its value, which the space has not, and the study ended with a KeyError."""
+    monkeypatch.setattr(physics, "MOST_CANDIDATES", 10)
+    monkeypatch.setattr(physics, "DRAWN", 2)
+    default = replace(DEFAULT, micro_batch_size=3)  # and without a size of a bucket
+    sampler, space = sampler_for(KNOBS | BUCKETS, default=default)
+    study = study_for(sampler)
+    sampler.force(default)
+    for _ in range(3):
+        step(study, sampler, space)
+    assert all(space.contains(c, default) for c in sampler.guide.catalogue.candidates if c != default)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def study_until_settled(table: Table, seed: int, metrics: Sequence[str], kind: K
         ended = stopping.settled(guide, told, [], kind.stop_below) is not None
     goal = table.costs[:, [METRICS.index(name) for name in metrics]].mean(axis=1)
     trials = analysed(guide, told)
-    answer, best = confirmed(table, trials, metrics, kind, rng, noise), goal[table.fits].min()
+    answer, best = confirmed(table, trials, metrics, kind, rng, noise, unforeseen=not ended), goal[table.fits].min()
     tried = min(goal[table.row[m.candidate]] for m in trials)
     return {
         "trials": len(told), "ended": ended, "regret": math.expm1(goal[table.row[answer]] - best),
@@ -109,8 +109,9 @@ def analysed(guide: CandidateOptimizer, told: Sequence[Observation]) -> list[Mea
 
 
 def confirmed(
-    table: Table, trials: Sequence[Measured], metrics: Sequence[str], kind: Kind, rng: np.random.Generator, noise: Noise
-) -> Candidate:
+    table: Table, trials: Sequence[Measured], metrics: Sequence[str], kind: Kind, rng: np.random.Generator, noise: Noise,
+    *, unforeseen: bool,
+) -> Candidate:  # fmt: skip
     """What a study recommends after its finalists were measured again, as `study.finalists` does."""
     objectives = [Objective(name=metric, metric=metric) for metric in metrics]
     n_ranks, now = table.world.setting.world_size, list(trials)
@@ -118,7 +119,7 @@ def confirmed(
     for number in range(1, kind.rounds[1] + 2):
         turn = racing.next_round(
             estimate(now), objectives, found, n_ranks, kind.finalists, tried={m.trial: len(m.repeats) for m in now},
-            rounds=kind.rounds, below=kind.settled,
+            rounds=racing.Rounds(least=kind.rounds[0], most=kind.rounds[1], below=kind.settled, unforeseen=unforeseen),
         )  # fmt: skip
         if not turn:
             break

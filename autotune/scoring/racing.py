@@ -21,9 +21,29 @@ CHANCE_Z = 0.674
 # A gain below this (a logarithm: 1.42x) is measured again before it counts as shown: where readings differ by 10 %, which a few
 # trials do not show, the best of four equal ones reads more in 2 % of the cases.
 LUCK = 0.35
+# Where the search spent all of its trials and had still not come to an end, their readings may differ for no reason that a
+# model could learn: a gain below twice that is measured again twice.
+UNFORESEEN_LUCK, UNFORESEEN_ROUNDS = 2 * LUCK, 2
 # Trials that the expected loss is worked out over, and draws from their posterior.
 MOST_RACING, DRAWS = 30, 2000
 THROUGHPUT = Objective(name="throughput", metric="samples_per_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """How often trials may be measured again, and until when.
+
+    Attributes:
+        least: Rounds that a leader must have been in. One whose gain may be luck must have been in one all the same, or in two.
+        most: The most that the baseline may be in.
+        below: The loss, as a share, below which the race is settled.
+        unforeseen: The search spent all of its trials before it was settled.
+    """
+
+    least: int
+    most: int
+    below: float = SETTLED
+    unforeseen: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +106,12 @@ def _may_be_shown(
     return log_gain(leader, baseline, objectives) + CHANCE_Z * moves > least
 
 
-def _may_be_luck(leader: Measured, baseline: Measured, estimates: Estimates, objectives: Sequence[Objective]) -> bool:
-    """Whether a leader is shown to be better by a gain below `LUCK`, in the share of the goal that step times decide."""
-    return log_gain(leader, baseline, objectives) < timed_share(objectives) * LUCK and shown_better(
-        leader, estimates, objectives
-    )
+def _may_be_luck(
+    leader: Measured, baseline: Measured, estimates: Estimates, objectives: Sequence[Objective], luck: float
+) -> bool:
+    """Whether a leader is shown to be better by a gain below `luck`, in the share of the goal that step times decide."""
+    small = log_gain(leader, baseline, objectives) < timed_share(objectives) * luck
+    return small and shown_better(leader, estimates, objectives)
 
 
 def _hope(ahead: float, sd: float) -> float:
@@ -132,8 +153,7 @@ def next_round(
     n: int,
     *,
     tried: Mapping[int, int],
-    rounds: tuple[int, int],
-    below: float = SETTLED,
+    rounds: Rounds,
 ) -> list[Measured]:
     """The trials to measure in the next round beside the baseline; empty if the race is settled.
 
@@ -145,19 +165,19 @@ def next_round(
         found: The finalists, by number; each is measured at least once.
         n: Trials in a round.
         tried: Rounds that a trial was in, by number, whether they completed or not.
-        rounds: Those that a leader must have been in, and the most that the baseline may be in. A leader whose gain may be
-            luck must have been in one all the same.
-        below: The loss, as a share, below which the race is settled.
     """
-    baseline, (least, most) = estimates.baseline, rounds
-    more = max(0, most - rounds_done(estimates, tried))
+    baseline, least = estimates.baseline, rounds.least
+    more = max(0, rounds.most - rounds_done(estimates, tried))
     ranked = [m for m in rank(estimates, objectives) if baseline is None or m.trial != baseline.trial]
     ranked = [m for m in ranked if not m.unreproducible] or ranked
     hopeful = [m for m in ranked if not m.barred]
-    races = [race(some, estimates, objectives, below, more) for some in (hopeful, [m for m in ranked if not m.doubt])]
+    races = [
+        race(some, estimates, objectives, rounds.below, more) for some in (hopeful, [m for m in ranked if not m.doubt])
+    ]
     leaders = [each.runners[0] for each in races if each.runners]
-    if more and baseline is not None and any(_may_be_luck(m, baseline, estimates, objectives) for m in leaders):
-        least = max(least, 1)
+    luck, again = (UNFORESEEN_LUCK, UNFORESEEN_ROUNDS) if rounds.unforeseen else (LUCK, 1)
+    if more and baseline is not None and any(_may_be_luck(m, baseline, estimates, objectives, luck) for m in leaders):
+        least = max(least, again)
     new = [m for m in ranked if least and m.trial in found and not tried.get(m.trial)]
     short = [m for m in leaders if tried.get(m.trial, 0) < least]
     due = bool(new or short) or (baseline is not None and bool(ranked) and tried.get(baseline.trial, 0) < least)

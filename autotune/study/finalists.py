@@ -102,7 +102,7 @@ class Finalists:
             n_done = racing.rounds_done(estimates, tried)
             turn = racing.next_round(
                 estimates, self._state.objectives, numbers, plan.data_parallel, spec.finalists, tried=tried,
-                rounds=(least, most), below=below,
+                rounds=racing.Rounds(least=least, most=most, below=below, unforeseen=self._budget.n_spent() >= spec.trials),
             )  # fmt: skip
             base = [estimates.baseline] if estimates.baseline else []
             while turn and not self._budget.affords(self._budget.again_s(m.trial for m in [*turn, *base])):

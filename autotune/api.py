@@ -149,6 +149,10 @@ def load_study(study: FilePath, *, storage: str | None = None) -> StudyResult:
     """
     from autotune import session
 
+    if not isinstance(study, str | os.PathLike):
+        raise UserError(f"load_study: the name of a study or the path of its folder is needed, not {study!r}")
+    if not isinstance(storage, str | None):
+        raise UserError(f"storage: the URL of a database is needed as a text, not {storage!r}")
     text = os.fspath(study)
     folder = Path(text).absolute() if os.sep in text else Path("studies").absolute() / text
     with errors_in_words():
@@ -202,8 +206,9 @@ def predict(
 
     file = _target(target)
     with errors_in_words(), viewer(progress) as view:
-        wanted = wanted_study(file, overrides, view)[0]
-        return forecasts.foresee(wanted, settings, request.studies_folder(Path(file)), view)
+        wanted, studies = wanted_study(file, overrides, view)[0], request.studies_folder(Path(file))
+        forecasts.check_named(name, studies)
+        return forecasts.foresee(wanted, settings, studies, view)
 
 
 def export(

@@ -345,6 +345,11 @@ def test_an_unknown_study_is_said_with_those_that_are_known(tuned):
     for name in ("..", "/", "a b"):
         with pytest.raises(UserError, match="cannot name a study"):
             autotune.load_study(name)
+    for wrong in (None, 3, b"s"):
+        with pytest.raises(UserError, match=r"load_study: .* is needed, not"):
+            autotune.load_study(wrong)
+    with pytest.raises(UserError, match="storage: the URL of a database is needed"):
+        autotune.load_study("s", storage=Path("autotune.db"))
 
 
 @pytest.mark.process

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from autotune.cli.options import AsJson, Target, option, read_settings, takes_settings
-from autotune.errors import UserError, nearest
-from autotune.system.files import shown
 
 
 @takes_settings(
@@ -33,14 +31,12 @@ def predict(
         view.opening(target)
         from autotune.advise.devices import read_devices
         from autotune.study.setup.capture import wanted_study
-        from autotune.study.setup.forecasts import foresee
+        from autotune.study.setup.forecasts import check_named, foresee
         from autotune.study.setup.request import studies_folder
 
         wanted, _ = wanted_study(target, settings, view)
         on = read_devices(gpus, "--device") if gpus is not None else None
-        studies, name = studies_folder(Path(target)), settings.get("name")
-        if name and not (studies / name).is_dir():
-            there = [path.parent.name for path in studies.glob("*/study.yaml")]
-            raise UserError(f"--study: there is no study {name!r} in {shown(studies)}.{nearest(name, there)}")
+        studies = studies_folder(Path(target))
+        check_named(settings.get("name"), studies)
         answer = foresee(wanted, read_settings(knobs or ()), studies, view, on)
     print(json.dumps(answer.to_data(), indent=1) if as_json else answer)

@@ -35,7 +35,6 @@ def _lines(report: StudyReport, written: Sequence[str], width: int) -> Iterator[
     )
     yield Text()
     yield from _table(report, width)
-    yield Text()
     if not report.picks:
         yield from _wrapped(f"Nothing to recommend: {report.why_nothing}.", width, "  ", first="")
     for names, pick in report.picks_by_trial():
@@ -81,6 +80,7 @@ def _table(report: StudyReport, width: int) -> Iterator[Text]:
         first, *rest = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
         for line in (f"{numbers}{GAP}{first}", *(" " * taken + more for more in rest)):
             yield Text(line.replace("\xa0", " "), style=style)
+    yield Text()
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:

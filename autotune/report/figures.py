@@ -261,7 +261,10 @@ def layout() -> dict[str, Any]:
 
 
 def axis(title: str, values: Sequence[float] = (), *, log: bool = False) -> dict[str, Any]:
-    """An axis; on a logarithmic one plotly would abbreviate 200 to 2, so the ticks are written out."""
+    """An axis; on a logarithmic one plotly would abbreviate 200 to 2, so the ticks are written out.
+
+    Not those of values within a factor of 2: no round number may lie among them, and plotly then shows all digits.
+    """
     found: dict[str, Any] = {
         "title": {"text": title, "standoff": 10, "font": {"size": 13}},
         "zeroline": False,
@@ -269,8 +272,8 @@ def axis(title: str, values: Sequence[float] = (), *, log: bool = False) -> dict
         "automargin": True,
     }
     positive = [value for value in values if value > 0]
-    if positive:
-        low, high = min(positive), max(positive)
+    low, high = min(positive, default=1.0), max(positive, default=1.0)
+    if high > 2 * low:
         steps = (1, 2, 5) if high > 8 * low else (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
         powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
         ticks = [step * 10.0**power for power in powers for step in steps if low / 2 <= step * 10.0**power <= high * 2]

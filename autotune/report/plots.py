@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from autotune.errors import UserError, unknown
 from autotune.report import figures, fronts, series
 from autotune.report.data import StudyReport
+from autotune.scoring.metrics import METRICS
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -44,7 +45,7 @@ def losses(report: StudyReport, across: str, *, difference: bool) -> go.Figure:
     curves = series.losses(report)
     if not curves:
         raise UserError(f"study {report.name!r}: no loss curves are kept; its trials' folders hold them")
-    _check("axis", across, [name for name in ACROSS if any(curve.across[name] for curve in curves)])
+    _check("axis", across or "", [name for name in ACROSS if any(curve.across[name] for curve in curves)])
     return _drawn(report, figures.losses(report, across, difference=difference))
 
 
@@ -59,6 +60,8 @@ def forecast(report: StudyReport, metric: str | None) -> go.Figure:
 
 def _check(what: str, name: str | None, known: Iterable[str]) -> None:
     if name is not None and name not in (known := list(known)):
+        if isinstance(name, str) and name in METRICS:
+            raise UserError(f"{what} {name!r} has no values here; {what}s that have: {', '.join(known) or 'none'}")
         raise UserError(unknown(name, known, f"{what} "))
 
 

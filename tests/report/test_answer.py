@@ -55,6 +55,7 @@ def test_a_study_in_which_nothing_completed_says_why():
         text in page for text in ("Nothing to recommend: no configuration completed.", "3 crashed", "no module named")
     )
     assert "Nothing to recommend" in printed(report, 80) and "Nothing to recommend" in render(report)
+    assert "\n\n\n" not in printed(report, 80)  # no gap for a table without rows
 
 
 def test_where_the_longest_samples_fit_nowhere_that_is_said_with_what_to_do():

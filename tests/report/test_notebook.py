@@ -81,6 +81,8 @@ def test_the_figures_are_those_of_the_page(study):
         study.plot_front("latency")
     with pytest.raises(UserError, match=r"unknown axis 'sample'\. Did you mean 'samples'"):
         study.plot_losses("sample")
+    with pytest.raises(UserError, match="metric 'joules_per_sample' has no values here; metrics that have: step_time_s"):
+        study.plot_front("joules_per_sample")
 
 
 def test_what_cannot_be_drawn_is_said(study):

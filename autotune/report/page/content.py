@@ -48,7 +48,7 @@ PICK_NOTES = {
 # Fields of the study that the page shows elsewhere or that only programs need.
 HIDDEN_FIELDS = (
     "name", "target", "wall_s", "folder", "stored_as", "trials_wanted", "time_budget_s", "max_length", "under_way", "retuned",
-    "unchecked_s", "deepspeed_added",
+    "unchecked_s", "deepspeed_added", "device_memory_bytes",
 )  # fmt: skip
 # Cards and rows beyond these are in the JSON only.
 MOST_GATED, MOST_KNOBS, MOST_LEVELS = 8, 8, 6
@@ -270,6 +270,7 @@ def _columns(names: Iterable[str]) -> str:
 
 def _row(report: StudyReport, trial: Data, scales: dict[str, Scale]) -> Context:
     row = tables.row(report, report.points.get(trial["trial"], trial), scales)
+    picked = set(report.marks.get(row.trial, ())) - {"baseline"}
     wall_s, (outcome, why) = trial.get("wall_s"), end_words(trial)
     numbers = []
     for name in scales:
@@ -281,7 +282,7 @@ def _row(report: StudyReport, trial: Data, scales: dict[str, Scale]) -> Context:
         "speedup": (times(row.speedup, "×"), f"{row.speedup:.6f}" if row.speedup else ""),
         "complete": trial["outcome"] == "complete",
         "configuration": row.configuration,
-        "marks": row.marks,
+        "marks": [(mark, mark in picked) for mark in row.marks],
         "outcome": outcome,
         "why": "; ".join(text for text in (why, *(trial.get("caveats") or ())) if text),
         "numbers": numbers,
@@ -339,7 +340,9 @@ def _facts(report: StudyReport) -> dict[str, dict[str, Any]]:
     }
     shown = {name.replace("_", " ").removeprefix("n "): value for name, value in study.items()
              if isinstance(value, str | int | float) and value != "" and name not in HIDDEN_FIELDS}  # fmt: skip
+    limit_bytes = study.get("device_memory_bytes")
     own = {
+        "memory limit": format_bytes(limit_bytes) if limit_bytes else None,
         "objectives": ", ".join(METRICS[name].label for name in report.objectives),
         "wall time": format_duration(study["wall_s"]) if study.get("wall_s") else None,
     }

@@ -128,6 +128,16 @@
     drawParallel();
   }
 
+  // The ticks of a logarithmic axis, as Python's `axis` writes them out: over a decade plotly's own read 2 at 20 and at 200.
+  function writtenOut(values) {
+    const low = Math.min(...values), high = Math.max(...values), tickvals = [];
+    if (!(high > 8 * low)) return {};
+    for (let power = 10 ** (Math.floor(Math.log10(low)) - 1); power <= high; power *= 10) {
+      tickvals.push(...[power, 2 * power, 5 * power].filter((tick) => low / 2 <= tick && tick <= 2 * high));
+    }
+    return { tickvals, ticktext: tickvals.map((tick) => tick.toLocaleString("en", { maximumSignificantDigits: 6 })) };
+  }
+
   function drawSteps() {
     const { curves, layout, colors } = raw.steps;
     const wanted = [...new Set($("steps-trials").value.match(/[0-9]+/g)?.map(Number) ?? [])];
@@ -135,7 +145,8 @@
     const missing = wanted.filter((n) => !curves.some((curve) => curve.trial === n)), numbers = curves.map((curve) => curve.trial);
     $("steps-said").textContent = missing.length ? `no steps were timed in trial ${missing.join(", ")}; they were in ${numbers.length} trials from ${Math.min(...numbers)} to ${Math.max(...numbers)}` : "";
     const data = found.flatMap((curve, i) => structuredClone(curve.traces).map((trace) => ({ ...trace, line: { ...trace.line, color: colors[i % colors.length] } })));
-    return show("steps-plot", { data, layout: structuredClone(layout) }, { y: $("steps-log").checked });
+    const yaxis = { ...layout.yaxis, ...writtenOut(data.flatMap((trace) => trace.y)) };
+    return show("steps-plot", { data, layout: structuredClone({ ...layout, yaxis }) }, { y: $("steps-log").checked });
   }
 
   function sortable(table) {

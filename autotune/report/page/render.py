@@ -174,9 +174,9 @@ def _with_code(text: str) -> Markup:
 
 
 def _breakable(text: str) -> Markup:
-    """Words that stay whole; a long one (`bf16_master_weights_and_grads=True`) may break at its joints."""
+    """Words that stay whole; a long one (`bf16_master_weights=True`, `TransformerEncoderLayer`) may break at its joints."""
 
     def one(word: str) -> Markup:
-        return Markup("<span>{}</span>").format(Markup(re.sub(r"([_=])", r"\1<wbr>", str(escape(word)))))
+        return Markup("<span>{}</span>").format(Markup(re.sub(r"([_=]|[a-z](?=[A-Z]))", r"\1<wbr>", str(escape(word)))))
 
     return Markup(" ").join(one(word) if len(word) > LONG_WORD else escape(word) for word in text.split())

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from autotune.advise.devices import Devices
-from autotune.errors import UserError
+from autotune.errors import UserError, nearest
 from autotune.forecast.prediction import MOST_SAMPLES, Prediction
 from autotune.forecast.predictor import ForecastInputs, Predictor, probability_below
 from autotune.forecast.regression import STOPPED_SD, interval_sd
@@ -73,6 +73,13 @@ def foresee(
         measured=own, study=spec.name, notes=tuple(notes),
         device=found.device + (f", as if it had {format_bytes(limit)}" if spec.device_memory_bytes else ""),
     )  # fmt: skip
+
+
+def check_named(name: str | None, studies: Path) -> None:
+    """Refuses a name, if one is given, that no study has: its trials were to correct the forecast."""
+    if name and not (studies / name).is_dir():
+        there = [path.parent.name for path in studies.glob("*/study.yaml")]
+        raise UserError(f"--study: there is no study {name!r} in {files.shown(studies)}.{nearest(name, there)}")
 
 
 def foresee_workload(spec: StudySpec, view: EventSink = SILENT, on: Devices | None = None) -> ForecastInputs:

@@ -138,7 +138,7 @@ def _read_objectives(value: Any, where: str, folder: Path) -> tuple[Objective, .
 
 
 def _read_goal(value: Any, where: str, folder: Path) -> str | None:
-    if value is not None and value not in GOALS:
+    if value is not None and value not in list(GOALS):  # a list has no hash to be looked up by
         raise SpecError(f"{where}: {unknown(str(value), GOALS, 'goal ')}. See `autotune ls goals`.")
     return None if value is None else str(value)
 

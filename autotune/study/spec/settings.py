@@ -217,8 +217,10 @@ def default_words(key: str) -> str:
 
 
 def flag(key: str) -> str:
-    """Returns the command-line option of a setting."""
-    return (SETTINGS[key].flag if key in SETTINGS else "") or f"--{key.replace('_', '-')}"
+    """Returns the command-line option of a setting; its key if it has none."""
+    if key not in SETTINGS or not SETTINGS[key].option:
+        return key
+    return SETTINGS[key].flag or f"--{key.replace('_', '-')}"
 
 
 def with_settings(docstring: str) -> str:

@@ -85,6 +85,19 @@ def test_the_table_holds_every_trial_with_outcome_and_reason_and_marks_what_is_e
     assert censored and page.count('title="extrapolated">~') == len(censored)
 
 
+def test_only_what_a_trial_was_picked_for_looks_like_a_pick(report):
+    picked = {pick["trial"] for pick in report.picks.values()}
+    point = {**next(point for point in report.front if point["trial"] not in picked), "doubt": "unchecked"}
+    page = report_page.render(replace(report, front=[*report.front, point]))
+    assert '<span class="mark base">checks not passed</span>' in page and '<span class="mark base">baseline</span>' in page
+    assert '<span class="mark">recommended</span>' in page
+
+
+def test_a_stated_limit_of_memory_has_its_unit(report):
+    page = report_page.render(replace(report, study={**report.study, "device_memory_bytes": 33 * 2**20}))
+    assert "<dt>memory limit</dt><dd>33.0 MiB</dd>" in page and "34603008" not in page
+
+
 def test_the_figures_get_the_values_that_the_recommendation_rests_on(report):
     pick = report.picks["recommended"]
     again = {"metrics": pick["metrics"] | {"samples_per_s": 123.0}}

@@ -141,6 +141,33 @@ def test_the_steps_of_the_trials_that_were_typed_are_drawn(opened):
     assert "trial 999" in opened.run("document.getElementById('steps-said').textContent")
 
 
+def ticks_of(opened, plot, axis):
+    texts = f"[...document.querySelectorAll('#{plot} .{axis}tick')].map((tick) => tick.textContent)"
+    return [float(text.replace(",", "")) for text in opened.run(texts)]
+
+
+@pytest.mark.parametrize("factor", [1.03, 1.5, 5.0, 400.0])
+def test_the_ticks_of_a_logarithmic_axis_are_whole_numbers_within_its_range(page, report, factor, tmp_path):
+    """plotly writes 2 at 20 and at 200; round numbers alone left the axis of values that are close together empty."""
+    places = {trial["trial"]: factor ** (i / (len(report.trials) - 1)) for i, trial in enumerate(report.trials)}
+    trials = [
+        trial
+        | {"metrics": {name: 11.0 * places[trial["trial"]] for name in trial["metrics"]}, "ci95": {}}
+        | {"step_times_s": [0.011, *(0.011 * factor ** (i / 30) for i in range(31))], "n_warmup": 1}
+        for trial in report.trials
+    ]
+    render.write(replace(report, trials=trials), tmp_path / "report.html")
+    page.open((tmp_path / "report.html").as_uri())
+    page.drawn()
+    if not page.run("document.getElementById('steps-log').checked"):
+        page.tab.click("#steps-log")
+        page.frame()
+    for plot, axis in (("front-plot", "x"), ("front-plot", "y"), ("steps-plot", "y")):
+        ends = [10**end for end in page.run(f"document.getElementById('{plot}').layout.{axis}axis.range")]
+        shown = ticks_of(page, plot, axis)
+        assert len(shown) >= 2 and ends[0] <= min(shown) and max(shown) <= ends[1], (plot, axis, shown, ends)
+
+
 def test_enter_on_a_heading_sorts_and_leaves_the_focus_there(opened):
     opened.tab_from(".scroll")
     opened.press("Enter")

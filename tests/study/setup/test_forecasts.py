@@ -104,6 +104,11 @@ def test_the_library_says_a_wrong_knob_in_one_sentence(known, settings, words):
     assert "\n" not in str(error.value)
 
 
+def test_the_library_forecasts_by_no_study_that_is_not_there(known):
+    with pytest.raises(UserError, match="there is no study 'none'"):
+        autotune.predict(TARGET, name="none")
+
+
 @pytest.mark.process
 def test_the_answer_for_other_devices_names_them_and_rests_on_their_data_sheet(known, capsys):
     def lines(gpus, *settings, **overrides):

@@ -236,9 +236,12 @@ def test_a_mistake_in_a_study_is_named_in_one_sentence_with_file_and_key(study, 
         ({"name": "a/b"}, "--study: 'a/b'"),
         ({"time_budget_s": "-4s"}, "--time-budget: "),
         ({"base_config": "no.json"}, "--base-config: there is no file"),
+        ({"finalists": -1}, "^finalists: should be"),
+        ({"constraints": {"speed": {"max": 1}}}, "^constraints: unknown metric"),
+        ({"goal": ["throughput"]}, "--goal: unknown goal"),
     ],
 )
-def test_a_mistake_in_a_flag_names_the_flag(study, overrides, said):
+def test_a_mistake_in_a_flag_names_the_flag_and_one_in_a_key_without_a_flag_the_key(study, overrides, said):
     with pytest.raises(SpecError, match=said):
         study("", overrides)
 

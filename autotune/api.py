@@ -1,7 +1,7 @@
 """The library: tune, read and export studies from Python, by the functions behind the commands.
 
 Keyword arguments are the keys of a `study.yaml` and are read alike: `"10m"`, `"4GiB"`, `"8..64"`. A wrong one raises a
-`UserError` that names the flag of the command line: `--time-budget` is `time_budget_s`. Nothing is printed unless asked
+`UserError` that names the flag of the command line, if it has one: `--time-budget` is `time_budget_s`. Nothing is printed unless asked
 for, and nothing heavy is imported before it is needed.
 """
 

@@ -60,7 +60,7 @@ def forecast(report: StudyReport, metric: str | None) -> go.Figure:
 
 def _check(what: str, name: str | None, known: Iterable[str]) -> None:
     if name is not None and name not in (known := list(known)):
-        if isinstance(name, str) and name in METRICS:
+        if name in METRICS:
             raise UserError(f"{what} {name!r} has no values here; {what}s that have: {', '.join(known) or 'none'}")
         raise UserError(unknown(name, known, f"{what} "))
 

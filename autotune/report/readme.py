@@ -34,14 +34,22 @@ def render(report: StudyReport) -> str:
         _answer(report),
         "## The front, the picks and the baseline",
         _front(report),
-        "## The picks",
-        *(_pick(report, names, pick) for names, pick in report.picks_by_trial()),
-        "## Using it",
-        *_use(report),
+        *_chosen(report),
         "## Reproducing it",
         f"```\n{reproduce(report)}\n```",
         f"Measured {measured_on(report)}with {_plain(_versions(report))}.",
     ]) + "\n"  # fmt: skip
+
+
+def _chosen(report: StudyReport) -> list[str]:
+    """The picks and how the recommended one is used; without picks what there is to know, and what to do next."""
+    if not report.picks:
+        return [
+            _bullets("What to know:", report.caveats()),
+            _bullets("What to do next:", next_steps(report), plain=False),
+        ]
+    picks = [_pick(report, names, pick) for names, pick in report.picks_by_trial()]
+    return ["## The picks", *picks, "## Using it", *_use(report)]
 
 
 def study_note(report: StudyReport, link: Callable[[str], str] | None) -> str:

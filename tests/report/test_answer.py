@@ -55,6 +55,8 @@ def test_a_study_in_which_nothing_completed_says_why():
         text in page for text in ("Nothing to recommend: no configuration completed.", "3 crashed", "no module named")
     )
     assert "Nothing to recommend" in printed(report, 80) and "Nothing to recommend" in render(report)
+    page = render(report)
+    assert "## The picks" not in page and "## Using it" not in page and f"- {next_steps(report)[0]}" in page
     assert "\n\n\n" not in printed(report, 80)  # no gap for a table without rows
 
 

@@ -81,7 +81,9 @@ def test_the_figures_are_those_of_the_page(study):
         study.plot_front("latency")
     with pytest.raises(UserError, match=r"unknown axis 'sample'\. Did you mean 'samples'"):
         study.plot_losses("sample")
-    with pytest.raises(UserError, match="metric 'joules_per_sample' has no values here; metrics that have: step_time_s"):
+    with pytest.raises(
+        UserError, match="metric 'joules_per_sample' has no values here; metrics that have: step_time_s"
+    ):
         study.plot_front("joules_per_sample")
 
 

@@ -89,7 +89,9 @@ def test_only_what_a_trial_was_picked_for_looks_like_a_pick(report):
     picked = {pick["trial"] for pick in report.picks.values()}
     point = {**next(point for point in report.front if point["trial"] not in picked), "doubt": "unchecked"}
     page = report_page.render(replace(report, front=[*report.front, point]))
-    assert '<span class="mark base">checks not passed</span>' in page and '<span class="mark base">baseline</span>' in page
+    assert (
+        '<span class="mark base">checks not passed</span>' in page and '<span class="mark base">baseline</span>' in page
+    )
     assert '<span class="mark">recommended</span>' in page
 
 

@@ -127,7 +127,7 @@ def _facts(study: Study, kept: StudyRecord, folder: Path, *, n_trials: int) -> d
         "wall_s": max(records.wall_s(study), measuring_s(records.told_trials(study))),
         "unchecked_s": records.unchecked_s(study),
         "left_out": [said for said in records.left_out(study).values() if said],
-        "base_config": kept.base_config,
+        "base_config": Candidate.from_key(kept.baseline).with_own(kept.base_config),
         "threads_per_rank": _threads(kept),
         "baseline": Candidate.from_key(kept.baseline).values(),
         "measured_on": _days(study),

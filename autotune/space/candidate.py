@@ -1,8 +1,9 @@
 """One training configuration, and the DeepSpeed JSON that it means."""
 
+import copy
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,6 +27,7 @@ from autotune.space.deepspeed import (
     at_path,
     check_path,
     check_plain,
+    drop_path,
     is_int,
     precision_of,
     set_path,
@@ -221,6 +223,19 @@ class Candidate:
             set_path(config, EXPERTS_SPLIT, True)
         return config
 
+    def stated(self, config: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Scalar]:
+        """The values that a user's configuration has at some paths, and that act with this candidate."""
+        acting = self.to_deepspeed(config)
+        found = {path: at_path(acting, path) for path in paths if path not in dict(self.config)}
+        return {path: value for path, value in found.items() if isinstance(value, str | int | float)}
+
+    def with_own(self, base: Mapping[str, Any]) -> DsConfig:
+        """The configuration that a baseline's settings were read from: `base`, with those that it carries where they stood."""
+        config = copy.deepcopy(dict(base))
+        for path, value in self.config:
+            set_path(config, path, value)
+        return config
+
     @property
     def data_changes(self) -> dict[str, Scalar]:
         """Its settings of the data, without their prefix."""
@@ -271,13 +286,7 @@ def _drop_degrees(config: DsConfig) -> None:
     """Removes the user's degrees, which candidates carry themselves; settings beside them stay."""
     switched = (EXPERTS_SPLIT,) if EXPERT_DEGREE in configured_degrees(lambda path: at_path(config, path)) else ()
     for path in (*DEGREES, *switched):
-        section, _, key = path.partition(".")
-        if not key:
-            config.pop(section, None)
-        elif section in config:
-            config[section] = {name: value for name, value in config[section].items() if name != key}
-            if not config[section]:
-                del config[section]
+        drop_path(config, path)
 
 
 FIELDS = tuple(field.name for field in fields(Candidate) if field.name != "config")

@@ -165,6 +165,18 @@ def set_path(config: DsConfig, path: str, value: Any) -> None:
     config[key] = value
 
 
+def drop_path(config: DsConfig, path: str) -> None:
+    """Removes a dotted path from a configuration, and a section that it leaves empty; sections that others share stay."""
+    section, _, rest = path.partition(".")
+    if not rest:
+        config.pop(section, None)
+    elif isinstance(config.get(section), dict):
+        config[section] = dict(config[section])
+        drop_path(config[section], rest)
+        if not config[section]:
+            del config[section]
+
+
 def check_retired(config: Mapping[str, Any], deepspeed_version: str) -> None:
     """Refuses a key that the installed DeepSpeed no longer takes."""
     for key in RETIRED_KEYS & config.keys():

@@ -91,6 +91,12 @@ class Parameter:
             return value in self.choices
         return is_int(value) and value in self.all_values()
 
+    def spelt(self, value: Scalar) -> Scalar:
+        """A value as this parameter spells it: equal candidates have equal keys, and JSON may write 5e8 or 1 for its 500000000 or 1.0."""
+        alike = (own for own in self.choices if own == value and isinstance(own, bool) == isinstance(value, bool))
+        whole = int(value) if isinstance(value, float) and value.is_integer() else value
+        return next(alike, whole)
+
     def all_values(self) -> Sequence[Scalar]:
         """Every value, in order; a plain range is not spelled out in memory."""
         if self.choices:

@@ -15,7 +15,7 @@ from autotune.scoring.convergence.quality_gate import trains_alike
 from autotune.space import data as data_knobs
 from autotune.space import feasibility, own_tuner
 from autotune.space.candidate import Candidate, from_deepspeed
-from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, at_path, check_retired, set_path
+from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, at_path, check_retired, drop_path, set_path
 from autotune.space.degree import EXPERT_DEGREE, EXPERTS_SPLIT, PIPELINE_DEGREE, configured_degrees, ranks_per_replica
 from autotune.space.installed import pins_by_default
 from autotune.space.legality import inherited_settings, merged_passes, why_illegal
@@ -57,8 +57,9 @@ class Plan:
     Attributes:
         spec: The user's request.
         workload: Findings about the target, by one rank.
-        base_config: The user's DeepSpeed configuration, completed by an optimizer if the target defines none.
-        baseline: Its candidate.
+        base_config: The user's DeepSpeed configuration, completed by an optimizer if the target defines none, without the settings that
+            the baseline carries.
+        baseline: Its candidate, with the values of the settings that are tuned.
         space: The search space without dead values.
         full_space: The search space with them.
         setting: Everything that legality depends on.
@@ -180,7 +181,7 @@ class Plan:
     def _script_fingerprint(self) -> dict[str, Any]:
         """Returns the command line and the configuration that it leads to, which may lie in other files."""
         assert self.workload.script is not None
-        how = self.spec.how()
+        how, own = self.spec.how(), self.baseline.with_own(self.base_config)
         return {
             "args": list(how.arguments),
             "set": self.spec.script_set,
@@ -188,7 +189,7 @@ class Plan:
             # Without its variables: a launcher may draw a port or name a folder by date.
             **({"command": self.spec.command} if self.spec.command else {}),
             **({"arg_mappings": self.spec.arg_mappings} if self.spec.arg_mappings else {}),
-            "base_config": {key: self.base_config[key] for key in self.base_config if key not in IN_NO_TRIAL},
+            "base_config": {key: own[key] for key in own if key not in IN_NO_TRIAL},
         }
 
 
@@ -323,7 +324,24 @@ def grounds(
     reason = why_illegal(baseline, replace(setting, global_batch=None))
     if reason is not None:
         raise UserError(f"the baseline cannot run here: {reason}")
-    return base_config, baseline, setting
+    return _carried(spec.space, base_config, baseline, setting)
+
+
+def _carried(
+    space: SearchSpace, base_config: DsConfig, baseline: Candidate, setting: Setting
+) -> tuple[DsConfig, Candidate, Setting]:
+    """Returns the three with the tuned settings moved from the configuration to the baseline.
+
+    A candidate that leaves one to DeepSpeed's default would inherit it from the configuration. One that no candidate may have, as it
+    acts on nothing here, stays there.
+    """
+    config, anywhere = copy.deepcopy(base_config), replace(setting, global_batch=None)
+    for path, value in baseline.stated(base_config, (parameter.name for parameter in space.parameters)).items():
+        carrying = Candidate.of(baseline.values() | {path: space[path].spelt(value)})
+        if why_illegal(carrying, anywhere) is None:
+            baseline = carrying
+            drop_path(config, path)
+    return config, baseline, replace(setting, base=inherited_settings(config))
 
 
 def _of_data(workload: Workload) -> dict[str, Any]:

@@ -163,7 +163,9 @@ class ScriptContext:
             mine, theirs = (from_deepspeed(config, self.request.world_size) for config in (first, own))
         except ConfigError:  # a framework fills in the batch
             return _with_stage(candidate.to_deepspeed(own)), []
-        was = mine.values() | {
+        paths = dict(candidate.config)
+        theirs = Candidate.of(theirs.values() | theirs.stated(own, paths))
+        was = mine.values() | mine.stated(first, paths) | {
             "micro_batch_size": script.micro_batch_size, "gradient_accumulation_steps": script.gradient_accumulation_steps,
             "precision": script.precision, "checkpoint_every": candidate.checkpoint_every,
         }  # fmt: skip

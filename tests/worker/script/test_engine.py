@@ -108,12 +108,15 @@ def test_a_process_of_the_scripts_own_is_noted_before_it_trains_and_left_as_it_i
          ["micro-batch 4 x 1 instead of 4 x 2"]),
         ({"gradient_accumulation_steps": 5}, {}, (8, 5, 0), []),
         ({"train_micro_batch_size_per_gpu": 3}, {"micro_batch_size": 3}, (3, 2, 0), []),
+        ({"gradient_clipping": 0.5}, {"gradient_clipping": 2}, (8, 2, 0), []),
+        ({}, {"gradient_clipping": 3}, (8, 2, 0), ["gradient_clipping 3 instead of 2"]),
     ],
-    ids=["as the first", "another stage", "another batch", "in the baseline", "moved by a flag"],
+    ids=["as the first", "another stage", "another batch", "in the baseline", "moved by a flag", "its own clipping", "clipping"],
 )  # fmt: skip
 def test_a_model_beside_the_first_follows_a_trial_in_what_the_two_have_alike(own, values, expected, said):
     """It was given the first one's settings in the baseline, too, which so trained otherwise than the script."""
     alike = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2, "optimizer": {"type": "Adam"}}
+    alike["gradient_clipping"] = 2
     first = {**alike, "zero_optimization": {"stage": own.get("zero_optimization", {"stage": 0})["stage"] % 3}}
     script = context.ScriptContext.__new__(context.ScriptContext)
     script.script = Script(micro_batch_size=8, gradient_accumulation_steps=2, precision="fp32")

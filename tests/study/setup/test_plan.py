@@ -1,0 +1,70 @@
+"""What a plan makes of settings that both the user's configuration states and the space tunes."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+from support.instant import WORKLOAD
+from support.paths import MODELS
+
+from autotune.space.candidate import Candidate
+from autotune.study.setup import plan as planning
+from autotune.study.spec.spec import StudySpec
+
+ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+
+
+@pytest.fixture
+def planned(monkeypatch, tmp_path):
+    """Returns the plan of a study of two ranks on a CPU with this configuration and space."""
+
+    def make(base, space):
+        monkeypatch.setattr(planning, "inspect_workload", lambda *_: WORKLOAD)
+        (tmp_path / "model.py").write_text((MODELS / "ok.py").read_text())
+        base = {"train_micro_batch_size_per_gpu": 8, "optimizer": ADAM, **base}
+        spec = StudySpec.of(tmp_path / "model.py", {"name": "s", "ranks": 2, "base_config": base, "space": space})
+        executor = SimpleNamespace(cold_reason="", turn=lambda _: contextlib.nullcontext())
+        return planning.plan(spec, executor, tmp_path)
+
+    return make
+
+
+def test_a_candidate_at_deepspeeds_default_does_not_inherit_the_users_value(planned):
+    zero = {"stage": 2, "contiguous_gradients": False, "reduce_bucket_size": 2e4}
+    space = {
+        "zero_stage": [2, 3],
+        "zero_optimization.contiguous_gradients": {"choices": [None, False], "when": {"zero_stage": 2}},
+        "zero_optimization.reduce_bucket_size": [20_000, 500_000_000],
+        "gradient_clipping": [None, 1.0],
+    }
+    found = planned({"zero_optimization": zero, "gradient_clipping": 1}, space)
+    assert found.ds_config(found.baseline) == {
+        "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1, "optimizer": ADAM, "gradient_clipping": 1,
+        "zero_optimization": zero,
+    }  # fmt: skip
+    candidates = list(found.space.candidates(found.baseline))
+    assert found.baseline.key in {each.key for each in candidates}
+    configs = [found.ds_config(each) for each in candidates]
+    assert all(configs.count(config) == 1 for config in configs)
+    default = Candidate.of(found.baseline.values() | {"zero_optimization.contiguous_gradients": None})
+    assert "contiguous_gradients" not in found.ds_config(default)["zero_optimization"]
+    assert default.changes_from(found.baseline) == [
+        "zero_optimization.contiguous_gradients DeepSpeed's default instead of false"
+    ]
+    assert found.baseline.with_own(found.base_config) == found.spec.base_config
+
+
+@pytest.mark.parametrize(
+    ("base", "space"),
+    [
+        # A CPU has no streams, so that no candidate may state it.
+        ({"zero_optimization": {"stage": 2, "overlap_comm": True}}, {"zero_optimization.overlap_comm": [None, True]}),
+        # Without ZeRO nobody reads it, and it stays for candidates that do.
+        ({"zero_optimization": {"reduce_bucket_size": 9}}, {"zero_optimization.reduce_bucket_size": [None, 9]}),
+        ({"bf16": {"enabled": False, "immediate_grad_update": False}}, {"bf16.immediate_grad_update": [None, False]}),
+    ],
+)
+def test_a_setting_without_effect_in_the_users_configuration_does_not_refuse_it(planned, base, space):
+    found = planned(base, {"zero_stage": [0, 2], "precision": ["fp32", "bf16"], **space})
+    assert found.baseline.config == ()
+    assert found.base_config == found.spec.base_config

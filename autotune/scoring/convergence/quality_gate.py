@@ -33,6 +33,9 @@ NUMERIC_KEYS = (
     "bf16", "fp16", "torch_autocast", "communication_data_type", "gradient_predivide_factor", "prescale_gradients",
     "expert_parallel",  # AutoEP replaces the model's layers with others
 )  # fmt: skip
+# Keys that change how weights follow from gradients, and of the optimizer's settings those that only change where it computes.
+UPDATE_KEYS = ("optimizer", "scheduler", "gradient_clipping", "gradient_allreduce_op")
+HOW_COMPUTED = frozenset(("torch_adam", "fused", "foreach", "capturable"))
 # Numbers of a 16-bit type are up to this share apart. A loss in it is off by as much as two of these steps, since a mean over
 # thousands of tokens, added up in it, is biased, as torch does on a CPU.
 COARSE = {"bfloat16": 2 * 2.0**-7, "float16": 2 * 2.0**-10}
@@ -96,12 +99,21 @@ def numerics(config: Mapping[str, Any]) -> dict[str, Any]:
             value = dict(value) if value.get("enabled") else None
         if value not in (None, False):
             found[key] = value
+    found |= {key: _update(config[key]) for key in UPDATE_KEYS if config.get(key) is not None}
     found |= {name: True for name in QUANTISED if (config.get("zero_optimization") or {}).get(name)}
     dtype = (config.get("data_types") or {}).get("grad_accum_dtype")
     if "bf16" in found or "fp16" in found:
         steps = int(config.get("gradient_accumulation_steps") or 1)
         found |= {"gradients": str(dtype)} if dtype is not None else {SUMMED_IN_16_BITS: steps} if steps > 1 else {}
     return found
+
+
+def _update(value: Any) -> Any:
+    """The value of one of `UPDATE_KEYS`, without what changes no weight."""
+    if not isinstance(value, Mapping):
+        return value
+    params = {name: each for name, each in (value.get("params") or {}).items() if name not in HOW_COMPUTED}
+    return {"type": str(value.get("type")).lower(), "params": params}
 
 
 def keeps_numerics(config: Mapping[str, Any], baseline: Mapping[str, Any]) -> bool:

@@ -239,6 +239,21 @@ def test_precision_wire_quantisation_and_compression_do(values: dict) -> None:
     assert numerics(config(**values)) != {}
 
 
+ADAM = {"optimizer.params.lr": 0.1, "gradient_clipping": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [({"gradient_clipping": 0}, False), ({"gradient_clipping": None}, False), ({"gradient_clipping": 1.0}, True),
+     ({"optimizer.params.lr": 0.2}, False), ({"optimizer.params.weight_decay": 0.1}, False),
+     ({"optimizer.params.torch_adam": True, "optimizer.params.fused": True}, True),
+     ({"scheduler.params.warmup_num_steps": 9}, False), ({"gradient_allreduce_op": "sum"}, False)],
+)  # fmt: skip
+def test_so_does_what_weights_make_of_a_gradient_but_not_the_kernel_that_computes_it(change: dict, same: bool) -> None:
+    """A candidate without the baseline's clipping was called drop-in, training unchanged but for its speed."""
+    assert keeps_numerics(config(**ADAM | change), config(**ADAM)) is same
+
+
 def test_so_does_accumulating_in_16_bits() -> None:
     once, often = config(precision="bf16"), config(precision="bf16", gradient_accumulation_steps=8)
     exact = {"data_types.grad_accum_dtype": "fp32", "precision": "bf16", "zero_stage": 2}

@@ -44,6 +44,7 @@ from autotune.space.degree import (
     ranks_per_replica,
 )
 from autotune.space.ineffective import STAGES_1_AND_2
+from autotune.space.retired import renamed
 
 # The precision that computes in the same 16 bits and mixes types where an operation needs it.
 AUTOCAST = {"bf16": "torch_autocast", "fp16": "torch_autocast_fp16"}
@@ -203,7 +204,7 @@ class Candidate:
                 `data_types.buffer_dtype`, which then follows 16-bit weights: DeepSpeed keeps buffers in fp32 otherwise,
                 and batch normalisation fails on the mixture.
         """
-        config = without_auto(dict(base or {}))
+        config = renamed(without_auto(dict(base or {})))
         if self.precision in DTYPES and at_path(base or {}, "data_types.buffer_dtype") == "auto":
             set_path(config, "data_types.buffer_dtype", self.precision)
         for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
@@ -376,7 +377,7 @@ def from_deepspeed(config: Mapping[str, Any], world_size: int) -> Candidate:
     Raises:
         ConfigError: The batch sizes are missing, contradictory or do not divide by the ranks.
     """
-    config = without_auto(dict(config))
+    config = renamed(without_auto(dict(config)))
     degrees = configured_degrees(lambda path: at_path(config, path))
     micro, steps = _batch(config, max(1, world_size // ranks_per_replica(degrees)))
     zero = config.get("zero_optimization", {})

@@ -19,6 +19,7 @@ from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, at_path, check_
 from autotune.space.degree import EXPERT_DEGREE, EXPERTS_SPLIT, PIPELINE_DEGREE, configured_degrees, ranks_per_replica
 from autotune.space.installed import pins_by_default
 from autotune.space.legality import inherited_settings, merged_passes, why_illegal
+from autotune.space.retired import renamed
 from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.space.torch_settings import has_tf32
@@ -408,7 +409,7 @@ def _completed(spec: StudySpec, target: Target, workload: Workload) -> DsConfig:
         set_path(config, EXPERTS_SPLIT, True)
     if follows and workload.float_buffers and "buffer_dtype" not in config.get("data_types", {}):
         set_path(config, "data_types.buffer_dtype", "auto")
-    return config
+    return renamed(config)
 
 
 def _baseline(spec: StudySpec, config: DsConfig, workload: Workload, world_size: int) -> Candidate:

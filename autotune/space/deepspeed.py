@@ -373,7 +373,7 @@ def check_config(config: Any, where: str) -> None:
                 _check_section(f"{section}.{key}", inner if isinstance(inner, dict) else ())
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-    for path in {**_KIND_OF, **installed.bounds(), **dict.fromkeys(DEGREES)}:
+    for path in {**_KIND_OF, **installed.bounds(), **installed.kinds(), **dict.fromkeys(DEGREES)}:
         if (value := at_path(config, path)) != "auto":
             check_setting(path, value, f"{where}: {path}")
     if all(at_path(config, f"{name}.enabled") is True for name in DTYPES):
@@ -394,6 +394,8 @@ def check_setting(path: str, value: Any, where: str) -> None:
     words, kinds = _KIND_OF.get(path, ("", (object,)))
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is _NUMBER):
         raise ConfigError(f"{where}: {words} is needed, not {value!r}")
+    if needed := installed.needed_instead(path, value):
+        raise ConfigError(f"{where}: {needed} is needed, not {value!r}")
     if isinstance(value, int | float):
         for sign, bound in installed.bounds().get(path, {}).items():
             if not installed.COMPARE[sign](value, bound):

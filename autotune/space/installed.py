@@ -7,6 +7,7 @@ import ast
 import contextlib
 import functools
 import importlib.util
+import math
 import operator
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,9 @@ COMPARE = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operat
 SIGNS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 # Bounds that DeepSpeed checks in code (`fp16.loss_scale`), or takes for granted.
 OTHER_BOUNDS: dict[str, dict[str, float]] = {"gradient_clipping": {"ge": 0}, "fp16.loss_scale": {"ge": 0}}
+KIND_WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number"}
+# Texts that pydantic reads as true or false, and how Python writes 0.0 and 1.0.
+READ_AS_BOOL = frozenset("true false 1 0 1.0 0.0 t f y n yes no on off".split())
 # The pydantic models of DeepSpeed's sections whose fields have bounds.
 OFFLOAD = "deepspeed.runtime.zero.offload_config"
 MODELS = {
@@ -49,6 +53,44 @@ def bounds() -> Mapping[str, Mapping[str, float]]:
             if isinstance(node, ast.ClassDef) and node.name == model:
                 found |= {f"{section}.{name}": limits for name, limits in _fields(node)}
     return found
+
+
+@functools.cache
+def kinds() -> Mapping[str, str]:
+    """Kinds of the settings of `MODELS` by path: `bool`, `int` or `float`; settings of other kinds are left out."""
+    found = dict[str, str]()
+    for section, (module, model) in MODELS.items():
+        for node in _body(module):
+            if isinstance(node, ast.ClassDef) and node.name == model:
+                found |= {f"{section}.{name}": kind for name, kind in _annotated(node) if kind in KIND_WORDS}
+    return found
+
+
+def needed_instead(path: str, value: Any) -> str:
+    """What DeepSpeed needs for a setting in place of a value, in words; empty for a value that it reads.
+
+    It also reads true or false from 0, 1 and words, and numbers from texts.
+    """
+    kind = kinds().get(path, "")
+    try:
+        fits = {
+            "bool": lambda: str(value).lower() in READ_AS_BOOL,
+            "int": lambda: isinstance(int(value), int) if isinstance(value, str) else float(value).is_integer(),
+            "float": lambda: math.isfinite(float(value)),
+        }.get(kind, lambda: True)()
+    except (TypeError, ValueError):
+        fits = False
+    return "" if fits else KIND_WORDS[kind]
+
+
+def _annotated(model: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """Yields the fields of a pydantic model, by alias where they have one, with the name of their type (`int` of `Optional[int]`)."""
+    for node in model.body:
+        match node:
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation, value=value):
+                said = value.keywords if isinstance(value, ast.Call) else []
+                alias = [k.value.value for k in said if k.arg == "alias" and isinstance(k.value, ast.Constant)]
+                yield str([*alias, name][0]), ast.unparse(annotation).removeprefix("Optional[").removesuffix("]")
 
 
 @functools.cache

@@ -139,3 +139,27 @@ def test_names_and_bounds_read_from_the_source_are_those_of_the_installed_deepsp
     assert {"zero_optimization.reduce_bucket_size", "zero_optimization.sub_group_size"} <= found.keys()
     assert installed.optimizers() == set(deepspeed_itself["optimizers"])
     assert set(deepspeed_itself["schedulers"]) <= installed.schedulers()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "needed"),
+    [
+        ("zero_optimization.reduce_bucket_size", 500.5, "a whole number"),
+        ("zero_optimization.sub_group_size", "abc", "a whole number"),
+        ("zero_optimization.sub_group_size", "1e9", "a whole number"),
+        ("zero_optimization.reduce_scatter", "maybe", "true or false"),
+        ("zero_optimization.round_robin_gradients", 2, "true or false"),
+        ("zero_optimization.offload_optimizer.ratio", "half", "a number"),
+        ("zero_optimization.sub_group_size", 1e9, ""),
+        ("zero_optimization.sub_group_size", "1000", ""),
+        ("zero_optimization.reduce_scatter", 1, ""),
+        ("zero_optimization.overlap_comm", None, ""),
+    ],
+)
+def test_a_value_of_a_kind_that_deepspeed_refuses_takes_no_trial(path, value, needed):
+    """Each such value of a search space cost a trial, which ended in pydantic's error."""
+    if not needed:
+        check_setting(path, value, path)
+        return
+    with pytest.raises(ConfigError, match=f"{path}: {needed} is needed"):
+        check_setting(path, value, path)

@@ -437,9 +437,9 @@ def _distrust(catalogue: FeatureTable, told: Sequence[Observation]) -> Floats:
     """
     failures = [t for t in told if t.outcome in FAILURES or (t.outcome in RAN and not t.eligible)]
     failed = catalogue.settings[_rows(catalogue, failures)]
+    failed[[t.outcome in RAN for t in failures], catalogue.present.shape[1] :] = 0.0  # no size makes it train otherwise
     good = catalogue.settings[_rows(catalogue, [t for t in told if t.outcome in RAN and t.eligible])].sum(axis=0)
-    suspects = failed * (good == 0)
-    suspects = np.where(suspects.any(axis=1, keepdims=True), suspects, failed)
+    suspects = np.where((failed * (good == 0)).any(axis=1, keepdims=True), failed * (good == 0), failed)
     of_knob = suspects @ catalogue.setting_of  # the knobs share alike, however many columns each has
     shared = (of_knob @ catalogue.setting_of.T) * (of_knob > 0).sum(axis=1, keepdims=True)
     bad = (suspects / np.maximum(shared, 1.0)).sum(axis=0)

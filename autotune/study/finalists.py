@@ -94,6 +94,7 @@ class Finalists:
         # Without stated rounds all that is settled is whether the answer beats the baseline.
         below = max(racing.SETTLED, spec.stop_below) if spec.repeats else math.inf
         least = spec.repeats or int(self._favoured(found[0]))
+        spent = not spec.repeats and self._budget.n_spent() >= spec.trials
         while True:
             estimates, tried = self._estimates(), self._tried()
             # What the time budget can no longer check can be no answer.
@@ -102,7 +103,7 @@ class Finalists:
             n_done = racing.rounds_done(estimates, tried)
             turn = racing.next_round(
                 estimates, self._state.objectives, numbers, plan.data_parallel, spec.finalists, tried=tried,
-                rounds=racing.Rounds(least=least, most=most, below=below, unforeseen=self._budget.n_spent() >= spec.trials),
+                rounds=racing.Rounds(least=least, most=most, below=below, unforeseen=spent),
             )  # fmt: skip
             base = [estimates.baseline] if estimates.baseline else []
             while turn and not self._budget.affords(self._budget.again_s(m.trial for m in [*turn, *base])):

@@ -55,9 +55,12 @@ class Bench:
         return self._plans[key]
 
     def measure(self, found: Plan, *, steps: int = 3, legal: bool = True, **changes: Any) -> TrialResult:
-        """A short trial of the baseline with some knobs changed; fields of `TrialRequest` go into the request."""
+        """A short trial of the baseline with some knobs changed, and those of its configuration left to DeepSpeed.
+
+        Fields of `TrialRequest` go into the request.
+        """
         own = {name: changes.pop(name) for name in tuple(changes) if name in TrialRequest.__dataclass_fields__}
-        candidate = replace(found.baseline, **changes)
+        candidate = replace(found.baseline, **{"config": (), **changes})
         assert not legal or why_illegal(candidate, found.setting) is None
         self.folder = TrialDir(self._next())
         request = TrialRequest(
@@ -71,7 +74,7 @@ class Bench:
         """The same, and all changes must have been seen."""
         result = self.measure(found, steps=steps, **changes)
         knobs = {name: value for name, value in changes.items() if name not in TrialRequest.__dataclass_fields__}
-        candidate = replace(found.baseline, **knobs)
+        candidate = replace(found.baseline, **{"config": (), **knobs})
         assert result.outcome is Outcome.COMPLETE, result.reason
         share = found.workload.data_parallel(found.world_size)
         copies = share // candidate.ranks_per_replica

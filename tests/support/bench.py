@@ -11,6 +11,7 @@ from typing import Any
 
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
+from autotune.space.candidate import Candidate
 from autotune.space.legality import why_illegal
 from autotune.study.setup import plan as planning
 from autotune.study.setup.plan import Plan
@@ -54,13 +55,16 @@ class Bench:
             self._plans[key] = planning.plan(spec, self.executor, self._next())
         return self._plans[key]
 
-    def measure(self, found: Plan, *, steps: int = 3, legal: bool = True, **changes: Any) -> TrialResult:
-        """A short trial of the baseline with some knobs changed, and those of its configuration left to DeepSpeed.
+    @staticmethod
+    def candidate(found: Plan, **changes: Any) -> Candidate:
+        """The baseline with some knobs changed, without its settings that act on nothing then."""
+        changed = replace(found.baseline, **changes)
+        return replace(changed, config=()) if why_illegal(changed, found.setting) is not None else changed
 
-        Fields of `TrialRequest` go into the request.
-        """
+    def measure(self, found: Plan, *, steps: int = 3, legal: bool = True, **changes: Any) -> TrialResult:
+        """A short trial of the baseline with some knobs changed; fields of `TrialRequest` go into the request."""
         own = {name: changes.pop(name) for name in tuple(changes) if name in TrialRequest.__dataclass_fields__}
-        candidate = replace(found.baseline, **{"config": (), **changes})
+        candidate = self.candidate(found, **changes)
         assert not legal or why_illegal(candidate, found.setting) is None
         self.folder = TrialDir(self._next())
         request = TrialRequest(
@@ -74,7 +78,7 @@ class Bench:
         """The same, and all changes must have been seen."""
         result = self.measure(found, steps=steps, **changes)
         knobs = {name: value for name, value in changes.items() if name not in TrialRequest.__dataclass_fields__}
-        candidate = replace(found.baseline, **{"config": (), **knobs})
+        candidate = self.candidate(found, **knobs)
         assert result.outcome is Outcome.COMPLETE, result.reason
         share = found.workload.data_parallel(found.world_size)
         copies = share // candidate.ranks_per_replica

@@ -14,11 +14,10 @@ from autotune.report.export import RATE_FLAG, deepspeed_config, training_rate
 from autotune.report.script_changes import learning_rate_changes, script_side_changes
 from autotune.report.timeline import runs
 from autotune.scoring import recommend
-from autotune.scoring.convergence.learning_rate import RATE_KEYS
 from autotune.scoring.estimates import Estimates, estimate
 from autotune.scoring.measured import Measured
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import DsConfig
+from autotune.space.deepspeed import RATE_KEYS, DsConfig
 from autotune.study.budget import measuring_s
 from autotune.study.lock import run_under_way
 from autotune.study.storage import analysed, records

@@ -137,6 +137,10 @@ def price(candidates: Sequence[Candidate], rows: Rows) -> Floats:
         candidates: All of them, the baseline first.
     """
     own, config = candidates[0], candidates[0].to_deepspeed()
-    gated = [not quality_gate.differs_in_sums_alone(candidates[row].to_deepspeed(), config) for row in rows]
+    gated = [
+        candidates[row].other_numerics != own.other_numerics
+        or not quality_gate.differs_in_sums_alone(candidates[row].to_deepspeed(), config)
+        for row in rows
+    ]
     changes = [len(differing(candidates[row].values(), own.values())) for row in rows]
     return np.asarray(GATE_PRICE * np.array(gated, dtype=float) + CHANGE_PRICE * np.array(changes, dtype=float))

@@ -15,6 +15,7 @@ from autotune.space.deepspeed import (
     LARGEST_BATCH,
     OWNED_PATHS,
     PRECISIONS,
+    RATE_KEYS,
     SECTION_KEYS,
     SECTIONS,
     STAGE_3_PREFIXES,
@@ -244,8 +245,10 @@ class Candidate:
 
     @property
     def other_numerics(self) -> dict[str, Scalar]:
-        """Its settings that change what is computed or trained on together, and that DeepSpeed does not get."""
-        return data.retraining(dict(self.config)) | torch_settings.numerics(dict(self.config))
+        """Its settings that change training, and that DeepSpeed does not get, or in its trial multiplied: a learning rate follows the batch."""
+        own = dict(self.config)
+        rates = {name: value for name, value in own.items() if name.rpartition(".")[2] in RATE_KEYS}
+        return data.retraining(own) | torch_settings.numerics(own) | rates
 
     def _set_precision(self, config: DsConfig) -> None:
         kept = {name: config.pop(name, {}) for name in ("bf16", "fp16", "torch_autocast", "amp")}

@@ -15,6 +15,8 @@ DsConfig: TypeAlias = dict[str, Any]
 PRECISIONS = ("fp32", "bf16", "fp16", "torch_autocast", "torch_autocast_fp16")
 DTYPES = ("bf16", "fp16")
 DEVICES = ("none", "cpu", "nvme")
+# Where the optimizer and its schedulers state learning rates.
+RATE_KEYS = ("lr", "warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr")
 # The section of ZeRO's settings, as their paths begin.
 ZERO = "zero_optimization."
 # Stages that keep the gradients of one alone of several backward passes at a boundary of accumulation, and since which release.

@@ -194,6 +194,18 @@ def test_with_the_numerics_kept_nothing_is_checked(tmp_path):
     assert executor.gated == []
 
 
+def test_a_learning_rate_that_follows_the_batch_is_no_other_numerics_and_one_that_is_searched_is(tmp_path):
+    """Each trial of another batch than the baseline's, whose JSON stated a scaled rate, trained loss curves, in quick studies too."""
+    base, sizes = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {"micro_batch_size": [4, 8, 16, 32]}
+    runner, executor, _ = run(tmp_path / "follows", trials=4, space=[sizes], planned={"base_config": base})
+    found = runner.state.measured()
+    rates = {m.ds_config["optimizer"]["params"]["lr"] for m in found}
+    assert len(rates) > 1 and all(m.numerics_kept for m in found) and executor.gated == []
+    searched = [{"optimizer.params.lr": [1e-3, 2e-3]}]
+    runner, _, _ = run(tmp_path / "searched", trials=2, space=searched, planned={"base_config": base})
+    assert [m.numerics_kept for m in runner.state.measured()] == [True, False]
+
+
 def test_a_reference_that_fails_leaves_a_doubt_and_no_recommendation(tmp_path):
     executor = Instant()
     executor.behaviour = lambda c: (

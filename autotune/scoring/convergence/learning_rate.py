@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from autotune.space.deepspeed import RATE_KEYS
+
 
 class LearningRateRule(NamedTuple):
     """How the learning rate follows the batch: it is multiplied by (B / B0) ** exponent."""
@@ -20,8 +22,6 @@ LEARNING_RATE_RULES = {
         0.5, "the square root of r for r times the batch (Malladi et al., arXiv 2205.10287, for Adam)"
     ),
 }
-# Where a DeepSpeed configuration states learning rates: the optimizer's, and those of its schedulers.
-RATE_KEYS = ("lr", "warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr")
 
 
 @dataclass(frozen=True, kw_only=True)

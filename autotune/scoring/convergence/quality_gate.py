@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import RATE_KEYS
 from autotune.trial.profile import Floats
 from autotune.trial.result import NOT_FINITE, GradientCheck
 from autotune.trial.workload import Workload
@@ -109,10 +110,11 @@ def numerics(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _update(value: Any) -> Any:
-    """The value of one of `UPDATE_KEYS`, without what changes no weight."""
+    """The value of one of `UPDATE_KEYS`, without what changes no weight, and without learning rates: a trial's follow its batch."""
     if not isinstance(value, Mapping):
         return value
-    params = {name: each for name, each in (value.get("params") or {}).items() if name not in HOW_COMPUTED}
+    left_out = HOW_COMPUTED.union(RATE_KEYS)
+    params = {name: each for name, each in (value.get("params") or {}).items() if name not in left_out}
     return {"type": str(value.get("type")).lower(), "params": params}
 
 

@@ -245,7 +245,7 @@ ADAM = {"optimizer.params.lr": 0.1, "gradient_clipping": 1}
 @pytest.mark.parametrize(
     ("change", "same"),
     [({"gradient_clipping": 0}, False), ({"gradient_clipping": None}, False), ({"gradient_clipping": 1.0}, True),
-     ({"optimizer.params.lr": 0.2}, False), ({"optimizer.params.weight_decay": 0.1}, False),
+     ({"optimizer.params.weight_decay": 0.1}, False),
      ({"optimizer.params.torch_adam": True, "optimizer.params.fused": True}, True),
      ({"scheduler.params.warmup_num_steps": 9}, False), ({"gradient_allreduce_op": "sum"}, False)],
 )  # fmt: skip

@@ -245,7 +245,7 @@ class Candidate:
 
     @property
     def other_numerics(self) -> dict[str, Scalar]:
-        """Its settings that change training, and that DeepSpeed does not get, or in its trial multiplied: a learning rate follows the batch."""
+        """Its settings that change training and that its ds_config alone does not show: rates there are scaled to the batch."""
         own = dict(self.config)
         rates = {name: value for name, value in own.items() if name.rpartition(".")[2] in RATE_KEYS}
         return data.retraining(own) | torch_settings.numerics(own) | rates

@@ -17,12 +17,12 @@ from autotune.forecast.regression import STOPPED_SD, interval_sd
 from autotune.forecast.words import SURE_Z
 from autotune.scoring.measured import Measured
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import DsConfig, Scalar, check_setting
+from autotune.space.deepspeed import Scalar, check_setting
 from autotune.space.legality import why_illegal
 from autotune.study.events import SILENT, EventSink
 from autotune.study.setup import profile_cache
 from autotune.study.setup.engine import executor_for
-from autotune.study.setup.plan import grounds
+from autotune.study.setup.plan import completed, grounds
 from autotune.study.setup.script import inspect_workload
 from autotune.study.spec.spec import StudySpec, stated_storage
 from autotune.system import device, files, temporary
@@ -191,7 +191,7 @@ def _known(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workload, 
         key = profile_cache.script_key(spec.how(), spec.script_set, spec.ranks)
     workload = profile_cache.load(Workload, key)
     if workload is not None:
-        found = profile_cache.known(workload, target.path, _base_config(spec, workload), _ranks(spec, workload)[1])
+        found = profile_cache.known(workload, target.path, completed(spec, target, workload), _ranks(spec, workload)[1])
         if found.profile is not None and found.machine is not None:
             return found, list(found.profile.caveats)
     view.doing(f"{'running' if script else 'profiling'} {target.path.name}, once")
@@ -211,18 +211,13 @@ def _profiled(spec: StudySpec, target: Target) -> tuple[Workload, list[str]]:
                 ranks = min(spec.ranks or 1, most) if script else 1
                 workload = inspect_workload(spec, executor, trials / "inspect", ranks)
                 found, notes = profile_cache.measure_missing(
-                    workload, target.path, _base_config(spec, workload), _ranks(spec, workload)[1], executor, trials
+                    workload, target.path, completed(spec, target, workload), _ranks(spec, workload)[1], executor, trials
                 )
         except KeyboardInterrupt:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder, ignore_errors=True)
         return found, notes
-
-
-def _base_config(spec: StudySpec, workload: Workload) -> DsConfig:
-    # The needs of one step do not depend on the number of samples.
-    return grounds(spec, spec.inspected, replace(workload, n_samples=None), _ranks(spec, workload)[0])[0]
 
 
 def _ranks(spec: StudySpec, workload: Workload) -> tuple[int, int]:

@@ -296,7 +296,7 @@ def grounds(
 ) -> tuple[DsConfig, Candidate, Setting]:
     """Returns the complete configuration of a study's baseline, the baseline, and the setting of legality."""
     environment = workload.environment
-    base_config = _completed(spec, target, workload)
+    base_config = completed(spec, target, workload)
     data_parallel = workload.data_parallel(world_size)
     setting = Setting(
         accelerator=environment.accelerator,
@@ -377,7 +377,7 @@ def profiled(found: Plan, executor: Executor, folder: Path, on_wait: Callable[[]
     return replace(found, workload=workload, notes=[*found.notes, *notes])
 
 
-def _completed(spec: StudySpec, target: Target, workload: Workload) -> DsConfig:
+def completed(spec: StudySpec, target: Target, workload: Workload) -> DsConfig:
     """Returns the user's configuration, completed by what a trial needs.
 
     AdamW if neither it nor the target has an optimizer; buffers that follow 16-bit weights if the model has any.

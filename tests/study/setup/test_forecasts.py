@@ -125,6 +125,14 @@ def test_the_answer_for_other_devices_names_them_and_rests_on_their_data_sheet(k
         lines("RTX 3080 Ti")
 
 
+def test_a_baseline_that_this_machine_cannot_run_is_answered_for_devices_that_can(known, capsys):
+    offloads = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    predict_command.predict(str(TARGET), {"base_config": offloads}, [], gpus="2xH100")
+    assert "optimizer on the host, 2 rank(s), on 2 x H100" in capsys.readouterr().out
+    with pytest.raises(UserError, match="the baseline cannot run here: offload"):
+        predict_command.predict(str(TARGET), {"base_config": offloads}, [])
+
+
 @pytest.mark.process
 def test_people_get_a_waterfall_a_verdict_and_what_binds(known, capsys):
     predict(TARGET, {"device_memory_bytes": "1GiB"}, ["micro_batch_size=64"], as_json=False)

@@ -82,7 +82,8 @@ def _studies(storage: str | None) -> list[tuple[str, ...]]:
     begun = () if storage else running  # until its first trial has a row, a study is not in the database
     for name in sorted({*records.study_names(database), *begun}):
         row = found.get(name)
-        answer = "no answer yet" if row is None else f"{answer_words(row)}; {moment(row['at'])}"
+        unsaid = f"no answer yet; `autotune status {name}` says what was found so far"  # its run ended, or goes on
+        answer = unsaid if row is None else f"{answer_words(row)}; {moment(row['at'])}"
         rows.append((name, f"{answer}; process {running[name]} runs it now" if name in running else answer))
     return rows
 

@@ -45,7 +45,7 @@ from autotune.space.degree import (
     ranks_per_replica,
 )
 from autotune.space.ineffective import STAGES_1_AND_2
-from autotune.space.retired import renamed
+from autotune.space.retired import one_spelling, renamed
 
 # The precision that computes in the same 16 bits and mixes types where an operation needs it.
 AUTOCAST = {"bf16": "torch_autocast", "fp16": "torch_autocast_fp16"}
@@ -93,7 +93,7 @@ class Candidate:
         """Builds a candidate from flat knob values; a name with a dot is a DeepSpeed path."""
         own: dict[str, Any] = {name: value for name, value in values.items() if name in FIELDS}
         config = {name: value for name, value in values.items() if name not in FIELDS and value is not None}
-        config = {name: value for name, value in config.items() if name not in DEGREES or value not in (0, 1)}
+        config = {n: one_spelling(n, value) for n, value in config.items() if n not in DEGREES or value not in (0, 1)}
         for name, value in config.items():
             check_knob(name)
             if data.is_data(name) or torch_settings.is_torch(name):

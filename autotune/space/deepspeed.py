@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, TypeGuard
 from autotune.errors import UserError, nearest
 from autotune.space import installed
 from autotune.space.degree import DEGREES, is_degree
+from autotune.space.retired import SPELLINGS, TYPES, renamed
 
 Scalar: TypeAlias = str | int | float | bool | None
 DsConfig: TypeAlias = dict[str, Any]
@@ -71,7 +72,7 @@ SECTION_KEYS: dict[str, frozenset[str]] = {
             min_loss_scale fp16_master_weights_and_grads
         """,
         "torch_autocast": "enabled dtype lower_precision_safe_modules",
-        "data_types": "grad_accum_dtype param_dtype buffer_dtype",
+        "data_types": "grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules",
         "optimizer": "type params legacy_fusion",
         "timers": "throughput",
         "timers.throughput": "enabled synchronized",
@@ -187,9 +188,10 @@ def check_retired(config: Mapping[str, Any], deepspeed_version: str) -> None:
 
 
 def without_auto(config: DsConfig) -> DsConfig:
-    """The configuration without the values "auto" that Hugging Face fills in.
+    """The configuration without what states no value: "auto", which Hugging Face fills in, and null, as in a search space.
 
-    A section left empty goes with them, but for `params`: DeepSpeed builds no scheduler without.
+    DeepSpeed itself refuses null for most settings. A section left empty goes with them, but for `params`: DeepSpeed
+    builds no scheduler without.
     """
     kept: DsConfig = {}
     for key, value in config.items():
@@ -197,7 +199,7 @@ def without_auto(config: DsConfig) -> DsConfig:
             inner = without_auto(value)
             if inner or not value or key == "params":
                 kept[key] = inner
-        elif value != "auto":
+        elif value not in ("auto", None):
             kept[key] = value
     return kept
 
@@ -275,13 +277,13 @@ def ops_needed(value_at: Callable[[str], Any]) -> list[str]:
 
 def precision_of(config: Mapping[str, Any]) -> str:
     """The precision that a DeepSpeed configuration means, one of `PRECISIONS`."""
+    config = renamed(dict(config))
     for precision in ("bf16", "fp16"):
         if config.get(precision, {}).get("enabled"):
             return precision
     autocast = config.get("torch_autocast", {})
     if autocast.get("enabled"):
-        half = str(autocast.get("dtype", "")).removeprefix("torch.") in ("float16", "fp16", "half")
-        return "torch_autocast_fp16" if half else "torch_autocast"
+        return "torch_autocast_fp16" if autocast.get("dtype") == "fp16" else "torch_autocast"
     return "fp32"
 
 
@@ -301,17 +303,19 @@ _SWITCH, _NUMBER, _TEXT = (bool,), (int, float), (str,)
 KINDS: dict[tuple[type, ...], tuple[str, str]] = {
     _SWITCH: ("true or false", """
         bf16.enabled fp16.enabled torch_autocast.enabled bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
-        zero_optimization.overlap_comm zero_optimization.contiguous_gradients
+        zero_optimization.overlap_comm zero_optimization.contiguous_gradients prescale_gradients disable_allgather
+        wall_clock_breakdown memory_breakdown dump_state dataloader_drop_last zero_allow_untested_optimizer
+        zero_force_ds_cpu_optimizer
     """),
     _NUMBER: ("a number", """
         zero_optimization.reduce_bucket_size zero_optimization.allgather_bucket_size gradient_clipping
         zero_optimization.stage3_prefetch_bucket_size zero_optimization.stage3_param_persistence_threshold
         zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
-        zero_optimization.zero_hpz_partition_size
+        zero_optimization.zero_hpz_partition_size gradient_predivide_factor steps_per_print
     """),
     _TEXT: ("a text", """
         optimizer.type scheduler.type torch_autocast.dtype data_types.grad_accum_dtype data_types.buffer_dtype
-        communication_data_type seq_parallel_communication_data_type
+        data_types.param_dtype communication_data_type seq_parallel_communication_data_type
         zero_optimization.offload_optimizer.device zero_optimization.offload_optimizer.nvme_path
         zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path
     """),
@@ -324,8 +328,10 @@ WIRE_TYPES = frozenset(("fp32", "fp16", "bf16"))
 NAMES: dict[str, tuple[Callable[[], frozenset[str]], bool]] = {
     "optimizer.type": (installed.optimizers, True),
     "scheduler.type": (installed.schedulers, False),
-    "communication_data_type": (lambda: WIRE_TYPES, True),
-    "seq_parallel_communication_data_type": (lambda: WIRE_TYPES, True),
+    **{
+        path: (lambda: WIRE_TYPES, True) if wire else (lambda: frozenset(SPELLINGS), False)
+        for path, wire in TYPES.items()
+    },
 }
 SECTIONS = (
     *SECTION_KEYS, "optimizer", "scheduler", "optimizer.params", "scheduler.params", "pipeline", "autotuning",
@@ -364,6 +370,7 @@ def check_config(config: Any, where: str) -> None:
     if not isinstance(config, dict):
         raise ConfigError(f"{where}: a DeepSpeed configuration is a JSON object, not {type(config).__name__}")
     check_plain(config, where)
+    config = renamed(config)
     for path in SECTIONS:
         value = at_path(config, path)
         if not isinstance(value, dict) and (path in config or value not in (None, "auto")):

@@ -15,8 +15,10 @@ from typing import Any
 
 COMPARE = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le}
 SIGNS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-# Bounds that DeepSpeed checks in code (`fp16.loss_scale`), or takes for granted.
-OTHER_BOUNDS: dict[str, dict[str, float]] = {"gradient_clipping": {"ge": 0}, "fp16.loss_scale": {"ge": 0}}
+# Bounds that DeepSpeed checks in code (`fp16.loss_scale`), or takes for granted: it divides by `steps_per_print`.
+OTHER_BOUNDS: dict[str, dict[str, float]] = {
+    "gradient_clipping": {"ge": 0}, "fp16.loss_scale": {"ge": 0}, "steps_per_print": {"gt": 0},
+}  # fmt: skip
 KIND_WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number"}
 # Texts that pydantic reads as true or false, and how Python writes 0.0 and 1.0.
 READ_AS_BOOL = frozenset("true false 1 0 1.0 0.0 t f y n yes no on off".split())

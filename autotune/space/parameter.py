@@ -8,6 +8,7 @@ from autotune.errors import UserError, nearest
 from autotune.space.candidate import check_knob, check_value
 from autotune.space.deepspeed import Scalar, check_setting, is_int
 from autotune.space.degree import DEGREES
+from autotune.space.retired import one_spelling
 
 if TYPE_CHECKING:
     from optuna.distributions import CategoricalDistribution, IntDistribution
@@ -178,8 +179,9 @@ def _parse_choices(name: str, data: Mapping[str, Any], where: str) -> tuple[Scal
 
 
 def _distinct(name: str, values: Sequence[Scalar]) -> tuple[Scalar, ...]:
-    """The values, with one spelling of each: a degree of 0 or 1 is the same as none."""
-    return tuple(dict.fromkeys(None if name in DEGREES and value in (0, 1) else value for value in values))
+    """The values, with one spelling of each: a degree of 0 or 1 is the same as none, a type has several names."""
+    alike = (None if name in DEGREES and value in (0, 1) else one_spelling(name, value) for value in values)
+    return tuple(dict.fromkeys(alike))
 
 
 def _parse_range(name: str, data: Mapping[str, Any], when: dict[str, tuple[Scalar, ...]], where: str) -> Parameter:

@@ -9,6 +9,7 @@ import pytest
 
 from autotune.space import installed
 from autotune.space.deepspeed import SECTION_KEYS, TOP_LEVEL_KEYS, ConfigError, check_setting, precision_of, read_config
+from autotune.space.retired import SPELLINGS
 
 REFUSED = [
     ("{", "not JSON"),
@@ -25,6 +26,12 @@ REFUSED = [
     ('{"optimizer": {"type": "Adamm"}}', "optimizer.type: DeepSpeed knows no 'Adamm'. Did you mean 'Adam'?"),
     ('{"scheduler": {"type": "WarmUpp"}}', "scheduler.type: DeepSpeed knows no 'WarmUpp'. Did you mean 'WarmupLR'?"),
     ('{"communication_data_type": "fp64"}', "communication_data_type: DeepSpeed knows no 'fp64'."),
+    ('{"data_types": {"grad_accum_dtype": "fp33"}}', "data_types.grad_accum_dtype: DeepSpeed knows no 'fp33'. Did you mean 'fp32'?"),
+    ('{"data_types": {"grad_accum_dtype": "FP16"}}', "data_types.grad_accum_dtype: DeepSpeed knows no 'FP16'."),
+    ('{"torch_autocast": {"enabled": true, "dtype": "fp8"}}', "torch_autocast.dtype: DeepSpeed knows no 'fp8'."),
+    ('{"steps_per_print": 0}', "steps_per_print: 0 is not above 0"),
+    ('{"prescale_gradients": "false"}', "prescale_gradients: true or false is needed, not 'false'"),
+    ('{"bfloat16": {"enabled": "yes"}}', "bf16.enabled: true or false is needed"),
     ('{"zero_optimization": {"reduce_bucket_size": -5}}', "zero_optimization.reduce_bucket_size: -5 is not above 0"),
     ('{"zero_optimization": {"offload_optimizer": {"ratio": 1.5}}}', "offload_optimizer.ratio: 1.5 is not at most 1"),
     ('{"zero_optimization": {"stage3_prefetch_bucket_size": -1}}', "stage3_prefetch_bucket_size: -1 is not at least 0"),
@@ -45,6 +52,7 @@ TAKEN = [
     {"optimizer": {"type": "ADAMW"}, "scheduler": {"type": "CosineAnnealingLR"}},
     {"optimizer": {"type": "SGD", "params": "auto"}, "zero_optimization": {"reduce_bucket_size": 5e8}},
     {"zero_optimization": {"stage": 2, "offload_optimizer": None, "allgather_bucket_size": 0}},
+    {"bfloat16": {"enabled": True}, "data_types": {"grad_accum_dtype": "torch.float32", "keep_in_fp32_modules": []}},
 ]
 
 
@@ -93,7 +101,7 @@ class Recorder(dict):
     def keys(self): return self
     def __copy__(self): return Recorder(self)
 from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig, DtypeEnum
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
@@ -108,7 +116,8 @@ bounds = {f"{section}.{field.alias or name}": limits(field) for section, model i
 optim = [n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)]
 rates = torch.optim.lr_scheduler
 kinds = [n for n, c in vars(rates).items() if isinstance(c, type) and issubclass(c, rates.LRScheduler) and n[0] != "_"]
-print(json.dumps({"keys": {"top": sorted(SEEN)} | {name: keys(model) for name, model in sections.items()}, "bounds": bounds,
+types = {kind.name: kind._all_values[1:] for kind in DtypeEnum}
+print(json.dumps({"types": types, "keys": {"top": sorted(SEEN)} | {name: keys(model) for name, model in sections.items()}, "bounds": bounds,
   "optimizers": sorted({*DEEPSPEED_OPTIMIZERS, *optim} - {"Optimizer"}),
   "schedulers": sorted({*lr_schedules.VALID_LR_SCHEDULES, *kinds})}))
 '''
@@ -139,6 +148,12 @@ def test_names_and_bounds_read_from_the_source_are_those_of_the_installed_deepsp
     assert {"zero_optimization.reduce_bucket_size", "zero_optimization.sub_group_size"} <= found.keys()
     assert installed.optimizers() == set(deepspeed_itself["optimizers"])
     assert set(deepspeed_itself["schedulers"]) <= installed.schedulers()
+
+
+@pytest.mark.process
+def test_types_are_spelt_as_the_installed_deepspeed_reads_them(deepspeed_itself):
+    of_weights = {name: set(all_) for name, all_ in deepspeed_itself["types"].items() if name != "int8"}
+    assert of_weights == {name: {s for s in SPELLINGS if SPELLINGS[s] == name} for name in SPELLINGS.values()}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.instant import Instant, failed, report, runner_of
 
+from autotune.cli import presets
 from autotune.executors.base import MachinesGone
 from autotune.study.events import ENDED_BY_CALLBACK, Broadcast, Event, Journal, Kind
 from autotune.study.listeners import CallbackSink, LogSink
@@ -43,8 +44,11 @@ def test_an_error_of_a_callback_ends_the_run_and_the_trial_stays_told(tmp_path):
 
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, broken)
-    (told,) = records.load_study(records.open_storage(records.default_url(tmp_path)), "s").trials
+    url = records.default_url(tmp_path)
+    (told,) = records.load_study(records.open_storage(url), "s").trials
     assert told.state.is_finished()
+    ((_, listed),) = presets._studies(url)  # what was found is there, so it is said where
+    assert listed == "no answer yet; `autotune status s` says what was found so far"
 
 
 @pytest.mark.parametrize(

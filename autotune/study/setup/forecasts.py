@@ -211,7 +211,12 @@ def _profiled(spec: StudySpec, target: Target) -> tuple[Workload, list[str]]:
                 ranks = min(spec.ranks or 1, most) if script else 1
                 workload = inspect_workload(spec, executor, trials / "inspect", ranks)
                 found, notes = profile_cache.measure_missing(
-                    workload, target.path, completed(spec, target, workload), _ranks(spec, workload)[1], executor, trials
+                    workload,
+                    target.path,
+                    completed(spec, target, workload),
+                    _ranks(spec, workload)[1],
+                    executor,
+                    trials,
                 )
         except KeyboardInterrupt:
             shutil.rmtree(folder, ignore_errors=True)

@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from pathlib import Path
 
 from optuna.trial import Trial, TrialState
@@ -13,7 +12,6 @@ from autotune.study.budget import apart_s
 from autotune.study.proposals import Proposer
 from autotune.study.state import StudyState
 from autotune.study.storage import records
-from autotune.study.storage.optuna_tables import trial_id, write_dates
 from autotune.study.tell import Teller
 from autotune.system import files
 from autotune.system.signals import undisturbed
@@ -91,8 +89,4 @@ def _tell(state: StudyState, proposer: Proposer, teller: Teller, asked: Trial, r
     candidate, role = Candidate.of(result.candidate), "search" if asked.number else "baseline"
     if CANDIDATE_ATTR not in asked.user_attrs:
         proposer.describe(asked, candidate, role)
-    teller.tell(asked, candidate, role, teller.explained(candidate, result), quiet=True)
-    # Pauses, days and the time that it took follow from when it ran, which was not now.
-    if (times := ran(state.trial_path(asked.number))) is not None:
-        with contextlib.suppress(ValueError, OverflowError), state.storage.engine.begin() as connection:  # no such day
-            write_dates(connection, trial_id(asked), *map(datetime.fromtimestamp, (times[0], sum(times))))
+    teller.tell(asked, candidate, role, teller.explained(candidate, result), quiet=True, earlier=True)

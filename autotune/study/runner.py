@@ -222,7 +222,7 @@ class Runner:
             self.state.create()
             asked = self.leases.claim(self.state.study)
             self.proposer.describe(asked, baseline, "baseline")
-            self._teller.tell(asked, baseline, "baseline", self._teller.explained(baseline, result))
+            self._teller.tell(asked, baseline, "baseline", self._teller.explained(baseline, result), earlier=True)
         self._baseline.leave_out_batches()
 
     def _search(self) -> str:

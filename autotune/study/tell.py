@@ -1,11 +1,13 @@
 """Telling a trial: its score and forecast go to the database, its end and the study's progress to the events."""
 
+import contextlib
 import functools
 import json
 import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -29,10 +31,11 @@ from autotune.study.setup.script import remedy
 from autotune.study.state import StudyState
 from autotune.study.storage import records
 from autotune.study.storage.leases import Lease
+from autotune.study.storage.optuna_tables import trial_id, write_dates
 from autotune.system.signals import undisturbed
 from autotune.system.units import rounded
 from autotune.trial import failures
-from autotune.trial.folder import TrialDir, result_in
+from autotune.trial.folder import TrialDir, ran, result_in
 from autotune.trial.result import RAN, Outcome, TrialResult
 
 # The constraint that a trial has completed, in Optuna's study.
@@ -59,9 +62,15 @@ class Teller:
         self._stands_until_s = 0.0
 
     def tell(
-        self, asked: Trial | FrozenTrial, candidate: Candidate, role: str, result: TrialResult, *, quiet: bool = False
-    ) -> None:
-        """Ends a trial with its result; a lost trial is left to be run again."""
+        self, asked: Trial | FrozenTrial, candidate: Candidate, role: str, result: TrialResult, *,
+        quiet: bool = False, earlier: bool = False,
+    ) -> None:  # fmt: skip
+        """Ends a trial with its result; a lost trial is left to be run again.
+
+        Args:
+            quiet: Do not say how far the study is.
+            earlier: It ran before now, as the baseline, which runs before its study has a row in the database.
+        """
         state, result = self._state, placement.like_with_like(self._state.folder, result)
         # The loss curve of a trial that was stopped early does not show the time to the target.
         reference = state.reference if result.outcome is not Outcome.STOPPED_EARLY else None
@@ -78,7 +87,15 @@ class Teller:
         ended = TrialState.COMPLETE if done else TrialState.PRUNED
         ended = TrialState.FAIL if result.outcome is Outcome.LOST else ended
         values = list(score.values) if done and score.values is not None else None
-        if not state.leases.tell(asked, ended, values, attrs, constraints):
+        told = state.leases.tell(asked, ended, values, attrs, constraints)
+        # Pauses, days and the time that it took follow from when it ran.
+        if told and (times := ran(state.trial_path(asked.number)) if earlier else None) is not None:
+            with (
+                contextlib.suppress(ValueError, OverflowError),
+                state.storage.engine.begin() as connection,
+            ):  # no such day
+                write_dates(connection, trial_id(asked), *map(datetime.fromtimestamp, (times[0], sum(times))))
+        if not told:
             self._events.say(
                 f"trial {asked.number} was taken for lost, since this process was not heard of for a long time;"
                 " another process has it now, and this measurement is not used"
@@ -123,7 +140,7 @@ class Teller:
             if result is None or result.candidate != candidate.values():
                 result = self.lost(candidate)
             with undisturbed():
-                self.tell(left, candidate, role, result)
+                self.tell(left, candidate, role, result, earlier=True)
         return carried_on
 
     def lost(self, candidate: Candidate) -> TrialResult:

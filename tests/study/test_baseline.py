@@ -1,6 +1,7 @@
 """The baseline: it decides which objectives, constraints and batches a study has."""
 
 import functools
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from autotune.report import load
 from autotune.scoring import recommend
 from autotune.scoring.estimates import estimate
 from autotune.scoring.objective import Constraint
-from autotune.study.setup.plan import _completed
+from autotune.study.setup.plan import completed
 from autotune.trial.result import Outcome
 from autotune.trial.target import Target
 from autotune.trial.workload import Probed
@@ -26,6 +27,24 @@ def test_an_objective_that_the_baseline_does_not_yield_is_left_out_with_a_word(t
     assert any("'convergence' is left out: the baseline's loss did not fall" in text for text in watcher.said)
 
 
+class Began(Instant):
+    """One whose ranks write when they began: a thousand seconds apart."""
+
+    def submit(self, folder):
+        found = super().submit(folder)
+        folder.events.write_text(json.dumps({"time": BEGAN_S + 1000 * len(self.ran), "rank": 0, "phase": "import"}))
+        return found
+
+
+def test_the_trial_of_the_baseline_lasted_as_long_as_its_measurement(tmp_path):
+    """Its row is written after it, so that Optuna's dashboard drew it as 0.3 s long."""
+    runner, _, _ = run(tmp_path, Began(), trials=2, finalists=0)
+    baseline = runner.state.told()[0]
+    assert baseline.datetime_start.timestamp() == BEGAN_S + 1000
+    assert (baseline.datetime_complete - baseline.datetime_start).total_seconds() == 1.0  # as the engine says
+
+
+BEGAN_S = 1_795_000_000.0
 TO_LOSS = {"name": "convergence", "metric": "time_to_loss_s"}
 DEFAULTS = ["latency", "throughput", TO_LOSS, "memory"]
 
@@ -190,4 +209,4 @@ def test_a_schedule_whose_length_only_a_trainer_fills_in_is_refused_for_a_model(
     with pytest.raises(
         UserError, match=r"scheduler\.params\.total_num_steps is 'auto', which .*give a number, or leave"
     ):
-        _completed(spec_of(base_config={"scheduler": schedule}), Target(path=Path("m.py"), kind="model"), WORKLOAD)
+        completed(spec_of(base_config={"scheduler": schedule}), Target(path=Path("m.py"), kind="model"), WORKLOAD)

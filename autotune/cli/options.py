@@ -63,9 +63,12 @@ class Command(TyperCommand):
         except Exception as error:  # its class is typer's own or click's, by typer's version
             raise _of_study_file(getattr(error, "option_name", ""), self.params) or error from None
         for parameter in given:
-            once = isinstance(parameter, TyperOption) and not parameter.multiple and not parameter.is_flag
-            if once and parameter.name in seen:
-                raise UserError(f"{parameter.opts[0]} is there twice; give it once")
+            # A flag that says the same twice does no harm; one that has an opposite may say both.
+            once = isinstance(parameter, TyperOption) and not parameter.multiple
+            if once and parameter.name in seen and (not parameter.is_flag or parameter.secondary_opts):
+                raise UserError(
+                    f"{'/'.join(parameter.opts[:1] + parameter.secondary_opts)} is there twice; give it once"
+                )
             seen.add(parameter.name)
         return super().parse_args(ctx, args)
 

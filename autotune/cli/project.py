@@ -113,7 +113,7 @@ def project(
     strong: Annotated[
         bool, typer.Option("--strong/--weak", help="Keep the global batch, or let it grow with the devices.")
     ] = False,
-    pick: Annotated[str, option("NAME", "Which pick of the study.")] = "recommended",
+    pick: Annotated[str | None, option("NAME", "Which pick of the study (default: recommended).")] = None,
     trial: Annotated[int | None, option("N", "This trial of its front instead of a pick.")] = None,
     knobs: Annotated[list[str] | None, option("KEY=VALUE", "A knob, over the pick's value.", "--set")] = None,
     device_memory: Annotated[str | None, option("80GiB", "Memory of a device there.")] = None,
@@ -123,11 +123,13 @@ def project(
     from autotune.forecast.cluster import Cluster
     from autotune.session import STUDIES
 
+    if pick is not None and trial is not None:
+        raise UserError("project: give --pick or --trial, not both")
     links = {"intra_bandwidth": intra_bandwidth, "inter_bandwidth": inter_bandwidth}
     links |= {"intra_latency": intra_latency, "inter_latency": inter_latency}
     cluster, folder = Cluster.of(devices, per_node, links, algorithm), _study_folder(study, STUDIES.absolute())
     mode: Mode = "strong" if strong else "weak"
-    found = _projection(folder, cluster, pick, trial, mode, read_settings(knobs or ()), device_memory)
+    found = _projection(folder, cluster, pick or "recommended", trial, mode, read_settings(knobs or ()), device_memory)
     print(json.dumps(found.to_data(), indent=1) if as_json else "\n".join(found.lines()))
     return 1 if found.rows[-1].impossible else 0
 

@@ -16,6 +16,7 @@ from autotune.cli.options import AsJson, Storage, StudyName, option, same_comman
 from autotune.errors import Unavailable, UserError
 from autotune.study.lock import study_lock
 from autotune.system.files import shown
+from autotune.system.machine import check_ranks
 from autotune.system.signals import status_of
 
 if TYPE_CHECKING:
@@ -153,6 +154,8 @@ def _retuned(opened: OpenStudy, asked: RetuneRequest, overrides: Mapping[str, An
             due = found
         view = Broadcast(Journal(opened.folder), stack.enter_context(ProgressView()))
         wanted = opened.spec(overrides)  # a study that cannot be read stays due
+        if overrides["ranks"] is not None and not wanted.runs_elsewhere:
+            check_ranks(overrides["ranks"], "--ranks")  # what was typed wrong is no re-tuning that failed
         schedule.started(opened.history, due)
         run = Retuning(opened, asked, view)
         run.begin()

@@ -164,6 +164,8 @@ def executors_for(
     """
     wanted = found.spec.parallel
     if wanted == 1:
+        if found.spec.overlap:
+            say("--overlap has no effect where one trial runs at a time; --parallel says how many run at once")
         yield [executor]
     elif found.spec.executor != "local":
         # Each asks the engine for its own machines, and waits in the engine's queue until there are some.

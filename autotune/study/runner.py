@@ -139,6 +139,11 @@ class Runner:
                 if n <= wanted
                 else f"resuming: {n} {there}, {wanted} were asked for"
             )
+            if not self.state.trial_path(0).is_dir():
+                self._events.say(
+                    f"the trials are in the database, but {files.shown(self.state.folder)} does not hold what they left: if that folder"
+                    " was renamed, stop and name it so again; else what checks and repetitions found is measured again"
+                )
             if changed := self.state.changed_machine():
                 name = self.state.plan.spec.name
                 self._events.say(

@@ -92,6 +92,8 @@ MISTAKES = {
     "a comma too many": (["run", "model.py", "--objective", "latency,,"], ["--objective: 'latency,,' has a comma too many"]),
     "a preset in two options": (["run", "model.py", "--space", "zero", "--space", "batch,zero"], ["--space: 'zero' is there twice"]),
     "an option twice": (["run", "model.py", "--trials", "3", "--trials", "5"], ["--trials is there twice; give it once"]),
+    "a flag and its opposite": (["run", "model.py", "--branch", "--no-branch"], ["--branch/--no-branch is there twice; give it once"]),
+    "a pick and a trial": (["project", "--pick", "drop_in", "--trial", "1"], ["project: give --pick or --trial, not both"]),
     "a sampler with a typo": (["run", "model.py", "--sampler", "tpee"], ["Did you mean 'tpe'?"]),
     "no ranks": (["run", "model.py", "--ranks", "0"], ["--ranks"]),
     "no trials": (["run", "model.py", "--trials", "0"], ["--trials: should be greater than or equal to 1"]),

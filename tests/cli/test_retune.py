@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sqlalchemy
@@ -87,6 +88,14 @@ def test_a_schedule_is_added_listed_and_removed(studies, capsys):
 def test_what_the_user_got_wrong_is_said_in_a_sentence(call, said):
     with pytest.raises(UserError, match=said):
         call()
+
+
+def test_more_ranks_than_the_machine_holds_are_a_mistake_and_no_decision(studies, monkeypatch):
+    """A failed re-tuning was kept in the history, and the exit status was that of one."""
+    monkeypatch.setattr(session.OpenStudy, "spec", lambda *_: SimpleNamespace(runs_elsewhere=False))
+    with pytest.raises(UserError, match="--ranks: 999 ranks are more than this machine can hold"):
+        retune("s", ranks=999)
+    assert known(studies).decisions() == []
 
 
 def test_what_is_not_due_is_over_at_once(studies, capsys):

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from support.coordinate import SPACE
@@ -14,6 +15,7 @@ from support.instant import Instant, Watcher, plan_of, report, runner_of, spec_o
 from autotune.executors.base import Status
 from autotune.report import load
 from autotune.space.candidate import Candidate
+from autotune.study import parallel
 from autotune.study.parallel import ClaimedTrial, TrialPool
 from autotune.study.runner import Runner
 from autotune.study.storage import records
@@ -46,6 +48,15 @@ def test_two_slots_run_two_trials_at_once_and_each_candidate_once(tmp_path):
     assert len({m.candidate for m in measured}) == len(measured) == 7
     caveats = [records.told_data(t)["caveats"] for t in records.told_trials(runner.study)]
     assert caveats[0] == [] and any("ran on this host at the same time" in text for found in caveats for text in found)
+
+
+def test_an_overlap_of_one_trial_at_a_time_is_said_to_have_no_effect(tmp_path):
+    said = list[str]()
+    for overlap in (True, False):
+        found = SimpleNamespace(spec=SimpleNamespace(parallel=1, overlap=overlap))
+        with parallel.executors_for(found, executor := object(), tmp_path, said.append) as slots:
+            assert slots == [executor]
+    assert len(said) == 1 and "--overlap has no effect" in said[0]
 
 
 @pytest.mark.system

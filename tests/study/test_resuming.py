@@ -86,6 +86,16 @@ def test_an_interrupted_round_is_measured_anew(tmp_path):
     assert list(base.repeats) == [2]
 
 
+def test_where_the_folder_was_renamed_it_is_said_before_anything_is_measured_again(tmp_path):
+    """The checks and repetitions lie there, and were made again without a word."""
+    run(tmp_path, trials=3, finalists=1, repeats=1)
+    (tmp_path / "s").rename(tmp_path / "renamed")
+    _, executor, watcher = run(tmp_path, trials=3, finalists=1, repeats=1)
+    assert "if that folder was renamed, stop and name it so again" in watcher.said[1] and executor.ran
+    _, _, watcher = run(tmp_path, trials=3, finalists=1, repeats=1)
+    assert not any("renamed" in text for text in watcher.said)
+
+
 def test_another_study_of_that_name_is_refused_and_what_differs_is_named(tmp_path):
     run(tmp_path, trials=2, finalists=0)
     for change, named in (

@@ -1,8 +1,11 @@
 """The plan of a study: workload, baseline, space and legality, worked out before the first trial."""
 
+import contextlib
 import copy
 import hashlib
+import io
 import math
+import tokenize
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -195,8 +198,22 @@ class Plan:
 
 
 def target_digest(target: Path) -> str:
-    """Returns a digest of a target's text."""
-    return hashlib.sha256(target.read_bytes()).hexdigest()[:16]
+    """Returns a digest of a target's text; of Python without comments and empty lines, which change nothing that is measured."""
+    text = target.read_bytes()
+    if target.suffix == ".py":
+        with contextlib.suppress(SyntaxError, ValueError, tokenize.TokenError):
+            text = _without_comments(text)
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def _without_comments(code: bytes) -> bytes:
+    """Returns Python without comments, and without lines that are empty then; empty lines within a text stay."""
+    tokens = list(tokenize.tokenize(io.BytesIO(code).readline))
+    lines = code.decode(tokens[0].string).splitlines()
+    for row, column in (token.start for token in tokens if token.type == tokenize.COMMENT):
+        lines[row - 1] = lines[row - 1][:column].rstrip()
+    empty = {token.start[0] for token in tokens if token.type == tokenize.NL and not lines[token.start[0] - 1].strip()}
+    return "\n".join(line for row, line in enumerate(lines, 1) if row not in empty).encode()
 
 
 def plan(spec: StudySpec, executor: Executor, folder: Path, view: EventSink = SILENT) -> Plan:

@@ -14,6 +14,24 @@ from autotune.study.spec.spec import StudySpec
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
 
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("# why\nx = 1  # one\n\n\ny = '# no comment'\n", True),
+        ("x = 1\ny = '# another'\n", False),
+        ("x = 2\ny = '# no comment'\n", False),
+        ("x = 1\r\ny = '# no comment'\r\n", True),
+        ("x = (\n", False),
+    ],
+)
+def test_a_comment_makes_no_other_target(tmp_path, text, same):
+    """`autotune run` refused to go on with the study, and `changes` said that nothing had changed."""
+    before, now = tmp_path / "before.py", tmp_path / "now.py"
+    before.write_text("x = 1\ny = '# no comment'\n")
+    now.write_bytes(text.encode())
+    assert (planning.target_digest(before) == planning.target_digest(now)) == same
+
+
 @pytest.fixture
 def planned(monkeypatch, tmp_path):
     """Returns the plan of a study of two ranks on a CPU with this configuration and space."""

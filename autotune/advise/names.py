@@ -1,4 +1,4 @@
-"""The nearest ones of a name that is unknown."""
+"""The known names that are nearest to an unknown one."""
 
 import difflib
 import re

@@ -65,7 +65,8 @@ class Command(TyperCommand):
         for parameter in given:
             # A flag that says the same twice does no harm; one that has an opposite may say both.
             once = isinstance(parameter, TyperOption) and not parameter.multiple
-            if once and parameter.name in seen and (not parameter.is_flag or parameter.secondary_opts):
+            once = once and (not parameter.is_flag or bool(parameter.secondary_opts))  # type: ignore[attr-defined]
+            if once and parameter.name in seen:
                 raise UserError(
                     f"{'/'.join(parameter.opts[:1] + parameter.secondary_opts)} is there twice; give it once"
                 )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autotune.forecast.regression import Design, joined
 from autotune.space.candidate import BATCH, FIELDS, Candidate
@@ -90,7 +91,9 @@ class FeatureTable:
         self.numbers = {name: _some_numbers(knobs.get(name, ())) for name in (*BATCH, *self.numeric)}
         counts = [len(levels) for levels in self.levels.values()] + [3 * len(some) for some in self.numbers.values()]
         self.setting_of = np.repeat(np.eye(len(counts)), counts, axis=0)
-        self.settings = np.zeros((0, len(self.setting_of)))
+        self.settings = np.zeros(
+            (0, len(self.setting_of)), np.uint8
+        )  # which takes an eighth of the memory of `present`
 
     def add(self, candidates: Sequence[Candidate]) -> None:
         """Adds those that are not there yet."""
@@ -113,7 +116,7 @@ class FeatureTable:
         )
         smooth = np.column_stack([micro * DOUBLING, steps * DOUBLING, present * LEVEL_DISTANCE, slopes])
         relative = batch / self.reference.samples_per_rank
-        self.settings = np.vstack([self.settings, np.hstack([present, self._number_columns(new)])])
+        self.settings = np.vstack([self.settings, np.hstack([present.astype(np.uint8), self._number_columns(new)])])
         time = Design(terms=_positive(said.time_terms), linear=linear, smooth=smooth)
         memory = Design(terms=_positive(said.memory_terms), linear=linear, smooth=smooth)
         # Samples to a target: E_min (1 + B / B_noise) (McCandlish et al., 1812.06162): two terms with free scales.
@@ -160,15 +163,15 @@ class FeatureTable:
         columns = [np.equal(_column(candidates, name), size) for name, sizes in self.sizes.items() for size in sizes]
         return np.array(columns, dtype=float).T.reshape(len(candidates), len(columns))
 
-    def _number_columns(self, candidates: Sequence[Candidate]) -> Floats:
-        """Three columns for each value of a knob of numbers, 1 where a candidate has it, has that or more, or that or less."""
+    def _number_columns(self, candidates: Sequence[Candidate]) -> NDArray[np.bool_]:
+        """Three columns for each value of a knob of numbers, true where a candidate has it, has that or more, or that or less."""
         columns = []
         for name, numbers in self.numbers.items():
             own = np.array([value if is_int(value) else np.nan for value in _column(candidates, name)], dtype=float)
             columns += [
                 compare(own, number) for number in numbers for compare in (np.equal, np.greater_equal, np.less_equal)
             ]
-        return np.array(columns, dtype=float).T.reshape(len(candidates), len(columns))
+        return np.array(columns, dtype=bool).T.reshape(len(candidates), len(columns))
 
     def _slopes(self, candidates: Sequence[Candidate]) -> Floats:
         """Numeric knobs on a scale of -1 to 1; where one is not active, nothing."""

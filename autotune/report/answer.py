@@ -97,7 +97,7 @@ def _pick(report: StudyReport, names: Sequence[str], pick: Data, width: int) -> 
     for reason in pick.get("reasons") or ():
         yield from _wrapped(f"- {reason}", width, "    ", first="  ")
     if changes:
-        yield Text("  besides the JSON, change this in your training:")
+        yield from _wrapped("besides the JSON, change this in your training:", width, "  ")
     for change in changes:
         yield from _wrapped(f"- {change}", width, "    ", first="  ")
 

@@ -272,7 +272,10 @@ class Evidence:
         if outlook.covered > 0:
             where = "within the 90 % interval that the other trials predict for them"
             said.append(f"{outlook.covered:.0%} of the measured step times lie {where}")
-        if math.isfinite(outlook.loss):
+        ended = str(self.report.study.get("ended") or "")
+        if "expected to improve" in ended:  # by the search, which left things out and may have known other studies
+            said.append(ended)
+        elif math.isfinite(outlook.loss):
             counted = "; what the run leaves out counts here" if self.report.study.get("left_out") else ""
             said.append(
                 f"the best of all that was not measured, whichever it is, is expected to be {outlook.loss:.1%} better; one more trial is"

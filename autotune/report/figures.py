@@ -95,7 +95,7 @@ def progress(
     traces = [
         scatter("best so far", ends, [*best, *best[-1:]], line={"color": BLUE, "width": 2, "shape": "hv"}),
         markers("trial", [point for point, _ in done], values, {"size": 7, "color": GREY}),
-        markers("no measurement", failed, [min(values, default=0.0)] * len(failed), cross),
+        markers("does not count", failed, [min(values, default=0.0)] * len(failed), cross),
     ]
     title = "gain over the baseline (×)" if unit is None else metric_label(metric, unit)
     return figure(traces, axis("seconds of trials" if across == "time" else "trial"), axis(title))

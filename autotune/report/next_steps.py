@@ -12,6 +12,8 @@ from autotune.trial.command import EXPORTED_CONFIG
 
 # The time that is stated for what was left out is this many times as long as it was expected to take.
 SPARE = 1.5
+# A study with other constraints is another one, and `autotune run` refuses to go on with it.
+LOOSEN = "loosen the constraints and begin anew with --fresh"
 
 
 def next_steps(report: StudyReport) -> list[str]:
@@ -121,11 +123,11 @@ def _without_answer(report: StudyReport, again: str) -> list[str]:
         smaller = "`--space batch,zero,offload` tries smaller micro-batches, ZeRO stages and offloading"
         return [f"Need less memory: {smaller}; more ranks (`--ranks`) share the states."]
     if ends["complete"] and _exhausted(report):
-        return ["Loosen the constraints in study.yaml: nothing is left to try in this search space."]
+        return [f"Nothing is left to try in this search space: {LOOSEN}."]
     if ends["complete"] and report.trials_left:
-        return ["Or loosen the constraints in study.yaml."]
+        return [f"Or {LOOSEN}."]
     if ends["complete"]:
-        return [f"Loosen the constraints in study.yaml, or look further: `{again} {_more(report)}`."]
+        return [f"Look further: `{again} {_more(report)}`; or {LOOSEN}."]
     return [
         "Mend the target: the reasons are in the table of trials, the whole output in each trial's folder (`rank-0.log`);"
         f" then `{again} --fresh` starts over.",

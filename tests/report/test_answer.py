@@ -133,7 +133,7 @@ def test_a_readme_of_a_study_with_html_in_its_name_is_inert(report):
     assert "\\<img" in text.splitlines()[0] and "<script>" not in text.replace("\\<script", "").split("```")[0]
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 160])
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 160])
 def test_the_answer_cuts_no_number_at_any_width(report, width):
     lines = printed(report, width).splitlines()
     assert max(map(len, lines)) <= width
@@ -172,7 +172,7 @@ def test_a_search_that_its_time_budget_ended_goes_on_with_more_time():
     over = replace(report, study=stopped | {"ended": "every candidate that can run here has been measured"})
     assert next_steps(over)[0] == "Keep your configuration: nothing is left to try in this search space."
     unfit = replace(over, recommended={"picks": {}, "baseline": base})
-    assert next_steps(unfit)[0].endswith("study.yaml: nothing is left to try in this search space.")
+    assert next_steps(unfit)[0].startswith("Nothing is left to try in this search space: loosen the constraints")
     last = stopped | {"trials_wanted": 30}
     assert "--stop-below 0 --trials 60` looks further" in next_steps(replace(report, study=last))[0]
     assert "--time-budget 7m` looks further" in next_steps(replace(report, study=report.study | study))[0]
@@ -278,6 +278,13 @@ def test_a_target_that_always_failed_is_mended_and_begun_anew_not_gone_on_with()
     study = report.study | {"trials_wanted": 41, "ended": "the first 4 trials, the baseline among them, all failed"}
     first, *_ = next_steps(replace(report, study=study, trials=trials, recommended={"picks": {}}))
     assert first.startswith("Mend the target: ") and "study.yaml --fresh` starts over" in first
+
+
+def test_other_constraints_are_advised_with_what_lets_the_study_begin_anew(report):
+    """The study refused to go on with them."""
+    trials = [trial | {"feasible": False} for trial in report.trials]
+    said = " ".join(next_steps(replace(report, recommended={"picks": {}}, front=[], trials=trials)))
+    assert "loosen the constraints and begin anew with --fresh" in said
 
 
 def test_a_study_that_another_process_runs_is_not_said_to_be_stopped():

@@ -71,6 +71,11 @@ class SearchSpace:
             _check_parents(parameter, by_name, origin[parameter.name])
         return cls(parameters=_ordered(parameters, origin))
 
+    @classmethod
+    def stored(cls, data: Any, where: str) -> "SearchSpace":
+        """Reads what `to_data` gave of a space whose knobs may have lost values that conditions of others name."""
+        return cls(parameters=parse_parameters(data, where))
+
     def __getitem__(self, name: str) -> Parameter:
         """The parameter of that name; a KeyError if the knob is not tuned."""
         return self._by_name[name]
@@ -79,7 +84,7 @@ class SearchSpace:
         return name in self._by_name
 
     def to_data(self) -> dict[str, Any]:
-        """The space as it stands in a YAML file; `parse` reads it back (a kept global batch is not part of it)."""
+        """The space as it stands in a YAML file; `stored` reads it back (a kept global batch is not part of it)."""
         return {parameter.name: parameter.to_data() for parameter in self.parameters}
 
     def pinned(self, values: Mapping[str, Scalar]) -> "SearchSpace":

@@ -106,11 +106,11 @@ def from_study(storage: Storage, name: str, relation: str, doubt: float = transf
     try:
         study = records.load_study(storage, name)
         kept = records.record(study)
+        if kept is None:
+            return None
+        _, sampler = analysed.search_of(study, kept)
     except UserError:
         return None
-    if kept is None:
-        return None
-    _, sampler = analysed.search_of(study, kept)
     sampler.proposes = False  # it only judges
     told = sampler.told(study)
     if sum(t.outcome in RAN for t in told) < transfer.ENOUGH:

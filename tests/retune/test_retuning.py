@@ -30,8 +30,9 @@ from autotune.retune.retuning import RetuneRequest, Retuning
 from autotune.scoring.objective import Objective
 from autotune.session import open_study
 from autotune.space.candidate import Candidate
+from autotune.space.parameter import SpaceError
 from autotune.study import warm_start
-from autotune.study.storage import records
+from autotune.study.storage import analysed, records
 from autotune.study.storage.history import GoneError, History
 from autotune.study.storage.tables import DECISION, MEASUREMENT, RECOMMENDATION
 from autotune.study.storage.tables import ENVIRONMENT as ENVIRONMENTS
@@ -394,6 +395,20 @@ def test_of_two_studies_of_the_same_model_the_one_on_as_many_ranks_teaches(tmp_p
     new = replace(plan_of(spec_of(**STUDY | {"name": "new"})), **planned)
     known = warm_start.related(storage, History(storage.engine), new)
     assert known.name == "a"
+
+
+def test_a_study_whose_space_cannot_be_read_teaches_nothing_and_stops_no_other(tmp_path, monkeypatch):
+    """A new study of the same model ended in that one's error."""
+
+    def refuse(*_):
+        raise SpaceError("study a: zero_stage: 7 is not one of 0, 1, 2, 3")
+
+    changes = {**STUDY, "name": "a", "sampler": "physics", "stop_below": 0.0, "trials": 5}
+    runner = recorded(tmp_path, Instant(), **changes)
+    runner.run()
+    assert warm_start.from_study(runner.storage, "a", "the same model on this machine") is not None
+    monkeypatch.setattr(analysed, "search_of", refuse)
+    assert warm_start.from_study(runner.storage, "a", "the same model on this machine") is None
 
 
 def test_a_deleted_study_leaves_no_rows(tmp_path):

@@ -1,5 +1,6 @@
 """What may be varied: reading, conditions, enumeration, legality counts."""
 
+import json
 import random
 import re
 from collections import Counter
@@ -376,6 +377,16 @@ def test_pruning_loses_no_legal_candidate():
     whole = compose("zero", "precision", "offload")
     pruned = feasibility.pruned(whole, BASELINE, CPU)
     assert legal(pruned, CPU) == legal(whole, CPU) and pruned.size(BASELINE) < whole.size(BASELINE)
+
+
+def test_a_pruned_space_is_read_back_with_conditions_on_values_that_it_has_lost():
+    """No study could be explained, and none started from it, whose base configuration made such a value illegal."""
+    whole = compose("zero", "precision")
+    setting = replace(CPU, base=(("data_types.grad_accum_dtype", "fp32"),))
+    pruned = feasibility.pruned(whole, BASELINE, setting)
+    master = "bf16.bf16_master_weights_and_grads"
+    assert pruned[master].all_values() == (None,) and pruned["bf16.bf16_optimizer_states"].when == {master: (True,)}
+    assert SearchSpace.stored(json.loads(json.dumps(pruned.to_data())), "record") == pruned
 
 
 def test_a_kept_batch_follows_the_degree_by_accumulation():

@@ -81,7 +81,7 @@ def search_of(study: Study, kept: StudyRecord) -> tuple[SearchSpace, PhysicsSamp
     """The space that a study searches, and the sampler that judges its candidates."""
     search, weights = kept.search, {each.metric: each.weight for each in kept.objectives}
     where = f"study {study.study_name}"
-    space = replace(SearchSpace.parse(search.space, where), samples_per_rank=search.samples_per_rank)
+    space = replace(SearchSpace.stored(search.space, where), samples_per_rank=search.samples_per_rank)
     sampler = PhysicsSampler(
         space, Candidate.from_key(kept.baseline), search.setting, 0, prior=generic_prior(kept.workload, search.setting),
         metrics=weights, memory_limit_bytes=search.memory_limit_bytes, bounds=search.bounds,

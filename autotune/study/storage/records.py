@@ -129,7 +129,7 @@ class SearchRecord:
     """Inputs of a study's search, from which its beliefs can be computed again.
 
     Attributes:
-        space: The knobs that were tuned, as `SearchSpace.parse` reads them.
+        space: The knobs that were tuned, as `SearchSpace.stored` reads them.
         samples_per_rank: Samples per rank and step, where the global batch was fixed.
         setting: The machine and model that legality depended on.
         memory_limit_bytes: Memory available to a rank; None if unknown.

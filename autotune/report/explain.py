@@ -275,7 +275,7 @@ class Evidence:
         ended = str(self.report.study.get("ended") or "")
         if "expected to improve" in ended:  # by the search, which left things out and may have known other studies
             said.append(ended)
-        elif math.isfinite(outlook.loss):
+        elif math.isfinite(outlook.loss) and outlook.n_left:
             counted = "; what the run leaves out counts here" if self.report.study.get("left_out") else ""
             said.append(
                 f"the best of all that was not measured, whichever it is, is expected to be {outlook.loss:.1%} better; one more trial is"

@@ -188,10 +188,9 @@ def check_retired(config: Mapping[str, Any], deepspeed_version: str) -> None:
 
 
 def without_auto(config: DsConfig) -> DsConfig:
-    """The configuration without what states no value: "auto", which Hugging Face fills in, and null, as in a search space.
+    """The configuration without "auto", which Hugging Face fills in, and without null, which DeepSpeed refuses for most settings.
 
-    DeepSpeed itself refuses null for most settings. A section left empty goes with them, but for `params`: DeepSpeed
-    builds no scheduler without.
+    A section left empty goes with them, but for `params`: DeepSpeed builds no scheduler without.
     """
     kept: DsConfig = {}
     for key, value in config.items():

@@ -198,7 +198,7 @@ class Plan:
 
 
 def target_digest(target: Path) -> str:
-    """Returns a digest of a target's text; of Python without comments and empty lines, which change nothing that is measured."""
+    """Returns a digest of a target's text; of Python without comments and empty lines, which change no measurement."""
     text = target.read_bytes()
     if target.suffix == ".py":
         with contextlib.suppress(SyntaxError, ValueError, tokenize.TokenError):

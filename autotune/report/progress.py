@@ -132,10 +132,12 @@ class ProgressView(EventSink):
             self._print_note(f"{_trials_words(progress, progress.left_s)}; {progress.best_words()}")
 
     def _print_trial(self, progress: Progress) -> None:
+        room = self.console.width - INDENT - 2
+        below = self._live is not None and room < LEAST_WORDS  # whether a configuration stands on other lines
         if not self._headed:
             self._headed = True
-            heads = "".join(f"  {head:>{width}}" for _, _, head, width in COLUMNS)
-            self._print(Text(f"{'trial':>{TRIAL}}{heads}  configuration", style="bold"))
+            heads = "".join(f"  {head:>{width}}" for _, _, head, width in COLUMNS) + "  configuration" * (not below)
+            self._print(Text(f"{'trial':>{TRIAL}}{heads}", style="bold"))
         words, end = progress.candidate.describe(), str(progress.outcome).replace("_", " ")
         if progress.outcome is Outcome.COMPLETE:
             figures = "".join(f"  {_figure(progress.metrics, *column)}" for column in COLUMNS)
@@ -144,10 +146,9 @@ class ProgressView(EventSink):
             figures = f"  {end:>{FIGURES - 2}}"
         words += f": {textwrap.shorten(progress.reason, LONGEST_REASON, placeholder=' ...')}" if progress.reason else ""
         line = Text(f"{progress.number:>{TRIAL}}").append(figures, style=STYLES.get(progress.outcome, "red"))
-        room = self.console.width - INDENT - 2
         if self._live is None:
             self._print(line.append(f"  {words}"))
-        elif room >= LEAST_WORDS:
+        elif not below:
             first, *rest = textwrap.wrap(words, room) or [""]
             self._print(line.append(f"  {first}"), *(Text(" " * (INDENT + 2) + more) for more in rest))
         else:

@@ -100,7 +100,9 @@ def test_trials_that_are_measured_again_share_a_line():
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_a_terminal_shows_time_left_and_no_line_is_too_long(width):
     said = shown(ended(0, "baseline"), ended(1), width=width, terminal=True)
-    assert max(len(line) for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "\n", said).splitlines()) <= width
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "\n", said).splitlines()
+    assert max(map(len, lines)) <= width
+    assert ("configuration" in said) == (width >= 80)  # the head of a column that a narrow one has not
     if width >= 80:
         assert (
             "2 of at most 30 trials, up to 2 min 30 s left" in said

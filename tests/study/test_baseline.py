@@ -44,6 +44,16 @@ def test_the_trial_of_the_baseline_lasted_as_long_as_its_measurement(tmp_path):
     assert (baseline.datetime_complete - baseline.datetime_start).total_seconds() == 1.0  # as the engine says
 
 
+def test_the_probe_of_the_noise_scale_is_no_pause_between_the_baseline_and_the_first_trial(tmp_path, monkeypatch):
+    """What a pause lies between is compared less surely, as the load of others may have changed."""
+    runner, _, _ = run(tmp_path, Began(), trials=2, finalists=0, objectives=["latency", "convergence"])
+    first = runner.state.told()[1].datetime_complete.timestamp()
+    noise = tmp_path / "s" / "trials" / "noise"
+    for began_s, sittings in ((first - 10, [0, 0]), (first - 1000, [0, 1])):
+        (noise / "events.jsonl").write_text(json.dumps({"time": began_s, "rank": 0, "phase": "import"}))
+        assert [m.sitting for m in runner.state.measured()] == sittings
+
+
 BEGAN_S = 1_795_000_000.0
 TO_LOSS = {"name": "convergence", "metric": "time_to_loss_s"}
 DEFAULTS = ["latency", "throughput", TO_LOSS, "memory"]

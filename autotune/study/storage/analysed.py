@@ -24,7 +24,7 @@ from autotune.space.deepspeed import DsConfig
 from autotune.space.space import SearchSpace
 from autotune.study.storage import records
 from autotune.study.storage.records import StudyRecord, told_candidate, told_data
-from autotune.trial.folder import record_in, result_in
+from autotune.trial.folder import ran, record_in, result_in
 from autotune.trial.result import RAN, Outcome
 
 PEAK = "peak_memory_bytes"
@@ -55,7 +55,7 @@ def measured(study: Study, folder: Path, kept: StudyRecord, before: Reading | No
     told, own = records.told_trials(study), kept.ds_config(Candidate.from_key(kept.baseline))
     seen = {} if before.trials is None else before.trials
     seen |= {each.number: _as_measured(each, folder, kept, own) for each in told if each.number not in seen}
-    known = zip(told, _foretold(kept, told, before), _sittings(told, kept), strict=True)
+    known = zip(told, _foretold(kept, told, before), _sittings(told, folder, kept), strict=True)
     found = [replace(seen[each.number], forecast=forecast, sitting=sitting) for each, forecast, sitting in known]
     most = max((m.loss_off for m in found), key=abs, default=0.0)
     depends = most or kept.workload.batch_norm
@@ -95,17 +95,20 @@ def measured_later(told: Sequence[FrozenTrial]) -> dict[int, str]:
     return {each.number: each.system_attrs[MEASURED_ATTR] for each in told[:1] if not each.number}
 
 
-def _sittings(told: Sequence[FrozenTrial], kept: StudyRecord) -> list[int]:
+def _sittings(told: Sequence[FrozenTrial], folder: Path, kept: StudyRecord) -> list[int]:
     """How many pauses came before each trial; on a CPU, whose load by others comes and goes, and not on devices of the study's own."""
     if kept.workload.environment.accelerator != "cpu":
         return [0] * len(told)
     found, n, ended_s = dict[int, int](), 0, math.inf
+    probe = ran(folder / "trials" / "noise")  # of the noise scale, which follows the baseline and is no pause
     # A baseline may have been measured after others.
     for each in sorted(told, key=lambda each: each.datetime_complete or datetime.max):
         at_s = each.datetime_complete.timestamp() if each.datetime_complete is not None else ended_s
         n += at_s - told_data(each)["wall_s"] - ended_s > PAUSE_S
         found[each.number] = n
         ended_s = at_s if math.isinf(ended_s) else max(ended_s, at_s)
+        if probe is not None and not each.number:
+            ended_s = max(ended_s, sum(probe))
     return [found[each.number] for each in told]
 
 

@@ -441,6 +441,6 @@ def pick_or_trial(report: StudyReport, pick: str | None, number: int | None) -> 
         return dict(found)
     named = dict(picks) | ({"baseline": baseline} if baseline else {})
     if (pick or "recommended") not in named:
-        known = ", ".join(named) or "none, since no trial completed"
-        raise StoreError(f"study {name!r} has no pick {pick or 'recommended'!r}. Known: {known}")
+        known, why = ", ".join(named) or "none", "" if picks else f": {report.why_nothing}"
+        raise StoreError(f"study {name!r} has no pick {pick or 'recommended'!r}{why}. Known: {known}")
     return dict(named[pick or "recommended"])

@@ -627,3 +627,10 @@ def test_a_trial_that_is_no_pick_is_exported_with_what_is_wrong_with_it(tmp_path
 def test_a_model_has_no_command():
     with pytest.raises(UserError, match="no command line starts"):
         export(pick(CANDIDATES[0]), BASE, "command", 2)
+
+
+def test_a_study_that_recommends_nothing_says_why_where_its_pick_is_asked_for(tmp_path):
+    runner_of(tmp_path, Instant(), trials=2, finalists=0, constraints={"peak_memory_bytes": {"max": "1KiB"}}).run()
+    found = load("s", records.default_url(tmp_path), tmp_path / "s")
+    with pytest.raises(UserError, match="no pick 'recommended': 2 configurations completed, but none keeps .* Known: "):
+        export_pick(found, None, None, "deepspeed")

@@ -632,5 +632,7 @@ def test_a_model_has_no_command():
 def test_a_study_that_recommends_nothing_says_why_where_its_pick_is_asked_for(tmp_path):
     runner_of(tmp_path, Instant(), trials=2, finalists=0, constraints={"peak_memory_bytes": {"max": "1KiB"}}).run()
     found = load("s", records.default_url(tmp_path), tmp_path / "s")
-    with pytest.raises(UserError, match="no pick 'recommended': 2 configurations completed, but none keeps .* Known: "):
+    with pytest.raises(
+        UserError, match=r"no pick 'recommended': 2 configurations completed, but none keeps .* Known: "
+    ):
         export_pick(found, None, None, "deepspeed")

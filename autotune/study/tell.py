@@ -90,10 +90,8 @@ class Teller:
         told = state.leases.tell(asked, ended, values, attrs, constraints)
         # Pauses, days and the time that it took follow from when it ran.
         if told and (times := ran(state.trial_path(asked.number)) if earlier else None) is not None:
-            with (
-                contextlib.suppress(ValueError, OverflowError),
-                state.storage.engine.begin() as connection,
-            ):  # no such day
+            # A clock may have been set to a day that there is not.
+            with contextlib.suppress(ValueError, OverflowError), state.storage.engine.begin() as connection:
                 write_dates(connection, trial_id(asked), *map(datetime.fromtimestamp, (times[0], sum(times))))
         if not told:
             self._events.say(

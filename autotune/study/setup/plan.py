@@ -209,7 +209,7 @@ def target_digest(target: Path) -> str:
 def _without_comments(code: bytes) -> bytes:
     """Returns Python without comments, and without lines that are empty then; empty lines within a text stay."""
     tokens = list(tokenize.tokenize(io.BytesIO(code).readline))
-    lines = code.decode(tokens[0].string).splitlines()
+    lines = code.decode(tokens[0].string).replace("\r\n", "\n").split("\n")  # not at a form feed, as by splitlines
     for row, column in (token.start for token in tokens if token.type == tokenize.COMMENT):
         lines[row - 1] = lines[row - 1][:column].rstrip()
     empty = {token.start[0] for token in tokens if token.type == tokenize.NL and not lines[token.start[0] - 1].strip()}

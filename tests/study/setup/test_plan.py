@@ -21,6 +21,7 @@ ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
         ("x = 1\ny = '# another'\n", False),
         ("x = 2\ny = '# no comment'\n", False),
         ("x = 1\r\ny = '# no comment'\r\n", True),
+        ("x = 1\n\x0c\n# one\ny = '# no comment'\n", True),
         ("x = (\n", False),
     ],
 )

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 REMEDIES = {
     "oom": "Fewer ranks hold larger shards: raise zero_stage, offload, or leave that number of ranks out",
     "timeout": "Give it more time by --trial-deadline, or look in the log for what the ranks wait for",
+    "too_few_steps": "Give the script more steps or more data, or leave that number of ranks out: each takes a share of the samples",
     "not_applied": "The target does not follow its configuration on this number of ranks; `autotune check` says why",
     "diverged": "Its loss is no number there; try a lower learning rate or fp32",
 }

@@ -24,7 +24,6 @@ from autotune.study.storage import analysed, records
 from autotune.study.tell import Teller, why_stopped
 from autotune.study.warm_start import WarmStart
 from autotune.system.signals import undisturbed
-from autotune.trial import failures
 from autotune.trial.request import TrialToBeat
 from autotune.trial.result import Outcome, TrialResult
 
@@ -291,7 +290,7 @@ def _batches_by_end(state: StudyState) -> tuple[int, dict[str, list[int]]]:
         late = data["wall_s"] >= state.spec.trial_deadline_s
         if data["outcome"] in (Outcome.COMPLETE, Outcome.STOPPED_EARLY):
             timed = max(timed, batch)
-        elif failures.FEW_STEPS in data["reason"]:
+        elif data["outcome"] == Outcome.TOO_FEW_STEPS:
             over["few steps"].append(batch)
         elif (data["outcome"], data["phase"]) == (Outcome.TIMEOUT, "measure") and late:
             over["long steps"].append(batch)

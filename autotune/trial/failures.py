@@ -59,8 +59,6 @@ _OTHER_DTYPE = (
     "and weight type", "not implemented for 'bfloat16'", "not implemented for 'half'",
     "low precision dtypes not supported", "expected dtype ",
 )  # fmt: skip
-# How the reason begins where a script is over before its step time is known: it has fewer samples than the steps need.
-FEW_STEPS = "the script ended after"
 HOST_MEMORY = (
     "The host's memory ran out, not the device's: offload less, use fewer loader workers, or give the job more memory"
 )

@@ -44,13 +44,14 @@ class Outcome(StrEnum):
     DIVERGED = "diverged"
     NOT_APPLIED = "not_applied"
     TIMEOUT = "timeout"
+    TOO_FEW_STEPS = "too_few_steps"
     CRASHED = "crashed"
     LOST = "lost"
 
 
 # The outcomes of trials that told a step time, and of those that failed otherwise than by memory.
 RAN = (Outcome.COMPLETE, Outcome.STOPPED_EARLY)
-FAILURES = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.NOT_APPLIED, Outcome.DIVERGED)
+FAILURES = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.TOO_FEW_STEPS, Outcome.NOT_APPLIED, Outcome.DIVERGED)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from autotune.trial.result import OOM_EXIT_CODE, Outcome, RankReport
 from autotune.worker.agent import temporary
 from autotune.worker.device import device_of, driver_version
 from autotune.worker.measure.device_load import DeviceWatch
-from autotune.worker.measure.ledger import Diverged, NotApplied
+from autotune.worker.measure.ledger import Diverged, NotApplied, TooFewSteps
 from autotune.worker.measure.memory import Memory, limit_host_memory, resident_bytes
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.measure.witnesses import recomputations
@@ -82,6 +82,8 @@ def classify(error: BaseException) -> tuple[Outcome, str]:
         return Outcome.DIVERGED, f"updates were skipped at every loss scale because gradients were not finite ({first})"
     if isinstance(error, NotApplied):
         return Outcome.NOT_APPLIED, first
+    if isinstance(error, TooFewSteps):
+        return Outcome.TOO_FEW_STEPS, first
     if isinstance(error, UserError):
         return Outcome.CRASHED, first
     return Outcome.CRASHED, f"{type(error).__name__}: {first}".removesuffix(": ")[:500]

@@ -56,6 +56,10 @@ class NotApplied(Exception):
     """The configuration that ran differs from the candidate."""
 
 
+class TooFewSteps(Exception):
+    """The script ended by itself before its steps could be timed: its data or its loop has too few for the candidate."""
+
+
 class StepLedger:
     """Times and losses of optimizer steps. All ranks hold the same numbers, so that all stop at the same step.
 

@@ -23,6 +23,7 @@ from autotune.trial.request import TrialRequest
 from autotune.worker import project
 from autotune.worker.device import free_bytes
 from autotune.worker.measure import experts
+from autotune.worker.measure.ledger import TooFewSteps
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.measure.stages import stages
 from autotune.worker.rank import connect, identify, join_on_host, prepare_device, set_seed
@@ -76,9 +77,9 @@ def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: i
     recorder.event(phase="script_ended")  # what follows waits for all ranks
     try:
         steps.script_ended()
-    except ScriptError as error:
+    except (ScriptError, TooFewSteps) as error:
         caught = f"; it caught an exception of the engine's: {context.raised}" if context.raised else ""
-        raise ScriptError(f"{error}{why}{caught}") from error
+        raise type(error)(f"{error}{why}{caught}") from error
 
 
 def _place(end: SystemExit) -> str | None:

@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from autotune.trial import failures, folder
+from autotune.trial import folder
 from autotune.worker import random_fills, rank
 from autotune.worker.containers import coarse_dtype, number_in
 from autotune.worker.measure.batches import N_CHECKSUMS, BatchObserver
-from autotune.worker.measure.ledger import MIN_STEPS, Window
+from autotune.worker.measure.ledger import MIN_STEPS, TooFewSteps, Window
 from autotune.worker.measure.meter import Meter
 from autotune.worker.model import weights
 from autotune.worker.profile.script import ForwardProfile
@@ -303,10 +303,12 @@ def _loss_of(tensors: Any) -> Any:
     return losses[0] if len(losses) == 1 else sum(loss.detach() for loss in losses)
 
 
-def _too_few(context: ScriptContext, n: int, needed: int) -> ScriptError:
+def _too_few(context: ScriptContext, n: int, needed: int) -> TooFewSteps:
+    n_micro = context.candidate.gradient_accumulation_steps if context.candidate is not None else 1
+    each = f" of {n_micro} micro-batches" if n_micro > 1 else ""
     limits = f" ({', '.join(context.limits)} may be what ends it)" if context.limits else ""
-    return ScriptError(
-        f"{failures.FEW_STEPS} {n} optimizer steps, and {needed} are needed: give it more steps or more data{limits}"
+    return TooFewSteps(
+        f"the script ended after {n} optimizer steps{each}, and {needed} are needed: give it more steps or more data{limits}"
     )
 
 

@@ -544,4 +544,5 @@ def test_a_script_that_ends_on_one_rank_before_the_others_is_told_from_one_that_
 def test_too_few_steps_are_no_measurement(bench):
     found = bench.plan("dict_config.py", "--steps", "8")
     result = bench.measure(found, steps=100, gradient_accumulation_steps=2)
-    assert result.outcome is Outcome.CRASHED and "ended after 4 optimizer steps, and 5 are needed" in result.reason
+    assert result.outcome is Outcome.TOO_FEW_STEPS, "nothing crashed"
+    assert "ended after 4 optimizer steps of 2 micro-batches, and 5 are needed: give it more steps" in result.reason

@@ -225,7 +225,7 @@ def test_a_precision_that_has_worked_once_stays(tmp_path):
 
 def test_a_batch_with_which_the_script_is_over_leaves_out_the_larger_ones(tmp_path):
     """A script of one epoch crashed with one large batch after the other before the search had learned it."""
-    reason = "the script ended after 2 optimizer steps, and 3 are needed: give it more steps or more data"
+    reason = "the script ended by itself after 2 optimizer steps, and 3 are needed: give it more steps or more data"
 
     def short(candidate):
         return failed(Outcome.TOO_FEW_STEPS, reason) if candidate.global_batch_size(1) > 32 else report(candidate)

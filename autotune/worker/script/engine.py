@@ -77,8 +77,10 @@ class PreparedModel:
 class EngineHooks:
     """Hooks on `deepspeed.initialize`, `zero.Init`, and torch's and DeepSpeed's activation checkpointing."""
 
-    def __init__(self, context: ScriptContext, attach: Callable[[Any, PreparedModel], None]) -> None:
-        self._context, self._attach = context, attach
+    def __init__(
+        self, context: ScriptContext, attach: Callable[[Any, PreparedModel], None], beside: Callable[[Any], None]
+    ) -> None:
+        self._context, self._attach, self._attach_beside = context, attach, beside
         self._script_recomputes = True
         self._unrecomputed = ""  # caller whose recomputation was skipped
         self._watch: recompute.Recomputations | None = None
@@ -146,6 +148,7 @@ class EngineHooks:
             self._attach(result[0], prepared)
         else:
             result[0].register_forward_pre_hook(context.cast, with_kwargs=True)
+            self._attach_beside(result[0])
         return result
 
     def _tell_count(self, own: DsConfig) -> None:

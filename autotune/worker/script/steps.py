@@ -26,6 +26,8 @@ from autotune.worker.script.tail import ScriptTail
 PROBE_STEPS = 3
 # Where the samples of a step vary: their mean is the micro-batch that is stated.
 UNEVEN_PROBE_STEPS = 16
+# Steps of other models in a row, with more of which the first one's training is taken to be over: some scripts alternate so.
+MOST_BESIDE = 100
 UNCALLED = (
     "the script trains without calling the engine, whose calls count its batches: call `engine(batch)` in place of"
     " `engine.module(batch)` or of a method of the model, as DeepSpeed's autocast needs it too"
@@ -54,7 +56,7 @@ class StepHooks:
         self._window: Window | None = None
         self._afterwards: Iterator[None] | None = None
         self._total: torch.Tensor | float | None = None
-        self._n_backward = 0
+        self._n_backward = self._n_beside = 0
         self._tail: ScriptTail | None = None
         self._begun = self._reached = self._summed = self._plain_backward = self._asked = self._called = False
         self._evaluations = Evaluations(context)
@@ -91,16 +93,36 @@ class StepHooks:
         context.recorder.enter("warmup")
         self._window = self._next_window()
 
+    def attach_beside(self, engine: Any) -> None:
+        """Counts the steps of another model than the measured one."""
+        engine._take_model_step = functools.partial(self._other_step, engine._take_model_step)
+
     def script_ended(self) -> None:
         """Ends the trial of a script that ran to its end."""
-        context = self._context
-        if context.meter is None:
+        if self._context.meter is None:
             raise ScriptError(NO_ENGINE)
+        if not self._asked:
+            raise ScriptError(NO_STEP)
+        self._end_before_its_time("ended by itself")
+
+    def _other_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Takes a step of another model; ends the trial where the script no longer trains the first one."""
+        original(*args, **kwargs)
+        self._n_beside += 1
+        if self._asked and self._n_beside > MOST_BESIDE:
+            try:
+                self._end_before_its_time("went on to train another model than its first one, which is measured,")
+            except BaseException as error:  # the script must not catch it
+                self._context.abort(error)
+
+    def _end_before_its_time(self, how: str) -> None:
+        """Ends the trial with the steps that the script has made, where they are enough; all ranks get here at the same step."""
+        context = self._context
         self._gather_rest()
         n, needed = len(context.report.step_times_s), min(context.request.max_steps, MIN_STEPS)
         if n < needed:  # in a probe, too: trials of the user's own configuration would all end so
-            raise _too_few(context, n, needed) if self._asked else ScriptError(NO_STEP)
-        context.report.caveats.append(f"the script ended by itself after {n} optimizer steps")
+            raise _too_few(context, how, n, needed)
+        context.report.caveats.append(f"the script {how} after {n} optimizer steps")
         self._end()
 
     @property
@@ -194,7 +216,7 @@ class StepHooks:
 
     def _stepped(self, loss: Any = None) -> None:
         """Handles a call of the engine's step; `loss` is that of engines whose backward calls are not seen."""
-        self._asked = True
+        self._asked, self._n_beside = True, 0
         if loss is not None:
             self._note_loss(loss)
         if not self._meter.batches.step():
@@ -303,12 +325,12 @@ def _loss_of(tensors: Any) -> Any:
     return losses[0] if len(losses) == 1 else sum(loss.detach() for loss in losses)
 
 
-def _too_few(context: ScriptContext, n: int, needed: int) -> TooFewSteps:
+def _too_few(context: ScriptContext, how: str, n: int, needed: int) -> TooFewSteps:
     n_micro = context.candidate.gradient_accumulation_steps if context.candidate is not None else 1
     each = f" of {n_micro} micro-batches" if n_micro > 1 else ""
     limits = f" ({', '.join(context.limits)} may be what ends it)" if context.limits else ""
     return TooFewSteps(
-        f"the script ended after {n} optimizer steps{each}, and {needed} are needed: give it more steps or more data{limits}"
+        f"the script {how} after {n} optimizer steps{each}, and {needed} are needed: give it more steps or more data{limits}"
     )
 
 

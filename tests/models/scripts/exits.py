@@ -1,4 +1,5 @@
-"""Starts its ranks itself, or asks for input, or ends early: with a message, after an error, as if all were done, on one rank."""
+"""Starts its ranks itself, or asks for input, or ends early: with a message, after an error, as if all were done, on one rank. Or trains
+two models, one after the other."""
 
 import os
 import sys
@@ -23,6 +24,13 @@ if "--uneven" in sys.argv or "--leaves" in sys.argv:
     if "--leaves" in sys.argv:
         os._exit(0)
     sys.exit()
+while "--phases" in sys.argv:
+    model = Net()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config())
+    for _ in range(4 if len(sys.argv) == 2 else 10**9):
+        engine.backward(engine(torch.zeros(8, 16), torch.zeros(8).long()))
+        engine.step()
+    sys.argv.append("the second one")
 try:
     model = Net() if "--caught" in sys.argv else Net(no_such=1)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config())

@@ -21,7 +21,7 @@ def skipping():
     report = SimpleNamespace(side_changes=[], unreproducible=[])
     script = context.ScriptContext.__new__(context.ScriptContext)
     script.report = report
-    hooks = engine.EngineHooks(script, attach=lambda *_: None)
+    hooks = engine.EngineHooks(script, attach=lambda *_: None, beside=lambda _: None)
     hooks._script_recomputes = False
     module = SimpleNamespace(checkpoint=lambda function, *args, **kwargs: "recomputed")
     patching.patch(module, "checkpoint", hooks._checkpoint)
@@ -94,7 +94,7 @@ def test_a_process_of_the_scripts_own_is_noted_before_it_trains_and_left_as_it_i
         found.meter = meter
         assert run._start_process(found, lambda *args: args, "process") == ("process",)
     assert noted == [{"phase": "other_process"}]
-    hooks = engine.EngineHooks(found, attach=lambda *_: None)
+    hooks = engine.EngineHooks(found, attach=lambda *_: None, beside=lambda _: None)
     hooks._pid = -1  # this is a child
     assert hooks._initialize(lambda model: model, model="untouched") == "untouched"
 
@@ -136,7 +136,7 @@ def test_what_changes_in_the_configuration_of_another_model_is_told(monkeypatch)
     script.script = Script(micro_batch_size=8, gradient_accumulation_steps=1, precision="fp32")
     script.candidate = Candidate.of({"micro_batch_size": 4, "gradient_accumulation_steps": 2})
     monkeypatch.setattr(engine, "users_caller", lambda: "gan.py:22")
-    hooks = engine.EngineHooks(script, attach=lambda *_: None)
+    hooks = engine.EngineHooks(script, attach=lambda *_: None, beside=lambda _: None)
     first, given = {"train_micro_batch_size_per_gpu": 8}, {"train_micro_batch_size_per_gpu": 4}
     hooks._first = (given, first)
     hooks._beside(given, given)
@@ -167,7 +167,7 @@ def test_what_a_loop_may_count_its_micro_batches_by_is_told(code, configured, na
     script.candidate = Candidate.of({"micro_batch_size": 16, "gradient_accumulation_steps": 1})
     frame = SimpleNamespace(f_code=SimpleNamespace(co_filename=str(tmp_path / "train.py")))
     monkeypatch.setattr(engine, "users_frame", lambda: frame)
-    hooks = engine.EngineHooks(script, attach=lambda *_: None)
+    hooks = engine.EngineHooks(script, attach=lambda *_: None, beside=lambda _: None)
     hooks._tell_count({"gradient_accumulation_steps": configured})
     assert len(report.side_changes) == bool(named)
     assert all(f"`{named}`: set that to 1 instead of 2" in text for text in report.side_changes)

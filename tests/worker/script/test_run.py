@@ -519,9 +519,10 @@ def test_a_file_that_a_script_writes_by_itself_is_told_and_an_earlier_checkpoint
         ),
         ("exits.py", ("--spawns",), "starts its ranks itself"),
         ("exits.py", ("--asks",), r"asks for input \(Go on\? \), which nobody gives"),
-        ("dict_config.py", ("--steps", "4"), "ended after 4 optimizer steps, and 5 are needed"),
-        ("exits.py", ("--caught",), r"it exits at exits.py:31; it caught an exception of the engine's: Runtime.*8x5"),
-        ("exits.py", ("--leaves",), "ended after 2 optimizer steps.*it exits at exits.py:24"),
+        ("dict_config.py", ("--steps", "4"), "ended by itself after 4 optimizer steps, and 5 are needed"),
+        ("exits.py", ("--caught",), r"it exits at exits.py:39; it caught an exception of the engine's: Runtime.*8x5"),
+        ("exits.py", ("--leaves",), "ended by itself after 2 optimizer steps.*it exits at exits.py:25"),
+        ("exits.py", ("--phases",), "went on to train another model .* after 2 optimizer steps, and 5 are needed"),
         ("exits.py", (), "exited with status 1 after TypeError: .*no_such"),
         ("exits.py", ("--said",), "the script ended itself: no data in /data"),
         ("styles.py", ("module",), "trains without calling the engine"),
@@ -545,4 +546,7 @@ def test_too_few_steps_are_no_measurement(bench):
     found = bench.plan("dict_config.py", "--steps", "8")
     result = bench.measure(found, steps=100, gradient_accumulation_steps=2)
     assert result.outcome is Outcome.TOO_FEW_STEPS, "nothing crashed"
-    assert "ended after 4 optimizer steps of 2 micro-batches, and 5 are needed: give it more steps" in result.reason
+    assert (
+        "ended by itself after 4 optimizer steps of 2 micro-batches, and 5 are needed: give it more steps"
+        in result.reason
+    )

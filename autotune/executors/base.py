@@ -16,6 +16,7 @@ from typing import Protocol
 from autotune.errors import Unavailable, UserError, printable
 from autotune.executors.conclude import joined, merge
 from autotune.system import files, redaction
+from autotune.trial import stood
 from autotune.trial.failures import means_out_of_memory
 from autotune.trial.folder import TrialDir, ends, phases, record_in, reports, write_record
 from autotune.trial.request import TrialRequest
@@ -328,14 +329,21 @@ def conclude(folder: TrialDir, request: TrialRequest, lost: str = "") -> TrialRe
     rank = result.failed_rank
     if rank is not None and rank not in found and end.codes.get(rank) == -signal.SIGABRT:
         # An exception of C++ that nobody catches aborts the process; only its log says which.
-        said = (files.tail(folder.log(rank), 4096) or b"").decode(errors="replace")
+        said = _end_of_log(folder, rank, 4096)
         if lines := [line.strip() for line in said.splitlines() if means_out_of_memory(line)]:
             result = replace(result, outcome=Outcome.OOM, reason=f"rank {rank} was aborted: {lines[-1]}"[:500])
+    if result.outcome is Outcome.TIMEOUT:
+        logs = {each: _end_of_log(folder, each, stood.TAIL_BYTES) for each in range(request.world_size)}
+        result.reason = "; ".join(filter(None, (result.reason, stood.waited_for(logs))))
     # Texts of the user's code: an exception may quote a token, or hold control characters.
     result.reason = shown(result.reason)
     for texts in (result.caveats, result.side_changes, result.unreproducible):
         texts[:] = map(shown, texts)
     return result
+
+
+def _end_of_log(folder: TrialDir, rank: int, n_bytes: int) -> str:
+    return (files.tail(folder.log(rank), n_bytes) or b"").decode(errors="replace")
 
 
 def shown(text: str) -> str:

@@ -112,7 +112,9 @@ def test_a_trial_spans_two_machines_and_learns_what_it_learns_on_one(
 def test_a_bad_trial_is_named_for_what_it_is(zoo: Zoo, end: End) -> None:
     result = zoo.run(end.model, **TWO, **({"deadline_s": 3.0} if end.model == "hang" else end.what or {}))
     assert (result.outcome, result.phase) == (end.outcome, end.phase), result
-    assert re.search(r"^no end within 3 s$" if end.model == "hang" else end.reason, result.reason), result.reason
+    assert re.search(
+        r"^no end within 3 s; rank 0 waited for rank 1" if end.model == "hang" else end.reason, result.reason
+    ), result.reason
     assert end.rank is None or result.failed_rank == end.rank
 
 

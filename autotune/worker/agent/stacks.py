@@ -7,13 +7,13 @@ import signal
 import time
 from collections.abc import Iterable
 
+from autotune.trial import stood
 from autotune.worker.agent.logs import Log
 
 # No named signal: scripts on clusters handle SIGUSR1 and SIGUSR2 themselves.
 ASK = signal.SIGRTMAX
 # Time that ranks get to write; a busy machine runs their handlers late.
 WRITE_S = 0.5
-HEAD = b"\n[autotune: the deadline has passed; this rank stood here]\n"
 
 
 def answer() -> None:
@@ -28,7 +28,7 @@ def ask(ranks: Iterable[tuple[int, Log]]) -> None:
         ranks: Process ID and log of each rank.
     """
     for pid, log in ranks:
-        log.write(HEAD)
+        log.write(stood.HEAD.encode())
         with contextlib.suppress(ProcessLookupError):  # it ended just now
             os.kill(pid, ASK)
     time.sleep(WRITE_S)

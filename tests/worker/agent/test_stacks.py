@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from autotune.trial import stood
 from autotune.trial.result import Outcome
 from autotune.worker.agent import stacks
 from autotune.worker.agent.logs import Log
@@ -13,9 +14,9 @@ from autotune.worker.agent.logs import Log
 def test_the_log_of_each_rank_of_a_trial_that_hung_ends_with_where_it_stood(zoo):
     """Nothing was in the log that the message names, and the one remedy it gave was more time."""
     assert zoo.run("hang", deadline_s=8.0).outcome is Outcome.TIMEOUT
-    stood = [zoo.log(rank).partition(stacks.HEAD.decode())[2] for rank in (0, 1)]
-    assert 'hang.py", line 12 in fault' in stood[1] and 'hang.py", line' not in stood[0].splitlines()[1]
-    assert all("in train_and_measure" in stack for stack in stood)
+    at = [zoo.log(rank).partition(stood.HEAD)[2] for rank in (0, 1)]
+    assert 'hang.py", line 12 in fault' in at[1] and 'hang.py", line' not in at[0].splitlines()[1]
+    assert all("in train_and_measure" in stack for stack in at)
 
 
 def test_a_rank_that_has_just_ended_is_not_asked(tmp_path, monkeypatch):
@@ -24,4 +25,4 @@ def test_a_rank_that_has_just_ended_is_not_asked(tmp_path, monkeypatch):
     log.release()
     stacks.ask([(2**22 + 1, log)])  # beyond the largest PID
     log.close()
-    assert (tmp_path / "log").read_bytes() == stacks.HEAD
+    assert (tmp_path / "log").read_bytes() == stood.HEAD.encode()

@@ -319,10 +319,10 @@ def test_lightning_is_told_of_all_machines_whose_ranks_it_counts(monkeypatch):
 
 @pytest.mark.parametrize(
     ("given", "world_size", "said"),
-    [({}, 2, True), ({}, 1, False), ({"use_cpu": True}, 2, False), ({"deepspeed": "ds.json"}, 2, False)],
+    [({}, 2, True), ({}, 1, False), ({"use_cpu": True}, 2, False), ({"deepspeed": "ds.json"}, 2, True)],
 )
 def test_processes_that_transformers_would_train_apart_are_said_to_be(monkeypatch, tmp_path, given, world_size, said):
-    """Under torchrun on a CPU without `--use_cpu` each of two ranks trains by itself; the trials train together."""
+    """Under torchrun on a CPU without `--use_cpu` each of two ranks trains on all samples, with DeepSpeed, too."""
     caveats = []
     context = types.SimpleNamespace(
         memory=types.SimpleNamespace(on_cpu=True), scratch=tmp_path, candidate=None, value=lambda _: None, once=caveats.append,
@@ -332,6 +332,33 @@ def test_processes_that_transformers_would_train_apart_are_said_to_be(monkeypatc
     plain = {"use_cpu": False, "deepspeed": None, "max_steps": -1, "fsdp": "", **never}
     huggingface._Adapter(context)._prepare(types.SimpleNamespace(**plain | given))
     assert caveats == [huggingface.APART] * said
+
+
+@pytest.mark.parametrize(
+    ("backend", "on_cpu", "world_size", "said"),
+    [
+        ("", True, 2, True),
+        ("nccl", True, 2, True),
+        ("gloo", True, 2, False),
+        ("", True, 1, False),
+        ("", False, 2, False),
+    ],
+)
+def test_what_has_accelerate_share_out_the_samples_on_a_cpu_is_told(
+    monkeypatch, tmp_path, backend, on_cpu, world_size, said
+):
+    """With DeepSpeed, as with nothing, Accelerate takes each process on a CPU for the only one."""
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    changes, caveats = [], []
+    context = types.SimpleNamespace(
+        memory=types.SimpleNamespace(on_cpu=on_cpu), changed=changes.append, once=caveats.append,
+        request=TrialRequest(target="t", world_size=world_size),
+    )  # fmt: skip
+    handlers = [types.SimpleNamespace(backend=backend)] if backend else None
+    accelerate._Adapter(context)._inject_deepspeed({"kwargs_handlers": handlers})
+    assert changes == [accelerate.TOGETHER] * said and len(caveats) == said
+    accelerate._Adapter(context)._inject_deepspeed({"kwargs_handlers": handlers, "cpu": True})
+    assert len(caveats) == said, "with `cpu=True` its command trains them together, without DeepSpeed"
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

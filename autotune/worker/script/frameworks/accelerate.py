@@ -22,6 +22,10 @@ NO_DEEPSPEED: DsConfig = {
     "zero_optimization": {"stage": 0},
 }
 WITHOUT_CPU = "Accelerate: leave {}: beside it DeepSpeed is not used."
+APART = "each process of the command trains on all samples, where in the trials it trains on its share: on a CPU {} shares them out with {}"
+# Accelerate counts the processes by their backend, and names none for DeepSpeed on a CPU (state.py, PartialState).
+BACKEND = '`Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])` (of accelerate.utils)'
+TOGETHER = f"Accelerate: {BACKEND}: on a CPU each process else trains on all samples, in place of its share."
 BY_HAND = (
     "the script calls accelerator.backward more than once for an optimizer.step(), but with DeepSpeed Accelerate updates the weights"
     " in each backward, so that {}; to accumulate, write `Accelerator(gradient_accumulation_steps=N)` and put `with"
@@ -182,6 +186,7 @@ class _Adapter:
                 "DeepSpeed: the script is run without it; launch it with"
                 " `accelerate launch --config_file accelerate.yaml` (`autotune export --format accelerate`)."
             )
+        self._share_out(given)
         if given.get("cpu") and self._context.memory.on_cpu:
             given["cpu"] = False
             self._context.changed(WITHOUT_CPU.format("`cpu=True` out of `Accelerator(...)`"))
@@ -189,6 +194,15 @@ class _Adapter:
             self._context.changed(
                 WITHOUT_CPU.format("`--cpu` (`use_cpu` of its file, `ACCELERATE_USE_CPU`) out of `accelerate launch`")
             )
+
+    def _share_out(self, given: dict[str, Any]) -> None:
+        """Tells what has Accelerate share out the samples among processes on a CPU, as it does in trials."""
+        named = any(getattr(handler, "backend", "") == "gloo" for handler in given.get("kwargs_handlers") or ())
+        if not self._context.memory.on_cpu or self._context.request.world_size == 1 or named:
+            return
+        self._context.changed(TOGETHER)
+        if not (given.get("cpu") or self._launched_on_cpu):
+            self._context.once(APART.format("Accelerate", BACKEND))
 
     def _clips(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Notes the norm at which the script clips gradients, by an Accelerator or by torch; DeepSpeed's engine will do it."""

@@ -39,11 +39,8 @@ SAVED_CLASSES = (
     ("peft.peft_model", "PeftModel"),
 )
 HUB_VERBS = ("create_", "upload_", "delete_", "update_", "move_")
-# As transformers looks for a GPU's process group, and finds none.
-APART = (
-    "each process of the command trains its own model on all samples: on a CPU transformers joins the processes with"
-    " `--use_cpu`, or with DeepSpeed, as in the trials"
-)
+# As transformers looks for a GPU's process group, and finds none; with DeepSpeed it counts one process, too.
+APART = accelerate.APART.format("transformers", "`--use_cpu` alone, beside DeepSpeed, too")
 PREDICTS = (
     "the script calls Trainer.predict before it trains, which transformers refuses beside DeepSpeed below ZeRO 3: leave that out"
     " while it is tuned"
@@ -138,8 +135,7 @@ class _Adapter:
         if hasattr(arguments, "eval_on_start"):
             arguments.eval_on_start = False
         if self._context.memory.on_cpu:
-            together = arguments.use_cpu or arguments.deepspeed or any(map(accelerate.asked_for, ("CPU", "DEEPSPEED")))
-            if self._context.request.world_size > 1 and not together:
+            if self._context.request.world_size > 1 and not arguments.use_cpu:
                 self._context.once(APART)
             arguments.use_cpu = False  # else Accelerate would not use DeepSpeed
         self._inject_deepspeed(arguments)

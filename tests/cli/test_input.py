@@ -52,7 +52,7 @@ STUDY = {
     "device_memory_bytes": "4GiB", "sampler": "random", "stop_below": "1%", "storage": "sqlite:///x.db", "parallel": 1, "overlap": False,
     "learning_rate_rule": "auto", "seed": 3, "trial_budget_s": "4s", "trial_deadline_s": 60, "finalists": 1, "repeats": 2,
     "branch": False, "branch_tokens": None, "from_checkpoint": None, "script_args": [], "script_set": {}, "arg_mappings": {},
-    "working_dir": ".",
+    "working_dir": None,
 }  # fmt: skip
 
 

@@ -189,6 +189,9 @@ class StudySpec(BaseModel):
         elif spec.script_args or spec.script_set:
             given = " ".join((*spec.script_args, *spec.script_set))
             raise SpecError(f"{spec.target}: a model.py takes no arguments; leave out {given}")
+        elif spec.working_dir is not None:
+            own = "a model.py runs where autotune does, and finds files of its own beside `__file__`"
+            raise SpecError(f"working_dir: it is for scripts; leave it out: {own}")
         return spec
 
     @functools.cached_property

@@ -33,8 +33,8 @@ SCRIPT_BATCH = {"micro_batch_size": "micro-batch", "gradient_accumulation_steps"
 USAGE_STATUS = "exited with status 2"
 # Advice where the tuner cannot move a knob.
 REMEDY = {
-    name: f"To tune it, pass it by a flag (`--flag {{{name}}}` on the command line) or a constant of the script"
-    f" (`--set NAME={{{name}}}`)"
+    name: f"To tune it, pass it by a flag (`--flag {{{name}}}` on the command line), a constant of the script"
+    f" (`--set NAME={{{name}}}`) or a variable of the launch command (`autotune run 'NAME={{{name}}} torchrun ...'`)"
     for name in SCRIPT_BATCH
 }
 # What was seen where a template carries the field, and yet the script trains as before; with the remedy.

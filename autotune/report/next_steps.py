@@ -3,11 +3,13 @@
 import math
 import shlex
 from collections import Counter
+from dataclasses import replace
 
 from autotune.report.data import StudyReport, pick_words
 from autotune.report.started import started
 from autotune.space.space import EXHAUSTED
 from autotune.study.events import DECIDING_SHARE, STOPPED, UNFINISHED, n_spent
+from autotune.system.units import format_bytes
 from autotune.trial.command import EXPORTED_CONFIG
 
 # The time that is stated for what was left out is this many times as long as it was expected to take.
@@ -121,7 +123,13 @@ def _without_answer(report: StudyReport, again: str) -> list[str]:
     ends = Counter(report.outcomes)
     if not ends["complete"] and 2 * (ends["oom"] + ends["predicted_oom"]) >= len(report.trials):
         smaller = "`--space batch,zero,offload` tries smaller micro-batches, ZeRO stages and offloading"
-        return [f"Need less memory: {smaller}; more ranks (`--ranks`) share the states."]
+        found = [f"Need less memory: {smaller}; more ranks (`--ranks`) share the states."]
+        stated, study = report.study.get("device_memory_bytes"), {**report.study, "device_memory_bytes": None}
+        own = replace(report, study=study).memory_limit_bytes
+        if stated and own and stated < own:
+            sizes = f"{format_bytes(stated)} a rank, which may have {format_bytes(own)} here"
+            found.append(f"Or state a higher limit: `--device-memory` allows {sizes}.")
+        return found
     if ends["complete"] and _exhausted(report):
         return [f"Nothing is left to try in this search space: {LOOSEN}."]
     if ends["complete"] and report.trials_left:

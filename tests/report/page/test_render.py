@@ -16,6 +16,7 @@ from support.study_report import ENVIRONMENT, EVIL, OBJECTIVES, Tags, study_repo
 from autotune.errors import UserError
 from autotune.report import figures, fronts, plots, series
 from autotune.report.data import StudyReport, price_words
+from autotune.report.next_steps import next_steps
 from autotune.report.page import content
 from autotune.report.page import render as report_page
 from autotune.report.page.render import write
@@ -261,6 +262,14 @@ def test_a_study_in_which_all_failed_says_what_to_do(report):
     for trials, advice in ((ooms, "Need less memory"), ([t for t in rows if t not in ooms], "Mend the target")):
         page = report_page.render(replace(failed_only(report), trials=trials))
         assert "Nothing to recommend" in page and advice in page and "nothing to compare" in page
+
+
+@pytest.mark.parametrize(("stated", "said"), [(None, False), (2**20, True), (2**50, False)])
+def test_where_nothing_fits_a_stated_limit_below_what_a_rank_may_have_is_named(report, stated, said):
+    rows = [trial for trial in report.trials if trial["outcome"] == "oom"]
+    study = report.study | {"device_memory_bytes": stated}
+    steps = next_steps(replace(failed_only(report), trials=rows, study=study))
+    assert sum("`--device-memory` allows 1.00 MiB a rank, which may have" in text for text in steps) == said
 
 
 @pytest.mark.system

@@ -27,7 +27,7 @@ Data: TypeAlias = Mapping[str, Any]
 
 TITLES = {"drop_in": "drop-in", "out_of_reach": "out of reach"}
 THROUGHPUT = "samples_per_s"
-UNPASSED, NO_SPEEDUP = "checks not passed", "no speed-up to state"
+NO_SPEEDUP = "no speed-up to state"
 # A pick's price is stated from this change on: 1 %.
 PRICE = 0.01
 # Lengths of the longest samples, in average ones, from which on they may be what does not fit.
@@ -207,7 +207,7 @@ class StudyReport:
     @cached_property
     def unchecked(self) -> dict[int, list[str]]:
         """The trials of the front that may not be recommended, with the words that say so in place of a mark."""
-        return {point["trial"]: [UNPASSED] for point in self.front if point.get("doubt")}
+        return {point["trial"]: [trial_notes.checks(point)] for point in self.front if point.get("doubt")}
 
     @cached_property
     def effects(self) -> list[Effects]:
@@ -407,7 +407,9 @@ def _untold(pick: Data, metric: str) -> list[str]:
 
 
 def _unsure(pick: Data) -> list[str]:
-    return ["measured once"] * (pick.get("measurements") == 1) + [UNPASSED] * bool(pick.get("unchecked"))
+    return ["measured once"] * (pick.get("measurements") == 1) + [trial_notes.checks(pick)] * bool(
+        pick.get("unchecked")
+    )
 
 
 def end_words(trial: Data) -> tuple[str, str]:

@@ -28,6 +28,11 @@ def _baseline_over(trials: Sequence[Data]) -> list[str]:
     return ["the baseline breaks a constraint: others are compared with it, but it cannot be recommended"] * over
 
 
+def checks(point: Data) -> str:
+    """What is said of a trial that may not be recommended: that a check has refused it, or that none was made."""
+    return "checks not passed" if point.get("refused") else "not checked"
+
+
 def without_numbers(text: str) -> str:
     """What notes that differ in their numbers alone have in common."""
     return re.sub(r"[0-9.]+", "", text)

@@ -313,9 +313,12 @@ def test_what_reads_better_than_the_answer_has_a_command_that_checks_it():
 
 def test_a_trial_of_the_front_that_did_not_pass_its_checks_is_marked(report):
     one = next(point for point in report.front if point["trial"] not in report.marks)
-    doubted = replace(report, front=[*report.front[1:], one | {"doubt": "not checked by a branch"}])
-    assert "<- checks not passed" in printed(doubted, 160) and "checks not passed" in render(doubted)
-    assert "checks not passed" not in printed(report, 160)
+    for refused, said in ((True, "checks not passed"), (False, "not checked")):
+        doubted = replace(
+            report, front=[*report.front[1:], one | {"doubt": "its branch ended early", "refused": refused}]
+        )
+        assert f"<- {said}" in printed(doubted, 160) and said in render(doubted)
+        assert said not in printed(report, 160)
 
 
 def test_a_pick_leads_with_its_own_metric_and_says_the_price(report):
@@ -421,7 +424,7 @@ def test_without_a_baseline_picks_are_still_said_to_be_measured_once_and_uncheck
         printed(found, 160),
     )
     assert all(words.startswith("no speed-up to state") and words in text for words in said.values())
-    assert any(words.endswith("measured once, checks not passed") for words in said.values())
+    assert any(words.endswith("measured once, not checked") for words in said.values())
     assert all(words in render(found) and words in report_page.render(found) for words in list(said.values())[1:])
 
 

@@ -88,7 +88,11 @@ def test_the_table_holds_every_trial_with_outcome_and_reason_and_marks_what_is_e
 
 def test_only_what_a_trial_was_picked_for_looks_like_a_pick(report):
     picked = {pick["trial"] for pick in report.picks.values()}
-    point = {**next(point for point in report.front if point["trial"] not in picked), "doubt": "unchecked"}
+    point = {
+        **next(point for point in report.front if point["trial"] not in picked),
+        "doubt": "diverged",
+        "refused": True,
+    }
     page = report_page.render(replace(report, front=[*report.front, point]))
     assert (
         '<span class="mark base">checks not passed</span>' in page and '<span class="mark base">baseline</span>' in page

@@ -49,6 +49,7 @@ FILES = {
     "elsewhere.yaml": "target: train.py\nworking_dir: no-such-folder\n",
     "folder.yaml": "target: model.py\nworking_dir: .\n",
     "long.yaml": "target: model.py\nspace: {zero_optimization.reduce_bucket_size: {range: [1, 500000000]}}\n",
+    "unmanaged.json": '{"managed_gradient_accumulation": false}',
     "typo.json": '{"train_micro_batch_size_per_gpu": 8, "gradient_acumulation_steps": 2}',
     "comma.json": '{\n "train_batch_size": 8,\n}',
     "comment.json": '{"train_batch_size": 8 // samples\n}',
@@ -110,6 +111,9 @@ MISTAKES = {
     ),
     "an option of an engine": (["run", "model.py", "--executor-option", "partitoin=gpu"], ["unknown to local", "Known: none"]),
     "a hostfile": (["run", "model.py", "--hostfile", "hosts"], ["hosts:1: `HOST slots=N` is needed, not 'worker-1 slots=many'"]),
+    "steps that a loop counts": (
+        ["run", "model.py", "--base-config", "unmanaged.json"], ["managed_gradient_accumulation: it leaves to a loop of your own"],
+    ),
     "a typo in DeepSpeed's JSON": (["run", "model.py", "--base-config", "typo.json"], ["Did you mean 'gradient_accumulation_steps'?"]),
     "a comma too many in JSON": (["run", "model.py", "--base-config", "comma.json"], ["not JSON", "remove the comma"]),
     "a comment in JSON": (["run", "model.py", "--base-config", "comment.json"], ["at line 1, column 24", "JSON has no comments"]),

@@ -192,6 +192,9 @@ class StudySpec(BaseModel):
         elif spec.working_dir is not None:
             own = "a model.py runs where autotune does, and finds files of its own beside `__file__`"
             raise SpecError(f"working_dir: it is for scripts; leave it out: {own}")
+        elif not (spec.base_config or {}).get("managed_gradient_accumulation", True):
+            loop = "it leaves to a loop of your own which micro-batches make a step, and a model.py has none"
+            raise SpecError(f"{flag('base_config')}: managed_gradient_accumulation: {loop}; leave it out")
         return spec
 
     @functools.cached_property

@@ -39,11 +39,12 @@ def log_folder(name: str, around: Path | None = None) -> Iterator[Path]:
     for left in around.glob(f"{prefix}*"):
         with contextlib.suppress(OSError), _held(left):  # one that another process uses is not to be had
             shutil.rmtree(left, ignore_errors=True)
-    path = Path(tempfile.mkdtemp(prefix=prefix, dir=around))
+    made = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=around))
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # NFS locks no folders: there none is taken for a left one, either
-            stack.enter_context(_held(path))
-        yield path
+            stack.enter_context(_held(made))
+        # Only now under the name by which others look for left ones: before, it could not be told from one.
+        yield made.rename(around / made.name.removeprefix("."))
 
 
 @contextlib.contextmanager

@@ -31,3 +31,19 @@ def test_a_folder_of_logs_stays_until_the_next_one_of_its_name_and_no_longer(tmp
     assert (first / "log").read_text() == "why"
     with temporary.log_folder("autotune-check", tmp_path) as last:
         assert [path for path in tmp_path.glob("autotune-check*") if path != last] == []
+
+
+def test_a_folder_of_logs_is_not_taken_for_a_left_one_while_it_is_made(tmp_path, monkeypatch):
+    make, beside = tempfile.mkdtemp, []
+
+    def made_as_another_check_begins(**where):
+        found = make(**where)
+        if not beside:
+            beside.append(temporary.log_folder("autotune-check", tmp_path))
+            beside[0].__enter__()
+        return found
+
+    monkeypatch.setattr(tempfile, "mkdtemp", made_as_another_check_begins)
+    with temporary.log_folder("autotune-check", tmp_path) as first:
+        assert first.is_dir() and first.name.startswith("autotune-check-")
+    beside[0].__exit__(None, None, None)

@@ -46,6 +46,7 @@ class Knobs:
         contiguous: Gradients are copied to a contiguous buffer.
         master_16: Master weights and gradients are bfloat16.
         quantized_weights: ZeRO++ int8 gathers.
+        quantized_gradients: ZeRO++ reduces gradients of 4 bits, within nodes and then between them.
         hpz: Ranks that share a secondary copy of the weights; 1 without.
         packed: Batches are not padded, or hardly.
         budgeted: A number of tokens fills a batch.
@@ -75,6 +76,7 @@ class Knobs:
     master_16: Floats
     states_16: Floats
     quantized_weights: Floats
+    quantized_gradients: Floats
     hpz: Floats
     packed: Floats
     budgeted: Floats
@@ -136,6 +138,7 @@ class Knobs:
             master_16=column("bf16.bf16_master_weights_and_grads", 0.0),
             states_16=column("bf16.bf16_optimizer_states", 0.0),
             quantized_weights=column(f"{ZERO}zero_quantized_weights", 0.0),
+            quantized_gradients=column(f"{ZERO}zero_quantized_gradients", 0.0),
             hpz=column(f"{ZERO}zero_hpz_partition_size", 1.0),
             packed=np.maximum(column("data.packing", 0.0), budgeted),
             budgeted=budgeted,

@@ -188,6 +188,15 @@ def _between_ranks(knobs: Knobs, profile: Profile, machine: Machine, compute: Fl
     reduce_s, reduce_latency_s = collective_s(
         links, reductions * Pt * sent, reductions * buckets, halves=np.where(scatters, 1.0, 2.0)
     )
+    # Each tensor by itself, its numbers and their scales: first within the nodes, then what is left between them, in 4 bits
+    # (runtime/comm/coalesced_collectives.py, `all_to_all_quant_reduce`), as a hierarchical half moves it.
+    tensors = float(sum(count for _, count in profile.sizes) or max(profile.n_blocks, 1))
+    exchange_s, exchange_latency_s = collective_s(
+        replace(links, algorithm="hierarchical"), K * Pt * 0.5, 2.0 * K * tensors, halves=np.ones(len(K))
+    )
+    exchanged = (stage == 3) & (knobs.quantized_gradients > 0) & (0 < machine.ranks_per_node < machine.world_size)
+    reduce_s = np.where(exchanged, exchange_s, reduce_s)
+    reduce_latency_s = np.where(exchanged, exchange_latency_s, reduce_latency_s)
     gathered = np.where(stage == 3, of_all * gather_bytes, np.where(stage >= 1, Pt * knobs.weight_bytes, 0.0))
     per_block = np.where(stage == 3, of_all / P * max(profile.n_blocks, 1), np.where(stage >= 1, 1.0, 0.0))
     gather_s, gather_latency_s = collective_s(links, gathered, per_block, halves=np.ones(len(K)))

@@ -345,6 +345,22 @@ def test_groups_of_the_second_copy_that_span_nodes_are_as_fast_as_the_link_betwe
     assert over == pytest.approx(0.75 * 1e9 / nodes.node_bytes_per_s)
 
 
+def test_quantised_gradients_cross_the_nodes_once_in_4_bits():
+    """As DeepSpeed's `all_to_all_quant_reduce` moves them; they were forecast as those of 16 bits."""
+    nodes = replace(GPU, world_size=8, ranks_per_node=2, node_bytes_per_s=GPU.link_bytes_per_s / 10)
+    values = {"zero_stage": 3, "precision": "fp16", ZERO + "overlap_comm": False, **KEEPS_NOTHING}
+    knobs = [
+        Candidate.of({"micro_batch_size": 8, **values, **more}) for more in ({}, {ZERO + "zero_quantized_gradients": 1})
+    ]
+    plain, exchanged = of(*knobs, terms=step_time.step_time_terms, machine=nodes)["communication"]
+    within, between = step_time.WITHIN_A_STEP["cuda"], step_time.BETWEEN_NODES["cuda"]
+    scattered = 2 * P * 7 / 8 / nodes.node_bytes_per_s * between
+    in_4_bits = P / 2 * (within / 2 / nodes.link_bytes_per_s + between * 3 / 4 / nodes.node_bytes_per_s)
+    assert plain - exchanged == pytest.approx(scattered - in_4_bits)
+    alone = of(*knobs, terms=step_time.step_time_terms)["communication"]
+    assert alone[0] == alone[1], "on one node DeepSpeed scatters them as they are"
+
+
 @pytest.mark.parametrize(("stage", "bytes_sent"), [(0, 2 * 4), (1, 2 * 2 + 4), (2, 2 * 2 + 4), (3, 3 * 2)])
 def test_under_autocast_zero_sends_gradients_and_stage_3_weights_in_16_bits(stage, bytes_sent):
     """As counted with two ranks over gloo; stages 1 and 2 gather the weights in the 32 bits that they have."""

@@ -91,10 +91,8 @@ class Knobs:
         """
         base = dict(base or {})
         found = {name for c in candidates for name, _ in c.config}
-        settings: dict[str, list[Any]] = {}
-        if found:
-            tables = [dict(c.config) for c in candidates]
-            settings = {name: [table.get(name) for table in tables] for name in found}
+        tables = [dict(c.config) for c in candidates] if found else []
+        settings = {name: [table.get(name) for table in tables] for name in found}
 
         def column(path: str, default: float) -> Floats:
             other = default if base.get(path) is None else float(base[path])

@@ -188,7 +188,7 @@ def _between_ranks(knobs: Knobs, profile: Profile, machine: Machine, compute: Fl
     reduce_s, reduce_latency_s = collective_s(
         links, reductions * Pt * sent, reductions * buckets, halves=np.where(scatters, 1.0, 2.0)
     )
-    # Each tensor by itself, its numbers and their scales: first within the nodes, then what is left between them, in 4 bits
+    # Each tensor by itself, its numbers and their scales: first within the nodes, then their sums between them, in 4 bits
     # (runtime/comm/coalesced_collectives.py, `all_to_all_quant_reduce`), as a hierarchical half moves it.
     tensors = float(sum(count for _, count in profile.sizes) or max(profile.n_blocks, 1))
     exchange_s, exchange_latency_s = collective_s(

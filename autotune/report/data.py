@@ -407,9 +407,8 @@ def _untold(pick: Data, metric: str) -> list[str]:
 
 
 def _unsure(pick: Data) -> list[str]:
-    return ["measured once"] * (pick.get("measurements") == 1) + [trial_notes.checks(pick)] * bool(
-        pick.get("unchecked")
-    )
+    checks = [trial_notes.checks(pick)] if pick.get("unchecked") else []
+    return ["measured once"] * (pick.get("measurements") == 1) + checks
 
 
 def end_words(trial: Data) -> tuple[str, str]:

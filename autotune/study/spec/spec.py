@@ -184,17 +184,7 @@ class StudySpec(BaseModel):
     def of(cls, path: Path, overrides: Mapping[str, Any] | None = None) -> "StudySpec":
         """Returns the study of a `study.yaml`, a `model.py` or a script, its target checked; errors as for `load`."""
         spec = cls.load(path, overrides) if is_yaml(path) else cls.of_target(path, overrides)
-        if spec.inspected.kind == "script":
-            _check_script(spec)
-        elif spec.script_args or spec.script_set:
-            given = " ".join((*spec.script_args, *spec.script_set))
-            raise SpecError(f"{spec.target}: a model.py takes no arguments; leave out {given}")
-        elif spec.working_dir is not None:
-            own = "a model.py runs where autotune does, and finds files of its own beside `__file__`"
-            raise SpecError(f"working_dir: it is for scripts; leave it out: {own}")
-        elif not (spec.base_config or {}).get("managed_gradient_accumulation", True):
-            loop = "it leaves to a loop of your own which micro-batches make a step, and a model.py has none"
-            raise SpecError(f"{flag('base_config')}: managed_gradient_accumulation: {loop}; leave it out")
+        (_check_script if spec.inspected.kind == "script" else _check_model)(spec)
         return spec
 
     @functools.cached_property
@@ -350,6 +340,17 @@ def _check_script(spec: StudySpec) -> None:
         if name not in target.constants:
             near = nearest(name, target.constants)
             raise SpecError(f"--set {name}: {target.path.name} assigns no such constant at its top level.{near}")
+
+
+def _check_model(spec: StudySpec) -> None:
+    """Refuses what a `model.py` has no use for."""
+    if given := " ".join((*spec.script_args, *spec.script_set)):
+        raise SpecError(f"{spec.target}: a model.py takes no arguments; leave out {given}")
+    if spec.working_dir is not None:
+        raise SpecError("working_dir: it is for scripts; leave it out, since a model.py runs where autotune does")
+    if not (spec.base_config or {}).get("managed_gradient_accumulation", True):
+        loop = "it leaves to a loop of your own which micro-batches make a step, and a model.py has none"
+        raise SpecError(f"{flag('base_config')}: managed_gradient_accumulation: {loop}; leave it out")
 
 
 def _check_together(spec: StudySpec) -> None:

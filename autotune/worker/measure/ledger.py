@@ -323,6 +323,13 @@ class Window:
         skipped = [after > before for before, after in itertools.pairwise(map(float, self._skips[: n + 1]))]
         self._ledger.gather(laps_s, cpu_s, self._losses[:n], skipped=skipped, counts=self._counts[:n], aside_s=aside_s)
 
+    def gather_rest(self) -> None:
+        """Adds the steps that all ranks have made so far; all ranks take part."""
+        n = torch.tensor(len(self), device=self._ledger.device)
+        dist.all_reduce(n, op=dist.ReduceOp.MIN)
+        if int(n):
+            self.gather(int(n))
+
 
 def runs_ahead(engine: Any) -> bool:
     """Returns whether the host begins a step while the device still works on the one before.

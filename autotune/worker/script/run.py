@@ -170,7 +170,7 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
     for text in (*context.script.side_changes, *own):
         context.changed(text)
     steps = StepHooks(context)
-    EngineHooks(context, steps.attach, steps.attach_beside).install()
+    EngineHooks(context, steps.attach, steps.others.attach).install()
     steps.install()
     stages.install(context.candidate, context.changed)
     experts.layers.install(context.candidate, context.changed)

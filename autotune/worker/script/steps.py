@@ -1,6 +1,7 @@
 """The optimizer steps of a script: count its passes, time its steps, and end the trial when it has been measured."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -46,6 +47,31 @@ NO_LOSS = (
 )
 
 
+class OtherModels:
+    """Counts the steps of other models than the measured one, to notice where the script no longer trains that.
+
+    Args:
+        over: Called where it does not, with what the script did.
+    """
+
+    def __init__(self, context: ScriptContext, over: Callable[[str], None]) -> None:
+        self._context, self._over = context, over
+        self.n_steps = -math.inf  # none counts before the measured model's first, which sets it to 0
+
+    def attach(self, engine: Any) -> None:
+        """Counts an engine's steps."""
+        engine._take_model_step = functools.partial(self._step, engine._take_model_step)
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        self.n_steps += 1
+        if self.n_steps > MOST_BESIDE:
+            try:
+                self._over("went on to train another model than its first one, which is measured,")
+            except BaseException as error:  # the script must not catch it
+                self._context.abort(error)
+
+
 class StepHooks:
     """Hooks on the trained engine's forward, backward and step."""
 
@@ -56,10 +82,11 @@ class StepHooks:
         self._window: Window | None = None
         self._afterwards: Iterator[None] | None = None
         self._total: torch.Tensor | float | None = None
-        self._n_backward = self._n_beside = 0
+        self._n_backward = 0
         self._tail: ScriptTail | None = None
         self._begun = self._reached = self._summed = self._plain_backward = self._asked = self._called = False
         self._evaluations = Evaluations(context)
+        self.others = OtherModels(context, self._end_before_its_time)
 
     def install(self) -> None:
         """Patches the backward functions that a script may call."""
@@ -93,10 +120,6 @@ class StepHooks:
         context.recorder.enter("warmup")
         self._window = self._next_window()
 
-    def attach_beside(self, engine: Any) -> None:
-        """Counts the steps of another model than the measured one."""
-        engine._take_model_step = functools.partial(self._other_step, engine._take_model_step)
-
     def script_ended(self) -> None:
         """Ends the trial of a script that ran to its end."""
         if self._context.meter is None:
@@ -105,20 +128,11 @@ class StepHooks:
             raise ScriptError(NO_STEP)
         self._end_before_its_time("ended by itself")
 
-    def _other_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Takes a step of another model; ends the trial where the script no longer trains the first one."""
-        original(*args, **kwargs)
-        self._n_beside += 1
-        if self._asked and self._n_beside > MOST_BESIDE:
-            try:
-                self._end_before_its_time("went on to train another model than its first one, which is measured,")
-            except BaseException as error:  # the script must not catch it
-                self._context.abort(error)
-
     def _end_before_its_time(self, how: str) -> None:
         """Ends the trial with the steps that the script has made, where they are enough; all ranks get here at the same step."""
         context = self._context
-        self._gather_rest()
+        if self._afterwards is None and self._window is not None:
+            self._window.gather_rest()
         n, needed = len(context.report.step_times_s), min(context.request.max_steps, MIN_STEPS)
         if n < needed:  # in a probe, too: trials of the user's own configuration would all end so
             raise _too_few(context, how, n, needed)
@@ -216,7 +230,7 @@ class StepHooks:
 
     def _stepped(self, loss: Any = None) -> None:
         """Handles a call of the engine's step; `loss` is that of engines whose backward calls are not seen."""
-        self._asked, self._n_beside = True, 0
+        self._asked, self.others.n_steps = True, 0
         if loss is not None:
             self._note_loss(loss)
         if not self._meter.batches.step():
@@ -274,15 +288,6 @@ class StepHooks:
         if self._context.candidate is not None and len(self._context.report.step_times_s) == 1:
             self._meter.take_apart()
         return window
-
-    def _gather_rest(self) -> None:
-        """Gathers the last steps that all ranks have seen, when the script ends inside a window."""
-        if self._afterwards is not None or self._window is None:
-            return
-        n = torch.tensor(len(self._window), device=self._meter.device)
-        dist.all_reduce(n, op=dist.ReduceOp.MIN)
-        if int(n):
-            self._window.gather(int(n))
 
     def _go_on(self) -> None:
         """Starts the next step that is taken apart or traced, or ends the trial after the last of them."""

@@ -45,8 +45,7 @@ TOP_LEVEL_KEYS = RETIRED_KEYS | frozenset(
     use_data_before_expert_parallelism weight_quantization vocabulary_size nebula train_seq_parallel inference
     """.split()
 )
-# Keys inside the sections that DeepSpeed validates strictly, or that it reads without a word about others; sections that
-# are not here are passed through unchecked.
+# Keys of the sections that DeepSpeed validates strictly, or reads without a word about others; other sections pass unchecked.
 SECTION_KEYS: dict[str, frozenset[str]] = {
     section: frozenset(keys.split())
     for section, keys in {
@@ -296,8 +295,7 @@ def version(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-# Settings that the tuner itself calculates with or compares, and what DeepSpeed takes for them ("auto" is dropped
-# before).
+# Settings that the tuner itself calculates with or compares, and what DeepSpeed takes for them beside "auto".
 _SWITCH, _NUMBER, _TEXT = (bool,), (int, float), (str,)
 KINDS: dict[tuple[type, ...], tuple[str, str]] = {
     _SWITCH: ("true or false", """

@@ -114,15 +114,18 @@ class FeatureTable:
             [one, micro, micro**2, steps, sizes % 2 != 0, sizes % 8 != 0, present, slopes, slopes**2, own_sizes]
         )
         smooth = np.column_stack([micro * DOUBLING, steps * DOUBLING, present * LEVEL_DISTANCE, slopes])
+        # What a number of micro-steps costs follows from the micro-steps, whatever else is set.
+        levels = np.hstack([present, own_sizes[:, : len(self.sizes["micro_batch_size"])]])
         relative = batch / self.reference.samples_per_rank
         self.settings = np.vstack([self.settings, np.hstack([present.astype(np.uint8), self._number_columns(new)])])
-        time = Design(terms=_positive(said.time_terms), linear=linear, smooth=smooth)
-        memory = Design(terms=_positive(said.memory_terms), linear=linear, smooth=smooth)
+        time = Design(terms=_positive(said.time_terms), linear=linear, smooth=smooth, levels=levels)
+        memory = Design(terms=_positive(said.memory_terms), linear=linear, smooth=smooth, levels=levels)
         # Samples to a target: E_min (1 + B / B_noise) (McCandlish et al., 1812.06162): two terms with free scales.
         samples = Design(
             terms=np.column_stack([one, relative]) * said.samples_scale,
             linear=np.column_stack([one, present]),
             smooth=np.log2(batch)[:, None] * DOUBLING,
+            levels=np.zeros((len(new), 0)),
         )
         if first:
             self.time, self.memory, self.samples, self.batch, self.present = time, memory, samples, batch, present

@@ -17,9 +17,11 @@ from autotune.trial.profile import Floats
 SMOOTH_SD = (0.02, 0.06, 0.15, 0.3)
 NOISE_SD = (0.012, 0.03, 0.06, 0.1, 0.15, 0.2)
 WIDTH = (0.06, 0.2, 0.6, 2.0)
-# Where each of the three is expected before anything was measured; they are off by a factor of e in one case of three.
+# The same for what each two levels of knobs do together, which nothing else in the model tells from noise.
+PAIR_SD = (0.003, 0.03, 0.12)
+# Where each of the four is expected before anything was measured; they are off by a factor of e in one case of three.
 # The formulas leave less of the memory unexplained than of the time.
-TYPICAL_WIDTH, TYPICAL_SMOOTH, TYPICAL_NOISE = 0.2, 0.1, 0.1
+TYPICAL_WIDTH, TYPICAL_SMOOTH, TYPICAL_NOISE, TYPICAL_PAIR = 0.2, 0.1, 0.1, 0.005
 MEMORY_SMOOTH = 0.03
 MOST_FOR_CHOICE = 60
 ROUNDS, STEPS, IMPUTATIONS = 2, 8, 4
@@ -50,15 +52,19 @@ class Design:
         terms: What the prior adds up, one column a term; every row has a positive sum.
         linear: Features with a coefficient each; the first is the constant.
         smooth: Coordinates in which the remainder is smooth, at a length scale of 1.
+        levels: A column for each level of a knob, 1 where a row has it: each two levels have an offset together.
     """
 
     terms: Floats
     linear: Floats
     smooth: Floats
+    levels: Floats
 
     def take(self, rows: NDArray[np.intp]) -> "Design":
         """Some of the rows."""
-        return Design(terms=self.terms[rows], linear=self.linear[rows], smooth=self.smooth[rows])
+        return Design(
+            terms=self.terms[rows], linear=self.linear[rows], smooth=self.smooth[rows], levels=self.levels[rows]
+        )
 
     def __len__(self) -> int:
         return len(self.terms)
@@ -70,6 +76,7 @@ def joined(designs: Sequence[Design]) -> Design:
         terms=np.vstack([d.terms for d in designs]),
         linear=np.vstack([d.linear for d in designs]),
         smooth=np.vstack([d.smooth for d in designs]),
+        levels=np.vstack([d.levels for d in designs]),
     )
 
 
@@ -113,7 +120,7 @@ class CalibratedGP:
     """The posterior after the observations; made by `fit`.
 
     The model is y = log(sum of terms x exp(correction of the term)) + linear features x coefficients + a smooth
-    remainder (squared-exponential kernel) + noise. The corrections enter linearised at their best estimate
+    remainder (squared-exponential kernel) + an offset for each two levels + noise. The corrections enter linearised at their best estimate
     (Gauss-Newton), so a wrong bandwidth in the prior is corrected where it matters and not everywhere.
 
     Args:
@@ -124,6 +131,7 @@ class CalibratedGP:
 
     Attributes:
         smooth_sd: Standard deviation of the remainder.
+        pair_sd: The same for the offset of two levels.
         noise_sd: Noise of a trial.
         n_observed: Trials that were observed, but for the censored ones.
         covered: Share of the observations in their 90 % interval, each foretold from the others; 0 before there are any.
@@ -136,8 +144,8 @@ class CalibratedGP:
         self._data: Data | None = None
         self._inflation: dict[int, float] = {}
         self._wider, self._loo_error = NARROWEST, 1.0
-        self._grid = list(itertools.product(WIDTH, SMOOTH_SD, NOISE_SD))
-        typical = np.log([TYPICAL_WIDTH, smooth, noise])
+        self._grid = list(itertools.product(WIDTH, SMOOTH_SD, NOISE_SD, PAIR_SD))
+        typical = np.log([TYPICAL_WIDTH, smooth, noise, TYPICAL_PAIR])
         self._expected = -0.5 * ((np.log(self._grid) - typical) ** 2).sum(axis=1)
         self._choose(self._expected)
 
@@ -163,7 +171,7 @@ class CalibratedGP:
         """Takes means over the grid, of variances and of the noise's logarithm: few trials single out no point of it."""
         weights = np.exp(log_weights - log_weights.max())
         weights = weights / weights.sum()
-        width, self.smooth_sd, _ = (float(v) for v in np.sqrt(weights @ np.square(self._grid)))
+        width, self.smooth_sd, _, self.pair_sd = (float(v) for v in np.sqrt(weights @ np.square(self._grid)))
         self._typical_scales = np.exp(weights @ np.log(self._grid))
         self.noise_sd = float(self._typical_scales[2])
         self.linear_sd = self._scaled(width)
@@ -181,7 +189,7 @@ class CalibratedGP:
         if self._data is None:
             return self
         found = copy.copy(self)
-        width, found.smooth_sd, _ = (float(v) for v in self._typical_scales)
+        width, found.smooth_sd, _, found.pair_sd = (float(v) for v in self._typical_scales)
         found.linear_sd, found.own_sd, found._wider = self._scaled(width), OWN_SD, max(1.0, self._loo_error)
         found.observe(self._data, self._y)
         return found
@@ -192,8 +200,14 @@ class CalibratedGP:
         target = data.y - base + shares @ self.correction
         features = data.design.linear * self.stated_sd
         fixed = np.hstack([features[:, :1], shares * self.term_sd])
+        smooth, levels = data.design.smooth, data.design.levels
         parts = np.array(
-            [features[:, 1:] @ features[:, 1:].T, _kernel(data.design.smooth, data.design.smooth), self._shared(data)]
+            [
+                features[:, 1:] @ features[:, 1:].T,
+                _kernel(smooth, smooth),
+                self._shared(data),
+                _pairs(levels @ levels.T),
+            ]
         )
         covariance = (
             fixed @ fixed.T + np.diag(data.extra_sd**2 + JITTER) + np.tensordot(np.square(self._grid), parts, axes=1)
@@ -219,7 +233,8 @@ class CalibratedGP:
     def _unexplained(self, a: Design, b: Design) -> Floats:
         """Covariance of what the terms and the linear features leave, noise aside."""
         alike = _kernel(a.smooth, b.smooth)
-        return np.asarray(self.smooth_sd**2 * alike + self.own_sd**2 * (alike > SAME), dtype=float)
+        together = self.pair_sd**2 * _pairs(a.levels @ b.levels.T)
+        return np.asarray(self.smooth_sd**2 * alike + self.own_sd**2 * (alike > SAME) + together, dtype=float)
 
     def observe(self, data: Data, y: Floats | None = None) -> None:
         """Conditions on observations; the scales stay.
@@ -274,7 +289,7 @@ class CalibratedGP:
         """Mean and standard deviation of the logarithm in each row; with `noise` of what a trial would measure."""
         centre, features, explained = self._conditioned(design)
         more = self.noise_sd if noise else 0.0
-        variance = np.maximum(self._variance(features, explained), 1e-8)
+        variance = np.maximum(self._variance(design, features, explained), 1e-8)
         return centre, np.asarray(np.hypot(self._wider * np.sqrt(variance), more), dtype=float)
 
     def sd_apart(self, design: Design, others: Design) -> Floats:
@@ -285,7 +300,9 @@ class CalibratedGP:
         """
         (_, a, seen_a), (_, b, seen_b) = self._conditioned(design), self._conditioned(others)
         shared = a @ b.T + self._unexplained(design, others) - seen_a.T @ seen_b
-        variance = self._variance(a, seen_a)[:, None] + self._variance(b, seen_b)[None, :] - 2.0 * shared
+        variance = (
+            self._variance(design, a, seen_a)[:, None] + self._variance(others, b, seen_b)[None, :] - 2.0 * shared
+        )
         return np.asarray(self._wider * np.sqrt(np.maximum(variance, 1e-8)), dtype=float)
 
     def draw(self, design: Design, rng: np.random.Generator, n: int) -> Floats:
@@ -306,9 +323,10 @@ class CalibratedGP:
         centre = base - shares @ self.correction + cross @ self._alpha
         return centre, features, scipy.linalg.solve_triangular(self._factor[0], cross.T, lower=True)
 
-    def _variance(self, features: Floats, explained: Floats) -> Floats:
+    def _variance(self, design: Design, features: Floats, explained: Floats) -> Floats:
         """Variance that the observations leave in each row."""
         prior = (features**2).sum(axis=1) + self.smooth_sd**2 + self.own_sd**2
+        prior = prior + self.pair_sd**2 * _pairs(design.levels.sum(axis=1))
         return np.asarray(prior - (explained**2).sum(axis=0), dtype=float)
 
     def joint(self) -> tuple[NDArray[np.intp], Floats, Floats]:
@@ -408,3 +426,8 @@ def probability_below(mean: Floats, sd: Floats, limit: float) -> Floats:
 def _kernel(a: Floats, b: Floats) -> Floats:
     squared = (a**2).sum(axis=1)[:, None] + (b**2).sum(axis=1)[None, :] - 2.0 * a @ b.T
     return np.asarray(np.exp(-0.5 * np.maximum(squared, 0.0)), dtype=float)
+
+
+def _pairs(n: Floats) -> Floats:
+    """Pairs that each number of things makes."""
+    return np.asarray(n * (n - 1.0) / 2.0, dtype=float)

@@ -507,7 +507,7 @@ def test_what_stages_1_and_2_do_for_each_parameter_says_nothing_of_stage_3():
 def calibrated(terms, measured):
     """The model of some totals of three terms, asked about the same rows."""
     n = len(measured)
-    design = Design(terms=terms, linear=np.ones((n, 1)), smooth=terms)
+    design = Design(terms=terms, linear=np.ones((n, 1)), smooth=terms, levels=np.zeros((n, 0)))
     return fit(Data.of(design, np.log(measured)), np.array([0.1]), np.full(3, 0.1), 0.03).predict(design, noise=True)
 
 

@@ -1,9 +1,12 @@
 """The calibrated model: intervals that hold whatever the scales are, and typical scales for the best of many."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from autotune.forecast.regression import OWN_SD, Data, Design, fit
+from autotune.scoring.quantiles import Z90
 
 LEVELS = 4
 
@@ -12,7 +15,8 @@ def design(n, rng):
     """Candidates of four knobs with two values each and one size."""
     levels, size = rng.integers(0, 2, (n, LEVELS)).astype(float), rng.uniform(-2, 2, n)
     linear = np.column_stack([np.ones(n), size, levels])
-    return Design(terms=np.ones((n, 1)), linear=linear, smooth=np.column_stack([size * 0.4, levels * 0.6]))
+    smooth = np.column_stack([size * 0.4, levels * 0.6])
+    return Design(terms=np.ones((n, 1)), linear=linear, smooth=smooth, levels=levels)
 
 
 def learned(rng, n):
@@ -38,7 +42,7 @@ def test_what_a_candidate_has_of_its_own_is_only_known_where_it_was_measured():
     rng = np.random.default_rng(2)
     model, seen = learned(rng, 40)
     typical = model.typical()
-    close = Design(terms=seen.terms, linear=seen.linear, smooth=seen.smooth + 1e-3)
+    close = replace(seen, smooth=seen.smooth + 1e-3)
     at, beside = typical.predict(seen)[1], typical.predict(close)[1]
     assert (beside > at).all() and beside.min() > OWN_SD
     assert model.predict(close)[1] == pytest.approx(model.predict(seen)[1], rel=0.01)
@@ -63,3 +67,31 @@ def test_what_is_foretold_of_all_trials_and_what_they_read_make_what_is_believed
 def test_before_any_observation_there_is_but_one_scale():
     model = fit(None, np.ones(2), np.zeros(1))
     assert model.typical() is model and not len(model.joint()[0])
+
+
+def of_knobs(n, rng):
+    """Candidates of six knobs with three values each."""
+    levels = np.eye(3)[rng.integers(0, 3, (n, 6))].reshape(n, 18)
+    linear, one = np.column_stack([np.ones(n), levels]), np.ones((n, 1))
+    return Design(terms=one, linear=linear, smooth=levels * 0.6, levels=levels)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_settings_do_together_is_not_taken_for_noise(seed):
+    rng = np.random.default_rng(seed)
+    every = of_knobs(400, rng)
+    together = np.triu(rng.normal(0, 0.12, (18, 18)), 1)
+    truth = 1.0 + np.einsum("ij,jk,ik->i", every.levels, together, every.levels)
+    seen, unseen = np.arange(60), np.arange(60, 400)
+    data = Data.of(every.take(seen), truth[seen] + rng.normal(0, 0.02, 60))
+    model = fit(data, np.array([2.0, *[0.3] * 18]), np.zeros(1), 0.03)
+    mean, sd = model.predict(every.take(unseen))
+    assert model.noise_sd < 0.1 and np.mean(np.abs(truth[unseen] - mean) < Z90 * sd) > 0.85
+
+
+def test_where_settings_do_nothing_together_nothing_is_learned_of_pairs():
+    rng = np.random.default_rng(1)
+    seen = of_knobs(30, rng)
+    y = 1.0 + seen.levels @ rng.normal(0, 0.06, 18) + rng.normal(0, 0.02, 30)
+    model = fit(Data.of(seen, y), np.array([2.0, *[0.3] * 18]), np.zeros(1), 0.03)
+    assert model.pair_sd < 0.03 and model.noise_sd < 0.06

@@ -257,12 +257,12 @@ class Candidate:
         elif self.precision.startswith("torch_autocast"):
             dtype = "float16" if self.precision.endswith("fp16") else "bfloat16"
             config["torch_autocast"] = {**kept["torch_autocast"], "enabled": True, "dtype": dtype}
-        if self.precision not in DTYPES and "data_types" in config:
-            config["data_types"] = {
-                key: value for key, value in config["data_types"].items() if key != "grad_accum_dtype"
-            }
-            if not config["data_types"]:
-                del config["data_types"]
+        types = config.pop("data_types", {})
+        unfit = set() if self.precision in DTYPES else {"grad_accum_dtype"}
+        if types.get("param_dtype") != self.precision:  # DeepSpeed refuses it beside another precision
+            unfit.add("param_dtype")
+        if left := {key: value for key, value in types.items() if key not in unfit}:
+            config["data_types"] = left
 
     def _set_zero(self, config: DsConfig) -> None:
         zero = config.pop("zero_optimization", {})

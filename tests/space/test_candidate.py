@@ -138,6 +138,9 @@ MERGED = {
     "details of a precision stay with it": ({"precision": "fp16"}, {"fp16": CUT}, {"fp16": CUT}),
     "autocast has a type": ({"precision": "torch_autocast"}, {}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
     "of autocast in fp16 too": ({"precision": "torch_autocast_fp16"}, {}, {"torch_autocast": {"enabled": True, "dtype": "float16"}}),
+    "a stated type of the weights that is another one, which DeepSpeed refuses": (
+        {"precision": "bf16"}, {"data_types": {"param_dtype": "fp16"}}, {"bf16": {"enabled": True}},
+    ),
     "accumulation types need 16 bits": ({}, {"data_types": {"grad_accum_dtype": "fp32"}}, {}),
     "other types of data do not": (
         {}, {"data_types": {"grad_accum_dtype": "fp32", "param_dtype": "fp32"}}, {"data_types": {"param_dtype": "fp32"}},

@@ -163,6 +163,7 @@ UNWITNESSED: dict[str, str] = {
     "fp16.min_loss_scale": "it shows when an update has overflowed",
     "fp16.fp16_master_weights_and_grads": "needs an optimizer on the host",
     "torch_autocast.lower_precision_safe_modules": "a list",
+    "data_types.keep_in_fp32_modules": "a list",
     "managed_gradient_accumulation": "it changes who ends a step, which the samples of a step show",
     "gradient_allreduce_op": "it changes what is trained, not how fast",
     "scheduler": "it changes the learning rate over a whole training",

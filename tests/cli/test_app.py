@@ -102,7 +102,9 @@ def test_a_study_ends_with_an_answer_and_its_files_and_leaves_no_process(finishe
     assert set(names.split()) <= {path.name for path in study.iterdir()}
     found = json.loads((study / "recommended.json").read_text())
     pick = found["picks"]["recommended"]
-    point = set("trial candidate ds_config metrics ci95 gains luck speedup speedup_ci95 measurements doubt refused".split())
+    point = set(
+        "trial candidate ds_config metrics ci95 gains luck speedup speedup_ci95 measurements doubt refused".split()
+    )
     keys = point | {"reasons", "script_side_changes", "unchecked"}
     assert set(pick) == keys and "drop_in" in found["picks"] and set(found["baseline"]) == keys
     assert all(set(each) == point for each in json.loads((study / "front.json").read_text()))

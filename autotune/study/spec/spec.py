@@ -346,8 +346,10 @@ def _check_model(spec: StudySpec) -> None:
     """Refuses what a `model.py` has no use for."""
     if given := " ".join((*spec.script_args, *spec.script_set)):
         raise SpecError(f"{spec.target}: a model.py takes no arguments; leave out {given}")
-    if spec.working_dir is not None:
-        raise SpecError("working_dir: it is for scripts; leave it out, since a model.py runs where autotune does")
+    if key := next((key for key in ("working_dir", "arg_mappings") if getattr(spec, key)), ""):
+        raise SpecError(
+            f"{key}: it is for scripts; leave it out, as a model.py takes no flags and runs where autotune does"
+        )
     if not (spec.base_config or {}).get("managed_gradient_accumulation", True):
         loop = "it leaves to a loop of your own which micro-batches make a step, and a model.py has none"
         raise SpecError(f"{flag('base_config')}: managed_gradient_accumulation: {loop}; leave it out")

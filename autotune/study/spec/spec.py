@@ -347,9 +347,7 @@ def _check_model(spec: StudySpec) -> None:
     if given := " ".join((*spec.script_args, *spec.script_set)):
         raise SpecError(f"{spec.target}: a model.py takes no arguments; leave out {given}")
     if key := next((key for key in ("working_dir", "arg_mappings") if getattr(spec, key)), ""):
-        raise SpecError(
-            f"{key}: it is for scripts; leave it out, as a model.py takes no flags and runs where autotune does"
-        )
+        raise SpecError(f"{key}: it is for scripts; leave it out, as a model.py takes no flags and runs here")
     if not (spec.base_config or {}).get("managed_gradient_accumulation", True):
         loop = "it leaves to a loop of your own which micro-batches make a step, and a model.py has none"
         raise SpecError(f"{flag('base_config')}: managed_gradient_accumulation: {loop}; leave it out")

@@ -34,9 +34,10 @@ NUMERIC_KEYS = (
     "bf16", "fp16", "torch_autocast", "communication_data_type", "gradient_predivide_factor", "prescale_gradients",
     "expert_parallel",  # AutoEP replaces the model's layers with others
 )  # fmt: skip
-# Keys that change how weights follow from gradients, and of the optimizer's settings those that only change where it computes.
+# Keys that change how weights follow from gradients. Of their settings some only change where the optimizer computes, and learning
+# rates follow the batch of a trial: those do not count.
 UPDATE_KEYS = ("optimizer", "scheduler", "gradient_clipping", "gradient_allreduce_op")
-HOW_COMPUTED = frozenset(("torch_adam", "fused", "foreach", "capturable"))
+UNCOUNTED = frozenset(("torch_adam", "fused", "foreach", "capturable", *RATE_KEYS))
 # Numbers of a 16-bit type are up to this share apart. A loss in it is off by as much as two of these steps, since a mean over
 # thousands of tokens, added up in it, is biased, as torch does on a CPU.
 COARSE = {"bfloat16": 2 * 2.0**-7, "float16": 2 * 2.0**-10}
@@ -110,11 +111,10 @@ def numerics(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _update(value: Any) -> Any:
-    """The value of one of `UPDATE_KEYS`, without what changes no weight, and without learning rates: a trial's follow its batch."""
+    """The value of one of `UPDATE_KEYS`, without the settings that do not count."""
     if not isinstance(value, Mapping):
         return value
-    left_out = HOW_COMPUTED.union(RATE_KEYS)
-    params = {name: each for name, each in (value.get("params") or {}).items() if name not in left_out}
+    params = {name: each for name, each in (value.get("params") or {}).items() if name not in UNCOUNTED}
     return {"type": str(value.get("type")).lower(), "params": params}
 
 

@@ -3,7 +3,7 @@
 import collections
 import enum
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,9 @@ MOST_UNSAID_ENDS = 1
 MOST_DIFFERENT_STEPS = 64
 # Fields of `StepCount` that are summed over ranks.
 TAKEN_IN = ("samples", "tokens", "real_tokens", "elements")
+
+# Samples that a loader drew, None if their number is not known, and the shape of the tensor that counts them.
+Draw = tuple[int | None, tuple[int, ...]]
 
 
 class Ragged(enum.IntEnum):
@@ -99,6 +102,54 @@ class FirstBatches:
             self.checksums.append(zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()))
 
 
+class Draws:
+    """What loaders drew and no micro-batch has used yet, in order.
+
+    Attributes:
+        n_samples: Samples of all draws for micro-batches so far.
+    """
+
+    def __init__(self) -> None:
+        self._ahead: collections.deque[Draw] = collections.deque(maxlen=MOST_AHEAD)
+        # The latest draw that a call without gradients took, and the shape that this call had.
+        self._aside: tuple[Draw, tuple[int, ...]] | None = None
+        self.n_samples = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._ahead)
+
+    def add(self, draw: Draw) -> None:
+        """Adds a draw for a coming call."""
+        self._ahead.append(draw)
+        self._aside = None
+        self.n_samples += draw[0] or 0
+
+    def set_aside(self, shape: tuple[int, ...]) -> list[Draw]:
+        """Takes the latest draw for a call that does not train; returns it, if there is one."""
+        if not self._ahead:
+            return []
+        draw = self._ahead.pop()
+        self._aside = draw, shape
+        self.n_samples -= draw[0] or 0
+        return [draw]
+
+    def put_back(self, draws: Sequence[Draw]) -> None:
+        """Gives draws back that were set aside: their call trained."""
+        self._ahead.extendleft(draws)
+        self.n_samples += sum(n or 0 for n, _ in draws)
+
+    def take(self, shape: tuple[int, ...]) -> Draw | None:
+        """Takes the draw of a micro-batch; a batch of which a reference's output came first still has its draw."""
+        aside, self._aside = self._aside, None
+        if aside is not None and not self._ahead and shape == aside[1]:
+            self.put_back([aside[0]])
+        return self._ahead.popleft() if self._ahead else None
+
+    def clear(self) -> None:
+        """Drops all draws that were not used."""
+        self._ahead.clear()
+
+
 class BatchObserver:
     """Counts samples at the engine's forward and backward calls per optimizer step.
 
@@ -125,9 +176,8 @@ class BatchObserver:
         self.noted, self.last = FirstBatches(), StepCount()
         self._engine, self._forgiving = engine, forgiving
         self.n_updates = engine.global_steps
-        # Draws that no micro-batch has used yet: their samples, and the shape of the tensor that counts them.
-        self._ahead: collections.deque[tuple[int | None, tuple[int, ...]]] = collections.deque(maxlen=MOST_AHEAD)
-        self._n_drawn = self._latest_draw = self._last_used = self.draw_size = 0
+        self._draws = Draws()
+        self._latest_draw = self._last_used = self.draw_size = 0
         self._missing = self._loader_ended = self._epoch_ended = self._pending = self._drew = False
         self._sample_dim = 0
         # Of the step under way, then of all steps; steps that are alike are kept once.
@@ -143,7 +193,7 @@ class BatchObserver:
         self._latest: collections.deque[MicroBatch] = collections.deque(maxlen=N_LATEST)
         self._draws_vary, self._ends_said = False, 0
         # A forward call with gradients in evaluation mode, and its draw: training where it goes backward.
-        self._unsure: tuple[tuple[Any, ...], dict[str, Any], list[tuple[int | None, tuple[int, ...]]]] | None = None
+        self._unsure: tuple[tuple[Any, ...], dict[str, Any], list[Draw]] | None = None
         self.trains_in_evaluation_mode = False
         self.texts = Texts(getattr(engine, "module", None))
         engine.register_forward_pre_hook(self._on_forward, with_kwargs=True)
@@ -170,8 +220,7 @@ class BatchObserver:
             self._unsure = None
             self._forward(args, kwargs)  # a loss may call the model more than once for one micro-batch
             return
-        draws = [self._ahead.pop()] if self._ahead else []  # the last draw was for evaluation
-        self._n_drawn -= sum(n or 0 for n, _ in draws)
+        draws = self._draws.set_aside(_shape_of(args, kwargs))  # the last draw was for evaluation
         self._unsure = (args, kwargs, draws) if torch.is_grad_enabled() and self._fresh else None
 
     def micro_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -180,8 +229,7 @@ class BatchObserver:
         self._forward(args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        tensor = counted_tensor(args, kwargs)
-        shape = tuple(tensor.shape) if tensor is not None else ()
+        tensor, shape = counted_tensor(args, kwargs), _shape_of(args, kwargs)
         drawn, same_kind = self._use(shape) if self._fresh else (None, False)
         rows = shape[self._sample_dim if len(shape) > self._sample_dim else 0] if shape else 0
         self._elements += sum(one.numel() for one in tensors_in((args, dict(kwargs))))
@@ -208,10 +256,8 @@ class BatchObserver:
             varies: Whether the loader's draws differ within an epoch, and not only at its end.
         """
         self._draws_vary = self._draws_vary or varies
-        tensor = counted_tensor((batch,), {})
-        self._ahead.append((n_samples, tuple(tensor.shape) if tensor is not None else ()))
+        self._draws.add((n_samples, _shape_of((batch,), {})))
         self._loader_ended, self._latest_draw = False, n_samples or 0
-        self._n_drawn += self._latest_draw
 
     def ended(self) -> None:
         """Notes that a loader has come to the end of its data."""
@@ -220,14 +266,13 @@ class BatchObserver:
 
     def forget_draws(self) -> None:
         """Drops the draws so far, which belong to no coming micro-batch."""
-        self._ahead.clear()
+        self._draws.clear()
 
     def backward(self) -> None:
         """Notes a backward call."""
         if self._unsure is not None:
             (args, kwargs, draws), self._unsure, self.trains_in_evaluation_mode = self._unsure, None, True
-            self._ahead.extendleft(draws)
-            self._n_drawn += sum(n or 0 for n, _ in draws)
+            self._draws.put_back(draws)
             self._forward(args, kwargs)
         self.n_backward += 1
         self._fresh = True
@@ -238,7 +283,10 @@ class BatchObserver:
             return False
         self.n_updates = self._engine.global_steps
         micro = tuple(self._micro)
-        self._every_fits = self._every_fits and self._n_every in (self._n_drawn - self._latest_draw, self._n_drawn)
+        self._every_fits = self._every_fits and self._n_every in (
+            self._draws.n_samples - self._latest_draw,
+            self._draws.n_samples,
+        )
         way = self._way(micro)
         samples = sum(getattr(one, way) for one in micro)
         ragged = Ragged.NO if self.uneven else self._ragged(samples, {getattr(one, way) for one in micro})
@@ -305,13 +353,13 @@ class BatchObserver:
         """Returns which of the counts of a micro-batch holds, by what all steps so far and `micro` show."""
         every = [one for step in (*self._seen, micro) for one in step]
         drawn, first = {one.drawn for one in every}, {one.first for one in every}
-        behind = self._n_drawn - self._latest_draw
+        behind = self._draws.n_samples - self._latest_draw
         if self._missing or None in drawn:
             # The calls of all but a first one are micro-batches' too if only so the draws add up.
-            return "every" if self._n_first <= behind < self._n_every <= self._n_drawn else "first"
-        if self._ahead and self._n_first < self._n_every:
+            return "every" if self._n_first <= behind < self._n_every <= self._draws.n_samples else "first"
+        if self._draws and self._n_first < self._n_every:
             return "every" if self._every_fits else "by_draw"
-        if self._ahead and self._n_first in (behind, self._n_drawn):
+        if self._draws and self._n_first in (behind, self._draws.n_samples):
             return "first"  # several draws make a micro-batch
         # If draws differ and tensors do not, something else drew in between, unless the loader's own draws differ.
         return "first" if len(drawn) > 1 and len(first) == 1 and not self._draws_vary else "by_draw"
@@ -338,17 +386,23 @@ class BatchObserver:
 
     def _use(self, shape: tuple[int, ...]) -> tuple[int | None, bool]:
         """Takes the draw of a micro-batch whose tensor has a shape; returns its samples, and `same_kind`."""
-        if not self._ahead:
+        draw = self._draws.take(shape)
+        if draw is None:
             # After its end, a script that has kept the loader's batches goes through them again.
             self._missing = self._missing or not self._loader_ended
             return self.draw_size if self._loader_ended and self.draw_size else None, False
-        n, drawn_shape = self._ahead.popleft()
+        n, drawn_shape = draw
         self._drew, self._last_used = True, n or 0
         self.draw_size = max(self.draw_size, self._last_used)
         if n not in drawn_shape:
             return n, False
         self._sample_dim = dim = drawn_shape.index(n)
         return n, drawn_shape[:dim] + drawn_shape[dim + 1 :] == shape[:dim] + shape[dim + 1 :]
+
+
+def _shape_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    tensor = counted_tensor(args, kwargs)
+    return tuple(tensor.shape) if tensor is not None else ()
 
 
 def counted_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:

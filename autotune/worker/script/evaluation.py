@@ -14,6 +14,8 @@ from autotune.worker.script.context import ScriptContext
 LONG_S = 5.0
 # Samples of the first calls without gradients that are looked for in the first batch that is trained on.
 N_ROWS = 64
+# How often it is looked whether what was called without gradients is then trained on: each look copies from the device.
+MOST_LOOKS = 4
 # Bytes that say enough to know a sample by its beginning, as a prompt in what was generated from it: four tokens.
 LEAST_PREFIX = 32
 
@@ -21,7 +23,8 @@ LEAST_PREFIX = 32
 class Evaluations:
     """Tells a window of steps which of its time went into evaluations.
 
-    What reinforcement learning plays or generates without gradients is trained on next: then no such call is an
+    What reinforcement learning plays or generates without gradients is trained on next, as is a batch of which a
+    reference's or the model's own first output is taken, perhaps of some batches alone: then no such call is an
     evaluation. Whether those of the steps are, as only some steps have them, the ledger finds.
     """
 
@@ -30,6 +33,7 @@ class Evaluations:
         self._began: float | None = None  # the evaluation under way
         self._rows: set[bytes] = set()
         self._trained = self._rollouts = False
+        self._n_looks = 0
 
     def forward(
         self, window: Window | None, batches: BatchObserver, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -42,12 +46,17 @@ class Evaluations:
             return
         began, first = self._began, not self._trained
         self._began, self._trained = None, True
-        if began is None or window is None:
+        if began is None:
+            return
+        took_s = time.monotonic() - began
+        if self._looks:
+            self._n_looks += 1
+            self._rollouts = self._holds_a_row(args, kwargs) if first else self._holds_no_other_row(args, kwargs)
+        self._rows = set()
+        if window is None:
             return
         if first:
-            took_s = time.monotonic() - began
             self._context.recorder.enter("warmup")
-            self._rollouts, self._rows = self._holds_a_row(args, kwargs), set()
             if not (self._rollouts or batches.trains_in_evaluation_mode):  # there the first micro-batch passed for one
                 window.restart()
                 window.cut(aside=True)  # the step counts as one of those that have an evaluation
@@ -60,12 +69,18 @@ class Evaluations:
     ) -> None:
         begins = self._began is None
         self._began = self._began or time.monotonic()
+        if self._trained and self._looks:
+            self._rows = set(_rows_of(args, kwargs, N_ROWS))
         if not self._trained:
             self._rows.update(_rows_of(args, kwargs, N_ROWS - len(self._rows)))
             if begins:
                 self._context.recorder.enter("first_evaluation")
         elif begins and window is not None and batches.n_backward:  # else it began where the last step ended
             window.cut(aside=False)
+
+    @property
+    def _looks(self) -> bool:
+        return not self._rollouts and self._n_looks < MOST_LOOKS
 
     def _tell(self, took_s: float) -> None:
         if took_s > LONG_S and self._context.candidate is None:
@@ -83,6 +98,11 @@ class Evaluations:
             for n in lengths
             if n == len(row) or LEAST_PREFIX <= n < len(row)
         )
+
+    def _holds_no_other_row(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Returns whether a batch is that of the latest call, or a part of it: an evaluation may share a few samples with it."""
+        rows = _rows_of(args, kwargs, N_ROWS)
+        return bool(rows) and self._rows.issuperset(rows)
 
 
 def _rows_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], n: int | None = None) -> list[bytes]:

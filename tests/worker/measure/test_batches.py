@@ -109,6 +109,19 @@ def test_batches_of_an_evaluation_do_not_count():
     assert engine.observer.loader_batch_sizes == {4} and engine.observer.samples_per_step == {4}
 
 
+def test_a_batch_of_which_a_reference_is_taken_first_keeps_its_draw():
+    """The rows counted as samples, of which pairs of preferences make two for each sample."""
+    engine = FakeEngine(accumulation=2)
+    for _ in range(3):
+        for _ in range(2):
+            engine.observer.drew(4)
+            with torch.no_grad():
+                engine.forward(torch.zeros(8, 3))
+            engine.go(torch.zeros(8, 3))
+    seen = engine.observer
+    assert (seen.loader_batch_sizes, seen.samples_per_step) == ({4}, {8})
+
+
 def test_draws_that_do_not_fit_the_batches_do_not_decide():
     engine = FakeEngine(accumulation=2)
     for _ in range(2):

@@ -61,3 +61,19 @@ def test_generated_samples_are_known_by_their_prompt_of_which_no_more_are_kept_t
     batches.trains = True
     found.forward(SimpleNamespace(), batches, (trained_on[None],), {})
     assert found._rollouts == is_rollout and sum(map(len, kept[:2])) == evaluation.N_ROWS
+
+
+@pytest.mark.parametrize(("shared", "n_aside"), [(4, 0), (3, 8)])
+def test_a_batch_whose_first_output_is_taken_at_times_is_not_evaluated(shared, n_aside):
+    """As in self-conditioning: which trials left that time out depended on how often it fell into one step."""
+    found = evaluation.Evaluations(SimpleNamespace(recorder=SimpleNamespace(enter=str)))
+    cuts: list[bool] = []
+    window = SimpleNamespace(cut=lambda *, aside: cuts.append(aside))
+    for i in range(16):
+        batch = torch.arange(i * 100, i * 100 + 40).view(4, 10)
+        batches = SimpleNamespace(went_forward=False, trains=False, trains_in_evaluation_mode=False, n_backward=0)
+        if i % 2:
+            found.forward(window, batches, (batch,), {})
+        batches.trains = True
+        found.forward(window, batches, (torch.cat([batch[:shared], batch[shared:] + 7]),), {})
+    assert sum(cuts) == n_aside

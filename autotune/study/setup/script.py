@@ -373,15 +373,23 @@ def _unmoved(spec: StudySpec, probed: Probed, name: str) -> str:
         )
     if name in spec.templated():
         return f"the script was given another `{{{name}}}`, and {PASSED_IN_VAIN[name]}"
-    return f"no flag, constant or DataLoader moves it. {REMEDY[name]}"
+    value = getattr(probed, name)
+    same = [f"`{constant}`" for constant, found in _constants(spec) if found == value]
+    named = f". Of the script's constants {' and '.join(same)} {'have' if len(same) > 1 else 'has'} the value {value}"
+    return f"no flag, constant or DataLoader moves it. {REMEDY[name]}{named if same else ''}"
+
+
+def _constants(spec: StudySpec) -> list[tuple[str, object]]:
+    """Returns the script's constants whose values are written out."""
+    found = module_constants(ast.parse(Path(spec.target).read_bytes()).body)
+    return [(name, node.value.value) for name, node in found if isinstance(node.value, ast.Constant)]
 
 
 def _micro_batches_per_constant(spec: StudySpec, probed: Probed) -> int:
     """Returns how often the micro-batch goes into a constant of the script that was to carry it; 0 if it does not."""
     micro = probed.micro_batch_size or 0
     carriers = [name for name, text in spec.script_set.items() if templates_in([text]) == ("micro_batch_size",)]
-    for name, node in module_constants(ast.parse(Path(spec.target).read_bytes()).body):
-        value = node.value.value if isinstance(node.value, ast.Constant) else None
+    for name, value in _constants(spec):
         if name in carriers and isinstance(value, int) and micro and value % micro == 0:
             return value // micro
     return 0

@@ -74,6 +74,20 @@ def test_a_script_that_ignores_a_template_is_not_said_to_lack_one(name):
     assert "--flag" not in _unmoved(templated, probed, name)
 
 
+def test_the_constants_that_may_carry_what_does_not_move_are_named(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import deepspeed\nengine, *_ = deepspeed.initialize()\nlr, seed = 4, 4\nn = 5; batch_size = 4\naccum: int = 4\nsteps = 2 * 2\n"
+    )
+    spec, probed = (
+        StudySpec.of(script, {"ranks": 1}),
+        Probed(ds_config={}, micro_batch_size=4, gradient_accumulation_steps=1),
+    )
+    said = _unmoved(spec, probed, "micro_batch_size")
+    assert said.endswith("Of the script's constants `batch_size` and `accum` have the value 4")
+    assert "constants" not in _unmoved(spec, probed, "gradient_accumulation_steps")
+
+
 @pytest.mark.parametrize(
     ("config", "batch"),
     [

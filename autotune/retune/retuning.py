@@ -118,7 +118,6 @@ class Retuning:
         self.report, self.kept, self.current = opened.report, opened.record, opened.answer
         self.number = self.generation = 0
         self.evidence: dict[str, Any] = {}
-        self.looked_at: dict[str, Any] = {}
         pick = self.report.picks.get("recommended")
         if pick is None:
             raise UserError(
@@ -169,16 +168,17 @@ class Retuning:
             GoneError: The study was deleted meanwhile.
         """
         now = Fingerprint.now(found)
-        if self.evidence.get("fingerprint", now.digest()) != now.digest():
+        decided = "replacing" in self.evidence  # which stays, whatever has changed since: the answer may be the new one
+        if not decided and self.evidence.get("fingerprint", now.digest()) != now.digest():
             self.observer.say("the machine or the target changed since it was interrupted, so it starts again")
             shutil.rmtree(self.path, ignore_errors=True)
             records.delete_study(self.storage, records.generation_name(self.name, self.generation))
             self.evidence = {"attempts": self.evidence.get("attempts", 1)}
-        self._note(fingerprint=now.digest())
+        if not decided:
+            self._note(fingerprint=now.digest(), looked_at=dict(now.values))
         changes = fingerprint.changes(Fingerprint.of(self.kept), now)
         # A change that an earlier re-tuning has examined is no reason to search again.
         news = fingerprint.changes(last_looked_at(self.history, self.name, self.kept), now)
-        self.looked_at = dict(now.values)
         try:
             decision = self._decide(found, executor, changes, news)
         except KeyError:  # raised by Optuna for a study that was deleted meanwhile
@@ -196,17 +196,17 @@ class Retuning:
         return decision
 
     def _decide(self, found: Plan, executor: Executor, changes: list[Change], news: list[Change]) -> Decision:
+        if "replacing" in self.evidence:  # killed between the decision and its last file
+            self.observer.say("the decision had been made; finishing it")
+            return self._replay()
         made: dict[str, Any] = {"generation": self.generation, "folder": self.path, "changes": changes}
-        if self.asked.cause == "stale" and not news and "replacing" not in self.evidence:
+        if self.asked.cause == "stale" and not news:
             return Decision(
                 verdict=RetuneVerdict.UNCHANGED,
                 reason="the device, libraries, model, data, ranks and space are what they were",
                 **made,
             )
         runner = self._runner(found, executor, changes)
-        if "replacing" in self.evidence:  # killed between the decision and its last file
-            self.observer.say("the decision had been made; finishing it")
-            return self._replay(runner)
         standing = self._standing(runner)
         made["standing"] = standing
         opens = fingerprint.opened(news)
@@ -264,12 +264,11 @@ class Retuning:
         if self.asked.on_change:
             _run_command(self.asked.on_change, self.name, self.folder, decision)
 
-    def _replay(self, runner: Runner) -> Decision:
+    def _replay(self) -> Decision:
         """Replace the old answer, as decided before an interruption."""
         decision = Decision.of_data(self.evidence["replacing"], self.path)
-        runner.open()
-        assert runner.study is not None
-        self._replace(runner.study, decision)
+        later = records.load_study(self.storage, records.generation_name(self.name, self.generation))
+        self._replace(later, decision)
         return decision
 
     # Measuring
@@ -331,7 +330,8 @@ class Retuning:
         self.history.decide(self.name, self.number, evidence=self.evidence)
 
     def _close(self, decision: Decision) -> None:
-        data = decision.to_data() | {"attempts": self.evidence.get("attempts", 1), "looked_at": self.looked_at}
+        data = decision.to_data() | {"attempts": self.evidence.get("attempts", 1)}
+        data["looked_at"] = self.evidence.get("looked_at", {})
         values = {"verdict": str(decision.verdict), "ended_at": time.time(), "evidence": data}
         self.history.decide(self.name, self.number, fingerprint=str(self.evidence.get("fingerprint", "")), **values)
 

@@ -23,10 +23,12 @@ from support.instant import (
 )
 
 from autotune.report import files, load
-from autotune.retune import comparison
+from autotune.retune import comparison, fingerprint
+from autotune.retune import retuning as retuning_module
 from autotune.retune.comparison import DriftCheck, EarlierRatio, Reading
 from autotune.retune.decision import RetuneVerdict
-from autotune.retune.retuning import RetuneRequest, Retuning
+from autotune.retune.fingerprint import Fingerprint
+from autotune.retune.retuning import RetuneRequest, Retuning, last_looked_at
 from autotune.scoring.objective import Objective
 from autotune.session import open_study
 from autotune.space.candidate import Candidate
@@ -245,6 +247,29 @@ def test_one_that_was_killed_while_it_replaced_the_files_finishes_that(tmp_path,
     assert decision.verdict is RetuneVerdict.IMPROVED and executor.ran == []
     assert config(tmp_path).get("bf16") is None
     assert json.loads((decision.folder / "previous" / "ds_config.json").read_text()) == before
+
+
+def test_one_that_was_killed_after_it_replaced_the_answer_is_finished_although_the_target_changed_since(
+    tmp_path, monkeypatch
+):
+    """Its study, which holds the answer by then, was deleted, and the re-tuning ended with a KeyError."""
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(retuning_module, "_run_command", killed)
+        with pytest.raises(KeyboardInterrupt):
+            retune(tmp_path, Instant(slow_bf16), on_change="a command of the user")
+    changed = replace(WORKLOAD, n_parameters=2000, structure="another")
+    found, executor = replace(plan_of(spec_of(**STUDY)), workload=changed), Instant(slow_bf16)
+    decision = retune(tmp_path, executor, found)
+    assert decision.verdict is RetuneVerdict.IMPROVED and executor.ran == []
+    assert config(tmp_path).get("bf16") is None and json.loads((decision.folder / "decision.json").read_text())
+    assert load.load("s", records.default_url(tmp_path), tmp_path / "s").study["stored_as"] == "s.retune-1"
+    # It has not examined what changed since, which is a reason for the next one.
+    run = retuning(tmp_path)
+    assert fingerprint.changes(last_looked_at(run.history, "s", run.kept), Fingerprint.now(found))
 
 
 def test_one_that_is_killed_again_and_again_counts_as_failed(tmp_path):

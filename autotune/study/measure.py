@@ -113,9 +113,10 @@ class TrialMeasurer:
         )
 
     def _tail_check(self, role: str) -> TailCheck | None:
-        """The check of the worst batch: in each trial where lengths vary, with evaluation and saving in the finalists'."""
+        """The check of the worst batch: in each trial where lengths vary, with evaluation and saving in those that come last."""
         spec, data = self._state.spec, self._state.plan.workload.data
-        last = role == "repeat" or (role in ("baseline", "search") and not spec.finalists)
+        # The finalists', where each is surely measured again.
+        last = role == "repeat" or (role in ("baseline", "search") and not (spec.finalists and spec.repeats))
         more = {"evaluate": last and spec.with_eval, "save": last and spec.with_save}
         seen, stated = data.longest if data is not None else 0, spec.max_length or 0
         varies = role in ("baseline", "search") and (stated > seen or (data is not None and data.varies))

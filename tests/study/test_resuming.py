@@ -104,6 +104,9 @@ def test_another_study_of_that_name_is_refused_and_what_differs_is_named(tmp_pat
         ({"objectives": None, "goal": "throughput"}, r"objectives \(.* instead of latency and throughput"),
         ({"seed": 1}, r"seed \(1 instead of 0\)"),
         ({"device_memory_bytes": "1GiB"}, "device_memory_bytes"),
+        ({"max_length": 4096}, "max_length"),
+        ({"with_eval": True}, "with_eval"),
+        ({"with_save": True}, "with_save"),
         ({"global_batch": "8..64"}, "global_batch"),
         ({"base_config": {"bf16": {"enabled": True}}}, "base_config"),
     ):

@@ -50,6 +50,8 @@ DEFAULT_LEARNING_RATE = 1e-3
 FILLED_IN_BY_TRAINERS = tuple(
     f"scheduler.params.{name}" for name in ("total_num_steps", "cycle_min_lr", "cycle_max_lr")
 )
+# Settings of a study that say what must fit the memory beside a training step.
+OF_WHAT_FITS = ("max_length", "with_eval", "with_save")
 # Settings of a configuration that change no trial, and so no study.
 IN_NO_TRIAL = SIDE_EFFECT_KEYS | {"steps_per_print"}
 
@@ -174,6 +176,8 @@ class Plan:
                 **({"checkpoint_every": spec.checkpoint_every} if spec.checkpoint_every else {}),
                 "global_batch": spec.global_batch if isinstance(spec.global_batch, str) else list(spec.global_batch),
                 "device_memory_bytes": spec.device_memory_bytes,
+                # What was tried with shorter samples, or without a check, was not shown to fit.
+                **{name: value for name in OF_WHAT_FITS if (value := getattr(spec, name))},
                 "seed": spec.seed,
                 "learning_rate_rule": spec.learning_rate_rule,
                 **({"from_checkpoint": str(spec.from_checkpoint)} if spec.from_checkpoint else {}),

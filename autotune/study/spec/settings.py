@@ -134,10 +134,11 @@ SETTINGS: dict[str, Setting] = {
         more="In tokens; the longest samples are extended to it for the check of what fits.", metavar="N", optional=True,
         comment="What fits is tried on the longest samples; the length that they may reach, and what else must fit."),
     "with_eval": Setting(
-        "Check that one evaluation step fits, too.", more="In the finalists' re-measurements.", optional=True),
+        "Check that one evaluation step fits, too.", more="In the finalists' re-measurements; without `repeats` in each trial.",
+        optional=True),
     "with_save": Setting(
         "Check that a checkpoint can be saved, too.",
-        more="In the finalists' re-measurements; it is removed at once.", optional=True),
+        more="In the finalists' re-measurements, without `repeats` in each trial; it is removed at once.", optional=True),
     "sampler": Setting("What proposes the next candidate; see `autotune ls samplers`.", metavar="NAME", default="physics"),
     "memory_filter": Setting("Do not run what surely does not fit the memory.", flag="--filter", off="--no-filter", default=True),
     "stop_below": Setting(

@@ -60,7 +60,8 @@ def _step_time(result: TrialResult, _: Reference | None) -> Estimate | None:
     if result.steps is None or not result.steps.median_s > 0:
         return None
     median, half = result.steps.median_s, half_width(result.steps)
-    return Estimate(value=median, low=max(0.0, median - half), high=median + half)
+    # A tenth stands for an end at zero, of which there is neither a logarithm, by which trials are compared, nor a rate.
+    return Estimate(value=median, low=max(median / 10, median - half), high=median + half)
 
 
 def _rate(
@@ -73,10 +74,7 @@ def _rate(
         if time is None or not n:
             return None
         rate = rate_of(result, counted)
-        if rate is not None:
-            return rate
-        # The reciprocal of an interval that reaches zero has no end; ten times the rate stands for it.
-        return Estimate(value=n / time.value, low=n / time.high, high=n / max(time.low, time.value / 10))
+        return rate or Estimate(value=n / time.value, low=n / time.high, high=n / time.low)
 
     return of
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 from support.made_up import measured
 
-from autotune.scoring.estimates import TO_TARGET, estimate
+from autotune.scoring.estimates import STEP, TO_TARGET, estimate
+from autotune.scoring.metrics import measure
 from autotune.scoring.step_times import summarise
-from autotune.trial.result import Outcome
+from autotune.trial.result import Outcome, TrialResult
 
 
 def with_rate(m, factor, low=0.7, high=1.3):
@@ -53,6 +54,21 @@ def test_a_rate_that_other_trials_settle_leaves_open_what_the_loss_curves_do(rat
     (low, high), timed = found.measured[0].ci95[TO_TARGET], found.measured[0].ci95["samples_per_s"]
     curve = math.log(high / low) ** 2 - math.log(timed[1] / timed[0]) ** 2
     assert math.sqrt(max(0.0, curve)) / 2 == pytest.approx(0.12, abs=0.03)
+
+
+def test_a_trial_with_a_step_that_took_long_is_known_less_well_the_longer_that_took():
+    """Beyond three times the others its interval reached zero, and the trial counted as one that was read exactly."""
+
+    def gain(worst):
+        times = [0.8, 0.8, 0.8, 0.81, 0.79, 0.8 * worst]
+        own = measure(TrialResult(outcome=Outcome.COMPLETE, step_times_s=times, steps=summarise(times)), None)[STEP]
+        quick = replace(measured(1, own.value), ci95={STEP: (own.low, own.high)})
+        found = estimate([measured(0, 1.0), quick])
+        return found.gain(found.measured[1], found.measured[0], STEP)
+
+    widths = [found.high / found.low for found in map(gain, (1.2, 2.0, 2.9, 3.1, 5.0))]
+    assert widths == pytest.approx(sorted(widths), rel=0.2) and widths[-1] > 2 * widths[0]
+    assert not gain(5.0).told
 
 
 def test_the_mean_of_equal_readings_is_that_reading():

@@ -70,8 +70,8 @@ def test_the_metrics_of_a_trial_are_those_of_its_steps_with_their_intervals():
 def test_too_few_steps_for_an_interval_give_a_wide_finite_one():
     steps = StepStats(median_s=0.5, ci95_s=math.inf, n_steps=2, n_warmup=1)
     estimates = measure(trial(steps=steps), None)
-    assert (estimates["step_time_s"].low, estimates["step_time_s"].high) == (0.0, 1.0)
-    assert all(math.isfinite(end) for estimate in estimates.values() for end in (estimate.low, estimate.high))
+    assert (estimates["step_time_s"].low, estimates["step_time_s"].high) == (0.05, 1.0)
+    assert all(math.isfinite(end) and end > 0 for estimate in estimates.values() for end in (estimate.low, estimate.high))
 
 
 def test_the_baseline_reaches_its_own_loss_at_its_end():
@@ -98,6 +98,18 @@ def test_noise_that_depends_on_the_batch_does_not_bias_the_time_to_loss(batch):
     ]
     assert np.median([estimate.value for estimate in found]) == pytest.approx(clean, rel=0.04)
     assert np.mean([estimate.low <= clean <= estimate.high for estimate in found]) > 0.8
+
+
+def test_a_loss_curve_that_tells_nothing_towards_zero_is_not_taken_for_exact():
+    """Its interval began at zero, which counted as no width at all where all trials' curves are weighed."""
+    rng, ends = np.random.default_rng(0), []
+    while len(ends) < 60:
+        noisy = [3 - 0.3 * math.log(1 + 8 * i / 100) + 0.2 * rng.standard_normal() for i in range(24)]
+        reference = Reference.of(trial(losses=noisy, samples_per_step=8))
+        if reference.loss_target is not None:
+            ends.append(measure(trial(losses=noisy, samples_per_step=8), reference)["time_to_loss_s"])
+    assert all(each.value / 10 <= each.low <= each.value for each in ends)
+    assert any(each.low == each.value / 10 for each in ends)
 
 
 def test_a_trial_that_ends_above_the_target_is_extrapolated_and_says_so():

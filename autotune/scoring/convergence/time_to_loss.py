@@ -108,7 +108,9 @@ def time_to_loss(result: TrialResult, reference: Reference | None) -> Estimate |
     low, high = (float(bound) for bound in np.quantile(drawn_s, (0.025, 0.975)))
     if censored[0]:
         high = max(high, EXTRAPOLATION_CAP * seen / batch * step_s)
-    return Estimate(value=value, low=min(low, value), high=max(high, value), censored=bool(censored[0]))
+    # As for a step time, a tenth stands for an end at zero, which the logarithms of intervals do not know.
+    low = max(value / 10, min(low, value))
+    return Estimate(value=value, low=low, high=max(high, value), censored=bool(censored[0]))
 
 
 def _losses(result: TrialResult) -> Floats | None:

@@ -63,15 +63,17 @@ class BranchCheck:
         return self._train_until_decided(best, baseline, decides=best.trial == found[0].trial)
 
     def lengthen(self) -> None:
-        """Goes on with the branch that did not decide about the best trial, where there is time for a longer one now."""
+        """Goes on with the branch that did not decide about the best trial, where a longer one is asked for or has the time now."""
         estimates = estimate(self._state.measured())
-        if estimates.baseline is None or self._state.spec.branch_tokens is not None:
+        if estimates.baseline is None:
             return
         for m in recommend.rank(estimates, self._state.objectives):
             if m.trial == 0:
                 return
             if m.branch is not None and m.branch.confirmed is None and m.branch.n_samples:
-                self._train_until_decided(m, estimates.baseline, decides=True)
+                least, _ = self._n_samples(m, estimates.baseline)
+                if least > max(self._lengths(m), default=0):
+                    self._train_until_decided(m, estimates.baseline, decides=True)
                 return
             if not m.barred:
                 return

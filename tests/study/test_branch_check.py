@@ -188,6 +188,15 @@ def test_a_branch_that_did_not_decide_is_followed_by_longer_ones_while_there_is_
     assert found.picks["recommended"].measured.trial == 1 and records.unchecked_s(runner.study) == 0
 
 
+def test_longer_branches_that_a_later_run_asks_for_are_trained_where_one_did_not_decide(tmp_path, monkeypatch):
+    """What a branch that decides nothing advises, --branch-tokens, had no effect on the study that it was said of."""
+    undecided = Branch(confirmed=None, reason="undecided", n_samples=1600)
+    monkeypatch.setattr(branch_check, "compare", lambda *_: undecided)
+    space = {"space": [{"micro_batch_size": [8, 16]}], "trials": 2, "objectives": ["throughput"]}
+    for tokens, trained in ((1600, [1600, 1600]), (1600, []), (3200, [3200, 3200]), (800, [])):
+        assert lengths(branching(tmp_path, **space, branch_tokens=tokens)[1]) == trained
+
+
 def test_a_branch_that_a_trials_deadline_would_cut_is_not_begun_again(tmp_path, monkeypatch):
     """Its advice would be a time budget that cannot help."""
     decide = lambda own, *_: Branch(confirmed=None, reason="", n_samples=len(own.losses) * own.batch)  # noqa: E731

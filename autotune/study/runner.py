@@ -175,6 +175,7 @@ class Runner:
                 self._baseline.run_again(self._teller)  # which an earlier run left crashed
                 why, goes_on = self._searched()
                 while goes_on:
+                    records.note_end(self.state.study, "")
                     self._events.say(f"{goes_on}: the search goes on")
                     why, goes_on = self._searched()
                 records.note_end(self.state.study, why)

@@ -8,7 +8,7 @@ from support.studies import run
 
 from autotune.executors.base import Status, TimeOver
 from autotune.study.budget import CHECK_BUDGETS, CHECK_SHARE, MOST_CLOSING_S, Budget, closing_s
-from autotune.study.events import DECIDING_SHARE
+from autotune.study.events import DECIDING_SHARE, UNFINISHED
 from autotune.study.storage import records
 
 
@@ -164,10 +164,13 @@ def test_the_checks_of_a_quick_study_buy_no_further_ones(tmp_path, monkeypatch):
 
 def test_time_that_the_end_of_a_study_leaves_goes_to_further_trials(tmp_path, monkeypatch):
     """What was reserved for checks and re-measurements was lost where they took less."""
-    clock = Clock(monkeypatch)
+    clock, noted, note_end = Clock(monkeypatch), list[str](), records.note_end
+    monkeypatch.setattr(records, "note_end", lambda study, why: (noted.append(why), note_end(study, why)))
     executor = Instant(clock.takes(1.0))
     runner, _, watcher = run(tmp_path, executor, trials=60, time_budget_s=24.0, objectives=["latency"], stop_below=0.0)
     roles = [told.role for told in watcher.ended_with]
     assert "search" in roles[roles.index("repeat") :] and any("the search goes on" in said for said in watcher.said)
     assert clock.now_s <= 24.0 - closing_s(24.0) < clock.now_s + 3.0, "no room for a trial and its re-measurement"
     assert runner.study.user_attrs[records.ENDED_ATTR].startswith("the time budget of 24 s")
+    # For who helps, or reads the study, the search is not over while it goes on.
+    assert noted[:3] == ["", UNFINISHED, ""]

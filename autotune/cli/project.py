@@ -205,6 +205,8 @@ def _study_folder(study: str | None, studies: Path) -> Path:
 
 def _chosen(folder: Path, pick: str, trial: int | None) -> tuple[list[Row], Row]:
     """The front with the baseline, and the row of the configuration to forecast."""
+    from autotune.scoring.recommend import pick_name
+
     kept, front = _read(folder / "recommended.json", Recommended), _read(folder / "front.json", list[Row])
     rows = front + (
         [kept.baseline] if kept.baseline and kept.baseline.trial not in {row.trial for row in front} else []
@@ -216,9 +218,10 @@ def _chosen(folder: Path, pick: str, trial: int | None) -> tuple[list[Row], Row]
                 f"project: trial {trial} is not on the front; there are {', '.join(str(row.trial) for row in rows)}"
             )
         return rows, found
-    if pick not in kept.picks:
-        raise UserError(f"project: --pick {pick}: {folder.name} has {', '.join(kept.picks) or 'no pick'}")
-    return rows, kept.picks[pick]
+    named = kept.picks | ({"baseline": kept.baseline} if kept.baseline else {})
+    if pick_name(pick) not in named:
+        raise UserError(f"project: --pick {pick}: {folder.name} has {', '.join(named) or 'no pick'}")
+    return rows, named[pick_name(pick)]
 
 
 def _read(path: Path, kind: type[T]) -> T:

@@ -17,6 +17,7 @@ from autotune.errors import UserError, nearest
 from autotune.report.data import Data, StudyReport
 from autotune.report.script_changes import DTYPES, every_nth
 from autotune.report.started import Started, started
+from autotune.scoring.recommend import pick_name
 from autotune.space import own_tuner
 from autotune.space.candidate import PRECISION_SECTIONS, Candidate
 from autotune.space.data import TRAINER_ARGUMENTS
@@ -443,7 +444,8 @@ def pick_or_trial(report: StudyReport, pick: str | None, number: int | None) -> 
             raise StoreError(f"study {name!r} has no finished trial {number!r}; {known}")
         return dict(found)
     named = dict(picks) | ({"baseline": baseline} if baseline else {})
-    if (pick or "recommended") not in named:
+    pick = pick or "recommended"
+    if pick_name(pick) not in named:
         known, why = ", ".join(named) or "none", "" if picks else f": {report.why_nothing}"
-        raise StoreError(f"study {name!r} has no pick {pick or 'recommended'!r}{why}. Known: {known}")
-    return dict(named[pick or "recommended"])
+        raise StoreError(f"study {name!r} has no pick {pick!r}{why}. Known: {known}")
+    return dict(named[pick_name(pick)])

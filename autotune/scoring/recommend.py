@@ -68,6 +68,11 @@ class Recommendation:
     unchecked: Sequence[Measured] = ()
 
 
+def pick_name(said: str) -> str:
+    """The name of a pick in files, however it was written: the answer says `drop-in` and `lowest latency`."""
+    return said.strip().lower().replace("-", "_").replace(" ", "_")
+
+
 def point(measured: Measured, estimates: Estimates) -> dict[str, Any]:
     """A trial as it stands in `front.json`: its estimates."""
     return {

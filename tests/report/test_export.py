@@ -10,9 +10,10 @@ import pytest
 import yaml
 from support.commands import read_by_deepspeed
 from support.instant import Instant, failed, report, runner_of
+from support.study_report import study_report
 
 from autotune.errors import UserError
-from autotune.report.export import FORMATS, Exported, deepspeed_config, export, export_pick, notes
+from autotune.report.export import FORMATS, Exported, deepspeed_config, export, export_pick, notes, pick_or_trial
 from autotune.report.load import load
 from autotune.report.started import Started
 from autotune.space.candidate import Candidate, from_deepspeed
@@ -631,6 +632,13 @@ def test_a_trial_that_is_no_pick_is_exported_with_what_is_wrong_with_it(tmp_path
     assert any("`autotune export s --trial 1 -o ds_config.json`" in note for note in flags)
     text = export_pick(found, None, 1, "accelerate", Path("some/name.yaml")).text
     assert text.startswith("# Use: accelerate launch --config_file some/name.yaml train.py\n")
+
+
+@pytest.mark.parametrize("said", ["drop_in", "drop-in", "Drop-in", "lowest memory", "baseline"])
+def test_a_pick_goes_by_the_words_of_the_answer_too(said):
+    report = study_report()
+    expected = report.baseline if said == "baseline" else report.picks[said.lower().replace("-", "_").replace(" ", "_")]
+    assert pick_or_trial(report, said, None)["trial"] == expected["trial"]
 
 
 def test_a_model_has_no_command():

@@ -60,13 +60,14 @@ def reproduce(report: StudyReport) -> str:
 def _more(report: StudyReport) -> str:
     """The option that lets the search go on: what it expects set aside, more time, or more trials, by what ended it."""
     budget_s, wanted = report.study.get("time_budget_s"), report.study.get("trials_wanted")
-    n_trials = n_spent(report.outcomes, wanted)
-    left = n_trials < (wanted or 0)
+    n_trials, spent_s = n_spent(report.outcomes, wanted), report.study.get("wall_s") or 0.0
+    left, trials = n_trials < (wanted or 0), f"--trials {2 * n_trials}"
+    time = f"--time-budget {math.ceil(2 * max(budget_s, spent_s) / 60)}m" if budget_s else ""
     if _ended(report).startswith(STOPPED):
-        return "--stop-below 0" if left else f"--stop-below 0 --trials {2 * n_trials}"
-    if budget_s and left:
-        return f"--time-budget {math.ceil(2 * max(budget_s, report.study.get('wall_s') or 0.0) / 60)}m"
-    return f"--trials {2 * n_trials}"
+        # Earlier runs count in the budget, and a search that goes on may take as long again.
+        scarce = budget_s is not None and 2 * spent_s > budget_s
+        return " ".join(filter(None, ["--stop-below 0", "" if left else trials, time if scarce else ""]))
+    return time if left and time else trials
 
 
 def _kept(report: StudyReport, again: str) -> str:
@@ -110,7 +111,7 @@ def _with_answer(report: StudyReport, name: str) -> list[str]:
     found = [f"Train with it: `autotune export {name} -o {file}` writes its configuration{command}."]
     carried = begun.carried if begun is not None else ()
     if any(not text.startswith(carried) for text in pick.get("script_side_changes") or ()):
-        found.append("Make the changes in the script: the configuration alone is not all of it.")
+        found.append("Change your training as listed under the recommendation, too: the JSON does not carry all of it.")
     if other is not None and other["trial"] != pick["trial"] and not report.is_baseline(other):
         found.append(
             f"If the global batch and the numerics must stay as they are: `autotune export {name} --pick drop_in`"

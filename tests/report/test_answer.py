@@ -168,13 +168,15 @@ def test_a_search_that_its_time_budget_ended_goes_on_with_more_time():
     report = replace(study_report(), recommended={"picks": {"recommended": base}, "baseline": base})
     assert "--trials 60` looks further" in next_steps(report)[0]
     stopped = report.study | study | {"ended": "stopped after 30 of 40 trials: no further trial is expected to"}
-    assert "--stop-below 0` looks further" in next_steps(replace(report, study=stopped))[0]
+    assert "--stop-below 0 --time-budget 7m` looks further" in next_steps(replace(report, study=stopped))[0]
+    early = stopped | {"wall_s": 50.0}  # the budget has room for as much again
+    assert "--stop-below 0` looks further" in next_steps(replace(report, study=early))[0]
     over = replace(report, study=stopped | {"ended": "every candidate that can run here has been measured"})
     assert next_steps(over)[0] == "Keep your configuration: nothing is left to try in this search space."
     unfit = replace(over, recommended={"picks": {}, "baseline": base})
     assert next_steps(unfit)[0].startswith("Nothing is left to try in this search space: loosen the constraints")
     last = stopped | {"trials_wanted": 30}
-    assert "--stop-below 0 --trials 60` looks further" in next_steps(replace(report, study=last))[0]
+    assert "--stop-below 0 --trials 60 --time-budget 7m` looks further" in next_steps(replace(report, study=last))[0]
     assert "--time-budget 7m` looks further" in next_steps(replace(report, study=report.study | study))[0]
 
 

@@ -22,7 +22,6 @@ from autotune.report import load
 from autotune.report.data import StudyReport
 from autotune.report.files import write_answer
 from autotune.report.readme import recommended_words, store_notes
-from autotune.search import check_sampler
 from autotune.study import parallel, warm_start
 from autotune.study.budget import closing_s
 from autotune.study.events import SILENT, Broadcast, EventSink, Journal
@@ -204,7 +203,6 @@ def tune(
     """
     began_s, began_at = time.monotonic() if began_s is None else began_s, time.time()
     wanted, folder = request.spec, request.folder
-    check_sampler(wanted.sampler)
     url = wanted.storage or records.default_url(folder.parent)
     interrupted: KeyboardInterrupt | None = None
     refused: UserError | None = None

@@ -214,7 +214,7 @@ def _values_of(key: str) -> Iterator[str]:
 def _joined(key: str, given: Any) -> Any:
     """The value of an option as `StudySpec` reads it: presets of options that were given several times are one list."""
     if isinstance(given, list) and key in ("space", "objectives"):
-        return ",".join(given) or None
+        return ",".join(given) if given else None
     return given if given or not isinstance(given, list) else None
 
 

@@ -12,9 +12,9 @@ SAMPLERS = {
 }
 
 
-def check_sampler(name: str) -> None:
+def check_sampler(name: str, where: str = "sampler") -> None:
     """Refuses a sampler that does not exist."""
     if name not in SAMPLERS:
         raise UserError(
-            f"sampler: unknown {name!r}.{nearest(name, SAMPLERS)} Known: {', '.join(SAMPLERS)}. See `autotune ls samplers`."
+            f"{where}: unknown {name!r}.{nearest(name, SAMPLERS)} Known: {', '.join(SAMPLERS)}. See `autotune ls samplers`."
         )

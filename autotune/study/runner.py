@@ -17,7 +17,6 @@ from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.scoring import recommend
 from autotune.scoring.estimates import estimate
-from autotune.search import check_sampler
 from autotune.space.candidate import Candidate
 from autotune.study.baseline import BaselineTrial
 from autotune.study.budget import Budget
@@ -92,7 +91,6 @@ class Runner:
         warm: WarmStart | None = None,
         leads: bool = True,
     ) -> None:
-        check_sampler(plan.spec.sampler)
         if isinstance(storage, str):
             storage = StudyLeases(records.open_storage(storage), plan.spec.name)
         self.leases, self.storage = storage, storage.storage

@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationE
 
 from autotune.errors import SpecError, unknown
 from autotune.scoring.objective import Constraint, Objective
+from autotune.search import check_sampler
 from autotune.space.deepspeed import LARGEST_BATCH, DsConfig, check_config, read_config
 from autotune.space.parameter import parse_parameters
 from autotune.space.space import SearchSpace
@@ -82,7 +83,9 @@ def first_error(error: ValidationError, where: str, places: Mapping[str, str]) -
     place = ": ".join([places.get(key, f"{where}: {key}" if key else where), *inner])
     match first["type"]:
         case "value_error":
-            return f"{place}: {first['msg'].removeprefix('Value error, ')}"
+            said = first["msg"].removeprefix("Value error, ")
+            named, _, rest = said.partition(": ")  # a check of several fields begins with the one to change
+            return f"{places[named]}: {rest}" if not key and named in places else f"{place}: {said}"
         case "missing":
             return f"{place} is missing"
     return f"{place}: {first['msg'].removeprefix('Input ')}, not {first['input']!r}"
@@ -135,6 +138,12 @@ def _read_objectives(value: Any, where: str, folder: Path) -> tuple[Objective, .
         else:
             raise SpecError(f"{place}: an objective is a mapping with a metric, as in `metric: step_time_s`")
     return tuple(found)
+
+
+def _read_sampler(value: Any, where: str, folder: Path) -> Any:
+    if isinstance(value, str):  # pydantic refuses the others
+        check_sampler(value, where)
+    return value
 
 
 def _read_goal(value: Any, where: str, folder: Path) -> str | None:
@@ -254,6 +263,7 @@ READERS: dict[str, Callable[[Any, str, Path], Any]] = {
     "goal": _read_goal,
     "objectives": _read_objectives,
     "constraints": _read_constraints,
+    "sampler": _read_sampler,
     "base_config": _read_base,
     "target": _read_target,
     "script_args": _read_arguments,

@@ -344,7 +344,7 @@ def _check_script(spec: StudySpec) -> None:
 
 def _check_model(spec: StudySpec) -> None:
     """Refuses what a `model.py` has no use for."""
-    if given := " ".join((*spec.script_args, *spec.script_set)):
+    if given := " ".join((*spec.script_args, *(f"{flag('script_set')} {name}" for name in spec.script_set))):
         raise SpecError(f"{spec.target}: a model.py takes no arguments; leave out {given}")
     if key := next((key for key in ("working_dir", "arg_mappings") if getattr(spec, key)), ""):
         raise SpecError(f"{key}: it is for scripts; leave it out, as a model.py takes no flags and runs here")

@@ -411,15 +411,6 @@ def _unsure(pick: Data) -> list[str]:
     return ["measured once"] * (pick.get("measurements") == 1) + checks
 
 
-def end_words(trial: Data) -> tuple[str, str]:
-    """How a trial ended, and why it did not complete: `("oom", "over the memory limit (in warmup)")`."""
-    complete, phase = trial["outcome"] == "complete", trial.get("phase")
-    where = f"(in {phase})" if not complete and phase not in (None, "", "done") else ""
-    limit = "breaks a constraint" if complete and trial.get("feasible") is False else ""
-    why = " ".join(part for part in (str(trial.get("reason") or ""), where) if part)
-    return str(trial["outcome"]).replace("_", " "), "; ".join(part for part in (why, limit) if part)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """How a metric of a trial compares with the baseline's.

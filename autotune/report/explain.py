@@ -156,7 +156,7 @@ class Evidence:
         said = self._judged(question, self.expected.most_promising(hopeful))
         own = [trial for trial in self.trials if trial["candidate"].get(name) == value]
         bad = [trial for trial in own if trial["outcome"] not in RAN]
-        scope = f"{len(own)} of the {len(self.trials)} trials had it; this is the best that is expected of it"
+        scope = f"{len(own)} of the {len(self.trials)} trials had it; the configuration above is expected to be the best with it"
         if bad:
             scope += f"; {len(bad)} of them did not run to the end, as trial {bad[0]['trial']}: {_end(bad[0])}"
         return replace(said, reasons=[scope, *left_out, *said.reasons])

@@ -7,10 +7,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from autotune.report import progress, tables
-from autotune.report.data import StudyReport, end_words, pick_words, titles, words
+from autotune.report.data import StudyReport, pick_words, titles, words
 from autotune.report.next_steps import next_steps
 from autotune.report.page.render import notebook
 from autotune.report.readme import extent, machine, subject
+from autotune.report.trial_notes import end_words
 from autotune.scoring.metrics import METRICS
 from autotune.study.events import Event, EventSink, Kind, Progress
 from autotune.system import redaction

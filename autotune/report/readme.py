@@ -9,9 +9,10 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from autotune.report import attempts, tables
-from autotune.report.data import NO_SPEEDUP, Data, StudyReport, end_words, measured, pick_words, title, titles, words
+from autotune.report.data import NO_SPEEDUP, Data, StudyReport, measured, pick_words, title, titles, words
 from autotune.report.next_steps import next_steps, reproduce
 from autotune.report.started import CONFIG_PARAMETERS, started
+from autotune.report.trial_notes import end_words
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.reasons import kept
 from autotune.system.units import format_bytes, format_count, format_duration

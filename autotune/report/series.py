@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from autotune.report.data import Data, StudyReport, end_words, measured
+from autotune.report.data import Data, StudyReport, measured
+from autotune.report.trial_notes import end_words
 from autotune.scoring import step_times
 from autotune.scoring.measured import improvement
 from autotune.scoring.metrics import METRICS

@@ -12,6 +12,11 @@ from autotune.trial.result import FAILURES, MACHINE_BUSY, Outcome
 Data: TypeAlias = Mapping[str, Any]
 # Characters of a failed trial's reason that are shown beside the answer: of its begin, and of its end, which says what to do.
 FIRST, LAST = 140, 160
+# Where a trial ended, by its phase; the reasons of the other phases say it themselves.
+PLACES = {
+    "start": "at its start", "import": "in the imports", "build": "in build", "initialize": "in initialize", "warmup": "in the warm-up",
+    "measure": "in the timed steps",
+}  # fmt: skip
 
 
 def of(trials: Sequence[Data]) -> list[str]:
@@ -31,6 +36,16 @@ def _baseline_over(trials: Sequence[Data]) -> list[str]:
 def checks(point: Data) -> str:
     """What is said of a trial that may not be recommended: that a check has refused it, or that none was made."""
     return "checks not passed" if point.get("refused") else "not checked"
+
+
+def end_words(trial: Data) -> tuple[str, str]:
+    """How a trial ended, and why it did not complete: `("oom", "over the memory limit (in the warm-up)")`."""
+    outcome = trial["outcome"]
+    timed = outcome in (Outcome.COMPLETE, Outcome.STOPPED_EARLY)
+    place = "" if timed else PLACES.get(str(trial.get("phase")), "")
+    limit = "breaks a constraint" if outcome == Outcome.COMPLETE and trial.get("feasible") is False else ""
+    why = " ".join(part for part in (str(trial.get("reason") or ""), place and f"({place})") if part)
+    return str(outcome).replace("_", " "), "; ".join(part for part in (why, limit) if part)
 
 
 def without_numbers(text: str) -> str:

@@ -15,9 +15,10 @@ from typing import Any
 import optuna
 
 from autotune.report import figures, fronts, readme
-from autotune.report.data import Data, StudyReport, end_words, measured, words
+from autotune.report.data import Data, StudyReport, measured, words
 from autotune.report.export import deepspeed_config
 from autotune.report.started import started
+from autotune.report.trial_notes import end_words
 from autotune.scoring.metrics import METRICS
 from autotune.study.lock import run_under_way
 from autotune.study.storage import records

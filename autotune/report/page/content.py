@@ -16,7 +16,6 @@ from autotune.report.data import (
     StudyReport,
     differences,
     doubt_words,
-    end_words,
     leading_metric,
     pick_words,
     price_words,
@@ -29,10 +28,12 @@ from autotune.report.figures import LEAST_EXPLAINED
 from autotune.report.next_steps import next_steps, reproduce
 from autotune.report.readme import extent, machine, measured_on, no_speedup_words, subject
 from autotune.report.series import level_text
+from autotune.report.trial_notes import end_words
 from autotune.scoring.convergence.quality_gate import GateVerdict
 from autotune.scoring.effects import Effect, Effects
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.reasons import kept
+from autotune.scoring.recommend import PICKS
 from autotune.system.units import Scale, format_bytes, format_duration
 
 Context = dict[str, Any]
@@ -200,7 +201,8 @@ def _picks(report: StudyReport) -> list[Context]:
             "doubt": "" if same or own else doubt_words(pick),
             "bar": [f"{100 * (value - low) / (high - low):.1f}%" for value in marks],
         }
-        cards.append(_pick(report, pick, report.objectives) | card)
+        own_metrics = [PICKS[name] for name in names if name in PICKS]  # of which the goal may know nothing
+        cards.append(_pick(report, pick, list(dict.fromkeys([*report.objectives, *own_metrics]))) | card)
     return cards
 
 

@@ -32,6 +32,17 @@ def page(report) -> str:
     return report_page.render(report)
 
 
+def test_a_pick_by_one_metric_shows_that_metric_though_the_goal_has_it_not():
+    report = study_report()
+    spare = replace(report, study=report.study | {"objectives": ["samples_per_s"]})
+    cards = {pick["title"]: pick for pick in content.page(spare, {})["picks"]}
+    labels = [
+        row["label"]
+        for row in next(card for title, card in cards.items() if "memory" in title.lower())["metrics"]["rows"]
+    ]
+    assert "throughput" in labels and "peak memory" in labels
+
+
 def test_the_page_loads_nothing_from_anywhere_and_forbids_every_request_and_foreign_script(page):
     tags = Tags(page).found
     named = ("src", "href", "action", "data", "srcset")

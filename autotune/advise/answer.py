@@ -200,7 +200,8 @@ class Advice:
         batch = chosen.candidate.global_batch_size(devices.count)
         yield f"{self.model} on {devices.describe()}, {self.sequence:,} tokens a sample"
         yield ""
-        yield f"{'best for ' + self.goal:<20}{in_words(chosen)}"
+        named = f"best for {self.goal}" if chosen.fits >= SURE else "likeliest to fit"
+        yield f"{named:<20}{in_words(chosen)}"
         yield f"{'global batch':<20}{batch:,} samples, {amount(batch * self.sequence)} tokens a step"
         yield ""
         yield from _waterfall(

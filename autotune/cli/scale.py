@@ -207,7 +207,10 @@ def scale(
     scales = _scales(ways, runs, found.workload.n_samples, noise)
     notes = [*filter(None, [note]), *notes, *failures, *_advice(scales)]
     if any(each[-1].same_loss is None for each in scales.values()):
-        notes.append(f"what a larger batch is worth is not known; the study {wanted.name} with a free batch says it")
+        notes.append(
+            "the time to the same loss with another global batch takes the gradient noise scale, which is not known: a study"
+            f" named {wanted.name} (or --study NAME) with the objective convergence and --global-batch free measures it"
+        )
     _tell(scales, wanted.name, notes, folder.parent / "scaling.html", as_json=as_json)
     if scales and png is not None:
         page.draw(scales, png)

@@ -22,7 +22,7 @@ HINT = "`autotune schedule add STUDY --every 7d` makes one"
 
 def schedule_add(
     study: StudyName,
-    every: Annotated[str | None, option("7d", "This long after the last run.")] = None,
+    every: Annotated[str | None, option("7d", "One run in each such interval, counted from the first run.")] = None,
     cron: Annotated[str | None, option('"0 3 * * 0"', "Five fields, as in a crontab; local time.")] = None,
     on: Annotated[str | None, option("environment-change", "Only if the environment has changed.", "--on")] = None,
     storage: Storage = None,

@@ -60,6 +60,7 @@ def test_a_line_of_a_comparison_holds_the_whole_configuration(tmp_path):
 def test_what_does_not_fit_is_said_and_ends_with_status_1(tmp_path):
     done = called("advise", "70B", "--gpus", "1x4090", cwd=tmp_path)
     assert done.returncode == 1 and "does not fit" in done.stdout
+    assert "likeliest to fit" in done.stdout and "best for" not in done.stdout
 
 
 def test_a_name_may_be_written_in_words_and_the_memory_that_lacks_is_named(tmp_path):

@@ -150,7 +150,7 @@ class Projector:
 
     def one(self, candidate: Candidate, n: int) -> Projected:
         """Returns the forecast of a configuration on `n` devices."""
-        machine = self.cluster.machine(self.foreseen.machine, n)
+        machine = self._machine(candidate, n)
         there = self.predictor.on(machine, self.cluster.spread(n))
         time, memory = there.step_time(candidate), there.memory(candidate)
         waiting = sum(term.value for term in time.terms if term.name in LINK_SD)
@@ -167,6 +167,18 @@ class Projector:
             fits=probability_below(memory, self.limit_bytes) if self.limit_bytes else None,
             impossible=split if n % copy else why_illegal(candidate, setting) or "",
         )  # fmt: skip
+
+    def _machine(self, candidate: Candidate, n: int) -> Machine:
+        """The machine of `n` ranks; of several nodes with the link within a node as the trials found it, where it was measured."""
+        cluster, here = self.cluster, self.foreseen.machine
+        machine = cluster.machine(here, n)
+        if not machine.ranks_per_node or cluster.per_node == 1 or cluster.intra_bytes_per_s is not None:
+            return machine
+        # What was learned of collectives is not applied to those between nodes, which would then seem quicker than those within.
+        found = self.predictor.on(cluster.machine(here, cluster.per_node)).corrections(candidate)
+        alpha_s = machine.link_alpha_s * (1.0 if cluster.intra_latency_s is not None else found.get("messages", 1.0))
+        rate = machine.link_bytes_per_s / found.get("communication", 1.0)
+        return replace(machine, link_bytes_per_s=rate, link_alpha_s=alpha_s)
 
     def over_devices(self, candidate: Candidate, mode: scaling.Mode) -> list[Projected]:
         """Returns the forecasts of a configuration on the cluster's rank counts.

@@ -165,6 +165,12 @@ class Predictor:
         """Seconds of an optimizer step."""
         return self._forecast("time", "step time", list(step_time_formulas.SPREADS), candidate)
 
+    def corrections(self, candidate: Candidate) -> dict[str, float]:
+        """What each part of the step time is expected to take, as a multiple of what the formula says, by its name."""
+        formula = self._design("time", self.machine, [candidate]).terms[0]
+        parts = zip(self.step_time(candidate).terms, formula, strict=True)
+        return {term.name: term.value / float(stated) for term, stated in parts if stated > 0}
+
     def log_memory(self, candidates: Sequence[Candidate]) -> tuple[Floats, Floats]:
         """Logarithm of the peak of many candidates: mean and standard deviation of a measurement."""
         return self._model("memory").predict(self._design("memory", self.machine, candidates), noise=True)

@@ -115,6 +115,15 @@ def test_what_was_learned_of_computing_is_carried_over_and_what_was_learned_of_a
     assert parts["compute"] > 0
 
 
+def test_a_measured_link_within_the_nodes_is_as_slow_between_as_on_one_of_them():
+    asked = Cluster(devices=16, per_node=8, inter_bytes_per_s=1000 * GB)
+    slow = Projector(learned(link=4.0), asked, FORESEEN)
+    one, two = (slow.one(BASE, n).step_time_s.value for n in (8, 16))
+    assert two > one
+    stated = Projector(learned(link=4.0), replace(asked, intra_bytes_per_s=100 * GB), FORESEEN)
+    assert stated.one(BASE, 16).step_time_s.value < 0.9 * two
+
+
 def test_a_link_that_is_only_stated_widens_the_interval():
     sure, unsure = (
         learned().on(CLUSTER.machine(HERE, 64), spread).step_time(replace(BASE, zero_stage=3))

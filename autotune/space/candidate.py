@@ -47,7 +47,7 @@ from autotune.space.degree import (
 from autotune.space.ineffective import STAGES_1_AND_2
 from autotune.space.retired import one_spelling, renamed
 
-PRECISION_SECTIONS = (*DTYPES, "torch_autocast", "amp")
+PRECISION_SECTIONS = (*DTYPES, "torch_autocast")
 # The precision that computes in the same 16 bits and mixes types where an operation needs it.
 AUTOCAST = {"bf16": "torch_autocast", "fp16": "torch_autocast_fp16"}
 # How a candidate is described; a precision or device that is not here is its own word.
@@ -252,7 +252,7 @@ class Candidate:
         return data.retraining(own) | torch_settings.numerics(own) | rates
 
     def _set_precision(self, config: DsConfig) -> None:
-        kept = {name: config.pop(name, {}) for name in PRECISION_SECTIONS}
+        kept = {name: config.pop(name, {}) for name in (*PRECISION_SECTIONS, "amp")}
         if self.precision in DTYPES:
             config[self.precision] = {**kept[self.precision], "enabled": True}
         elif self.precision.startswith("torch_autocast"):

@@ -19,7 +19,7 @@ from autotune.report.script_changes import DTYPES, every_nth
 from autotune.report.started import Started, started
 from autotune.scoring.recommend import pick_name
 from autotune.space import own_tuner
-from autotune.space.candidate import PRECISION_SECTIONS, Candidate
+from autotune.space.candidate import Candidate
 from autotune.space.data import TRAINER_ARGUMENTS
 from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, at_path, without_auto
 from autotune.study.storage.records import StoreError
@@ -163,16 +163,13 @@ def deepspeed_config(pick: Data, base: Data, family: str = "") -> DsConfig:
     """The complete DeepSpeed configuration of a pick: what was measured, and the user's sections that trials leave out.
 
     It states the ZeRO stage even where that is DeepSpeed's default: Accelerate and transformers refuse a file without
-    it. A precision that the user states is off in it where it is not the pick's, as scripts read the section.
-    `train_batch_size` is left to DeepSpeed, so that the file is right for any number of ranks. DeepSpeed's own tuner is
+    it. `train_batch_size` is left to DeepSpeed, so that the file is right for any number of ranks. DeepSpeed's own tuner is
     off in it, with which a training ends. For Lightning (`family`) it leaves the accumulation out, which Lightning
     refuses beside its own `accumulate_grad_batches`.
     """
     measured = pick.get("ds_config") or Candidate.of(pick["candidate"]).to_deepspeed(base)
     left_out = {key: base[key] for key in sorted(SIDE_EFFECT_KEYS) if key in base and key not in measured}
     config = own_tuner.off(without_auto(copy.deepcopy({**measured, **left_out})))
-    stated = {name for name in PRECISION_SECTIONS if at_path(base, f"{name}.enabled") in (True, False)}
-    config |= {name: {"enabled": False} for name in sorted(stated - config.keys())}
     if family == LIGHTNING:
         config.pop("gradient_accumulation_steps", None)
     return {**config, "zero_optimization": {"stage": 0, **config.get("zero_optimization", {})}}

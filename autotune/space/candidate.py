@@ -253,6 +253,8 @@ class Candidate:
 
     def _set_precision(self, config: DsConfig) -> None:
         kept = {name: config.pop(name, {}) for name in (*PRECISION_SECTIONS, "amp")}
+        # A section that the user states stays, as scripts read it; newer releases of DeepSpeed refuse amp's.
+        config |= {name: {"enabled": False} for name in PRECISION_SECTIONS if "enabled" in kept[name]}
         if self.precision in DTYPES:
             config[self.precision] = {**kept[self.precision], "enabled": True}
         elif self.precision.startswith("torch_autocast"):
@@ -268,6 +270,8 @@ class Candidate:
     def _set_zero(self, config: DsConfig) -> None:
         zero = config.pop("zero_optimization", {})
         if self.zero_stage == 0:
+            if "stage" in zero:  # scripts read this, too
+                config["zero_optimization"] = {"stage": 0}
             return
         if self.zero_stage == 3:  # where `compute_grad_norm: false` is refused
             zero = {key: value for key, value in zero.items() if ZERO + key not in STAGES_1_AND_2}

@@ -17,7 +17,7 @@ from autotune.report.export import FORMATS, Exported, deepspeed_config, export, 
 from autotune.report.load import load
 from autotune.report.started import Started
 from autotune.space.candidate import Candidate, from_deepspeed
-from autotune.space.deepspeed import check_config, precision_of
+from autotune.space.deepspeed import check_config
 from autotune.study.storage import records
 from autotune.trial.command import STATED, Invocation
 from autotune.trial.result import Outcome
@@ -89,16 +89,6 @@ def test_the_deepspeed_json_does_not_end_the_training_as_deepspeeds_own_tuner_ha
     base = {**BASE, "autotuning": section}
     assert json.loads(exported(CANDIDATES[0], "deepspeed", base))["autotuning"] == {**section, "enabled": False}
     assert section["enabled"]
-
-
-@pytest.mark.parametrize(("precision", "off"), [("fp32", {"bf16", "fp16"}), ("bf16", {"fp16"})])
-def test_a_precision_that_the_users_file_states_is_off_in_the_json_and_not_left_out(precision, off):
-    """A script that reads `config["bf16"]["enabled"]` ended in a KeyError."""
-    base = {**BASE, "fp16": {"enabled": False}, "bf16": {"enabled": True}, "torch_autocast": {"enabled": "auto"}}
-    base["amp"] = {"enabled": False}  # which newer releases of DeepSpeed refuse
-    found = deepspeed_config(pick({"micro_batch_size": 4, "precision": precision}, base), base)
-    assert {name: found[name]["enabled"] for name in ("bf16", "fp16")} == {n: n not in off for n in ("bf16", "fp16")}
-    assert not {"torch_autocast", "amp"} & found.keys() and precision_of(found) == precision
 
 
 def test_a_trial_without_its_json_is_exported_from_its_candidate():

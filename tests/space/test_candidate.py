@@ -134,7 +134,12 @@ MERGED = {
         {"gradient_clipping": 1.0, "scheduler": {"type": "WarmupLR"}},
     ),
     "the batch is replaced as a group": ({}, {"train_batch_size": 64, "gradient_accumulation_steps": 8}, {}),
-    "the precision is replaced as a group": ({"precision": "bf16"}, {"fp16": CUT}, {"bf16": {"enabled": True}}),
+    "the precision is replaced as a group, whose stated sections scripts read": (
+        {"precision": "bf16"}, {"fp16": CUT}, {"bf16": {"enabled": True}, "fp16": {"enabled": False}},
+    ),
+    "which is off for fp32, and amp's gone, that DeepSpeed refuses": (
+        {}, {"bf16": {"enabled": True}, "amp": {"enabled": False}}, {"bf16": {"enabled": False}},
+    ),
     "details of a precision stay with it": ({"precision": "fp16"}, {"fp16": CUT}, {"fp16": CUT}),
     "autocast has a type": ({"precision": "torch_autocast"}, {}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
     "of autocast in fp16 too": ({"precision": "torch_autocast_fp16"}, {}, {"torch_autocast": {"enabled": True, "dtype": "float16"}}),
@@ -154,7 +159,7 @@ MERGED = {
         {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}},
     ),
     "but no others": ({}, {"data_types": {"buffer_dtype": "auto"}}, {}),
-    "zero settings go with stage 0": ({}, {Z: ZERO_3}, {}),
+    "zero settings go with stage 0, which scripts read": ({}, {Z: ZERO_3}, {Z: {"stage": 0}}),
     "stage-3 settings go with stage 3": ({"zero_stage": 2}, {Z: ZERO_3}, {Z: {"stage": 2, "overlap_comm": True}}),
     "and stay with it": ({"zero_stage": 3}, {Z: ZERO_3}, {Z: ZERO_3}),
     "details of offloading stay with the device": ({"zero_stage": 2, "offload_optimizer": "cpu"}, {Z: ON_CPU}, {Z: ON_CPU}),

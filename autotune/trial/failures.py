@@ -73,7 +73,8 @@ _REMEDIES = (
     (r"stack expects each tensor to be equal size",
      "Samples differ in size: pad them to one where they are put together, by a function collate(samples) in model.py or the"
      " loader's collate_fn"),
-    (r"DeepSpeedEngine' object (is not subscriptable|has no attribute 'logits')|, not DeepSpeedEngine",
+    (r"DeepSpeedEngine' object (is not (subscriptable|iterable)|has no attribute '(logits|loss|shape|size|view|flatten|squeeze|mean)')"
+     r"|non-iterable DeepSpeedEngine|operand type\(s\) for .*'DeepSpeedEngine'|, not DeepSpeedEngine",
      "A model.py's loss(model, batch) gets the model, not its output: call the model in it, as `output = model(batch[0])`"),
     (r"support sparse gradients|Sparse(CPU|CUDA)|between dense and sparse|\w_sparse_\w+\" not implemented|for sparse tensors",
      "A parameter has sparse gradients, which Adam, ZeRO 1 to 3 and 16 bits do not take: leave out sparse=True of its nn.Embedding"),

@@ -336,6 +336,9 @@ def test_the_hosts_memory_is_told_from_the_devices(text):
         ("can't start new thread", "ulimit -u"),
         ("stack expects each tensor to be equal size, but got [3, 24, 24] at entry 0", "collate(samples)"),
         ("TypeError: 'DeepSpeedEngine' object is not subscriptable", "loss(model, batch)"),
+        ("TypeError: cannot unpack non-iterable DeepSpeedEngine object", "loss(model, batch)"),
+        ("TypeError: unsupported operand type(s) for -: 'DeepSpeedEngine' and 'Tensor'", "loss(model, batch)"),
+        ("AttributeError: 'DeepSpeedEngine' object has no attribute 'squeeze'", "loss(model, batch)"),
         (
             "TypeError: cross_entropy_loss(): argument 'input' (position 1) must be Tensor, not DeepSpeedEngine",
             "loss(model, batch)",

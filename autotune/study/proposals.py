@@ -9,7 +9,7 @@ from optuna.trial import Trial, TrialState
 from autotune.forecast.features import Prior
 from autotune.forecast.predictor import generic_prior
 from autotune.scoring import objective
-from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE
+from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE, AVERAGE, sums_samples
 from autotune.search.physics import PhysicsSampler
 from autotune.search.samplers import LegalSampler, encoded
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
@@ -270,10 +270,13 @@ class Proposer:
     def _drop_other_losses(self) -> None:
         """Keeps the baseline's micro-batch once a trial with another one has trained with another loss."""
         state, setting = self._state, self._state.plan.setting
-        off = [records.told_data(told).get("loss_off", 0.0) for told in state.told()]
-        if setting.only_micro_batch or not any(abs(each) >= ANOTHER_OBJECTIVE for each in off):
+        off = [(records.told_candidate(told), records.told_data(told).get("loss_off", 0.0)) for told in state.told()]
+        far = [(candidate.micro_batch_size, each) for candidate, each in off if abs(each) >= ANOTHER_OBJECTIVE]
+        if setting.only_micro_batch or not far:
             return
         said = "micro-batches other than the baseline's are not tried: they train with another loss"
+        if all(sums_samples(each, micro, state.plan.baseline.micro_batch_size) for micro, each in far):
+            said += f"; {AVERAGE}"
         self._events.say(said)
         records.note_left_out(state.study, "another loss", said)
         state.narrow(only_micro_batch=state.plan.baseline.micro_batch_size)

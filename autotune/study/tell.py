@@ -17,7 +17,7 @@ from autotune.executors.base import MachinesGone
 from autotune.forecast.predictor import Predictor, generic_prior
 from autotune.forecast.regression import STOPPED_SD, interval_sd
 from autotune.scoring import objective, recommend
-from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE, first_losses_off
+from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE, AVERAGE, first_losses_off, sums_samples
 from autotune.scoring.estimates import Estimates, estimate
 from autotune.scoring.measured import Measured, set_apart
 from autotune.scoring.objective import Objective, Score
@@ -217,6 +217,8 @@ class Teller:
         off = first_losses_off(result.losses, first.losses, same_numerics=state.plan.same_numerics(candidate))
         if off and not any(records.told_data(told).get("loss_off") for told in state.told()):
             rest = "" if abs(off) >= ANOTHER_OBJECTIVE else ". Other micro-batches have to pass the quality gate"
+            if sums_samples(off, candidate.micro_batch_size, baseline.micro_batch_size):
+                rest = f"; {AVERAGE}"
             self._events.say(
                 f"the loss depends on the micro-batch, as contrastive losses and batch norm do: on the same samples it begins"
                 f" {abs(off):.0%} {'higher' if off > 0 else 'lower'} with {candidate.micro_batch_size} than with the"

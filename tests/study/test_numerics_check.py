@@ -145,6 +145,26 @@ def test_that_the_loss_depends_on_the_micro_batch_shows_in_another_precision_too
     assert found.measured.candidate == replace(base, precision="bf16")
 
 
+@pytest.mark.parametrize("sums", [True, False])
+def test_what_a_loss_that_is_a_sum_over_the_samples_takes_to_have_micro_batches_tuned_is_said(
+    tmp_path, unhurried, sums
+):
+    """As with `reduction="sum"`; it was said to depend on the micro-batch, as contrastive losses do."""
+
+    def loss(candidate):
+        scale = candidate.micro_batch_size if sums else 1 + np.log(candidate.micro_batch_size)
+        return report(candidate, losses=[scale * (3 + 2 / (1 + i)) for i in range(24)])
+
+    space = [{"micro_batch_size": [2, 4, 8], "gradient_accumulation_steps": [1, 2, 4]}]
+    base = Candidate(micro_batch_size=2, gradient_accumulation_steps=4)
+    same_batch = Setting(n_blocks=4, n_samples=4096, global_batch=(8, 8))
+    _, _, watcher = run(
+        tmp_path, Instant(loss), trials=3, space=space, sampler="grid", repeats=0, baseline=base, planned={"setting": same_batch}
+    )  # fmt: skip
+    said = [text for text in watcher.said if "train with another loss" in text or "the loss depends" in text]
+    assert said and all(("divide it by their number" in text) == sums for text in said)
+
+
 def test_a_trial_that_crashed_is_not_said_to_train_with_another_loss(tmp_path, unhurried):
     def contrastive(candidate):
         if candidate.micro_batch_size == 4:

@@ -16,6 +16,12 @@ SURE = 2.0
 # Share of the loss beyond which it is another objective, with which no training compares: a contrastive loss over
 # twice the samples begins log 2 higher.
 ANOTHER_OBJECTIVE = 0.15
+# Losses are to each other as the micro-batches where the ratios differ by less than this share: the weights move a little.
+SAME_RATIO = 0.03
+# What to do about a loss that is a sum over the samples.
+AVERAGE = (
+    "the loss is a sum over the samples of a micro-batch: divide it by their number, and micro-batches can be tuned"
+)
 
 
 def first_losses_off(
@@ -39,3 +45,14 @@ def first_losses_off(
     if not same_numerics and difference[0] * math.copysign(1.0, off) < least * scale:
         return 0.0
     return off / scale if abs(off) > max(reach, least * scale) else 0.0
+
+
+def sums_samples(off: float, micro_batch_size: int, baseline: int) -> bool:
+    """Whether a loss is the sum over the samples of a micro-batch: the first ones are to each other as the micro-batches are.
+
+    Args:
+        off: The share by which the first losses differ, as `first_losses_off` has it.
+        micro_batch_size: The trial's.
+        baseline: The baseline's micro-batch.
+    """
+    return bool(off) and math.isclose((1 + off) * baseline, micro_batch_size, rel_tol=SAME_RATIO)

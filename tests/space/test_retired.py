@@ -28,7 +28,8 @@ def test_the_older_name_of_bf16_counts_where_the_present_one_says_nothing():
         assert found.precision == precision
         made = found.to_deepspeed(config)
         assert "bfloat16" not in made
-        assert made.get("bf16") == ({"enabled": True, "check_grad_overflow": False} if precision == "bf16" else None)
+        on = precision == "bf16"
+        assert made["bf16"] == ({"enabled": True, "check_grad_overflow": False} if on else {"enabled": False})
 
 
 @pytest.mark.parametrize(

@@ -352,7 +352,9 @@ def recorded_runner(
     history = History(storage.engine)
     history.drop_orphans()
     recorder = HistoryRecorder(storage, plan.spec.name, 0, plan.workload, plan.world_size)
-    known = warm_start.related(storage, history, plan) if learn and plan.spec.sampler == "physics" else None
+    known = (
+        warm_start.related(storage, history, plan, folder.parent) if learn and plan.spec.sampler == "physics" else None
+    )
     warm = None
     if known is not None:
         first = [c for c in known.best if plan.space.contains(c, plan.baseline)][: warm_start.MAX_FIRST]

@@ -130,6 +130,11 @@ class Retuning:
         """Folder of this re-tuning's files."""
         return records.retuning_path(self.folder, self.generation)
 
+    @property
+    def _current_folder(self) -> Path:
+        """Folder of the study that holds the answer."""
+        return Path(self.report.study["folder"])
+
     def begin(self) -> None:
         """Begin, or continue an interrupted re-tuning; an AttemptsError if it was killed `MOST_ATTEMPTS` times."""
         self.history.drop_orphans()
@@ -288,7 +293,7 @@ class Retuning:
         best = [self.incumbent, *good]
         touched = fingerprint.touched(changes)
         space = fingerprint.narrowed(found.space, touched, [c.values() for c in (*best, found.baseline)])
-        known = warm_start.from_study(self.storage, self.current.study_name, "the study itself")
+        known = warm_start.from_study(self.storage, self.current.study_name, self._current_folder, "the study itself")
         # As much of the old front as the trials allow; the search may propose the rest.
         first = (self.incumbent, *_by_worth(good, known)[: n // FRONT_EVERY])
         # The front is known; the search needs one configuration that is better than the present one.
@@ -304,7 +309,7 @@ class Retuning:
         if reason is not None:
             return DriftCheck.cannot_run(CANNOT_RUN.format(reason))
         then = comparison.earlier_ratio(
-            analysed.measured(self.current, Path(self.report.study["folder"]), self.kept), self.incumbent, plan.baseline
+            analysed.measured(self.current, self._current_folder, self.kept), self.incumbent, plan.baseline
         )
         sides = {"incumbent": self.incumbent, "baseline": plan.baseline}
         self.observer.say(f"measuring what is in use ({self.incumbent.describe()}) and the baseline again, in turns")

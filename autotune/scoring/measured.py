@@ -121,6 +121,11 @@ class Measured:
         return failed or (self.branch_wanted and self.branch is not None and not self.branch.confirmed)
 
     @property
+    def refused(self) -> bool:
+        """Whether it is barred by more than a branch that could not tell."""
+        return self.barred and not (self.branch is not None and self.branch.confirmed is None)
+
+    @property
     def numerics(self) -> str:
         """What decides how it trains, but for the batch: its numerics, and what DeepSpeed does not get of them."""
         return json.dumps(

@@ -85,7 +85,7 @@ class Proposer:
 
     def refused(self) -> set[int]:
         """The trials that a check has refused."""
-        return {m.trial for m in self._state.measured() if m.barred and not (m.branch and m.branch.confirmed is None)}
+        return {m.trial for m in self._state.measured() if m.refused}
 
     def advisor(self) -> PhysicsSampler:
         """The physics sampler, which judges candidates also where another sampler proposes them."""

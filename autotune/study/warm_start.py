@@ -101,8 +101,10 @@ class PriorStudy:
         )
 
 
-def from_study(storage: Storage, name: str, relation: str, doubt: float = transfer.SAME_MODEL) -> PriorStudy | None:
-    """The study to learn from; None if it has too few trials, or cannot be read."""
+def from_study(
+    storage: Storage, name: str, folder: Path, relation: str, doubt: float = transfer.SAME_MODEL
+) -> PriorStudy | None:
+    """The study of a folder to learn from; None if it has too few trials, or cannot be read."""
     try:
         study = records.load_study(storage, name)
         kept = records.record(study)
@@ -112,14 +114,19 @@ def from_study(storage: Storage, name: str, relation: str, doubt: float = transf
     except UserError:
         return None
     sampler.proposes = False  # it only judges
+    sampler.refused = analysed.refused(study, folder, kept)  # which is none of its best
     told = sampler.told(study)
     if sum(t.outcome in RAN for t in told) < transfer.ENOUGH:
         return None
     return PriorStudy(name=name, relation=relation, kept=kept, told=told, doubt=doubt, guide=sampler.guide)
 
 
-def related(storage: Storage, history: History, found: Plan) -> PriorStudy | None:
-    """The study to learn from: of the same model on this machine, else of a model with the same blocks on as many ranks."""
+def related(storage: Storage, history: History, found: Plan, studies: Path) -> PriorStudy | None:
+    """The study to learn from: of the same model on this machine, else of a model with the same blocks on as many ranks.
+
+    Args:
+        studies: The folder of all studies.
+    """
     workload = found.workload
     for row in history.studies_alike(workload.structure, asdict(workload.environment), found.world_size):
         if row["study"] == found.spec.name:
@@ -132,7 +139,8 @@ def related(storage: Storage, history: History, found: Plan) -> PriorStudy | Non
         name = records.generation_name(row["study"], row["generation"]) if row["generation"] else row["study"]
         model = "the same model" if same else f"a model of {row['n_parameters']:,} parameters with the same blocks"
         doubt = transfer.SAME_MODEL if same and same_ranks else transfer.RELATED_MODEL
-        known = from_study(storage, name, f"{model} on this machine", doubt)
+        folder = records.study_folder(name, studies, str(storage.url))
+        known = from_study(storage, name, folder, f"{model} on this machine", doubt)
         blocks = workload.block_class
         if known is not None and (same or (blocks and known.kept.workload.block_class == blocks)):
             return known

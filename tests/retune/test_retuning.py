@@ -397,6 +397,20 @@ def test_a_new_study_of_the_same_model_starts_from_what_an_earlier_one_found(tmp
     assert told[1] == Candidate.of(best)
 
 
+def test_a_new_study_does_not_begin_with_what_the_checks_of_an_earlier_one_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("autotune.study.budget.CHECK_SHARE", 1e9)  # no trial takes time here
+    worse = lambda c: replace(report(c), losses=[3.0 * (c.precision == "bf16") + x for x in report(c).losses])  # noqa: E731
+    changes = {**STUDY, "sampler": "physics", "stop_below": 0.0, "trials": 8, "repeats": 1}
+    planned = {"workload": replace(WORKLOAD, structure="abc")}
+    first = recorded(tmp_path, Instant(worse), planned=planned, **changes, name="a")
+    first.run()
+    refused = {m.candidate for m in first.state.measured() if m.refused}
+    assert any(candidate.precision == "bf16" for candidate in refused)
+    later = recorded(tmp_path, Instant(worse), learn=True, planned=planned, **changes, name="t")
+    later.run()
+    assert records.told_candidate(records.told_trials(later.study)[1]) not in refused
+
+
 @pytest.mark.parametrize(
     ("structure", "ranks", "doubt"), [("abc", 1, 0.5), ("abc", 2, 0.8), ("d", 1, 0.8), ("d", 2, None)]
 )
@@ -407,7 +421,7 @@ def test_a_model_with_the_same_blocks_teaches_only_on_as_many_ranks(tmp_path, st
     storage = records.open_storage(records.default_url(tmp_path))
     new = plan_of(spec_of(**STUDY | {"name": "new"}))
     new = replace(new, world_size=ranks, workload=replace(WORKLOAD, structure=structure))
-    known = warm_start.related(storage, History(storage.engine), new)
+    known = warm_start.related(storage, History(storage.engine), new, tmp_path)
     assert (known and known.doubt) == doubt
 
 
@@ -418,7 +432,7 @@ def test_of_two_studies_of_the_same_model_the_one_on_as_many_ranks_teaches(tmp_p
         recorded(tmp_path, Instant(), planned=planned | {"world_size": ranks}, **changes | {"name": name}).run()
     storage = records.open_storage(records.default_url(tmp_path))
     new = replace(plan_of(spec_of(**STUDY | {"name": "new"})), **planned)
-    known = warm_start.related(storage, History(storage.engine), new)
+    known = warm_start.related(storage, History(storage.engine), new, tmp_path)
     assert known.name == "a"
 
 
@@ -431,9 +445,9 @@ def test_a_study_whose_space_cannot_be_read_teaches_nothing_and_stops_no_other(t
     changes = {**STUDY, "name": "a", "sampler": "physics", "stop_below": 0.0, "trials": 5}
     runner = recorded(tmp_path, Instant(), **changes)
     runner.run()
-    assert warm_start.from_study(runner.storage, "a", "the same model on this machine") is not None
+    assert warm_start.from_study(runner.storage, "a", tmp_path / "a", "the same model on this machine") is not None
     monkeypatch.setattr(analysed, "search_of", refuse)
-    assert warm_start.from_study(runner.storage, "a", "the same model on this machine") is None
+    assert warm_start.from_study(runner.storage, "a", tmp_path / "a", "the same model on this machine") is None
 
 
 def test_a_deleted_study_leaves_no_rows(tmp_path):

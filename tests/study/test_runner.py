@@ -53,14 +53,21 @@ def test_a_quick_study_ends_when_no_trial_is_worth_its_time_and_repeats_only_wha
 
 
 @pytest.mark.parametrize(
-    ("changes", "where"), [({"quick": True, "repeats": 0}, "trials"), ({"repeats": 1}, "repeats"), ({"finalists": 0}, "trials")]
+    ("changes", "where"),
+    [({"quick": True, "repeats": 0}, "trials"), ({"repeats": 1}, "repeats"), ({"finalists": 0}, "trials")],
 )
 def test_an_evaluation_that_must_fit_is_tried_also_where_nothing_is_measured_again(tmp_path, changes, where):
     """A quick study said nothing of it, and never ran it."""
     runner, _, _ = run(tmp_path, trials=3, with_eval=True, **changes)
     asked = [records.trial_path(runner.state.folder, m.trial) for m in runner.state.measured()]
-    again = [path for m in runner.state.measured() for path in records.repeat_paths(runner.state.folder, m.trial).values()]
-    tried = {path for path in (*asked, *again) if (tail := record_in(TrialDir(path).request, TrialRequest).tail) and tail.evaluate}
+    again = [
+        path for m in runner.state.measured() for path in records.repeat_paths(runner.state.folder, m.trial).values()
+    ]
+    tried = {
+        path
+        for path in (*asked, *again)
+        if (tail := record_in(TrialDir(path).request, TrialRequest).tail) and tail.evaluate
+    }
     assert tried >= set(asked if where == "trials" else again) and tried
     assert where == "trials" or not tried & set(asked)
 

@@ -77,6 +77,12 @@ def _apart_by_micro_batch(found: Sequence[Measured], baseline: Candidate, most: 
     ]
 
 
+def refused(study: Study, folder: Path, kept: StudyRecord) -> set[int]:
+    """The trials of a study that a check has refused, by number."""
+    own = kept.ds_config(Candidate.from_key(kept.baseline))
+    return {each.number for each in records.told_trials(study) if _as_measured(each, folder, kept, own).refused}
+
+
 def search_of(study: Study, kept: StudyRecord) -> tuple[SearchSpace, PhysicsSampler]:
     """The space that a study searches, and the sampler that judges its candidates."""
     search, weights = kept.search, {each.metric: each.weight for each in kept.objectives}

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 from optuna.study import Study
@@ -25,6 +26,9 @@ from autotune.trial.profile import Floats
 class Expectations:
     """The search model of a study with all of its trials.
 
+    Args:
+        folder: The study's folder.
+
     Attributes:
         told: The trials that taught the model something.
 
@@ -32,12 +36,12 @@ class Expectations:
         StoreError: autotune did not make the study, or died while it did.
     """
 
-    def __init__(self, study: Study) -> None:
+    def __init__(self, study: Study, folder: Path) -> None:
         kept = records.record(study)
         if kept is None:
             raise StoreError(f"study {study.study_name!r} in this database was not made by autotune")
         search, self._setting = kept.search, kept.search.setting
-        self._space, sampler = analysed.search_of(study, kept)
+        self._space, sampler = analysed.search_of(study, folder, kept)
         sampler.quick = bool(records.stated_settings(study).get("quick"))  # as the search that ended the study
         self.baseline = Candidate.from_key(kept.baseline)
         self.objectives: Sequence[Objective] = kept.objectives

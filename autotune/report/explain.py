@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from optuna.study import Study
@@ -81,7 +82,7 @@ class Evidence:
     """
 
     def __init__(self, study: Study, report: StudyReport) -> None:
-        self.expected = Expectations(study)
+        self.expected = Expectations(study, Path(report.study["folder"]))
         self.report = report
         self.trials = [trial for trial in report.trials if trial["metrics"] or trial["outcome"] != Outcome.COMPLETE]
         pick = report.picks.get("recommended")

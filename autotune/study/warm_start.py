@@ -110,11 +110,10 @@ def from_study(
         kept = records.record(study)
         if kept is None:
             return None
-        _, sampler = analysed.search_of(study, kept)
+        _, sampler = analysed.search_of(study, folder, kept)
     except UserError:
         return None
     sampler.proposes = False  # it only judges
-    sampler.refused = analysed.refused(study, folder, kept)  # which is none of its best
     told = sampler.told(study)
     if sum(t.outcome in RAN for t in told) < transfer.ENOUGH:
         return None

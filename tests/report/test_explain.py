@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from autotune.cli.app import app
 from autotune.errors import UserError
 from autotune.report import load
+from autotune.report.expectations import Expectations
 from autotune.report.explain import Evidence
 from autotune.space.candidate import Candidate
 from autotune.study.spec.yaml_file import read_setting
@@ -324,3 +325,13 @@ def test_the_command_prints_words_or_json(folder, monkeypatch):
     assert (data["candidate"]["micro_batch_size"], data["candidate"]["precision"]) == (4, "fp32")
     both = CliRunner().invoke(app, ["explain", "s", "--why-not", "zero_stage=1", "--what-if", "zero_stage=1"])
     assert isinstance(both.exception, UserError) and "not both" in str(both.exception)
+
+
+def test_what_a_check_refused_is_not_what_further_trials_have_to_beat(tmp_path, monkeypatch):
+    """The search knew it, and `explain` said that less was left to gain."""
+    monkeypatch.setattr("autotune.study.budget.CHECK_SHARE", 1e9)  # no trial takes time here
+    worse = lambda c: report(c, losses=[3.0 * (c.precision == "bf16") + x for x in report(c).losses])  # noqa: E731
+    runner = runner_of(tmp_path, Instant(worse), space=[{"precision": ["fp32", "bf16"]}], trials=2)
+    runner.run()
+    expected, refused = Expectations(runner.study, runner.state.folder), runner.proposer.refused()
+    assert refused == {1} and [seen.eligible for seen in expected.told] == [True, False]

@@ -77,14 +77,8 @@ def _apart_by_micro_batch(found: Sequence[Measured], baseline: Candidate, most: 
     ]
 
 
-def refused(study: Study, folder: Path, kept: StudyRecord) -> set[int]:
-    """The trials of a study that a check has refused, by number."""
-    own = kept.ds_config(Candidate.from_key(kept.baseline))
-    return {each.number for each in records.told_trials(study) if _as_measured(each, folder, kept, own).refused}
-
-
-def search_of(study: Study, kept: StudyRecord) -> tuple[SearchSpace, PhysicsSampler]:
-    """The space that a study searches, and the sampler that judges its candidates."""
+def search_of(study: Study, folder: Path, kept: StudyRecord) -> tuple[SearchSpace, PhysicsSampler]:
+    """The space that a study searches, and the sampler that judges its candidates, by what its checks refused, too."""
     search, weights = kept.search, {each.metric: each.weight for each in kept.objectives}
     where = f"study {study.study_name}"
     space = replace(SearchSpace.stored(search.space, where), samples_per_rank=search.samples_per_rank)
@@ -92,7 +86,9 @@ def search_of(study: Study, kept: StudyRecord) -> tuple[SearchSpace, PhysicsSamp
         space, Candidate.from_key(kept.baseline), search.setting, 0, prior=generic_prior(kept.workload, search.setting),
         metrics=weights, memory_limit_bytes=search.memory_limit_bytes, bounds=search.bounds,
     )  # fmt: skip
-    sampler.later = measured_later(records.told_trials(study))
+    told, own = records.told_trials(study), kept.ds_config(Candidate.from_key(kept.baseline))
+    sampler.later = measured_later(told)
+    sampler.refused = {each.number for each in told if _as_measured(each, folder, kept, own).refused}
     return space, sampler
 
 

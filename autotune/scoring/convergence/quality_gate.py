@@ -196,9 +196,7 @@ def judge(
     }
     if n < LEAST_STEPS:
         # A check has the time for more, unless its deadline is near.
-        few = (
-            f"{n} steps are too few to compare loss curves; --fresh with a longer --trial-deadline gives time for more"
-        )
+        few = f"{n} steps are too few to compare loss curves; --fresh with a longer --trial-deadline gives more"
         return GateVerdict(passed=None, reason=few, **kept)
     own, base, *others = (curve[:n] for curve in curves)
     if not np.isfinite(own).all():

@@ -60,8 +60,9 @@ def _step_time(result: TrialResult, _: Reference | None) -> Estimate | None:
     if result.steps is None or not result.steps.median_s > 0:
         return None
     median, half = result.steps.median_s, half_width(result.steps)
-    # A tenth stands for an end at zero, of which there is neither a logarithm, by which trials are compared, nor a rate.
-    return Estimate(value=median, low=max(median / 10, median - half), high=median + half)
+    # An interval as wide as the value says that its spread is not known, as of steps that were timed together: its end is zero. Where
+    # steps were seen to differ by more, a tenth stands for that end: zero has no logarithm, by which trials are compared.
+    return Estimate(value=median, low=max(median / 10 if half > median else 0.0, median - half), high=median + half)
 
 
 def _rate(
@@ -74,7 +75,8 @@ def _rate(
         if time is None or not n:
             return None
         rate = rate_of(result, counted)
-        return rate or Estimate(value=n / time.value, low=n / time.high, high=n / time.low)
+        # The reciprocal of an interval that reaches zero has no end; ten times the rate stands for it.
+        return rate or Estimate(value=n / time.value, low=n / time.high, high=n / max(time.low, time.value / 10))
 
     return of
 

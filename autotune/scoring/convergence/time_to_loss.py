@@ -108,7 +108,7 @@ def time_to_loss(result: TrialResult, reference: Reference | None) -> Estimate |
     low, high = (float(bound) for bound in np.quantile(drawn_s, (0.025, 0.975)))
     if censored[0]:
         high = max(high, EXTRAPOLATION_CAP * seen / batch * step_s)
-    # As for a step time, a tenth stands for an end at zero, which the logarithms of intervals do not know.
+    # A tenth stands for an end at zero, of which there is no logarithm, by which trials are compared.
     low = max(value / 10, min(low, value))
     return Estimate(value=value, low=low, high=max(high, value), censored=bool(censored[0]))
 

@@ -20,6 +20,8 @@ TIE = 0.005
 # Name of the pick for the best trial that only a trial can run, where it beats those that the user can.
 OUT_OF_REACH = "out_of_reach"
 MEMORY = "peak_memory_bytes"
+# Peaks of memory that differ by less than this share are the same: no device has room for one and not for the other.
+SAME_MEMORY = 0.01
 PICKS: dict[str, str] = {
     "lowest_latency": "step_time_s",
     "highest_throughput": "samples_per_s",
@@ -211,18 +213,30 @@ def _extremes(
         if not told:
             continue
         told.sort(key=lambda m: (-improvement(log_ratio(m, ranked[0], metric), metric), m is not estimates.baseline))
+        if metric == MEMORY:
+            told = _same_memory_apart(told, estimates, objectives)
         best = next((m for m in told if m.trial in passed), None)
         unchecked += [m for m in (told[: told.index(best)] if best is not None else told) if not m.barred][:1]
         if best is not None:
             best = _confirmed(best, sound, estimates, metric)
             ran = [m for m in estimates.measured if m.outcome is Outcome.COMPLETE and m.metrics.get(metric)]
-            ahead = {m.trial in passed for m in ran if improvement(log_ratio(m, best, metric), metric) > 0}
+            least = SAME_MEMORY if metric == MEMORY else 0.0
+            ahead = {m.trial in passed for m in ran if improvement(log_ratio(m, best, metric), metric) > least}
             of = ["keep the constraints and passed their checks"] if False in ahead else []
             of += ["were measured again"] if True in ahead else []  # `_confirmed` passed by one that was not
             why = f"the best {METRICS[metric].label} of all that {' and '.join(of) or 'ran'}"
             said = [*words(best, estimates, objectives), *checked(best), *passed_by(told[0], best)]
             picks[name] = replace(_pick(best, estimates, [why, *said]), first=told[0])
     return picks, unchecked
+
+
+def _same_memory_apart(
+    told: Sequence[Measured], estimates: Estimates, objectives: Sequence[Objective]
+) -> list[Measured]:
+    """The trials with the least memory first: of those with the same, the baseline, then the best compromise."""
+    same = [m for m in told if improvement(log_ratio(told[0], m, MEMORY), MEMORY) < SAME_MEMORY]
+    same.sort(key=lambda m: (m is not estimates.baseline, -log_gain(m, told[0], objectives)))
+    return [*same, *(m for m in told if m not in same)]
 
 
 def _better_by_one(best: Measured, extremes: Mapping[str, Pick], known: Measured) -> list[str]:

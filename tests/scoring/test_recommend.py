@@ -291,6 +291,16 @@ def test_of_equal_memory_the_baseline_has_the_least():
     assert chosen(found) == 1 and chosen(found, "lowest_memory") == 0
 
 
+def test_a_bit_less_memory_is_no_pick_that_costs_throughput():
+    """It read `lowest memory: trial 1, 1.00x the baseline's peak memory, at 0.74x the throughput`."""
+    base, slow = measured(0, 0.1, 100e6), measured(1, 0.13, 99.7e6, zero_stage=1)
+    assert chosen(recommend([base, slow], [THROUGHPUT]), "lowest_memory") == 0
+    small, quick = measured(2, 0.4, 50e6, zero_stage=2), measured(3, 0.08, 50.2e6, zero_stage=3)
+    found = recommend([base, slow, small, quick], [THROUGHPUT])
+    assert chosen(found, "lowest_memory") == 3
+    assert reasons(found, "lowest_memory").startswith("the best peak memory of all that ran")
+
+
 def test_a_gain_that_reads_as_one_is_said_to_be_equal():
     """As the tables do; it was `1.00x better (not to be told from equal)`."""
     found = recommend([measured(0, 0.1), measured(1, 0.05, 100.1e6, micro=16)], [THROUGHPUT, MEMORY])
@@ -522,7 +532,7 @@ def test_a_pick_is_the_best_of_those_only_that_it_was_taken_from():
         ci95 = {**m.ci95, "peak_memory_bytes": (0.8 * peak, 1.2 * peak)}
         return replace(m, metrics={**m.metrics, "peak_memory_bytes": peak}, ci95=ci95, repeats=repeats)
 
-    base, again, once = takes(base, 2.0e9), takes(again, 1.01e9), takes(once, 1.0e9)
+    base, again, once = takes(base, 2.0e9), takes(again, 1.02e9), takes(once, 1.0e9)
     found = recommend([base, again, once], [LATENCY])
     assert chosen(found, "lowest_memory") == 1
     assert "the best peak memory of all that were measured again" in reasons(found, "lowest_memory")

@@ -214,7 +214,7 @@ def _extremes(
             continue
         told.sort(key=lambda m: (-improvement(log_ratio(m, ranked[0], metric), metric), m is not estimates.baseline))
         if metric == MEMORY:
-            told = _same_memory_apart(told, estimates, objectives)
+            told = _least_memory_first(told, estimates, objectives)
         best = next((m for m in told if m.trial in passed), None)
         unchecked += [m for m in (told[: told.index(best)] if best is not None else told) if not m.barred][:1]
         if best is not None:
@@ -230,13 +230,13 @@ def _extremes(
     return picks, unchecked
 
 
-def _same_memory_apart(
+def _least_memory_first(
     told: Sequence[Measured], estimates: Estimates, objectives: Sequence[Objective]
 ) -> list[Measured]:
-    """The trials with the least memory first: of those with the same, the baseline, then the best compromise."""
-    same = [m for m in told if improvement(log_ratio(told[0], m, MEMORY), MEMORY) < SAME_MEMORY]
-    same.sort(key=lambda m: (m is not estimates.baseline, -log_gain(m, told[0], objectives)))
-    return [*same, *(m for m in told if m not in same)]
+    """Trials that are sorted by memory; of those with as little as the first, the baseline leads, then the best compromise."""
+    n_same = sum(improvement(log_ratio(told[0], m, MEMORY), MEMORY) < SAME_MEMORY for m in told)
+    same = sorted(told[:n_same], key=lambda m: (m is not estimates.baseline, -log_gain(m, told[0], objectives)))
+    return [*same, *told[n_same:]]
 
 
 def _better_by_one(best: Measured, extremes: Mapping[str, Pick], known: Measured) -> list[str]:

@@ -12,7 +12,7 @@ from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.space.candidate import Candidate, from_deepspeed
-from autotune.space.deepspeed import DsConfig, Scalar, precision_of, without_auto
+from autotune.space.deepspeed import DsConfig, Scalar, is_int, precision_of, without_auto
 from autotune.study.setup import sums
 from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
@@ -379,10 +379,11 @@ def _unmoved(spec: StudySpec, probed: Probed, name: str) -> str:
     return f"no flag, constant or DataLoader moves it. {REMEDY[name]}{named if same else ''}"
 
 
-def _constants(spec: StudySpec) -> list[tuple[str, object]]:
-    """Returns the script's constants whose values are written out."""
+def _constants(spec: StudySpec) -> list[tuple[str, int]]:
+    """Returns the script's constants that are written out as whole numbers."""
     found = module_constants(ast.parse(Path(spec.target).read_bytes()).body)
-    return [(name, node.value.value) for name, node in found if isinstance(node.value, ast.Constant)]
+    values = [(name, node.value.value) for name, node in found if isinstance(node.value, ast.Constant)]
+    return [(name, value) for name, value in values if is_int(value)]
 
 
 def _micro_batches_per_constant(spec: StudySpec, probed: Probed) -> int:
@@ -390,7 +391,7 @@ def _micro_batches_per_constant(spec: StudySpec, probed: Probed) -> int:
     micro = probed.micro_batch_size or 0
     carriers = [name for name, text in spec.script_set.items() if templates_in([text]) == ("micro_batch_size",)]
     for name, value in _constants(spec):
-        if name in carriers and isinstance(value, int) and micro and value % micro == 0:
+        if name in carriers and micro and value % micro == 0:
             return value // micro
     return 0
 

@@ -220,7 +220,7 @@ class BatchObserver:
             self._unsure = None
             self._forward(args, kwargs)  # a loss may call the model more than once for one micro-batch
             return
-        draws = self._draws.set_aside(_shape_of(args, kwargs))  # the last draw was for evaluation
+        draws = self._draws.set_aside(_shape(counted_tensor(args, kwargs)))  # the last draw was for evaluation
         self._unsure = (args, kwargs, draws) if torch.is_grad_enabled() and self._fresh else None
 
     def micro_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -229,7 +229,8 @@ class BatchObserver:
         self._forward(args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        tensor, shape = counted_tensor(args, kwargs), _shape_of(args, kwargs)
+        tensor = counted_tensor(args, kwargs)
+        shape = _shape(tensor)
         drawn, same_kind = self._use(shape) if self._fresh else (None, False)
         rows = shape[self._sample_dim if len(shape) > self._sample_dim else 0] if shape else 0
         self._elements += sum(one.numel() for one in tensors_in((args, dict(kwargs))))
@@ -256,7 +257,7 @@ class BatchObserver:
             varies: Whether the loader's draws differ within an epoch, and not only at its end.
         """
         self._draws_vary = self._draws_vary or varies
-        self._draws.add((n_samples, _shape_of((batch,), {})))
+        self._draws.add((n_samples, _shape(counted_tensor((batch,), {}))))
         self._loader_ended, self._latest_draw = False, n_samples or 0
 
     def ended(self) -> None:
@@ -400,8 +401,7 @@ class BatchObserver:
         return n, drawn_shape[:dim] + drawn_shape[dim + 1 :] == shape[:dim] + shape[dim + 1 :]
 
 
-def _shape_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    tensor = counted_tensor(args, kwargs)
+def _shape(tensor: Tensor | None) -> tuple[int, ...]:
     return tuple(tensor.shape) if tensor is not None else ()
 
 

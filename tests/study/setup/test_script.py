@@ -77,7 +77,8 @@ def test_a_script_that_ignores_a_template_is_not_said_to_lack_one(name):
 def test_the_constants_that_may_carry_what_does_not_move_are_named(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
-        "import deepspeed\nengine, *_ = deepspeed.initialize()\nlr, seed = 4, 4\nn = 5; batch_size = 4\naccum: int = 4\nsteps = 2 * 2\n"
+        "import deepspeed\nengine, *_ = deepspeed.initialize()\n"
+        "lr, seed = 4, 4\nn = 5; verbose = True; batch_size = 4\naccum: int = 4\nsteps = 2 * 2\n"
     )
     spec, probed = (
         StudySpec.of(script, {"ranks": 1}),

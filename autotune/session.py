@@ -46,7 +46,10 @@ from autotune.trial.target import is_yaml
 
 STUDIES = Path("studies")
 # What is said of a run that was stopped before its study began; a busy baseline is measured again in place of its first measurement.
-NOTHING_KEPT = "stopped before the baseline was measured to its end; nothing to keep: the same {} begins anew"
+NOTHING_KEPT = (
+    "stopped before the baseline, and the gradient noise scale where it is needed, were measured to their end; nothing to keep:"
+    " the same {} begins anew"
+)
 # The first proposal needs these parts of scipy, which imports them when they are first used; the engine starts meanwhile.
 NEEDED_FIRST = ("scipy.linalg", "scipy.special")
 # Ranks that do nothing for a longer share of a time budget seem to hang.

@@ -76,6 +76,14 @@ def _copied_databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_disks() -> Iterator[None]:
+    """Has no file of this process wait for its disk: no power fails in a test, and a study waits fifty times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
 @pytest.fixture
 def zoo(executor: LocalExecutor, tmp_path: Path) -> Iterator[Zoo]:
     """Runs trials on the session's server; afterwards nothing of them may be left."""

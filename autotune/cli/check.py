@@ -146,8 +146,8 @@ def _print_script(script: Mapping[str, Any], console: Console) -> None:
     batch = f"micro-batch {script['micro_batch_size']}, accumulation {script['gradient_accumulation_steps']}"
     console.print(f"script     {script['family']}, {backward}; {batch}")
     console.print(f"can move   {', '.join(script['movable']) or 'neither micro-batch nor accumulation'}")
-    for change in script["moved_by"]:
-        console.print(f"           {change}")
+    for n, change in enumerate(script["moved_by"]):
+        console.print(f"{'' if n else 'tried with':<10} {change}")
 
 
 def _condition(when: Mapping[str, Sequence[Any]]) -> str:

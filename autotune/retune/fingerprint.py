@@ -144,7 +144,7 @@ class Fingerprint:
     @classmethod
     def now(cls, found: Plan) -> "Fingerprint":
         """The fingerprint of the same target on this machine now."""
-        return cls(values=_plain(_known(found.workload, found.world_size, _plain(found.fingerprint()))))
+        return cls(values=_plain(_known(found.workload, found.world_size, _plain(found.fingerprint))))
 
     def digest(self) -> str:
         """A digest of the fingerprint."""

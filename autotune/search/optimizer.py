@@ -145,7 +145,9 @@ class CandidateOptimizer:
         self._offered = np.zeros(0, dtype=bool)
         self._note([reference, *candidates])
         self.add(candidates)
-        self._last: tuple[list[Observation], CostModel] | None = None
+        self._learned: list[
+            tuple[list[Observation], CostModel]
+        ] = []  # the last two: `stopping.settled` leaves out a trial
 
     def add(self, candidates: Sequence[Candidate]) -> None:
         """More candidates to choose from; those that are there stay."""
@@ -285,11 +287,12 @@ class CandidateOptimizer:
     # Learning
 
     def _learn(self, told: Sequence[Observation]) -> CostModel:
-        if self._last is not None and self._last[0] == list(told):
-            return self._last[1]
+        for known, learned in self._learned:
+            if known == list(told):
+                return learned
         self._note(t.candidate for t in told)
         learned = learn(self.catalogue, self.metrics, self.world_size, self.limit, self.bounds, told)
-        self._last = list(told), learned
+        self._learned = [(list(told), learned), *self._learned[:1]]
         return learned
 
     def _note(self, candidates: Iterable[Candidate]) -> None:

@@ -106,7 +106,7 @@ class StudyState:
 
         That is settings, the text of the target, and what was found in it: model and data may come from other files.
         """
-        found = list(_differences(kept.fingerprint, json.loads(json.dumps(self.plan.fingerprint()))))
+        found = list(_differences(kept.fingerprint, json.loads(json.dumps(self.plan.fingerprint))))
         named = [f"the text of {self.spec.target.name}" if name == "target" else name for name in found]
         return [*named, *_found_otherwise(kept.workload, self.plan.workload)]
 
@@ -185,7 +185,7 @@ class StudyState:
         """The record that is kept with the study."""
         plan = self.plan
         return StudyRecord(
-            fingerprint=plan.fingerprint(),
+            fingerprint=plan.fingerprint,
             target=os.path.relpath(plan.spec.target, self.folder),
             world_size=plan.world_size,
             base_config=plan.base_config,

@@ -27,6 +27,7 @@ def settle(script: Path, working_dir: str | None = None) -> None:
     places += [Path(working_dir).absolute()] if working_dir else []
     _roots[:] = dict.fromkeys(f"{_project_of(place)}{os.sep}" for place in places)
     _is_users.cache_clear()
+    _is_library.cache_clear()
 
 
 def holds(path: str) -> bool:
@@ -41,20 +42,19 @@ def _is_users(path: str) -> bool:
         return False
     # The innermost root counts: a project may lie inside another project's environment.
     root = max((root for root in _roots if path.startswith(root)), key=len, default="")
-    return bool(root) and not _is_library(Path(path), Path(root))
+    return bool(root) and not _is_library(Path(path).parent, Path(root))
 
 
-def _is_library(path: Path, root: Path) -> bool:
-    """Returns whether a file in the project belongs to an environment, an installation folder or a framework there."""
-    for folder in path.parents:
-        if folder == root.parent:
-            return False
-        framework = folder.name in FRAMEWORKS and folder != root and (folder / "__init__.py").exists()
-        if framework or folder.name in ("site-packages", "dist-packages") or (folder / "pyvenv.cfg").exists():
-            return True
-        if any(folder.glob("*.dist-info")):  # made by `pip install --target`
-            return True
-    return False
+@functools.cache
+def _is_library(folder: Path, root: Path) -> bool:
+    """Returns whether a folder in the project belongs to an environment, an installation folder or a framework there."""
+    if folder == root.parent:
+        return False
+    framework = folder.name in FRAMEWORKS and folder != root and (folder / "__init__.py").exists()
+    if framework or folder.name in ("site-packages", "dist-packages") or (folder / "pyvenv.cfg").exists():
+        return True
+    installed = any(folder.glob("*.dist-info"))  # made by `pip install --target`
+    return installed or _is_library(folder.parent, root)
 
 
 def _project_of(place: Path) -> Path:

@@ -30,10 +30,18 @@ COMMANDS = (
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a finished study."""
+    folder = tmp_path_factory.mktemp("finished") / "studies"
+    recorded(folder, Instant(), trials=4, finalists=0).run()
+    return folder
+
+
 @pytest.fixture
-def database(tmp_path, monkeypatch):
-    """The database of a finished study, and commands that run in the folder above it."""
-    recorded(tmp_path / "studies", Instant(), trials=4, finalists=0).run()
+def database(finished, tmp_path, monkeypatch):
+    """The database of a copy of the study, and commands that run in the folder above it."""
+    shutil.copytree(finished, tmp_path / "studies")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "studies" / "autotune.db"
 

@@ -456,7 +456,7 @@ def test_a_deleted_study_leaves_no_rows(tmp_path):
     assert set(rows(tmp_path).values()) == {0}
 
 
-@pytest.mark.parametrize("still_there", [True, False])
+@pytest.mark.parametrize("still_there", [False, pytest.param(True, marks=pytest.mark.system)])
 def test_a_lost_database_takes_the_re_tuning_along_that_replaced_the_answer(tmp_path, still_there):
     """The answer went back to the one that had been replaced, and the next re-tuning wrote over the last one's files."""
     decision = retune(tmp_path, Instant(slow_bf16))

@@ -296,4 +296,4 @@ def test_the_optuna_parameters_are_those_of_the_candidate(tmp_path):
 
 def test_the_fingerprint_is_plain_data():
     plan = plan_of(spec_of())
-    assert json.loads(json.dumps(plan.fingerprint())) == plan.fingerprint()
+    assert json.loads(json.dumps(plan.fingerprint)) == plan.fingerprint

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import hashlib
 import io
 import math
@@ -160,8 +161,9 @@ class Plan:
             deadline_s=spec.trial_deadline_s, device_memory_bytes=spec.device_memory_bytes, script=self.script(candidate),
         )  # fmt: skip
 
+    @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """Returns what must be equal in two runs of one study, without secrets."""
+        """What must be equal in two runs of one study, without secrets; read once, so of the target with which the run began."""
         spec = self.spec
         return redaction.redact(
             {

@@ -130,8 +130,17 @@ def test_arguments_behind_a_command_of_a_study_reach_the_script(folder):
     assert spec.how().arguments == ("--lr", "1", "--steps", "3")
 
 
-@pytest.mark.parametrize("start", ["PYTHONPATH=lib", "export PYTHONPATH=lib;", "exec env PYTHONPATH=lib"])
-@pytest.mark.parametrize("launcher", ["python", "torchrun --nproc_per_node 2"])
+STARTS = ("PYTHONPATH=lib", "export PYTHONPATH=lib;", "exec env PYTHONPATH=lib")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "start"),
+    [
+        *(("python", start) for start in STARTS),
+        ("torchrun --nproc_per_node 2", STARTS[0]),
+        *(pytest.param("torchrun --nproc_per_node 2", start, marks=pytest.mark.system) for start in STARTS[1:]),
+    ],
+)
 def test_a_command_that_sets_the_path_of_modules_anew_is_seen_too(folder, start, launcher):
     """Its training was run, for up to three minutes, and was not found."""
     assert captured(f"{start} {launcher} train.py").environment["PYTHONPATH"] == "lib"

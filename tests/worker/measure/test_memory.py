@@ -139,7 +139,9 @@ os._exit(0)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("mib", "freed", "status"), [(128, False, 77), (128, True, 0), (8, False, 0)])
+@pytest.mark.parametrize(
+    ("mib", "freed", "status"), [(128, False, 77), (128, True, 0), pytest.param(8, False, 0, marks=pytest.mark.system)]
+)
 def test_a_supervisor_sees_the_growth_of_a_rank_that_does_nothing_for_it(mib, freed, status):
     watch = memory_watch.MemoryWatch()
     seconds = 60 if status else 0.5

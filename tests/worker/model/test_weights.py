@@ -17,7 +17,7 @@ pytestmark = pytest.mark.process
 WHOLE = {"min_samples": 10**9, "budget_s": 60.0}
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.system)])
 def test_a_trial_goes_on_from_the_weights_that_another_one_left(zoo, tmp_path, stage):
     path = tmp_path / "warm.pt"
     first = zoo.run("ok", zero_stage=stage, save_weights=str(path), max_steps=30, **WHOLE)

@@ -27,7 +27,7 @@ def first_steps(bench):
     return [(float(a), float(b)) for a, b in re.findall(r"^moved (\S+) shows (\S+)$", printed, re.MULTILINE)]
 
 
-@pytest.mark.parametrize("made", [(), ("--late",)])
+@pytest.mark.parametrize("made", [(), pytest.param(("--late",), marks=pytest.mark.system)])
 def test_every_update_has_the_trials_share_of_the_scripts_rate_and_its_schedule_is_left_alone(run, bench, made):
     run("rates.py", *made, steps=6)
     plain = first_steps(bench)
@@ -38,7 +38,10 @@ def test_every_update_has_the_trials_share_of_the_scripts_rate_and_its_schedule_
     assert [shown for _, shown in plain] == [shown for _, shown in scaled]
 
 
-@pytest.mark.parametrize("other", [{"zero_stage": 1}, {"zero_stage": 3}, {"precision": "bf16"}])
+@pytest.mark.parametrize(
+    "other",
+    [{"precision": "bf16"}, *(pytest.param({"zero_stage": stage}, marks=pytest.mark.system) for stage in (1, 3))],
+)
 def test_a_schedule_made_from_the_engines_optimizer_moves_the_rate_where_that_is_deepspeeds(run, bench, other):
     """torch's schedules refuse that one, so that most trials of such a script crashed."""
     plain = run("rates.py", "--late", steps=6)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.process
 STAGES, PARTITION = "pipeline.stages", "pipeline.partition"
 
 
-@pytest.mark.parametrize(("stages", "global_batch"), [(2, 16), (1, 32)])
+@pytest.mark.parametrize(("stages", "global_batch"), [(2, 16), pytest.param(1, 32, marks=pytest.mark.system)])
 def test_samples_are_those_of_the_data_parallel_ranks(bench, stages, global_batch):
     found = bench.plan("pipeline.py", "--stages", str(stages), ranks=2)
     assert found.workload.script.family == "DeepSpeed PipelineModule"

@@ -1,5 +1,6 @@
 """Training scripts in real ranks: what is found, what moves, what is refused."""
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -144,13 +145,10 @@ def test_the_flags_that_carry_something_are_known_by_all_their_names(bench, tmp_
 @pytest.mark.parametrize(
     ("style", "overrides", "expected"),
     [
-        *(
-            (style, {}, (8, 2, BOTH))
-            for style in ("workers", "batch sampler", "packed", "another model", "text flag", "evaluation mode")
-        ),
+        *((style, {}, (8, 2, BOTH)) for style in ("workers", "packed", "evaluation mode")),
         *(
             pytest.param(style, {}, (8, 2, BOTH), marks=pytest.mark.system)
-            for style in ("critic", "evaluates", "by name")
+            for style in ("batch sampler", "another model", "text flag", "critic", "evaluates", "by name")
         ),
         ("own sampler", {}, (8, 2, ACCUM)),
         ("iterable", {}, (8, 2, ACCUM)),
@@ -337,21 +335,28 @@ def test_what_does_not_move_is_frozen_with_the_remedy(bench):
     assert any("--set NAME={micro_batch_size}" in note for note in found.notes)
 
 
+RUNS = {
+    "z0": {"zero_stage": 0, "micro_batch_size": 2, "gradient_accumulation_steps": 1},
+    "z1": {"zero_stage": 1, "precision": "bf16", "micro_batch_size": 4, "checkpoint_every": 1},
+    "z2": {"zero_stage": 2, "micro_batch_size": 3, "gradient_accumulation_steps": 3},
+    "z3": {"zero_stage": 3, "precision": "torch_autocast", "micro_batch_size": 5, "checkpoint_every": 2},
+}
+RUN_NOW = {"training_data.py": "z3", "own_loader.py": "z0", "from_engine.py": "z1"}
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("name", "cell"),
     [
-        {"zero_stage": 0, "micro_batch_size": 2, "gradient_accumulation_steps": 1},
-        {"zero_stage": 1, "precision": "bf16", "micro_batch_size": 4, "checkpoint_every": 1},
-        pytest.param(
-            {"zero_stage": 2, "micro_batch_size": 3, "gradient_accumulation_steps": 3}, marks=pytest.mark.system
+        *RUN_NOW.items(),
+        *(
+            pytest.param(*each, marks=pytest.mark.system)
+            for each in itertools.product(RUN_NOW, RUNS)
+            if each not in RUN_NOW.items()
         ),
-        {"zero_stage": 3, "precision": "torch_autocast", "micro_batch_size": 5, "checkpoint_every": 2},
     ],
-    ids=["z0", "z1", "z2", "z3"],
 )
-@pytest.mark.parametrize("name", ["training_data.py", "own_loader.py", "from_engine.py"])
-def test_a_trial_on_two_ranks_runs_what_was_asked_for(bench, name, changes):
-    result = bench.applied(bench.plan(name, ranks=2), steps=4, **changes)
+def test_a_trial_on_two_ranks_runs_what_was_asked_for(bench, name, cell):
+    result = bench.applied(bench.plan(name, ranks=2), steps=4, **RUNS[cell])
     assert len(result.step_times_s) == 4
 
 
@@ -478,7 +483,7 @@ def test_a_script_of_one_micro_batch_a_step_that_counts_them_itself_is_found_out
 
 def test_a_study_of_another_command_line_is_another_study(bench):
     found = bench.plan("dict_config.py"), bench.plan("dict_config.py", "--batch_size", "4")
-    assert found[0].fingerprint()["script"] != found[1].fingerprint()["script"]
+    assert found[0].fingerprint["script"] != found[1].fingerprint["script"]
 
 
 def test_ranks_fed_the_same_data_are_warned_about(bench):

@@ -13,7 +13,7 @@ BOTH = {"micro_batch_size", "gradient_accumulation_steps"}
     [
         (("--strategy", "deepspeed_stage_2"), 2, "fp32"),
         pytest.param(("--strategy", "object", "--precision", "bf16-mixed"), 3, "bf16", marks=pytest.mark.system),
-        (("--strategy", "auto"), 0, "fp32"),
+        pytest.param(("--strategy", "auto"), 0, "fp32", marks=pytest.mark.system),
     ],
     ids=["name", "object", "none"],
 )

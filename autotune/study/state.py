@@ -231,11 +231,11 @@ class StudyState:
     @contextlib.contextmanager
     def nothing_measured_again(self) -> Iterator[None]:
         """Lets `measured` read each trial's files once, while no trial is measured again."""
-        self._reading.trials = {}
+        self._reading = analysed.Reading(trials={}, foretold=self._reading.foretold)
         try:
             yield
         finally:
-            self._reading.trials = None
+            self._reading = analysed.Reading(foretold=self._reading.foretold)
 
     def trial_path(self, number: int) -> Path:
         """The folder of a trial."""

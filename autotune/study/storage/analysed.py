@@ -1,6 +1,7 @@
 """A study's trials as the analysis takes them: with their re-measurements, their checks, and what the model foretells of them."""
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -39,10 +40,12 @@ class Reading:
     Attributes:
         trials: Those that were read, by number; None while trials are measured again, since their files change.
         foretold: From what each of them was last foretold, and what was.
+        whole: All that the reading was made of, and what it found; only while no trial is measured again.
     """
 
     trials: dict[int, Measured] | None = None
     foretold: tuple[Any, list[Foretold | None]] | None = None
+    whole: tuple[list[FrozenTrial], StudyRecord, list[Measured]] | None = None
 
 
 def measured(study: Study, folder: Path, kept: StudyRecord, before: Reading | None = None) -> list[Measured]:
@@ -53,13 +56,23 @@ def measured(study: Study, folder: Path, kept: StudyRecord, before: Reading | No
     """
     before = Reading() if before is None else before
     told, own = records.told_trials(study), kept.ds_config(Candidate.from_key(kept.baseline))
+    if before.whole is not None and before.whole[1] == kept and _are_same(before.whole[0], told):
+        return list(before.whole[2])
     seen = {} if before.trials is None else before.trials
     seen |= {each.number: _as_measured(each, folder, kept, own) for each in told if each.number not in seen}
     known = zip(told, _foretold(kept, told, before), _sittings(told, folder, kept), strict=True)
     found = [replace(seen[each.number], forecast=forecast, sitting=sitting) for each, forecast, sitting in known]
     most = max((m.loss_off for m in found), key=abs, default=0.0)
-    depends = most or kept.workload.batch_norm
-    return _apart_by_micro_batch(found, Candidate.from_key(kept.baseline), most) if depends else found
+    if most or kept.workload.batch_norm:
+        found = _apart_by_micro_batch(found, Candidate.from_key(kept.baseline), most)
+    if before.trials is not None:
+        before.whole = told, kept, found
+    return list(found)
+
+
+def _are_same(some: Sequence[FrozenTrial], others: Sequence[FrozenTrial]) -> bool:
+    """Whether these are the very same trials; one that has ended stays the same object in Optuna's cache."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _apart_by_micro_batch(found: Sequence[Measured], baseline: Candidate, most: float) -> list[Measured]:

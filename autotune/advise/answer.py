@@ -65,8 +65,8 @@ class Advice:
 
     Attributes:
         others: The next best, with what speaks against each.
-        sequence: Tokens of a sample.
-        flops_per_token: Of forward and backward, without recomputation.
+        sequence: Tokens of a sample; None where samples are no sequences of tokens, and are counted themselves.
+        flops_per_token: Of forward and backward, without recomputation; of a sample where these are counted.
         fewest: The fewest of these devices, with offload and without.
         tokens: Tokens to train on; None if not asked.
         price_per_hour: Of a device; None if not stated.
@@ -77,7 +77,7 @@ class Advice:
     chosen: Choice
     others: Sequence[Choice]
     goal: str
-    sequence: int
+    sequence: int | None
     flops_per_token: float
     fewest: tuple[int | None, int | None]
     tokens: float | None = None
@@ -101,8 +101,13 @@ class Advice:
         return Interval.around(self.chosen.total("host"), CONSTANTS.memory_log_sd)
 
     @property
-    def tokens_per_s(self) -> Interval:
-        """Throughput of all devices."""
+    def unit(self) -> str:
+        """What the throughput counts."""
+        return "tokens" if self.sequence else "samples"
+
+    @property
+    def rate(self) -> Interval:
+        """Throughput of all devices, in `unit` per second."""
         return Interval.around(self.chosen.tokens_per_s, CONSTANTS.time_log_sd)
 
     @property
@@ -177,7 +182,8 @@ class Advice:
                 "fits_probability": chosen.fits_host,
             },
             "step_time_s": {**self.step_s._asdict(), "terms": chosen.terms("time")},
-            "tokens_per_s": self.tokens_per_s._asdict(),
+            "tokens_per_s": self.rate._asdict() if self.sequence else None,
+            "samples_per_s": self.rate.times(1 / (self.sequence or 1))._asdict(),
             "mfu": self.mfu._asdict(),
             "hours": self.hours._asdict() if self.hours else None,
             "cost": self.cost._asdict() if self.cost else None,
@@ -185,7 +191,7 @@ class Advice:
             "others": [
                 {
                     "candidate": other.candidate.values(), "fits_probability": other.fits,
-                    "tokens_per_s": other.tokens_per_s, "why_not": other.why_not,
+                    f"{self.unit}_per_s": other.tokens_per_s, "why_not": other.why_not,
                 }
                 for other in self.others
             ],
@@ -198,11 +204,13 @@ class Advice:
         """The answer for people, line by line."""
         chosen, devices = self.chosen, self.chosen.devices
         batch = chosen.candidate.global_batch_size(devices.count)
-        yield f"{self.model} on {devices.describe()}, {self.sequence:,} tokens a sample"
+        length = f", {self.sequence:,} tokens a sample" if self.sequence else ""
+        yield f"{self.model} on {devices.describe()}{length}"
         yield ""
         named = f"best for {self.goal}" if chosen.fits >= SURE else "likeliest to fit"
         yield f"{named:<20}{in_words(chosen)}"
-        yield f"{'global batch':<20}{batch:,} samples, {amount(batch * self.sequence)} tokens a step"
+        tokens = f", {amount(batch * self.sequence)} tokens a step" if self.sequence else ""
+        yield f"{'global batch':<20}{batch:,} samples{tokens}"
         yield ""
         yield from _waterfall(
             "device memory", self.peak_bytes, devices.memory_bytes, chosen.terms("memory"), verdict(chosen.fits_device)
@@ -216,11 +224,11 @@ class Advice:
             f"of a node, {verdict(chosen.fits_host)}",
         )
         yield ""
-        step, rate, mfu = self.step_s, self.tokens_per_s, self.mfu
+        step, rate, mfu = self.step_s, self.rate, self.mfu
         value, low, high = (format_seconds(x) for x in (step.value, step.low, step.high))
         yield f"{'step time':<20}{value} ({low} to {high})"
         each = rate.value / devices.count
-        yield f"{'tokens/s':<20}{rate.value:,.0f} ({rate.low:,.0f} to {rate.high:,.0f}), {each:,.0f} a device"
+        yield f"{self.unit + '/s':<20}{rate.value:,.0f} ({rate.low:,.0f} to {rate.high:,.0f}), {each:,.0f} a device"
         yield f"{'MFU':<20}{mfu.value:.0%} ({mfu.low:.0%} to {min(mfu.high, 1.0):.0%})"
         yield from self._totals()
         yield f"{'bound by':<20}{'; '.join(self.binds)}"
@@ -278,7 +286,7 @@ def _waterfall(name: str, whole: Interval, limit: float, terms: Mapping[str, flo
 
 def comparison(advice: Sequence[Advice]) -> Iterator[str]:
     """Advice on several kinds of devices, one line each; the configuration, which may be long, is last."""
-    header = f"{'devices':<26}{'memory':>10}{'fits':>6}{'tokens/s':>12}{'MFU':>6}"
+    header = f"{'devices':<26}{'memory':>10}{'fits':>6}{advice[0].unit + '/s':>12}{'MFU':>6}"
     asked, priced = advice[0].tokens is not None, any(one.cost for one in advice)
     yield header + (f"{'time':>14}" if asked else "") + (f"{'cost':>12}" if priced else "") + "  configuration"
     for one in advice:

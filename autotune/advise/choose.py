@@ -26,6 +26,8 @@ MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 BUCKETS = ((500_000_000, 1_000_000_000), (50_000_000, 100_000_000))
 # Tokens of an optimizer step up to which a free global batch may grow, as throughput alone would let it grow on.
 FREE_TOKENS = 2**20
+# The same in samples, where these are no sequences of tokens.
+FREE_SAMPLES = 4096
 # What is not worse by more is a tie, of which the plainest is taken.
 TIE = 0.01
 MOST_COUNT = 4096
@@ -101,7 +103,7 @@ class Choice:
 
     @property
     def tokens_per_s(self) -> float:
-        """Throughput of all devices."""
+        """Throughput of all devices; of samples where these are no sequences of tokens."""
         return float(self.table.tokens_per_s[self.row])
 
     def terms(self, name: str) -> dict[str, float]:
@@ -140,7 +142,7 @@ def _best(question: Question) -> tuple[Choice, list[Choice]]:
         # Degrees are for what fits in no other way: how they pay in time differs more between machines than is known.
         return _best(replace(question, splits=True))
     chosen = Choice(devices=question.devices, table=table, row=row)
-    return chosen, _next(chosen, scores)
+    return chosen, _next(chosen, scores, question.profile.unit)
 
 
 def forecast_all(question: Question) -> Forecasts:
@@ -228,7 +230,7 @@ def _unsplit(stage: int, devices: Devices) -> Iterator[dict[str, Scalar]]:
 
 
 def _batches(question: Question, own: Mapping[str, Scalar], shared: int) -> Iterator[tuple[int, int]]:
-    """Micro-batches with accumulation steps: of the global batch, or free up to `FREE_TOKENS` a step.
+    """Micro-batches with accumulation steps: of the global batch, or free up to `FREE_TOKENS` (`FREE_SAMPLES`) a step.
 
     Ranks that share a copy of the model or a sequence, `shared` of them, share their samples. The smallest micro-batch
     is there in any case: many devices with one long sample each are more tokens than that.
@@ -237,13 +239,14 @@ def _batches(question: Question, own: Mapping[str, Scalar], shared: int) -> Iter
     if total is not None and total % count:
         raise UserError(f"--global-batch {total} does not divide among {count} devices; give a multiple of {count}")
     micros: Sequence[int] = [int(str(own["micro_batch_size"]))] if "micro_batch_size" in own else MICRO_BATCHES
+    free = FREE_TOKENS if question.profile.of_tokens else FREE_SAMPLES
     stated = int(str(own["gradient_accumulation_steps"])) if "gradient_accumulation_steps" in own else None
     for micro in micros:
         if total is not None:
             if total // count % micro == 0 and stated in (None, total // count // micro):
                 yield micro, total // count // micro
             continue
-        most = FREE_TOKENS // max(1, micro * count * question.profile.sequence)
+        most = free // max(1, micro * count * question.profile.counted_per_sample)
         if (stated or 1) > most and micro > micros[0]:
             break
         for steps in {stated} if stated else {1, max(1, min(4, most)), max(1, most)}:
@@ -269,10 +272,11 @@ def _top(scores: Floats, table: Forecasts, among: Floats | None = None) -> int:
 
 
 def _plainness(candidate: Candidate) -> tuple[int, ...]:
-    """How much of a configuration needs a reason: offload, a second copy of weights, stage 3, every k-th block."""
+    """How much of a configuration needs a reason: offload, a second copy of weights, stage 3, recomputation, every k-th block."""
     offloads = (candidate.offload_optimizer != "none") + (candidate.offload_param != "none")
     parted = candidate.ranks_per_replica * candidate.expert_degree
-    return offloads, parted, HPZ in dict(candidate.config), candidate.zero_stage == 3, candidate.checkpoint_every > 1
+    every = candidate.checkpoint_every
+    return offloads, parted, HPZ in dict(candidate.config), candidate.zero_stage == 3, every > 0, every > 1
 
 
 def _kind(candidate: Candidate) -> tuple[object, ...]:
@@ -285,7 +289,7 @@ def _kind(candidate: Candidate) -> tuple[object, ...]:
     return candidate.zero_stage, candidate.checkpoint_every, *offloads, hpz, degrees
 
 
-def _next(chosen: Choice, scores: Floats, n: int = 3) -> list[Choice]:
+def _next(chosen: Choice, scores: Floats, unit: str, n: int = 3) -> list[Choice]:
     """The best of the other kinds: those that fit by score, and last one that would be better if it fitted."""
     table = chosen.table
     kinds: dict[tuple[object, ...], list[int]] = {}
@@ -303,10 +307,10 @@ def _next(chosen: Choice, scores: Floats, n: int = 3) -> list[Choice]:
     better = [row for row in tops if table.fits[row] < SURE and near[row] and scores[row] > scores[chosen.row]]
     better.sort(key=lambda row: -table.fits[row])
     rows = [*fitting[: n - 1], *better[:1]] if better else fitting[:n]
-    return [replace(chosen, row=row, why_not=_why_not(chosen, row)) for row in rows]
+    return [replace(chosen, row=row, why_not=_why_not(chosen, row, unit)) for row in rows]
 
 
-def _why_not(chosen: Choice, row: int) -> str:
+def _why_not(chosen: Choice, row: int, unit: str) -> str:
     """What speaks against another row."""
     other, table = replace(chosen, row=row), chosen.table
     limit = chosen.devices.memory_bytes
@@ -316,12 +320,12 @@ def _why_not(chosen: Choice, row: int) -> str:
             return f"needs {needed} of {format_bytes(limit)}: fits with probability {other.fits:.0%}"
         return f"needs {format_bytes(other.total('host'))} of the host's {format_bytes(chosen.devices.host_bytes)}"
     ratio = other.tokens_per_s / chosen.tokens_per_s
-    per_token = {key: column / table.step_s / table.tokens_per_s for key, column in table.time.items()}
-    grown = max(per_token, key=lambda key: per_token[key][row] - per_token[key][chosen.row])
+    each = {key: column / table.step_s / table.tokens_per_s for key, column in table.time.items()}
+    grown = max(each, key=lambda key: each[key][row] - each[key][chosen.row])
     more = format_bytes(other.total("memory"))
     if ratio < 1 - TIE:
-        return f"{ratio:.2f}x the tokens/s: more time for {grown}; {more}"
-    return f"{ratio:.2f}x the tokens/s; {more}, where the chosen one needs {format_bytes(chosen.total('memory'))}"
+        return f"{ratio:.2f}x the {unit}/s: more time for {grown}; {more}"
+    return f"{ratio:.2f}x the {unit}/s; {more}, where the chosen one needs {format_bytes(chosen.total('memory'))}"
 
 
 def fewest_devices(question: Question) -> tuple[int | None, int | None]:

@@ -32,7 +32,7 @@ class Forecasts:
         time: Seconds of an optimizer step, by part.
         fits_device: Probability that the memory of a device suffices.
         fits_host: The same for the memory of a node's host.
-        tokens_per_s: Over all devices.
+        tokens_per_s: Over all devices; samples/s where samples are no sequences of tokens.
     """
 
     candidates: Sequence[Candidate]
@@ -78,7 +78,7 @@ def forecast(
     margin = np.log(devices.memory_bytes / np.asarray(sum(memory.values()))) / constants.memory_log_sd
     host_margin = np.log(devices.host_bytes / np.asarray(sum(host.values()))) / constants.memory_log_sd
     shared = np.array([candidate.ranks_per_replica for candidate in candidates], dtype=float)
-    tokens = knobs.micro * knobs.accumulation * devices.count / shared * profile.sequence
+    tokens = knobs.micro * knobs.accumulation * devices.count / shared * profile.counted_per_sample
     return Forecasts(
         candidates=candidates, memory=memory, host=host, time=time, fits_device=normal(margin), fits_host=normal(host_margin),
         tokens_per_s=tokens / np.asarray(sum(time.values())),

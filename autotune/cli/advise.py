@@ -107,6 +107,10 @@ def advise(
         "price": _price(price) if price else None,
     }  # fmt: skip
     asked = _measured(name, seq) if name.endswith(FORMS) else _named(name, {**how, "lora_rank": lora_rank}, seq)
+    if wanted["tokens"] is not None and not asked.profile.of_tokens:
+        raise UserError(
+            f"--tokens and --price speak of tokens, and the samples of {name} are no sequences of tokens; leave them out"
+        )
     found = [_advice(asked, each, **wanted) for each in devices]
     return _said(found, output, as_json=as_json)
 
@@ -199,9 +203,8 @@ def _measured(target: str, seq: int | None) -> _Question:
         found = foresee_workload(wanted, view)
     profile = found.profile
     said = f"{Path(target).name} ({amount(profile.n_parameters)} parameters, profiled here)"
-    sequence = max(1, profile.sequence)
     return _Question(
-        model=said, source=target, profile=profile, flops_per_token=profile.flops_per_sample / sequence,
+        model=said, source=target, profile=profile, flops_per_token=profile.flops_per_sample / profile.counted_per_sample,
         base=found.base_config,
         degrees={name: getattr(found.setting, name) for name in ("heads", "kv_heads", *REFUSALS)},
         notes=(*found.notes, "method, attention, optimizer and length are those of the target", *_shorter(profile, seq)),
@@ -224,7 +227,7 @@ def _advice(
 ) -> Any:  # fmt: skip
     """Advice on one kind of devices."""
     from autotune.advise.answer import Advice
-    from autotune.advise.choose import Question, best, fewest_devices
+    from autotune.advise.choose import FREE_SAMPLES, Question, best, fewest_devices
     from autotune.forecast.words import SURE
 
     question = Question(
@@ -249,12 +252,14 @@ def _advice(
             "adapters need no optimizer states for the model's own weights: --method lora, or qlora, takes less"
         )
     if global_batch is None:
+        most = "1 M tokens" if asked.profile.of_tokens else f"{FREE_SAMPLES:,} samples"
         notes.append(
-            "the global batch is free, up to 1 M tokens a step or one micro-batch a device; --global-batch N keeps yours"
+            f"the global batch is free, up to {most} a step or one micro-batch a device; --global-batch N keeps yours"
         )
     notes.append("intervals hold 95 %; `autotune run` on the machine itself measures")
     return Advice(
-        model=asked.model, source=asked.source, chosen=chosen, others=others, goal=goal, sequence=asked.profile.sequence,
+        model=asked.model, source=asked.source, chosen=chosen, others=others, goal=goal,
+        sequence=asked.profile.sequence if asked.profile.of_tokens else None,
         flops_per_token=asked.flops_per_token, fewest=fewest_devices(question), tokens=tokens, price_per_hour=price,
         base=asked.base, notes=notes,
     )  # fmt: skip

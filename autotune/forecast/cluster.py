@@ -204,6 +204,8 @@ class Projector:
             # The counts between the study's and the cluster's are chosen here, and not by the user.
             counts = [n for n in counts if steps * max(counts) % n == 0]
         found = {n: self.one(each, n) for n, each in scaling.candidates(candidate, counts, mode).items()}
+        # Fewer devices than a group of ranks needs, for example, can run nothing.
+        found = {n: row for n, row in found.items() if not row.impossible or n == max(found)}
         first, rows = found[min(found)], []
         for row in found.values():
             speedup = row.samples_per_s / first.samples_per_s

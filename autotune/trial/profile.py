@@ -85,6 +85,7 @@ class Profile:
         activation_bytes_per_sample: Bytes kept for backward in fp32, without recomputation.
         checkpointed_bytes_per_sample: The same with every block recomputed, the working set of one block included.
         sequence: Tokens (or positions) of a sample.
+        of_tokens: Samples are sequences of tokens; images, for example, are not, and are counted themselves.
         block_share: Share of the FLOPs and parameters in the blocks.
         optimizer_bytes: Optimizer state per trainable parameter in fp32: 8 for Adam, 4 for momentum, 0 for plain SGD.
         optimizer_scratch: Further bytes during its step, per element of the tensor that is updated (fp32).
@@ -136,6 +137,7 @@ class Profile:
     cut_short: bool = False
     lengths: Table = ()
     stated: int = 0
+    of_tokens: bool = True
     caveats: tuple[str, ...] = ()
 
     @property
@@ -161,7 +163,19 @@ class Profile:
     @property
     def tokens_per_sample(self) -> float | None:
         """Returns the tokens of an average sample; None where samples are no token sequences."""
+        if not self.of_tokens:
+            return None
         return expected(self.lengths) or (float(self.sequence) if self.sequence > 1 else None)
+
+    @property
+    def counted_per_sample(self) -> int:
+        """Returns what rates count of a sample: its tokens, or 1 where samples are no token sequences."""
+        return max(1, self.sequence) if self.of_tokens else 1
+
+    @property
+    def unit(self) -> str:
+        """Returns the name of what rates count."""
+        return "tokens" if self.of_tokens else "samples"
 
     def reaching(self, length: int) -> "Profile":
         """Returns the profile for samples that are stated to reach a length, which then has to fit."""

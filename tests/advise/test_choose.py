@@ -122,6 +122,24 @@ def test_a_free_global_batch_has_a_million_tokens_a_step_at_most(gpus):
     assert batch * question.profile.sequence <= 2**20
 
 
+def test_samples_that_are_no_sequences_of_tokens_are_counted_themselves():
+    question = asked("SmolLM2-135M", "8xH100")
+    question = replace(question, profile=replace(question.profile, of_tokens=False))
+    chosen, others = best(question)
+    assert chosen.candidate.global_batch_size(8) <= 4096
+    assert chosen.tokens_per_s * chosen.total("time") == pytest.approx(chosen.candidate.global_batch_size(8))
+    assert not any("tokens" in other.why_not for other in others) and any(
+        "samples/s" in other.why_not for other in others
+    )
+
+
+def test_blocks_are_not_recomputed_where_that_gains_nothing():
+    """Of ties the one that needed a little less memory was taken, and recomputed every block."""
+    question = asked("SmolLM2-135M", "8xH100", sequence=64)
+    slow_data = replace(question, profile=replace(question.profile, input_s_per_sample=1.0))
+    assert best(slow_data)[0].candidate.checkpoint_every == 0
+
+
 def test_many_devices_have_a_sample_each_though_that_is_more_than_a_million_tokens():
     chosen = best(asked("Qwen/Qwen3-8B", "1024xH100"))[0].candidate
     assert (chosen.micro_batch_size, chosen.gradient_accumulation_steps) == (1, 1)

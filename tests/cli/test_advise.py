@@ -141,4 +141,10 @@ def test_a_model_file_is_profiled_here_and_advised_for_other_devices(tmp_path):
     )
     done = autotune("advise", "model.py", "--gpus", "8xH100", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["fits_probability"] > 0.9
+    said = json.loads(done.stdout)
+    assert said["fits_probability"] > 0.9
+    # Rows of 64 numbers are no sequences of 64 tokens, as which they were counted.
+    assert said["tokens_per_s"] is said["sequence"] is None and said["global_batch"] <= 4096
+    assert said["samples_per_s"]["value"] * said["step_time_s"]["value"] == pytest.approx(said["global_batch"])
+    refused = autotune("advise", "model.py", "--gpus", "8xH100", "--tokens", "1B", cwd=tmp_path)
+    assert refused.returncode == 2 and "no sequences of tokens" in one_sentence(refused)

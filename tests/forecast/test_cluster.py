@@ -20,6 +20,7 @@ from autotune.forecast.cluster import Cluster, Projector
 from autotune.forecast.communication import collective_s
 from autotune.forecast.predictor import ForecastInputs, Predictor
 from autotune.space.candidate import Candidate
+from autotune.space.degree import TENSOR_DEGREE
 from autotune.space.rule import Setting
 from autotune.trial.profile import Machine, Profile
 
@@ -167,6 +168,15 @@ def test_devices_that_train_one_copy_of_the_model_together_read_one_micro_batch(
     assert rows[0].samples_per_s == pytest.approx(16 / rows[0].step_time_s.value)
     odd = Projector(learned(), replace(CLUSTER, devices=3), inputs).one(BASE, 3)
     assert odd.impossible == "the script trains a copy of the model on 2 ranks, and 3 are no multiple of that"
+
+
+def test_fewer_devices_than_a_configuration_needs_have_no_row():
+    """A tensor group of four ranks was forecast on two, with half a micro-batch."""
+    setting = replace(FORESEEN.setting, heads=8)
+    split = replace(BASE, config=((TENSOR_DEGREE, 4),))
+    rows = Projector(learned(), CLUSTER, replace(FORESEEN, setting=setting)).over_devices(split, "weak")
+    assert [row.world_size for row in rows] == [4, 8, 16, 32, 64] and not any(row.impossible for row in rows)
+    assert rows[0].efficiency == 1
 
 
 def test_strong_scaling_keeps_the_global_batch_or_says_why_it_cannot():

@@ -282,7 +282,7 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
     if environment.accelerator == "cpu" and not spec.runs_elsewhere and sixteen and (slow := why_bf16_is_slow()):
         are = f"{' and '.join(sorted(sixteen))} {'are' if len(sixteen) > 1 else 'is'}"
         notes.append(
-            f"{slow}, so {are} emulated and slow: what is predicted to be over 3x slower is tried at most once"
+            f"{slow}, so {are} emulated and slow; a search tries what is predicted to be over 3x slower at most once"
         )
     if executor.cold_reason:
         notes.append(executor.cold_reason)

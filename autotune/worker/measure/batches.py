@@ -234,8 +234,10 @@ class BatchObserver:
         drawn, same_kind = self._use(shape) if self._fresh else (None, False)
         rows = shape[self._sample_dim if len(shape) > self._sample_dim else 0] if shape else 0
         self._elements += sum(one.numel() for one in tensors_in((args, dict(kwargs))))
-        is_text = tensor is not None and len(shape) == 2 and tensor.dtype in (torch.int64, torch.int32)
-        tokens = self.texts.note(tensor, args, kwargs, first=self._fresh) if tensor is not None and is_text else (0, 0)
+        has_tokens = tensor is not None and are_tokens(tensor)
+        tokens = (
+            self.texts.note(tensor, args, kwargs, first=self._fresh) if tensor is not None and has_tokens else (0, 0)
+        )
         for i in range(0 if self._fresh else 1, 2):
             self._tokens[i], self._real_tokens[i] = self._tokens[i] + tokens[0], self._real_tokens[i] + tokens[1]
         if self._fresh:
@@ -403,6 +405,11 @@ class BatchObserver:
 
 def _shape(tensor: Tensor | None) -> tuple[int, ...]:
     return tuple(tensor.shape) if tensor is not None else ()
+
+
+def are_tokens(tensor: Tensor) -> bool:
+    """Returns whether the tensor that counts samples holds sequences of tokens: two dimensions of whole numbers."""
+    return tensor.dim() == 2 and tensor.dtype in (torch.int64, torch.int32)
 
 
 def counted_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:

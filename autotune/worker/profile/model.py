@@ -22,7 +22,7 @@ from autotune.worker.containers import map_tensors, to_device
 from autotune.worker.data import samples, worst
 from autotune.worker.data.loader import Loader
 from autotune.worker.measure import experts, malloc, memory
-from autotune.worker.measure.batches import counted_tensor
+from autotune.worker.measure.batches import are_tokens, counted_tensor
 from autotune.worker.model import model_file, staged
 from autotune.worker.profile import op_counter
 
@@ -295,6 +295,7 @@ def _assemble(subject: _Subject, passes: dict[str, Pass], **found: Any) -> Profi
         checkpointed_bytes_per_sample=again.kept_bytes[1],
         n_blocks=len(blocks),
         sequence=int(counted.shape[1]) if counted is not None and counted.dim() > 1 else 1,
+        of_tokens=counted is not None and are_tokens(counted),
         block_share=sum(p.numel() for p in in_blocks) / max(1, n_parameters),
         passes=passes,
         n_tied=named - n_parameters,

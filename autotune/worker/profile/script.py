@@ -54,6 +54,7 @@ class ForwardProfile:
         self._eager: Any = None
         self._done = self._open = self._alone = False
         self._shape: tuple[int, ...] = ()
+        self._of_tokens = False
         self._trace = Trace()
         # By block: bytes that it keeps and bytes of its output; those alive when it was entered; those that it keeps besides
         # when it is recomputed. By call: what is recomputed; and the block of what is so now.
@@ -85,6 +86,7 @@ class ForwardProfile:
             return
         counted = batches.counted_tensor(args, kwargs)
         self._shape = tuple(counted.shape) if counted is not None else ()
+        self._of_tokens = counted is not None and batches.are_tokens(counted)
         self._counter = OpCounter(
             [*engine.parameters(), *engine.buffers(), *(a for a in args if isinstance(a, Tensor))]
         )
@@ -226,7 +228,8 @@ class ForwardProfile:
             n_parameters=workload.n_parameters, n_trainable=workload.n_trainable,
             flops_per_sample=max(1.0, plain.flops[1]), activation_bytes_per_sample=plain.kept_bytes[1],
             checkpointed_bytes_per_sample=passes.get("fp32/1", plain).kept_bytes[1],
-            n_blocks=workload.n_blocks, sequence=length_in(self._shape, micro_batch_size) or 1, block_share=workload.block_share,
+            n_blocks=workload.n_blocks, sequence=length_in(self._shape, micro_batch_size) or 1, of_tokens=self._of_tokens,
+            block_share=workload.block_share,
             optimizer_bytes=state, optimizer_scratch=scratch, scratch_for_all=for_all,
             passes=passes, sizes=tuple(sorted(sizes.items())), n_frozen=sum(not p.requires_grad for p in parameters),
             n_expert=mixed.parameters, expert_layers=mixed.layers, experts_per_token=mixed.per_token, caveats=(CAVEAT,),

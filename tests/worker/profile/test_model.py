@@ -33,7 +33,7 @@ def test_a_transformers_parameters_products_and_activations_are_those_counted_by
     outside = VOCABULARY * WIDTH + CONTEXT * WIDTH + WIDTH * VOCABULARY + VOCABULARY
     assert found.n_parameters == found.n_trainable == 2 * block + outside
     assert found.block_share == pytest.approx(2 * block / found.n_parameters) and found.n_tied == 0
-    assert (found.n_blocks, found.sequence) == (2, CONTEXT) and found.caveats == ()
+    assert (found.n_blocks, found.sequence) == (2, CONTEXT) and found.of_tokens and found.caveats == ()
     assert found.built_bytes == 0  # DeepSpeed moves it to the device, whole
     # Six FLOPs per weight of a product and token; attention's own products, forward 2 and backward 5 times 2 T^2 h a
     # layer.

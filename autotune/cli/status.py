@@ -145,7 +145,8 @@ def status(
         print(f"note: {line}")
     if changed:
         print("\nchanged since:", *(f"  {line}" for line in changed), sep="\n")
-        print(f"is the answer still right? autotune retune {name}")
+        if report.picks:
+            print(f"is the answer still right? autotune retune {name}")
     if problem := device.here().problem:
         print(f"note: {problem}")
     return 0

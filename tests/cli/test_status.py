@@ -202,6 +202,17 @@ def test_status_says_it_once_where_that_is_asked_for_or_nothing_runs(tmp_path, m
     assert said.startswith("study s: 8 trials") and "recommended" in said and "runs it now" not in said
 
 
+def test_only_of_a_study_with_an_answer_is_asked_whether_that_is_still_right(tmp_path, monkeypatch, capsys):
+    """A study in which all had failed was to be re-tuned, which is refused."""
+    for name, behaviour in (("good", report), ("bad", lambda _: failed(Outcome.OOM, "it is too large"))):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        runner_of(tmp_path / name / "studies", Instant(behaviour), watcher=events.Broadcast()).run()
+        status.status("s")
+        said = capsys.readouterr().out
+        assert "changed since" in said and ("is the answer still right?" in said) is (name == "good")
+
+
 @pytest.fixture
 def over(monkeypatch):
     """Set half a second after somebody begins to follow a run."""

@@ -77,6 +77,15 @@ def test_nothing_sticks_out_of_the_screen(opened, width, dark):
     opened.view(1440, 900)
 
 
+@pytest.mark.parametrize("width", [390, 800, 1001])
+def test_the_batch_in_the_json_of_the_answer_is_seen_without_scrolling(opened, width):
+    """Of a column of 230 pixels the numbers behind `train_micro_batch_size_per_gpu` were hidden."""
+    opened.view(width, 900)
+    hidden = "(() => { const pre = document.querySelector('.answer pre'); return pre.scrollWidth - pre.clientWidth })()"
+    assert opened.run(hidden) <= 0
+    opened.view(1440, 900)
+
+
 def test_a_click_on_a_heading_sorts_and_a_second_one_turns_the_order(opened):
     column = "[...document.querySelectorAll('#trials tbody tr')].map((row) => row.cells[4].dataset.v).filter(Boolean).map(Number)"
     opened.run("document.querySelectorAll('#trials thead button')[4].click()")

@@ -182,7 +182,17 @@ def open_study(study: str, storage: str | None = None, studies: Path = STUDIES) 
         spec.check_name(study)
         url = storage or spec.stated_storage(studies / study / "study.yaml") or records.default_url(studies)
         return OpenStudy(study, records.study_folder(study, studies.absolute(), url), url)
-    raise UserError(f"{study!r} cannot name a study; `autotune ls studies` lists them")
+    raise UserError(_no_name(study))
+
+
+def _no_name(text: str) -> str:
+    """Why a text names no study; that of a study's folder, as a shell completes it, says which name is meant."""
+    path = Path(text).parent if text.endswith("study.yaml") else Path(text)
+    if not (path / "study.yaml").is_file():
+        return f"{text!r} cannot name a study; `autotune ls studies` lists them"
+    project = path.absolute().parent.parent
+    where = "" if project == Path.cwd() else f", in the folder {project}"
+    return f"{text!r} is a path; give the name of the study, {path.name}{where}"
 
 
 def open_history(url: str | None, storage: Storage | None = None) -> History:

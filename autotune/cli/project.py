@@ -195,8 +195,10 @@ def _study_folder(study: str | None, studies: Path) -> Path:
             said = f"name one of {', '.join(ready)}" if ready else "run a study first: autotune run TARGET"
             raise UserError(f"project: {len(ready)} studies in {studies} have a recommendation; {said}")
         study = ready[0]
-    name = Path(study).parent.name if study.endswith((".yaml", ".yml")) else Path(study).name
-    if name not in ready:
+    path = Path(study).parent if study.endswith((".yaml", ".yml")) else Path(study)
+    name = path.name
+    # A path may lead to a study of that name in another folder.
+    if name not in ready or (len(path.parts) > 1 and path.absolute() != studies / name):
         raise UserError(
             f"project: {study}: no study with a recommendation in {studies}; known: {', '.join(ready) or 'none'}"
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from support.instant import Instant, failed, report, runner_of
+from support.instant import Instant, failed, finished, report, runner_of
 from support.zoo import wait_until
 
 from autotune.cli import status
@@ -211,6 +211,19 @@ def test_only_of_a_study_with_an_answer_is_asked_whether_that_is_still_right(tmp
         status.status("s")
         said = capsys.readouterr().out
         assert "changed since" in said and ("is the answer still right?" in said) is (name == "good")
+
+
+def test_the_path_of_a_study_is_answered_with_its_name_and_folder(tmp_path, monkeypatch):
+    finished(tmp_path / "studies", "mine")
+    monkeypatch.chdir(tmp_path)
+    for path in ("studies/mine", "studies/mine/", "studies/mine/study.yaml"):
+        with pytest.raises(UserError, match=r"is a path; give the name of the study, mine$"):
+            status.status(path)
+    monkeypatch.chdir(tmp_path / "studies")
+    with pytest.raises(UserError, match=f"the study, mine, in the folder {tmp_path}$"):
+        status.status(str(tmp_path / "studies" / "mine"))
+    with pytest.raises(UserError, match="`autotune ls studies` lists them"):
+        status.status("no/such")
 
 
 @pytest.fixture

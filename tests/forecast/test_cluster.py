@@ -327,7 +327,10 @@ def test_the_command_projects_a_study_and_its_front(studied):
 def test_what_cannot_be_projected_is_said_in_one_sentence(studied, tmp_path):
     assert "run a study first" in one_sentence(autotune("project", *LINKS, cwd=tmp_path))
     assert "no study with a recommendation" in one_sentence(autotune("project", "other", *LINKS, cwd=studied))
-    assert "--inter-bandwidth" in one_sentence(autotune("project", "--devices", "64", cwd=studied))
+    # It projected the study of that name which lies here.
+    elsewhere = autotune("project", "elsewhere/studies/small", *LINKS, cwd=studied)
+    assert "no study with a recommendation" in one_sentence(elsewhere)
+    assert "--inter-bandwidth" in one_sentence(autotune("project", "studies/small", "--devices", "64", cwd=studied))
     assert "trial 9 is not on the front; there are 0, 1, 2" in one_sentence(
         autotune("project", *LINKS, "--trial", "9", cwd=studied)
     )

@@ -195,9 +195,21 @@ def _no_name(text: str) -> str:
     return f"{text!r} is a path; give the name of the study, {path.name}{where}"
 
 
+def default_storage(studies: Path = STUDIES) -> str:
+    """The database that is meant where neither a URL nor a study is named: the one beside the studies.
+
+    If there is none, all of them may be in one that their study.yaml files state.
+    """
+    beside = records.default_url(studies)
+    if Path(beside.removeprefix(records.SQLITE)).exists():
+        return beside
+    stated = {url for path in studies.glob("*/study.yaml") if (url := spec.stated_storage(path))}
+    return stated.pop() if len(stated) == 1 else beside
+
+
 def open_history(url: str | None, storage: Storage | None = None) -> History:
     """Open the history in a database that exists, by default that of the studies; `storage` if it is open already."""
-    url = url or records.default_url(STUDIES)
+    url = url or default_storage()
     with records.failing_in_words(url):
         return History((storage or records.open_storage(url, create=False)).engine)
 

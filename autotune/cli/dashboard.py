@@ -20,8 +20,7 @@ def dashboard(
 ) -> None:
     """Serve the dashboard until Ctrl-C."""
     from autotune.report.dashboard import server
-    from autotune.session import STUDIES
-    from autotune.study.storage import records
+    from autotune.session import STUDIES, default_storage
 
     token = os.environ.get(TOKEN_VARIABLE) or (None if server.is_loopback(host) else server.new_token())
     if token is not None and not server.is_strong(token):
@@ -29,7 +28,7 @@ def dashboard(
             f"{TOKEN_VARIABLE}: at least {server.LEAST_TOKEN} letters, digits, '-', '_', '.' or '~' are needed;"
             " python -c 'import secrets; print(secrets.token_urlsafe(24))' makes one"
         )
-    with server.make_server(storage or records.default_url(STUDIES), STUDIES.absolute(), host, port, token) as served:
+    with server.make_server(storage or default_storage(), STUDIES.absolute(), host, port, token) as served:
         print(f"dashboard at {server.address(served, host, token)}", flush=True)
         print("Ctrl-C ends it.", file=sys.stderr)
         if not server.is_loopback(host):

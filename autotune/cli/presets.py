@@ -72,10 +72,10 @@ def _studies(storage: str | None) -> list[tuple[str, ...]]:
     """Each study with its answer: what is recommended, what that gains, and since when."""
     from autotune.cli.status import running_studies
     from autotune.retune.schedule import moment
-    from autotune.session import STUDIES, open_history
+    from autotune.session import STUDIES, default_storage, open_history
     from autotune.study.storage import records
 
-    url = storage or records.default_url(STUDIES)
+    url = storage or default_storage()
     database = records.open_storage(url, create=False)
     found = {row["study"]: row for row in reversed(open_history(url, database).recommendations())}
     running, rows = running_studies(STUDIES), list[tuple[str, ...]]()

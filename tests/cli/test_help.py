@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 
@@ -96,3 +97,18 @@ def test_studies_are_listed_with_their_answers(studies):
         shown
     )
     assert "micro-batch" in called("history", cwd=studies).stdout
+
+
+def test_studies_in_a_database_of_their_own_are_listed_without_naming_it(studies):
+    """It was said that nothing has been tuned there yet, beside the studies."""
+    beside = studies / "studies" / "autotune.db"
+    with sqlite3.connect(beside) as database:
+        database.execute("VACUUM INTO ?", (f"{studies}/of all.db",))
+    for file in beside.parent.glob("autotune.db*"):
+        file.unlink()
+    file = studies / "studies" / "s" / "study.yaml"
+    file.write_text(f"name: s\nstorage: sqlite:///{studies}/of all.db\n")
+    assert called("ls", "studies", cwd=studies).stdout.startswith("s  micro-batch")
+    assert "recommends trial" in called("history", cwd=studies).stdout
+    file.unlink()
+    assert "nothing has been tuned there yet" in called("ls", "studies", cwd=studies).stderr

@@ -144,9 +144,8 @@ def status(
     for line in attempts.lines(report):
         print(f"note: {line}")
     if changed:
-        print("\nchanged since:", *(f"  {line}" for line in changed), sep="\n")
-        if report.picks:
-            print(f"is the answer still right? autotune retune {name}")
+        asked = [f"is the answer still right? autotune retune {name}"] if report.picks else []
+        print("\nchanged since:", *(f"  {line}" for line in changed), *asked, sep="\n")
     if problem := device.here().problem:
         print(f"note: {problem}")
     return 0

@@ -234,10 +234,9 @@ class BatchObserver:
         drawn, same_kind = self._use(shape) if self._fresh else (None, False)
         rows = shape[self._sample_dim if len(shape) > self._sample_dim else 0] if shape else 0
         self._elements += sum(one.numel() for one in tensors_in((args, dict(kwargs))))
-        has_tokens = tensor is not None and are_tokens(tensor)
-        tokens = (
-            self.texts.note(tensor, args, kwargs, first=self._fresh) if tensor is not None and has_tokens else (0, 0)
-        )
+        tokens: tuple[int, Tensor | float] = (0, 0)
+        if tensor is not None and are_tokens(tensor):
+            tokens = self.texts.note(tensor, args, kwargs, first=self._fresh)
         for i in range(0 if self._fresh else 1, 2):
             self._tokens[i], self._real_tokens[i] = self._tokens[i] + tokens[0], self._real_tokens[i] + tokens[1]
         if self._fresh:

@@ -86,9 +86,10 @@ class GateVerdict:
         share = f" ({100 * self.limit / abs(level):.2g} % of the loss)" if math.isfinite(level) and level else ""
         fallen = float(np.mean(self.losses[: max(1, self.n_steps // 8)])) - level if self.losses else math.inf
         little = ", and that is more than the loss fell, so these steps show little" if self.limit > fallen else ""
+        apart = f"{abs(self.excess):.2g} {'above' if self.excess > 0 else 'below'}" if self.excess else "equal to"
         return (
-            f"over {self.n_steps} steps {whose} is {abs(self.excess):.2g} {'above' if self.excess > 0 else 'below'} the"
-            f" reference's; up to {self.limit:.2g}{share} either way could not have been told from chance{little}"
+            f"over {self.n_steps} steps {whose} is {apart} the reference's;"
+            f" up to {self.limit:.2g}{share} either way could not have been told from chance{little}"
         )
 
 

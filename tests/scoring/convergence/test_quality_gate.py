@@ -127,6 +127,8 @@ def test_a_pass_says_which_difference_it_could_have_seen_and_where_that_is_littl
         "% of the loss) either way could not have been told from chance" in quiet.compared
         and "show little" not in quiet.compared
     )
+    same = judge(curve(seed=1), curve(seed=1), replicates())
+    assert "the loss is equal to the reference's;" in same.compared  # it was 0 below it
     flat, *others = (list(2.0 + np.random.default_rng(n).standard_normal(STEPS)) for n in range(4))
     wild = judge(flat, others[0], others[1:])
     assert wild.passed and "more than the loss fell, so these steps show little" in wild.compared

@@ -53,6 +53,15 @@ def merged_passes(candidate: Candidate, setting: Setting) -> int:
     return max(1, setting.passes * (candidate.gradient_accumulation_steps if setting.counts_itself else 1))
 
 
+def heeded(candidate: Candidate, setting: Setting) -> tuple[str, ...]:
+    """Returns what the script changes itself that DeepSpeed heeds: from ZeRO 1 on, and for weights in 16 bits, it has copies elsewhere."""
+    heeds = {
+        "gradients": candidate.zero_stage == 0,
+        "weights": candidate.zero_stage == 0 and candidate.precision not in DTYPES,
+    }
+    return tuple(what for what in setting.by_hand if heeds[what])
+
+
 BATCH = ("micro_batch_size", "gradient_accumulation_steps", *REPLICA_DEGREES)
 MASTER_WEIGHTS = "bf16.bf16_master_weights_and_grads"
 FP16_MASTER_WEIGHTS = "fp16.fp16_master_weights_and_grads"
@@ -193,6 +202,10 @@ RULES: tuple[Rule, ...] = (
          "ZeRO stage {zero_stage}: the script goes backward several times before the step() that updates"
          " the weights, where DeepSpeed's stages 1 and 2 lose gradients, so it would not train as the baseline does",
          ("zero_stage", "gradient_accumulation_steps")),
+    Rule(lambda c, k, s: heeded(c, s) != s.heeded,
+         "ZeRO stage {zero_stage}, {precision}: what the script changes itself of gradients or weights takes effect at ZeRO 0 alone"
+         " (of weights without 16-bit ones), so it would not train as the baseline does",
+         ("zero_stage", "precision")),
     Rule(lambda c, k, s: c.zero_stage > 1 and s.pipeline_stages > 0,
          "ZeRO stage {zero_stage}: DeepSpeed refuses it with a PipelineModule, which splits the model; use 0 or 1",
          ("zero_stage",)),

@@ -33,6 +33,8 @@ class Setting:
         passes: Backward passes of a micro-batch before the call of `step()` that DeepSpeed takes for the last of a step.
         counts_itself: The script calls that once for all micro-batches of a step.
         merged_passes: The passes of a step of the baseline of which DeepSpeed loses gradients, as `merged_passes` counts them.
+        by_hand: What the script changes itself between DeepSpeed's calls: `gradients`, `weights`.
+        heeded: Of that, what DeepSpeed heeds in the baseline, as `heeded` finds it.
         base: Settings of the user's own configuration that candidates inherit and rules look at; see
             `inherited_settings`.
         own_optimizer: The target makes the optimizer, not the configuration.
@@ -77,6 +79,8 @@ class Setting:
     passes: int = 1
     counts_itself: bool = False
     merged_passes: int = 1
+    by_hand: tuple[str, ...] = ()
+    heeded: tuple[str, ...] = ()
     base: tuple[tuple[str, Scalar], ...] = ()
     own_optimizer: bool = False
     unsafe_precisions: tuple[str, ...] = ()

@@ -194,6 +194,8 @@ class Probed:
         adds_up: It adds up the losses of its micro-batches, so that its gradient grows with their number.
         divides: It divides them by their number.
         paced: Its learning rate moves with each micro-batch, not with each step.
+        paced_beside: So does another model, which an optimizer of its own trains.
+        by_hand: What it changes itself between DeepSpeed's calls: `gradients`, `weights`.
         stays: Fields that nothing moves, with what fills their templates: trials leave the script as it is in these.
     """
 
@@ -224,6 +226,8 @@ class Probed:
     adds_up: bool = False
     divides: bool = False
     paced: bool = False
+    paced_beside: bool = False
+    by_hand: tuple[str, ...] = ()
     stays: dict[str, Scalar] = field(default_factory=dict)
 
     def draw_sizes(self, candidate: Candidate) -> tuple[int, int] | None:

@@ -22,7 +22,7 @@ from autotune.space.candidate import Candidate, from_deepspeed
 from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, at_path, check_retired, drop_path, set_path
 from autotune.space.degree import EXPERT_DEGREE, EXPERTS_SPLIT, PIPELINE_DEGREE, configured_degrees, ranks_per_replica
 from autotune.space.installed import pins_by_default
-from autotune.space.legality import inherited_settings, merged_passes, why_illegal
+from autotune.space.legality import heeded, inherited_settings, merged_passes, why_illegal
 from autotune.space.retired import renamed
 from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
@@ -257,8 +257,9 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
         workload = with_movable(spec, executor, trials / "moved", workload, baseline, world_size)
         space = space.pinned(frozen_knobs(spec, workload, baseline))
         assert workload.script is not None
-        setting = replace(setting, passes=workload.script.passes, counts_itself=workload.script.counts_itself)
-        setting = replace(setting, merged_passes=merged_passes(baseline, setting))
+        script = workload.script
+        setting = replace(setting, passes=script.passes, counts_itself=script.counts_itself, by_hand=script.by_hand)
+        setting = replace(setting, merged_passes=merged_passes(baseline, setting), heeded=heeded(baseline, setting))
     if spec.global_batch == "keep":
         space = space.keeping(baseline, setting.world_size)
         if wanted:  # the accumulation cannot make up for every degree

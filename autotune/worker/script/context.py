@@ -47,7 +47,8 @@ class ScriptContext:
             it could.
         casts_inputs: Convert floating-point inputs to the type of 16-bit weights; off where a framework does so.
         sums_losses: The framework or the script divides the loss: backward calls get parts of a step's loss, not micro-batch losses.
-        clipping: The norm at which a script without DeepSpeed clips gradients; None where it was not seen to.
+        clipping: The norm at which a script clips gradients itself, where DeepSpeed is to; None where it was not seen to.
+        by_hand: What else the script changes itself, where DeepSpeed heeds that at some stages alone.
         trains_on_draws: Samples are those that a loader draws; else a trainer generates from them what goes forward.
         batch_factor: Micro-batches in a loader's batch, for frameworks that split batches between ranks.
         in_backward: An engine's backward pass is running.
@@ -79,6 +80,7 @@ class ScriptContext:
         self.casts_inputs = True
         self.sums_losses = self.script.divides
         self.clipping: float | None = None
+        self.by_hand: list[str] = []
         self.trains_on_draws = True
         self.batch_factor = 1
         self.in_backward, self.raised = False, ""

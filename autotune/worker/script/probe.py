@@ -94,6 +94,7 @@ def _probed(
         parts=seen.parts,
         uneven=seen.uneven,
         configured_micro_batch_size=engine.train_micro_batch_size_per_gpu(),
+        by_hand=tuple(context.by_hand),
     )
 
 

@@ -113,6 +113,7 @@ class Observed:
         groups: Groups of ranks that share a copy of the model or a sequence; None where they were not looked at.
         uneven: Samples of the smallest and the largest micro-batch, where the target makes batches of varying sizes.
         rates: Learning rates of the first two steps, of all groups of parameters together.
+        beside: Steps that optimizers of other models took in each of them.
     """
 
     micro_batch_size: int | None
@@ -132,6 +133,7 @@ class Observed:
     groups: Groups | None = None
     uneven: tuple[int, int] | None = None
     rates: tuple[float, ...] = ()
+    beside: tuple[int, ...] = ()
 
     def mismatch(self, candidate: Candidate, data_parallel: int) -> str | None:
         """Returns the first setting that differs from the candidate's, in words; None if all were applied.

@@ -261,7 +261,7 @@ def with_movable(
     growth = sums.growth(first, moved)
     if growth == -1 or (growth == 0 and probed.counts_itself):  # the loss of some falls with the micro-batch alone
         growth = sums.growth(first, run(["gradient_accumulation_steps"], f"{path.name}-alone", probed), off=0.5)
-    probed, notes = sums.with_growth(probed, growth, paced=sums.is_paced(first, moved))
+    probed, notes = sums.with_findings(probed, growth, first, moved)
     caveats += notes + _left_open(spec, baseline)
     for name, result in results.items():
         word, was = SCRIPT_BATCH[name], getattr(baseline, name)
@@ -270,7 +270,7 @@ def with_movable(
         elif _ran(name, wanted, result.observed):
             movable.append(name)
         elif result.observed is not None:
-            caveats.append(f"the {word} stays {was}: {_unmoved(spec, probed, name)}")
+            caveats.append(f"the {word} stays {was}: {_unmoved(spec, probed, name, result.observed)}")
         else:
             caveats.append(_ended(result, f"{word} {wanted[name]}", was))
     flags = {name: names for result in results.values() for name, names in result.flags.items()}
@@ -358,10 +358,11 @@ def _of_own_size(sizes: tuple[int, int], mean: int) -> str:
     )
 
 
-def _unmoved(spec: StudySpec, probed: Probed, name: str) -> str:
-    """Returns why a knob did not move, and the remedy."""
+def _unmoved(spec: StudySpec, probed: Probed, name: str, seen: Observed) -> str:
+    """Returns why a knob did not move in a run, by what was seen there, and the remedy."""
     times = _micro_batches_per_constant(spec, probed) or probed.parts if name == "micro_batch_size" else 0
-    if times > 1:
+    cuts = times > 1 and 0 < seen.parts != probed.parts and seen.micro_batch_size == probed.micro_batch_size
+    if times > 1 and not cuts:
         multiplied = f"`{{{name}}}*{times}`"
         return (
             f"the script makes {times} micro-batches of each batch. To tune it, pass {times} times its value:"
@@ -376,7 +377,8 @@ def _unmoved(spec: StudySpec, probed: Probed, name: str) -> str:
     value = getattr(probed, name)
     same = [f"`{constant}`" for constant, found in _constants(spec) if found == value]
     named = f". Of the script's constants {' and '.join(same)} {'have' if len(same) > 1 else 'has'} the value {value}"
-    return f"no flag, constant or DataLoader moves it. {REMEDY[name]}{named if same else ''}"
+    why = "the script cuts each batch into parts of that size" if cuts else "no flag, constant or DataLoader moves it"
+    return f"{why}. {REMEDY[name]}{named if same else ''}"
 
 
 def _constants(spec: StudySpec) -> list[tuple[str, int]]:

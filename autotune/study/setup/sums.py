@@ -1,4 +1,4 @@
-"""What the number of micro-batches does to a script's training by itself: to its gradient, and to its schedule of learning rates."""
+"""What the number of micro-batches does to a script's training by itself: to its gradient, its schedule and its other models."""
 
 import math
 from dataclasses import replace
@@ -22,6 +22,11 @@ DIVIDES = (
 PACED = (
     "the script moves its learning rate with each micro-batch, as a scheduler does whose step() is called in each: with another"
     " accumulation its schedule goes at another pace, in trials, too, unless it is called once for each optimizer step"
+    " (`if engine.is_gradient_accumulation_boundary():`)"
+)
+PACED_BESIDE = (
+    "the script trains another model by an optimizer of its own, which steps with each micro-batch: with another accumulation that"
+    " model takes more steps or fewer, of other batches, in trials, too, unless it steps once for each optimizer step"
     " (`if engine.is_gradient_accumulation_boundary():`)"
 )
 
@@ -48,12 +53,21 @@ def growth(first: TrialResult | None, moved: TrialResult, off: float = SAME_GROW
     return grown.pop() if len(grown) == 1 else 0
 
 
-def with_growth(probed: Probed, growth: int | None, *, paced: bool) -> tuple[Probed, list[str]]:
-    """Returns a script with what the number of its micro-batches does, and notes where its gradient or schedule follows that."""
+def with_findings(
+    probed: Probed, growth: int | None, first: TrialResult | None, moved: TrialResult
+) -> tuple[Probed, list[str]]:
+    """Returns a script with what the number of its micro-batches does, and notes on what follows that.
+
+    Args:
+        growth: As the function of that name has it.
+        first: The script as it is.
+        moved: The script with another accumulation.
+    """
     # A script that counts micro-batches itself has to divide the loss: DeepSpeed divides it by a number that stays.
     adds_up = growth == 1 or (growth == 0 and probed.counts_itself)
-    probed = replace(probed, adds_up=adds_up, divides=growth == -1, paced=paced)
-    notes = {ADDS_UP: adds_up, DIVIDES: probed.divides_again and not adds_up, PACED: paced}
+    paced, beside = (_is_paced(first, moved, what) for what in ("rates", "beside"))
+    probed = replace(probed, adds_up=adds_up, divides=growth == -1, paced=paced, paced_beside=beside)
+    notes = {ADDS_UP: adds_up, DIVIDES: probed.divides_again and not adds_up, PACED: paced, PACED_BESIDE: beside}
     return probed, [note for note, holds in notes.items() if holds]
 
 
@@ -73,11 +87,20 @@ def changes(probed: Probed, times: float) -> list[str]:
             f"Schedule: it moves with each micro-batch, {times:.3g} times as often in each step: have it move once in each optimizer"
             f" step, or multiply its lengths (warm-up, total) by {times:.3g}."
         )
+    if probed.paced_beside:
+        found.append(
+            f"Other optimizer: it steps with each micro-batch, {times:.3g} times as often in each step: have it step once in each"
+            " optimizer step, with the gradients of all micro-batches."
+        )
     return found
 
 
-def is_paced(first: TrialResult | None, moved: TrialResult) -> bool:
-    """Returns whether the learning rate of a step follows its micro-batches: two runs with one global batch tell."""
+def _is_paced(first: TrialResult | None, moved: TrialResult, what: str) -> bool:
+    """Returns whether what a script does beside a step follows its micro-batches: two runs with one global batch tell.
+
+    Args:
+        what: The learning rates of the first steps, `rates`, or the steps of other optimizers in them, `beside`.
+    """
     if first is None or first.observed is None or moved.observed is None:
         return False
     one, other = first.observed, moved.observed
@@ -86,7 +109,8 @@ def is_paced(first: TrialResult | None, moved: TrialResult) -> bool:
         or one.gradient_accumulation_steps == other.gradient_accumulation_steps
     ):
         return False
-    changes = [seen.rates[1] - seen.rates[0] for seen in (one, other) if len(seen.rates) == 2]
+    pairs = [getattr(seen, what) for seen in (one, other)]
+    changes = [pair[1] - (pair[0] if what == "rates" else 0) for pair in pairs if len(pair) == 2]
     if len(changes) < 2 or 0 in changes:
         return False
     times = changes[1] / changes[0]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autotune.space.candidate import Candidate
 from autotune.trial.request import TrialRequest
@@ -60,6 +61,8 @@ class Meter:
         self.afterwards: Callable[[], Iterator[None]] = breakdown.steps
         self._concluded = False
         self._rates: list[float] = []
+        self._beside, self._n_beside, self._updates = list[int](), 0, False
+        self._others = register_optimizer_step_post_hook(self._note_other) if request.script is not None else None
         self.passes_at_boundary = self._n_at_boundary = 0
         texts = batches.texts
         watch.lengths, watch.rows, watch.row = texts.lengths, batches.rows, lambda: texts.row
@@ -133,7 +136,7 @@ class Meter:
 
     def update(self, step: Callable[[], Any]) -> Any:
         """Calls the engine's step; reads the first learning rates and, where noise is measured, the gradient around it."""
-        steps = self.engine.global_steps
+        steps, self._updates = self.engine.global_steps, True
         rates = [self._rate()] if len(self._rates) < N_RATES else []
         if self.noise is None:
             result = step()
@@ -142,10 +145,25 @@ class Meter:
             result = step()
             if self.engine.global_steps > steps:
                 self.noise.after_step(self.engine, whole, skipped=bool(skips_of(self.engine) > skips))
+        self._updates = False
         if self.engine.global_steps > steps:
             self._rates += rates
             self.passes_at_boundary, self._n_at_boundary = max(self.passes_at_boundary, self._n_at_boundary), 0
+            self._note_beside()
         return result
+
+    def _note_other(self, *_: Any) -> None:
+        """Counts a step of an optimizer that is none of the engine's."""
+        self._n_beside += not self._updates
+
+    def _note_beside(self) -> None:
+        """Notes what other optimizers have stepped since the update before, of the first ones alone."""
+        if self._others is not None:
+            self._beside.append(self._n_beside)
+            self._n_beside = 0
+            if len(self._beside) == N_RATES:
+                self._others.remove()
+                self._others = None
 
     def _rate(self) -> float:
         """Returns the learning rates of all groups together, as the script has set them; 0 where the optimizer finds its own."""
@@ -176,7 +194,7 @@ class Meter:
             # What a step holds on average, and not what this trial's steps happened to: global batches are compared by it.
             micro, steps = self.candidate.micro_batch_size, self.candidate.gradient_accumulation_steps
             found = replace(found, micro_batch_size=micro, samples_per_step=micro * steps * self.data_parallel)
-        self.report.observed = replace(found, rates=tuple(self._rates))
+        self.report.observed = replace(found, rates=tuple(self._rates), beside=tuple(self._beside))
         return self.report.observed
 
     def _cores_used_by_others(self) -> float:

@@ -21,6 +21,9 @@ def ran(steps, losses):
     return TrialResult(outcome=Outcome.COMPLETE, observed=seen, losses=losses)
 
 
+SEEN = ran(4, []).observed
+
+
 @pytest.mark.parametrize(
     ("before", "moved", "growth"),
     [
@@ -54,11 +57,34 @@ def test_a_schedule_that_moves_with_each_micro_batch_is_told_by_two_runs_of_one_
         replace(ran(n, []).observed, samples_per_step=16, rates=rates) for n, rates in ((4, own), (steps, other))
     )
     results = [replace(ran(4, []), observed=seen) for seen in (first, moved)]
-    assert sums.is_paced(*results) == paced
     probed = Probed(ds_config={}, micro_batch_size=4, gradient_accumulation_steps=4)
-    probed, notes = sums.with_growth(probed, None, paced=paced)
-    assert bool(notes) == paced and sums.changes(probed, 1) == []
+    probed, notes = sums.with_findings(probed, None, *results)
+    assert probed.paced == bool(notes) == paced and sums.changes(probed, 1) == []
     assert ("multiply its lengths (warm-up, total) by 2" in str(sums.changes(probed, 2))) == paced
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "paced"),
+    [
+        ((4, 4), (8, 8), True),
+        ((1, 1), (1, 1), False),
+        ((0, 0), (0, 0), False),
+        ((12, 15), (24, 30), True),
+        ((), (), False),
+    ],
+)
+def test_another_model_that_is_stepped_with_each_micro_batch_is_told_by_two_runs(own, other, paced):
+    """Another split of the batch was called drop-in where a critic took twice the steps, of half the batch."""
+    results = [
+        replace(ran(n, []), observed=replace(ran(n, []).observed, samples_per_step=16, beside=beside))
+        for n, beside in ((4, own), (8, other))
+    ]
+    probed = Probed(ds_config={}, micro_batch_size=4, gradient_accumulation_steps=4)
+    probed, notes = sums.with_findings(probed, None, *results)
+    assert probed.paced_beside == bool(notes) == paced
+    assert (
+        "Other optimizer: it steps with each micro-batch, 2 times as often" in str(sums.changes(probed, 2))
+    ) == paced
 
 
 @pytest.mark.parametrize("name", ["micro_batch_size", "gradient_accumulation_steps"])
@@ -69,9 +95,9 @@ def test_a_script_that_ignores_a_template_is_not_said_to_lack_one(name):
         StudySpec.of(SCRIPTS / "dict_config.py", {"ranks": 1, "script_args": words})
         for words in ([], ["--n", f"{{{name}}}"])
     )
-    assert f"--flag {{{name}}}" in _unmoved(plain, probed, name)
-    assert _unmoved(templated, probed, name).startswith(f"the script was given another `{{{name}}}`")
-    assert "--flag" not in _unmoved(templated, probed, name)
+    assert f"--flag {{{name}}}" in _unmoved(plain, probed, name, SEEN)
+    assert _unmoved(templated, probed, name, SEEN).startswith(f"the script was given another `{{{name}}}`")
+    assert "--flag" not in _unmoved(templated, probed, name, SEEN)
 
 
 def test_the_constants_that_may_carry_what_does_not_move_are_named(tmp_path):
@@ -84,9 +110,9 @@ def test_the_constants_that_may_carry_what_does_not_move_are_named(tmp_path):
         StudySpec.of(script, {"ranks": 1}),
         Probed(ds_config={}, micro_batch_size=4, gradient_accumulation_steps=1),
     )
-    said = _unmoved(spec, probed, "micro_batch_size")
+    said = _unmoved(spec, probed, "micro_batch_size", SEEN)
     assert said.endswith("Of the script's constants `batch_size` and `accum` have the value 4")
-    assert "constants" not in _unmoved(spec, probed, "gradient_accumulation_steps")
+    assert "constants" not in _unmoved(spec, probed, "gradient_accumulation_steps", SEEN)
 
 
 @pytest.mark.parametrize(

@@ -309,9 +309,23 @@ def test_a_constant_that_is_cut_up_is_to_be_multiplied_and_stays_until_then(benc
     assert bench.applied(found, zero_stage=1).side_changes == []
 
 
+def test_the_size_of_the_parts_into_which_a_batch_is_cut_is_to_be_passed(bench):
+    """It was said to make so many micro-batches of each batch, and to pass a multiple, which moved nothing."""
+    found = bench.plan("parts.py", "--style", "split")
+    said = next(note for note in found.notes if note.startswith("the micro-batch stays 8"))
+    assert "into parts of that size" in said and "*" not in said and "`PART` has the value 8" in said
+
+
 def test_a_big_batch_cut_up_by_a_constant_moves_as_a_whole(bench):
     found = bench.plan("chunks.py", script_set=["ACCUM={gradient_accumulation_steps}"], global_batch="keep")
     assert facts(found) == (8, 4, BOTH)
+
+
+def test_another_model_that_steps_with_each_micro_batch_is_said_not_to_follow_the_accumulation(bench):
+    found = bench.plan("styles.py", "another model", global_batch="keep")
+    assert found.workload.script.paced_beside and not found.workload.script.paced
+    assert any(note.startswith("the script trains another model") for note in found.notes)
+    assert not bench.plan("from_engine.py", global_batch="keep").workload.script.paced_beside
 
 
 def test_inputs_are_cast_only_where_the_script_was_written_for_another_precision(bench):

@@ -196,6 +196,7 @@ class Probed:
         paced: Its learning rate moves with each micro-batch, not with each step.
         paced_beside: So does another model, which an optimizer of its own trains.
         by_hand: What it changes itself between DeepSpeed's calls: `gradients`, `weights`.
+        words: Names on the command line that carry a field, which the script reads in a way of its own.
         stays: Fields that nothing moves, with what fills their templates: trials leave the script as it is in these.
     """
 
@@ -228,6 +229,7 @@ class Probed:
     paced: bool = False
     paced_beside: bool = False
     by_hand: tuple[str, ...] = ()
+    words: dict[str, str] = field(default_factory=dict)
     stays: dict[str, Scalar] = field(default_factory=dict)
 
     def draw_sizes(self, candidate: Candidate) -> tuple[int, int] | None:

@@ -19,6 +19,7 @@ from autotune.system import redaction
 from autotune.system.files import shown
 from autotune.trial import failures
 from autotune.trial.command import DS_CONFIG, MAPPED_KEYS, Invocation, fill, template_values, templates_in, with_flag
+from autotune.trial.flags import word_that_holds
 from autotune.trial.folder import TrialDir, events, read_record, result_in
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Observed, Outcome, TrialResult
@@ -172,8 +173,9 @@ def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate,
     ]
     for name, flag in mappings.items():
         if name in moved:
+            given = "=" if any(argument.startswith(f"{flag}=") for argument in arguments) else " "
             arguments = with_flag(arguments, (flag,), str(moved[name]))
-            changes.append(f"Command line: `{flag} {moved[name]}` instead of {before[name]}.")
+            changes.append(f"Command line: `{flag}{given}{moved[name]}` instead of {before[name]}.")
     for name, text in spec.script_set.items():
         if set(templates_in([text])) & set(moved):
             was, now = (fill(text, some) for some in (template_values(before), fillers))
@@ -211,14 +213,15 @@ def _told(environment: dict[str, str], how: Invocation) -> dict[str, str]:
 
 
 def mapped_flags(spec: StudySpec, probed: Probed | None) -> dict[str, str]:
-    """Returns the flag of each field: from the study, else from `autotuning.arg_mappings` in the script's JSON.
+    """Returns the flag of each field: from the study, else from `autotuning.arg_mappings` in the script's JSON, and words that move it.
 
     Fields with a template have none.
     """
     section = (probed.ds_config.get("autotuning") or {}).get("arg_mappings") if probed is not None else None
     own = {key: flag for key, flag in (section or {}).items() if key in MAPPED_KEYS and isinstance(flag, str)}
     templated = spec.templated()
-    flags = {MAPPED_KEYS[key]: flag for key, flag in (spec.arg_mappings or own).items()}
+    words = probed.words if probed is not None else {}
+    flags = words | {MAPPED_KEYS[key]: flag for key, flag in (spec.arg_mappings or own).items()}
     return {name: flag for name, flag in flags.items() if name not in templated}
 
 
@@ -293,6 +296,9 @@ def _ran(name: str, wanted: dict[str, int], seen: Observed | None) -> bool:
 def _other_ways(spec: StudySpec, probed: Probed, steps: int) -> dict[str, tuple[str, Probed]]:
     """Returns what a script may be besides what its probe showed: by a word, the knob that then moves, and the script as such."""
     found = {}
+    name, micro = "micro_batch_size", probed.micro_batch_size or 0
+    if name not in mapped_flags(spec, probed) and (word := word_that_holds(name, micro, spec.how().arguments)):
+        found["word"] = (name, replace(probed, words={name: word}))
     if probed.parts == steps:  # it may cut a batch into as many parts as it accumulates, or always into so many
         found["parts"] = ("micro_batch_size", replace(probed, parts_follow=True))
     told = {*spec.templated(), *mapped_flags(spec, probed)}

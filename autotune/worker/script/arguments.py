@@ -10,25 +10,9 @@ from typing import Any
 
 from autotune.space.deepspeed import is_int
 from autotune.trial.command import STATED, SWITCHES
+from autotune.trial.flags import BATCH, DESTINATIONS, known_names
 from autotune.worker.script.context import ScriptContext
 
-# Common names of these flags; the first whose value is the one that ran is taken.
-DESTINATIONS = {
-    "micro_batch_size": """per_device_train_batch_size train_micro_batch_size_per_gpu train_micro_batch_size
-        micro_batch_size per_gpu_train_batch_size train_batch_size batch_size batchsize bsz bs""".split(),
-    "gradient_accumulation_steps": """gradient_accumulation_steps accumulation_steps grad_accumulation_steps
-        grad_accum_steps grad_acc_steps accum_steps gradient_accumulation grad_accum accum gas""".split(),
-}
-# Further flags whose names say that they hold samples of a micro-batch, such as `--batch` and `--images_per_gpu`.
-BATCH = re.compile(
-    r"^(?!(.*_)?(eval|valid|validation|val|test|dev|global|total|effective|max|min|num|n|log|save|workers)(_|$))"
-    r"((.*_)?(batch|bsz|bs|mbs)(_.*)?|(.*_)?per_(gpu|device|rank))$"
-)
-# Further flags whose names say that they count micro-batches, such as `--accumulate`, `--accum-iter` and `--n-accum`.
-ACCUMULATION = re.compile(
-    r"^(.*_)?(gas|accum|accumulate|accumulation)(_(every|factor|freq|grads?|gradients?|batch(es)?|iters?|steps?))*$"
-)
-FURTHER = {"micro_batch_size": BATCH, "gradient_accumulation_steps": ACCUMULATION}
 # Names of the flag with the path of DeepSpeed's JSON: DeepSpeed's, transformers', and common ones.
 CONFIG_DESTINATIONS = "deepspeed_config deepspeed ds_config ds_config_file deepspeed_config_file".split()
 # Further flags of transformers' TrainingArguments that a configuration needs.
@@ -87,12 +71,13 @@ class Arguments:
             named: Destinations with their option strings.
             typed: The user's command line was parsed, not a list that the script makes.
         """
-        for field, known in DESTINATIONS.items():
+        for field in DESTINATIONS:
             change = self._context.value(field)
             if field == "micro_batch_size" and self._draw_sizes is not None:
                 change = self._draw_sizes
-            names = [*known, *filter(FURTHER[field].search, values)]
-            name = next((name for name in names if change and _holds(values.get(name), change[0])), None)
+            name = next(
+                (name for name in known_names(field, values) if change and _holds(values.get(name), change[0])), None
+            )
             if change and name:
                 values[name] = type(values[name])(change[1])  # a script may keep texts until it needs a number
                 self._moved(_options(named, name), field, name, *change, typed=typed)

@@ -62,6 +62,7 @@ BOTH = MICRO | ACCUM
         ("own_flags.py", ("--rows", "{micro_batch_size}"), {}, (8, 2, BOTH)),
         ("own_flags.py", ("--rows", "6"), {"arg_mappings": {"train_micro_batch_size_per_gpu": "--rows"}}, (6, 2, BOTH)),
         ("own_flags.py", ("--mapped", "1"), {}, (8, 2, BOTH)),
+        ("own_flags.py", ("--train.batch-size", "6"), {}, (6, 2, BOTH)),
     ],
 )
 def test_a_probe_finds_the_batch_and_what_of_it_moves(bench, name, arguments, overrides, expected):

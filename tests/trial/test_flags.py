@@ -1,0 +1,22 @@
+"""Words of a command line that carry a script's batch."""
+
+import pytest
+
+from autotune.trial.flags import word_that_holds
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("config/small.py --batch_size=4", "--batch_size"),
+        ("train.batch_size=4 model.width=4", "train.batch_size"),
+        ("run.yaml ++device_train_microbatch_size=4", "++device_train_microbatch_size"),
+        ("--lr 4 --Batch-Size 4", "--Batch-Size"),
+        ("--images-per-gpu=4 --micro_batch_size=4", "--micro_batch_size"),  # the commoner name
+        ("--batch_size=8 --eval_batch_size=4 --n_layer=4", ""),
+        ("batch_size 4 --fast 4", ""),
+        ("--batch_size", ""),
+    ],
+)
+def test_the_word_that_holds_a_batch_is_known_by_its_name_and_value(line, name):
+    assert word_that_holds("micro_batch_size", 4, line.split()) == name

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 # Variable of the environment that every process of a trial inherits; its value is a mark.
@@ -70,21 +71,28 @@ def new_mark() -> str:
 
 def sweep(mark: str) -> list[int]:
     """Kills every process of this user whose mark is the given one or begins with it; returns their PIDs."""
-    wanted = f"{MARK}={mark}".encode()
     killed = set[int]()
     for _ in range(MOST_SWEEPS):
         found = set()
-        for name in filter(str.isdigit, os.listdir(PROC)):
+        for pid in marked(mark):
             with contextlib.suppress(OSError):
-                variables = (PROC / name / "environ").read_bytes().split(b"\0")
-                if int(name) != os.getpid() and any(v == wanted or v.startswith(wanted + b".") for v in variables):
-                    os.kill(int(name), signal.SIGKILL)
-                    found.add(int(name))
+                os.kill(pid, signal.SIGKILL)
+                found.add(pid)
         if not found:
             break
         killed |= found
         time.sleep(0.01)
     return sorted(killed)
+
+
+def marked(mark: str) -> Iterator[int]:
+    """Yields the PIDs of this user's processes whose mark is the given one or begins with it, but for this one."""
+    wanted = f"{MARK}={mark}".encode()
+    for name in filter(str.isdigit, os.listdir(PROC)):
+        with contextlib.suppress(OSError):
+            variables = (PROC / name / "environ").read_bytes().split(b"\0")
+            if int(name) != os.getpid() and any(v == wanted or v.startswith(wanted + b".") for v in variables):
+                yield int(name)
 
 
 def descendants(root: int, *, dead: bool = False) -> list[int]:

@@ -22,7 +22,7 @@ from autotune.errors import SpecError, UserError
 from autotune.study.events import SILENT, EventSink
 from autotune.study.spec.spec import StudySpec, stated_command
 from autotune.system import files, processes
-from autotune.system.processes import MARK, sweep
+from autotune.system.processes import MARK, marked, sweep
 from autotune.system.signals import terminable, undisturbed
 from autotune.trial.command import (
     ALIASES,
@@ -117,10 +117,11 @@ def capture(
         _Running(masked_command, folder, Path(name)) as run,
     ):
         process, until = run.start(), time.monotonic() + deadline_s
-        while (code := process.poll()) is None and time.monotonic() < until and not _complete(run.records()):
+        while run.lives() and time.monotonic() < until and not _complete(run.records()):
             run.let_go()
             on_tick()
             time.sleep(0.05)
+        code = None if run.lives() else process.poll()
         records, log = run.records(), files.last_line(run.log)
     shown = f"`{command}`"
     if not records:
@@ -204,6 +205,11 @@ class _Running:
                 stderr=log, start_new_session=True,
             )  # fmt: skip
         return self._process
+
+    def lives(self) -> bool:
+        """Returns whether the command runs, or has left in the background what it started, as one that ends in `&`."""
+        assert self._process is not None
+        return self._process.poll() is None or (not self._process.returncode and any(marked(self.mark)))
 
     def records(self) -> list[_Record]:
         """Returns the processes seen so far, in order of time."""

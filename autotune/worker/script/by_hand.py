@@ -56,6 +56,8 @@ class ByHand:
     def _look_at(self, engine: Any) -> None:
         """Starts to look at an engine, before others wrap its methods."""
         self._engine, self._trained = engine, [each for each in engine.module.parameters() if each.requires_grad]
+        if not self._trained:  # the script lets them be trained later
+            return
         engine._take_model_step = functools.partial(self._update, engine._take_model_step)
         if not hasattr(engine, "train_batch"):  # else one call does all of a step
             engine.backward = functools.partial(self._backward, engine.backward)

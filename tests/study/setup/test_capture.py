@@ -59,6 +59,12 @@ def test_a_script_without_a_launcher(folder):
     )  # fmt: skip
 
 
+def test_a_training_that_the_command_starts_in_the_background_is_waited_for(folder):
+    """It "started no training script that can be seen", as its shell had ended."""
+    found = captured("(sleep 0.3; exec python train.py --lr 1) > out.log 2>&1 &")
+    assert (found.script, found.arguments) == (str(folder / "train.py"), ("--lr", "1"))
+
+
 def test_a_module_is_found_without_importing_its_package(folder):
     (folder / "pkg").mkdir()
     (folder / "pkg" / "__init__.py").write_text("raise SystemExit('imported')")

@@ -137,6 +137,7 @@ class Script:
         uneven: The samples of its batches vary, and count as they come.
         adds_up: It adds up the losses of its micro-batches, so that its gradient grows with their number.
         divides: It divides them by their number.
+        clips: It clips gradients itself, which the configuration does in its place.
         precision: Value in the unchanged script.
         checkpoint_every: Value in the unchanged script, if it recomputes activations itself.
         learning_rates: Values in the unchanged script, by parameter group.
@@ -155,6 +156,7 @@ class Script:
     uneven: bool = False
     adds_up: bool = False
     divides: bool = False
+    clips: bool = False
     precision: str = ""
     checkpoint_every: int = 0
     learning_rates: tuple[float | None, ...] = ()
@@ -194,9 +196,10 @@ class Probed:
         adds_up: It adds up the losses of its micro-batches, so that its gradient grows with their number.
         divides: It divides them by their number.
         paced: Its learning rate moves with each micro-batch, not with each step.
-        paced_beside: So does another model, which an optimizer of its own trains.
+        paced_beside: So does another model, which another optimizer trains.
         by_hand: What it changes itself between DeepSpeed's calls: `gradients`, `weights`.
-        words: Names on the command line that carry a field, which the script reads in a way of its own.
+        clips: It clips gradients itself, which the configuration does in its place.
+        words: Names on the command line that carry a field, which the script reads by itself.
         stays: Fields that nothing moves, with what fills their templates: trials leave the script as it is in these.
     """
 
@@ -229,6 +232,7 @@ class Probed:
     paced: bool = False
     paced_beside: bool = False
     by_hand: tuple[str, ...] = ()
+    clips: bool = False
     words: dict[str, str] = field(default_factory=dict)
     stays: dict[str, Scalar] = field(default_factory=dict)
 

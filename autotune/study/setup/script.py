@@ -3,7 +3,7 @@
 import ast
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from autotune.trial.workload import ACCELERATE, Probed, Script, Workload
 DEFAULT_MICRO_BATCH = 8
 # An op that takes longer than this to load is being compiled.
 COMPILED_S = 3.0
-SCRIPT_BATCH = {"micro_batch_size": "micro-batch", "gradient_accumulation_steps": "accumulation"}
+MICRO, ACCUMULATION = "micro_batch_size", "gradient_accumulation_steps"
+SCRIPT_BATCH = {MICRO: "micro-batch", ACCUMULATION: "accumulation"}
 # End of a script whose arguments are missing or wrong, by argparse and most other parsers.
 USAGE_STATUS = "exited with status 2"
 # Advice where the tuner cannot move a knob.
@@ -193,6 +194,7 @@ def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate,
         uneven=probed is not None and probed.uneven is not None,
         adds_up=probed is not None and probed.adds_up,
         divides=probed is not None and probed.divides,
+        clips=probed is not None and probed.clips,
         precision=precision_of(without_auto(probed.ds_config)) if probed else "",
         checkpoint_every=probed.checkpoint_every if probed else 0,
         learning_rates=probed.learning_rates if probed else (),
@@ -251,10 +253,10 @@ def with_movable(
     untouched = _untouched(spec, world_size).values()
     probed = replace(probed, stays={name: untouched[name] for name in SCRIPT_BATCH if name not in tried})
     both = run(tried, path.name, probed)
-    for way, (name, other) in _other_ways(spec, probed, steps).items():
-        if both.observed is not None and not _ran(name, wanted, both.observed):
+    for way, (names, other) in _other_ways(spec, probed, steps).items():
+        if both.observed is not None and not _all_ran(names, wanted, both.observed):
             again = run(tried, f"{path.name}-{way}", other)
-            probed, both = (other, again) if _ran(name, wanted, again.observed) else (probed, both)
+            probed, both = (other, again) if _all_ran(names, wanted, again.observed) else (probed, both)
     results = {
         name: both if both.observed is not None else run([name], f"{path.name}-{name}", probed) for name in tried
     }
@@ -293,19 +295,23 @@ def _ran(name: str, wanted: dict[str, int], seen: Observed | None) -> bool:
     return seen is not None and wanted[name] in (getattr(seen, name), own_draw)
 
 
-def _other_ways(spec: StudySpec, probed: Probed, steps: int) -> dict[str, tuple[str, Probed]]:
-    """Returns what a script may be besides what its probe showed: by a word, the knob that then moves, and the script as such."""
-    found = {}
-    name, micro = "micro_batch_size", probed.micro_batch_size or 0
-    if name not in mapped_flags(spec, probed) and (word := word_that_holds(name, micro, spec.how().arguments)):
-        found["word"] = (name, replace(probed, words={name: word}))
+def _all_ran(names: Iterable[str], wanted: dict[str, int], seen: Observed | None) -> bool:
+    return all(_ran(name, wanted, seen) for name in names)
+
+
+def _other_ways(spec: StudySpec, probed: Probed, steps: int) -> dict[str, tuple[Sequence[str], Probed]]:
+    """Returns what a script may be besides what its probe showed: by a word, the knobs that then move, and the script as such."""
+    found: dict[str, tuple[Sequence[str], Probed]] = {}
+    told, arguments = {*spec.templated(), *mapped_flags(spec, probed)}, spec.how().arguments
+    words = {n: word_that_holds(n, getattr(probed, n) or 0, arguments) for n in SCRIPT_BATCH if n not in told}
+    words = {name: word for name, word in words.items() if word}
+    if MICRO in words:  # a script that counts its micro-batches itself may have its accumulation from another word
+        found["words"] = (tuple(words), replace(probed, words=words))
+        found["word"] = ((MICRO,), replace(probed, words={MICRO: words[MICRO]}))
     if probed.parts == steps:  # it may cut a batch into as many parts as it accumulates, or always into so many
-        found["parts"] = ("micro_batch_size", replace(probed, parts_follow=True))
-    told = {*spec.templated(), *mapped_flags(spec, probed)}
-    if (
-        "gradient_accumulation_steps" in told and not probed.counts_itself
-    ):  # of one micro-batch a step no probe shows it
-        found["counted"] = ("gradient_accumulation_steps", replace(probed, counts_itself=True))
+        found["parts"] = ((MICRO,), replace(probed, parts_follow=True))
+    if ACCUMULATION in told and not probed.counts_itself:  # of one micro-batch a step no probe shows it
+        found["counted"] = ((ACCUMULATION,), replace(probed, counts_itself=True))
     return found
 
 

@@ -25,7 +25,7 @@ PACED = (
     " (`if engine.is_gradient_accumulation_boundary():`)"
 )
 PACED_BESIDE = (
-    "the script trains another model by an optimizer of its own, which steps with each micro-batch: with another accumulation that"
+    "the script trains another model by another optimizer, which steps with each micro-batch: with another accumulation that"
     " model takes more steps or fewer, of other batches, in trials, too, unless it steps once for each optimizer step"
     " (`if engine.is_gradient_accumulation_boundary():`)"
 )

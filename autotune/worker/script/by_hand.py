@@ -15,8 +15,8 @@ CLIP, CLIP_VALUE = "clip_grad_norm_", "clip_grad_value_"
 # Norms of weights that nothing has changed are equal; what is merged and taken out again is rounded.
 SAME_NORM = 1e-6
 CLIPS = (
-    "the script clips gradients itself ({place}), which DeepSpeed heeds at ZeRO 0 alone: the configuration states the norm as"
-    " `gradient_clipping: {norm:g}`, which does the same at each stage"
+    "the script clips gradients itself ({place}), which DeepSpeed heeds at ZeRO 0 alone: trials, and the configuration of the"
+    " answer, have `gradient_clipping: {norm:g}` in place of that, which clips at each stage; leave the call out as you train with it"
 )
 CLIPS_IN_VAIN = (
     "the script's `{name}` ({place}) has no effect at ZeRO {stage}, where DeepSpeed keeps the gradients elsewhere: state"
@@ -30,6 +30,20 @@ CHANGES = {
     " elsewhere undoes with its next update, so stage and type are not moved to or from there; what the model does to a weight as"
     " it goes forward acts at each stage",
 }
+
+
+def leave_clipping_out(context: ScriptContext) -> None:
+    """Has the script's own clipping only measure the norm in a trial, whose configuration clips: else it would clip each micro-batch."""
+    trained = set[int]()
+
+    def measure(original: Callable[..., Any], parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if context.meter is not None and not trained:
+            trained.update(map(id, context.meter.engine.module.parameters()))
+        engines = users_frame() is not None and not trained.isdisjoint(map(id, given))
+        return original(given, math.inf if engines else max_norm, *args, **kwargs)
+
+    patch_everywhere(torch.nn.utils, {CLIP: measure})
 
 
 class ByHand:

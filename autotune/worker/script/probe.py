@@ -95,6 +95,7 @@ def _probed(
         uneven=seen.uneven,
         configured_micro_batch_size=engine.train_micro_batch_size_per_gpu(),
         by_hand=tuple(context.by_hand),
+        clips=context.clipping is not None,
     )
 
 

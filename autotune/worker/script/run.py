@@ -29,7 +29,7 @@ from autotune.worker.measure.stages import stages
 from autotune.worker.rank import connect, identify, join_on_host, prepare_device, set_seed
 from autotune.worker.script import execute, schedules
 from autotune.worker.script.arguments import Arguments
-from autotune.worker.script.by_hand import ByHand
+from autotune.worker.script.by_hand import ByHand, leave_clipping_out
 from autotune.worker.script.context import ScriptContext, ScriptError
 from autotune.worker.script.engine import EngineHooks
 from autotune.worker.script.frameworks import accelerate, huggingface, lightning
@@ -172,6 +172,8 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
         context.changed(text)
     steps = StepHooks(context)
     attach = steps.attach if context.candidate is not None else ByHand(context).install(steps.attach)
+    if context.script.clips:
+        leave_clipping_out(context)
     EngineHooks(context, attach, steps.others.attach).install()
     steps.install()
     stages.install(context.candidate, context.changed)

@@ -12,6 +12,8 @@ from common import Net, config
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
 rows = int(flags.get("--rows") or flags.get("--train.batch-size") or os.environ.get("ROWS") or 8)
 settings = config(zero_optimization={"stage": 1})
+if "--train.accum" in flags:
+    settings["gradient_accumulation_steps"] = int(flags["--train.accum"])
 if "--conf" in flags:
     settings = json.loads(Path(flags["--conf"]).read_text())
 elif "--mapped" in flags:

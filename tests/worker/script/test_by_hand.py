@@ -9,7 +9,7 @@ from torch import nn
 from autotune.space.legality import why_illegal
 from autotune.worker import project
 from autotune.worker.script import context
-from autotune.worker.script.by_hand import ByHand
+from autotune.worker.script.by_hand import ByHand, leave_clipping_out
 
 
 class Engine:
@@ -118,6 +118,18 @@ def test_frameworks_that_read_the_norm_by_clipping_change_nothing(trained, monke
     monkeypatch.setattr(project, "holds", lambda _file: False)
     found = trained(2, gradients=clip)
     assert not found.by_hand and not found.report.caveats
+
+
+def test_a_trial_whose_configuration_clips_leaves_the_scripts_own_clipping_out(monkeypatch):
+    """At ZeRO 0 it clipped the sum of each micro-batch so far."""
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", torch.nn.utils.clip_grad_norm_)
+    monkeypatch.setattr(project, "holds", lambda file: file == __file__)
+    own, other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    leave_clipping_out(SimpleNamespace(meter=SimpleNamespace(engine=SimpleNamespace(module=own))))
+    for module in (own, other):
+        module.weight.grad = torch.ones(2, 2)
+        assert float(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)) == 2.0
+    assert float(own.weight.grad.norm()) == 2.0 and float(other.weight.grad.norm()) == pytest.approx(0.5)
 
 
 @pytest.mark.process

@@ -63,6 +63,7 @@ BOTH = MICRO | ACCUM
         ("own_flags.py", ("--rows", "6"), {"arg_mappings": {"train_micro_batch_size_per_gpu": "--rows"}}, (6, 2, BOTH)),
         ("own_flags.py", ("--mapped", "1"), {}, (8, 2, BOTH)),
         ("own_flags.py", ("--train.batch-size", "6"), {}, (6, 2, BOTH)),
+        ("own_flags.py", ("--train.batch-size", "6", "--train.accum", "4"), {}, (6, 4, BOTH)),
     ],
 )
 def test_a_probe_finds_the_batch_and_what_of_it_moves(bench, name, arguments, overrides, expected):
@@ -327,6 +328,14 @@ def test_another_model_that_steps_with_each_micro_batch_is_said_not_to_follow_th
     assert found.workload.script.paced_beside and not found.workload.script.paced
     assert any(note.startswith("the script trains another model") for note in found.notes)
     assert not bench.plan("from_engine.py", global_batch="keep").workload.script.paced_beside
+
+
+def test_words_that_a_script_reads_itself_move_batch_and_accumulation(bench):
+    found = bench.plan("own_flags.py", "--train.batch-size", "6", "--train.accum", "4")
+    result = bench.applied(found, micro_batch_size=3, gradient_accumulation_steps=2)
+    assert sorted(result.side_changes) == [
+        "Command line: `--train.accum 2` instead of 4.", "Command line: `--train.batch-size 3` instead of 6.",
+    ]  # fmt: skip
 
 
 def test_inputs_are_cast_only_where_the_script_was_written_for_another_precision(bench):

@@ -3,7 +3,7 @@
 import ast
 import contextlib
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -44,7 +44,7 @@ def without_config_flag(namespace: Any) -> Iterator[None]:
 def read(stated: Any) -> DsConfig:
     """Reads the configuration that a script passes to `deepspeed.initialize`."""
     if isinstance(stated, dict):
-        return stated
+        return {key: _plain(value) for key, value in stated.items()}
     if isinstance(stated, str | os.PathLike) and os.path.exists(stated):
         import hjson  # as DeepSpeed itself reads the file, which may have comments
 
@@ -67,6 +67,29 @@ def read(stated: Any) -> DsConfig:
     raise UserError(
         "the script gives deepspeed.initialize a configuration that is neither a dict nor the path of a JSON file"
     )
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value of a dict as JSON has it: sections of classes with attributes often cannot be copied, nor numpy's numbers written."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+
+
+def put(stated: dict[str, Any], config: DsConfig) -> None:
+    """Has a script's dict hold a configuration, as it may look there later; sections of a class of the user's stay of that class."""
+    for key in [key for key in stated if key not in config]:
+        del stated[key]
+    for key, value in config.items():
+        section = stated.get(key)
+        if isinstance(section, dict) and type(section) is not dict and isinstance(value, dict):
+            put(section, value)
+        else:
+            stated[key] = value
 
 
 def places(frame: FrameType | None) -> tuple[str, str]:

@@ -131,8 +131,7 @@ class EngineHooks:
         config = {key: value for key, value in config.items() if key not in SIDE_EFFECT_KEYS}
         config["steps_per_print"] = NEVER_STEPS
         if isinstance(source, dict):  # the script may look into it later
-            source.clear()
-            source.update(config)
+            ds_config.put(source, config)
             config = source
         given["config"] = config
         given.pop("config_params", None)

@@ -1,0 +1,42 @@
+"""DeepSpeed configurations as scripts pass them."""
+
+import copy
+import json
+from pathlib import Path
+
+import numpy
+import pytest
+
+from autotune.worker.script import ds_config
+
+
+class Attributes(dict):
+    """As many programs write it; it cannot be copied, since it raises KeyError where Python asks for an attribute."""
+
+    __getattr__ = dict.__getitem__
+
+
+def stated():
+    zero = Attributes(stage=1, offload_optimizer=Attributes(device="nvme", nvme_path=Path("/nvme")))
+    rates = {"type": "Adam", "params": {"lr": numpy.float32(0.5), "betas": (0.9, 0.95)}}
+    return Attributes(train_batch_size=numpy.int64(8), zero_optimization=zero, optimizer=rates)
+
+
+def test_a_dict_of_the_users_own_classes_is_read_as_json_has_it():
+    """It ended in `KeyError: '__deepcopy__'`."""
+    with pytest.raises(KeyError):
+        copy.deepcopy(stated())
+    found = ds_config.read(stated())
+    assert copy.deepcopy(found) == json.loads(json.dumps(found)) == {
+        "train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.5, "betas": [0.9, 0.95]}},
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
+    }  # fmt: skip
+
+
+def test_what_a_script_passed_holds_the_trials_configuration_in_its_own_classes():
+    given, section = stated(), {"stage": 1}
+    given["plain"] = section
+    ds_config.put(given, {"zero_optimization": {"stage": 3}, "plain": {"stage": 2}, "bf16": {"enabled": True}})
+    assert given == {"zero_optimization": {"stage": 3}, "plain": {"stage": 2}, "bf16": {"enabled": True}}
+    assert given.zero_optimization.stage == 3
+    assert section == {"stage": 1}  # that another configuration of the script may share

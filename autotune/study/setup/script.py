@@ -33,6 +33,8 @@ MICRO, ACCUMULATION = "micro_batch_size", "gradient_accumulation_steps"
 SCRIPT_BATCH = {MICRO: "micro-batch", ACCUMULATION: "accumulation"}
 # End of a script whose arguments are missing or wrong, by argparse and most other parsers.
 USAGE_STATUS = "exited with status 2"
+# How side changes begin that move the batch where the script's code has it.
+IN_CODE = ("Data:", "Accumulation:")
 # Advice where the tuner cannot move a knob.
 REMEDY = {
     name: f"To tune it, pass it by a flag (`--flag {{{name}}}` on the command line), a constant of the script"
@@ -254,7 +256,9 @@ def with_movable(
     probed = replace(probed, stays={name: untouched[name] for name in SCRIPT_BATCH if name not in tried})
     both = run(tried, path.name, probed)
     for way, (names, other) in _other_ways(spec, probed, steps).items():
-        if both.observed is not None and not _all_ran(names, wanted, both.observed):
+        # A word of the command line is easier to change than code.
+        by_code = way == "words" and any(text.startswith(IN_CODE) for text in both.side_changes)
+        if both.observed is not None and (by_code or not _all_ran(names, wanted, both.observed)):
             again = run(tried, f"{path.name}-{way}", other)
             probed, both = (other, again) if _all_ran(names, wanted, again.observed) else (probed, both)
     results = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from common import Net, config
+from common import Net, config, dataset
 
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
 rows = int(flags.get("--rows") or flags.get("--train.batch-size") or os.environ.get("ROWS") or 8)
@@ -23,7 +23,8 @@ deepspeed.init_distributed()
 torch.manual_seed(0)
 model = Net()
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+loader = torch.utils.data.DataLoader(dataset(), batch_size=rows) if "--loader" in flags else None
 while True:
-    x = torch.randn(rows, 16, device=engine.device)
-    engine.backward(engine(x, torch.zeros(rows, dtype=torch.long, device=engine.device)))
-    engine.step()
+    for x, y in loader or [(torch.randn(rows, 16), torch.zeros(rows, dtype=torch.long))]:
+        engine.backward(engine(x.to(engine.device), y.to(engine.device)))
+        engine.step()

@@ -338,6 +338,16 @@ def test_words_that_a_script_reads_itself_move_batch_and_accumulation(bench):
     ]  # fmt: skip
 
 
+def test_a_word_of_the_command_line_is_moved_rather_than_the_code_that_it_reaches(bench):
+    """The answer named the DataLoader's line, and the printed command kept the word's old value."""
+    found = bench.plan("own_flags.py", "--train.batch-size", "6", "--loader", "yes")
+    assert found.workload.script.flags["micro_batch_size"] == ["--train.batch-size"]
+    said = found.workload.script.moved_by
+    assert "Command line: `--train.batch-size 3` instead of 6." in said and not any(
+        "DataLoader" in text for text in said
+    )
+
+
 def test_inputs_are_cast_only_where_the_script_was_written_for_another_precision(bench):
     found = bench.plan("dict_config.py")
     assert not any("cast" in change for change in bench.measure(found).side_changes)

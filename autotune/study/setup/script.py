@@ -256,9 +256,7 @@ def with_movable(
     probed = replace(probed, stays={name: untouched[name] for name in SCRIPT_BATCH if name not in tried})
     both = run(tried, path.name, probed)
     for way, (names, other) in _other_ways(spec, probed, steps).items():
-        # A word of the command line is easier to change than code.
-        by_code = way == "words" and any(text.startswith(IN_CODE) for text in both.side_changes)
-        if both.observed is not None and (by_code or not _all_ran(names, wanted, both.observed)):
+        if _other_way_is_better(way, names, wanted, both):
             again = run(tried, f"{path.name}-{way}", other)
             probed, both = (other, again) if _all_ran(names, wanted, again.observed) else (probed, both)
     results = {
@@ -297,6 +295,12 @@ def _ran(name: str, wanted: dict[str, int], seen: Observed | None) -> bool:
     """Returns whether a run was seen to train with the value that was wanted."""
     own_draw = seen.loader_batch_size if seen is not None and name == "micro_batch_size" else None
     return seen is not None and wanted[name] in (getattr(seen, name), own_draw)
+
+
+def _other_way_is_better(way: str, names: Iterable[str], wanted: dict[str, int], run: TrialResult) -> bool:
+    """Returns whether another way is to be tried than that of a run: nothing moved, or code moved what a word of the command line may."""
+    by_code = way == "words" and any(text.startswith(IN_CODE) for text in run.side_changes)
+    return run.observed is not None and (by_code or not _all_ran(names, wanted, run.observed))
 
 
 def _all_ran(names: Iterable[str], wanted: dict[str, int], seen: Observed | None) -> bool:

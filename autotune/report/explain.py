@@ -181,9 +181,9 @@ class Evidence:
             low, high = (format_bytes(predicted["peak_memory_bytes"][end]) for end in ("low", "high"))
             answer = f"would not fit: predicted to need {low} to {high}, a rank has {self.expected.memory_limit}"
         else:
-            over = self.expected.broken({name: said["value"] for name, said in predicted.items()})
-            breaks = f" to break a constraint ({', '.join(over)})" if over else ""
-            answer = f"was not run; predicted{breaks}: {self._verdict(_ratios(predicted), 'predicted')}"
+            answer = (
+                f"was not run; predicted{self._breaks(predicted)}: {self._verdict(_ratios(predicted), 'predicted')}"
+            )
         return Explanation(
             question=question,
             answer=f"{words} {answer}.",
@@ -193,6 +193,11 @@ class Evidence:
             measured=near,
             reasons=[] if fits > SURE else [f"it fits the memory with a probability of {fits:.0%}"],
         )
+
+    def _breaks(self, predicted: Mapping[str, Mapping[str, float]]) -> str:
+        """That a configuration is predicted to break constraints, and which; empty if it keeps all."""
+        over = self.expected.broken({name: said["value"] for name, said in predicted.items()})
+        return f" to break a constraint ({', '.join(over)})" if over else ""
 
     def _compared(self, trial: Data) -> str:
         """A trial that ran against the recommended one, in words: first what keeps it from being recommended."""
@@ -250,7 +255,8 @@ class Evidence:
         reason = self.expected.why_illegal(other)
         if other == best or reason is not None:
             return f"{change}: belongs to the other changes" + (f" ({reason})" if reason else "")
-        ratios = _ratios(self.expected.predicted(other, self.predicted_best))
+        predicted = self.expected.predicted(other, self.predicted_best)
+        ratios = _ratios(predicted)
         gain = self._compromise(ratios)
         good = "as good" if abs(gain) < NOTHING else f"{times(math.exp(gain))} as good"
         moved = [
@@ -259,7 +265,17 @@ class Evidence:
         figures = f" ({', '.join(moved)})" if moved else ""
         n_now, n_before = self._n_ran(name, now), self._n_ran(name, before)
         tried = f"tried {n_now} x with {_said(now)}, {n_before} x with {_said(before)}"
-        return f"{change}: with {_said(before)} it is predicted to be {good}{figures}; {tried}"
+        return f"{change}: with {_said(before)} it is predicted to be {good}{figures}{self._but(other, predicted)}; {tried}"
+
+    def _but(self, candidate: Candidate, predicted: Mapping[str, Mapping[str, float]]) -> str:
+        """What keeps a configuration from being the answer, however good it is predicted to be; empty if nothing does."""
+        own = [trial for trial in self.trials if Candidate.of(trial["candidate"]) == candidate]
+        if own and (why := _barred(own[0])):
+            return f", but trial {own[0]['trial']} of it cannot be recommended: {why}"
+        if not own and self.expected.fits(candidate) < self.expected.least_chance:
+            return ", but not to fit the memory"
+        breaks = "" if own else self._breaks(predicted)
+        return f", but{breaks}" if breaks else ""
 
     def _n_ran(self, name: str, value: Scalar) -> int:
         return sum(trial["candidate"].get(name) == value and trial["outcome"] in RAN for trial in self.trials)
@@ -270,7 +286,7 @@ class Evidence:
         ends = Counter(str(trial["outcome"]).replace("_", " ") for trial in self.trials)
         ended = ", ".join(f"{n} {end}" for end, n in ends.most_common())
         said = [f"{len(self.trials)} of {n_seen:,} configurations were tried: {ended}"]
-        if outlook.covered > 0:
+        if outlook.covered > 0 and outlook.n_ran > 1:
             where = "within the 90 % interval that the other trials predict for them"
             said.append(f"{outlook.covered:.0%} of the measured step times lie {where}")
         ended = str(self.report.study.get("ended") or "")

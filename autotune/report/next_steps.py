@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from autotune.report.data import StudyReport, pick_words
 from autotune.report.started import started
+from autotune.search.stopping import ALL_SLOW, NONE_FITS
 from autotune.space.space import EXHAUSTED
 from autotune.study.events import DECIDING_SHARE, STOPPED, UNFINISHED, n_spent
 from autotune.system.units import format_bytes
@@ -79,7 +80,7 @@ def _kept(report: StudyReport, again: str) -> str:
             f"Keep your configuration until what reads better is checked: `{checks}` does so, and searches no further."
         )
     if _exhausted(report):
-        return "Keep your configuration: nothing is left to try in this search space."
+        return f"Keep your configuration: {_nothing_left(report, again)}."
     return f"Keep your configuration. `{again} {_more(report)}` looks further."
 
 
@@ -97,8 +98,18 @@ def _ended(report: StudyReport) -> str:
 
 
 def _exhausted(report: StudyReport) -> bool:
-    """Whether no candidate is left, nor one that only a longer run would include."""
-    return _ended(report) == EXHAUSTED and not report.study.get("left_out")
+    """Whether the search has nothing to propose any more, nor what only a longer run would include: more trials change nothing."""
+    return _ended(report).startswith((EXHAUSTED, ALL_SLOW, NONE_FITS)) and not report.study.get("left_out")
+
+
+def _nothing_left(report: StudyReport, again: str) -> str:
+    """What a search that has nothing to propose any more leaves untried."""
+    ended = _ended(report)
+    if ended == EXHAUSTED:
+        return "nothing is left to try in this search space"
+    if ended.startswith(ALL_SLOW):
+        return "nothing that is left in this search space is worth a trial"
+    return f"nothing that is left in this search space is expected to fit the memory (`{again} --no-filter` tries it)"
 
 
 def _with_answer(report: StudyReport, name: str) -> list[str]:
@@ -132,7 +143,7 @@ def _without_answer(report: StudyReport, again: str) -> list[str]:
             found.append(f"Or state a higher limit: `--device-memory` allows {sizes}.")
         return found
     if ends["complete"] and _exhausted(report):
-        return [f"Nothing is left to try in this search space: {LOOSEN}."]
+        return [f"{_nothing_left(report, again).capitalize()}: {LOOSEN}."]
     if ends["complete"] and report.trials_left:
         return [f"Or {LOOSEN}."]
     if ends["complete"]:

@@ -27,10 +27,14 @@ def of(trials: Sequence[Data]) -> list[str]:
 
 
 def _baseline_over(trials: Sequence[Data]) -> list[str]:
-    """That the baseline is no answer, where it breaks a constraint: what is recommended may be worse than it."""
-    broken = (trial for trial in trials if trial.get("feasible") is False and trial["outcome"] == Outcome.COMPLETE)
-    over = any(trial["trial"] == 0 for trial in broken)
-    return ["the baseline breaks a constraint: others are compared with it, but it cannot be recommended"] * over
+    """That the baseline is no answer, and why: what is recommended may be worse than it."""
+    for trial in trials:
+        if trial["trial"] == 0 and trial["outcome"] == Outcome.COMPLETE:
+            if trial.get("feasible") is False:
+                return ["the baseline breaks a constraint: others are compared with it, but it cannot be recommended"]
+            if doubt := trial.get("doubt"):
+                return [f"others are compared with the baseline, but it cannot be recommended: {doubt}"]
+    return []
 
 
 def checks(point: Data) -> str:

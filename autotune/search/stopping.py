@@ -20,6 +20,8 @@ from autotune.trial.request import TrialToBeat
 # a rival must be better by more, within these factors.
 RIVAL_MARGIN, WIDEST_MARGIN = 1.05, 1.5
 MOST_RIVALS = 32
+# What a search says that has nothing to propose although candidates are left.
+ALL_SLOW, NONE_FITS = "all that was not run", "no remaining candidate fits"
 
 
 def unfit(guide: CandidateOptimizer, told: Sequence[Observation], candidate: Candidate) -> str | None:
@@ -41,10 +43,12 @@ def unfit(guide: CandidateOptimizer, told: Sequence[Observation], candidate: Can
 def nothing_left(left: RemainingCandidates, limit: float | None) -> str:
     """Why the search has nothing to propose any more."""
     if left.n_fit:
-        return f"all that was not run ({left.n_open:,} candidates) is expected to be over {HOPELESS:.0f} times slower than the best"
+        return (
+            f"{ALL_SLOW} ({left.n_open:,} candidates) is expected to be over {HOPELESS:.0f} times slower than the best"
+        )
     if left.n_open and limit is not None and left.least_memory_bytes is not None:
         return (
-            f"no remaining candidate fits the device memory of {format_bytes(math.exp(limit))}: of {left.n_open:,} that were not run"
+            f"{NONE_FITS} the device memory of {format_bytes(math.exp(limit))}: of {left.n_open:,} that were not run"
             f" the smallest is predicted to need {format_bytes(left.least_memory_bytes)}"
         )
     return EXHAUSTED

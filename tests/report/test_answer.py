@@ -17,6 +17,7 @@ from autotune.report.next_steps import next_steps
 from autotune.report.page import render as report_page
 from autotune.report.readme import render
 from autotune.space.candidate import Candidate
+from autotune.space.space import EXHAUSTED
 from autotune.study.events import UNFINISHED
 from autotune.study.storage import records
 from autotune.system.units import format_duration
@@ -173,6 +174,13 @@ def test_a_search_that_its_time_budget_ended_goes_on_with_more_time():
     assert "--stop-below 0` looks further" in next_steps(replace(report, study=early))[0]
     over = replace(report, study=stopped | {"ended": "every candidate that can run here has been measured"})
     assert next_steps(over)[0] == "Keep your configuration: nothing is left to try in this search space."
+    for ended, said in (
+        ("all that was not run (4 candidates) is expected to be over", "nothing that is left in this search space is worth a trial."),
+        ("no remaining candidate fits the device memory of 16.0 GiB: of 11", "is expected to fit the memory (`autotune run "),
+        (f"{EXHAUSTED}, or is predicted not to fit the device memory (3)", "study.yaml --no-filter` tries it)."),
+    ):  # fmt: skip
+        step = next_steps(replace(report, study=stopped | {"ended": ended}))[0]
+        assert said in step and "looks further" not in step
     unfit = replace(over, recommended={"picks": {}, "baseline": base})
     assert next_steps(unfit)[0].startswith("Nothing is left to try in this search space: loosen the constraints")
     last = stopped | {"trials_wanted": 30}

@@ -160,7 +160,7 @@ def test_what_the_space_does_not_hold_is_judged_all_the_same(evidence):
 
 def of_study(folder, machine, **given):
     """The evidence of a finished study of four recomputations or two precisions."""
-    runner = runner_of(folder, Instant(machine), watcher=Watcher(), trials=4, repeats=1, **given)
+    runner = runner_of(folder, Instant(machine), watcher=Watcher(), **{"trials": 4, "repeats": 1} | given)
     runner.run()
     return Evidence(runner.study, load.load("s", records.default_url(folder), folder / "s"))
 
@@ -188,6 +188,24 @@ def test_a_trial_that_breaks_a_constraint_is_said_to(tmp_path):
     assert f"but it cannot be recommended: {over}" in said.answer
     assert any("complete (it breaks a constraint)" in line for line in said.lines())
     assert said.measured[0]["feasible"] is False
+
+
+def test_a_change_without_which_a_constraint_breaks_is_said_to_be_needed_for_it(tmp_path):
+    """Without it the answer was "predicted to be 1.65x as good", as if the recommendation were wrong."""
+    goals = {"objectives": ["throughput"], "constraints": [{"metric": "peak_memory_bytes", "max": "8GiB"}]}
+    machine = recomputing([0.03, 0.04, 0.05, 0.06], [9, 6, 9, 9])
+    evidence = of_study(tmp_path, machine, space=RECOMPUTED, **goals)
+    assert evidence.recommended.checkpoint_every == 1
+    without = next(reason for reason in evidence.choice().reasons if reason.startswith("checkpoint_every"))
+    assert "x as good" in without and ", but trial 0 of it cannot be recommended: it breaks a constraint; " in without
+    evidence.trials = [trial for trial in evidence.trials if trial["trial"]]
+    without = next(reason for reason in evidence.choice().reasons if reason.startswith("checkpoint_every"))
+    assert ", but to break a constraint (peak memory " in without and "at most 8.00 GiB is allowed); " in without
+
+
+def test_one_trial_is_not_said_to_be_foretold_by_the_others(tmp_path):
+    evidence = of_study(tmp_path, recomputing([0.03] * 4), space=RECOMPUTED, trials=1, objectives=["throughput"])
+    assert not any("that the other trials predict" in reason for reason in evidence.choice().reasons)
 
 
 def test_a_better_trial_is_said_to_lack_its_check(tmp_path):

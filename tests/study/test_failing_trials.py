@@ -139,6 +139,22 @@ def test_the_best_that_fails_when_it_is_measured_again_is_not_said_to_be_measure
     assert f"trial {best} ended badly when it was measured again: {end}: boom" in found.caveats()
 
 
+def test_a_baseline_that_runs_out_of_memory_when_it_is_measured_again_is_said_to_be_no_answer(tmp_path):
+    """What was recommended read 0.93x its throughput, without a word on why."""
+    n_ran = Counter()
+
+    def machine(candidate):
+        n_ran[candidate] += 1
+        fails = not candidate.checkpoint_every and n_ran[candidate] > 1
+        return failed(Outcome.OOM, "boom") if fails else report(candidate)
+
+    runner, *_ = run(tmp_path, Instant(machine), space=[{"checkpoint_every": [0, 1]}], trials=2, goal="throughput")
+    found = load.read(runner.study, tmp_path / "s")
+    assert found.picks["recommended"]["trial"] == 1
+    why = "it ran out of memory when it was measured again"
+    assert f"others are compared with the baseline, but it cannot be recommended: {why}" in found.caveats()
+
+
 def test_a_baseline_that_passes_its_deadline_says_what_gives_it_more_time(tmp_path):
     """A large model takes minutes to load."""
     slow = Instant(

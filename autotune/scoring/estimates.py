@@ -138,13 +138,13 @@ class Estimates:
         the coverage of ordinary intervals.
 
         Args:
-            more: Rounds that count besides.
+            more: Rounds that count besides; each of them has both trials, which tells of the noise, too.
             left: Share of the variance of the step times' ratio that is left after them.
             alone: Neither was picked: this comparison is the only one.
         """
         n_looks = min(len(one.repeats), len(other.repeats)) + more
         n_compared = 1 if alone else max(1, self.n_looked_at - 1) * max(1, n_looks)
-        degrees = max(LEAST_FAR_OUT, self._degrees - PRIOR_DEGREES + 1)
+        degrees = max(LEAST_FAR_OUT, self._degrees - PRIOR_DEGREES + 1 + more)
         share, quantile = timed_share(objectives), t_quantile(1 - 0.025 / n_compared, degrees)
         timed = share * math.sqrt(left) * self.sd(one, other) if share else 0.0
         return quantile * math.hypot(timed, self._beyond_sd(one, other, objectives))

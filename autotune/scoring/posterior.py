@@ -1,6 +1,7 @@
 """The joint posterior of the trials' log step times, from every measurement of a study: a linear mixed model."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,15 +10,15 @@ from numpy.typing import NDArray
 from autotune.trial.profile import Floats
 
 # What the marginal likelihood weighs, as standard deviations of the logarithm: noise of one measurement, drift of the
-# machine from one trial to the next, and the factor on what is stated of the trials' effects. Each prior is log-normal,
-# given as median and standard deviation of the logarithm.
+# machine from one trial to the next, the factor on what is stated of the trials' effects, and what no forecast knows of a
+# trial, which readings of one trial that agree tell from noise. Each prior is log-normal, given as median and standard
+# deviation of the logarithm.
 NOISE, NOISE_PRIOR = (0.003, 0.006, 0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8), (0.03, 0.7)
 DRIFT, DRIFT_PRIOR = (0.001, 0.005, 0.02, 0.08), (0.003, 1.5)
 EFFECT_SCALE, SCALE_PRIOR = (0.3, 1.0, 3.0), (1.0, 1.0)
+OWN, OWN_PRIOR = (0.003, 0.01, 0.03, 0.1), (0.01, 0.7)
 # Of the trials without a forecast: how much their logarithms differ among each other.
 POPULATION_SD = 0.3
-# What no forecast knows of a trial.
-OWN_SD = 0.01
 # The level of a whole study and that of a round of re-measurements, which later trials do not foretell.
 LEVEL_SD, ROUND_SD = 3.0, 0.5
 # How much the machine may have changed over a pause between two first measurements: another's load has come or gone.
@@ -91,6 +92,7 @@ class _Scales:
     noise: float
     drift: float
     effect: float
+    own: float
     weight: float
 
 
@@ -107,6 +109,7 @@ class _Model:
         self.prior_mean = np.where(known, readings.forecast, 0.0)
         self.group = known.astype(int)
         self.effects_cov = readings.forecast_cov + np.diag(own_sd**2)
+        self.own_cov = np.diag(known.astype(float))
         self.y = readings.log_value - self.prior_mean[readings.trial]
         first = readings.round == 0
         at = np.where(first, positions, 0.0)
@@ -117,24 +120,25 @@ class _Model:
         self.state = ROUND_SD**2 * same_round + PAUSE_SD**2 * same_sitting
         same_group = self.group[readings.trial][:, None] == self.group[readings.trial][None, :]
         self.level = LEVEL_SD**2 * same_group
-        self.effects_of = self.effects_cov[np.ix_(readings.trial, readings.trial)]
+        pairs = np.ix_(readings.trial, readings.trial)
+        self.fixed = self.level + self.state + np.diag(readings.own_sd**2 + extra_var)
+        self.parts = np.array([np.eye(len(self.y)), self.walk, self.effects_cov[pairs], self.own_cov[pairs]])
 
-    def covariance(self, scales: _Scales) -> Floats:
-        """Covariance of the readings."""
-        found = self.level + self.state + scales.drift**2 * self.walk
-        found = found + scales.effect**2 * self.effects_of
-        noise = scales.noise**2 + self.readings.own_sd**2 + self.extra_var
-        return np.asarray(found + np.diag(noise), dtype=float)
+    def covariances(self, points: Sequence[_Scales]) -> Floats:
+        """Covariance of the readings at each point."""
+        scales = np.array([[each.noise, each.drift, each.effect, each.own] for each in points])
+        return np.asarray(self.fixed + np.tensordot(scales**2, self.parts, axes=1), dtype=float)
 
-    def log_likelihood(self, scales: _Scales) -> float:
-        """Logarithm of the marginal likelihood, up to a constant."""
-        lower = np.linalg.cholesky(self.covariance(scales))
-        white = np.linalg.solve(lower, self.y)
-        return float(-0.5 * white @ white - np.log(np.diag(lower)).sum())
+    def log_likelihoods(self, points: Sequence[_Scales]) -> Floats:
+        """Logarithms of the marginal likelihood, up to a constant."""
+        lower = np.linalg.cholesky(self.covariances(points))
+        white = np.linalg.solve(lower, np.broadcast_to(self.y[:, None], (len(lower), len(self.y), 1)))[:, :, 0]
+        determinants = np.log(np.diagonal(lower, axis1=1, axis2=2)).sum(axis=1)
+        return np.asarray(-0.5 * (white**2).sum(axis=1) - determinants, dtype=float)
 
     def surprise(self, scales: _Scales) -> tuple[Floats, Floats]:
         """Each reading less what all others foretell, in standard deviations and as it is."""
-        inverse = np.linalg.inv(self.covariance(scales))
+        inverse = np.linalg.inv(self.covariances([scales])[0])
         apart, precision = inverse @ self.y, np.diag(inverse)
         return apart / np.sqrt(precision), apart / precision
 
@@ -142,11 +146,11 @@ class _Model:
         """Mean and covariance of all trials' logarithms in the machine's average state."""
         own = self.readings.trial
         state = self.state + scales.drift**2 * self.walk
-        prior = scales.effect**2 * self.effects_cov
+        prior = scales.effect**2 * self.effects_cov + scales.own**2 * self.own_cov
         level = LEVEL_SD**2 * (self.group[:, None] == self.group[None, :])
         mean_state, mean_state_var = state.mean(axis=0), state.mean()
         across = level[:, own] + prior[:, own] + mean_state
-        solved = np.linalg.solve(self.covariance(scales), np.column_stack([self.y, across.T]))
+        solved = np.linalg.solve(self.covariances([scales])[0], np.column_stack([self.y, across.T]))
         mean = self.prior_mean + across @ solved[:, 0]
         cov = level + prior + mean_state_var - across @ solved[:, 1:]
         return mean, cov
@@ -162,7 +166,7 @@ def fit(readings: Readings) -> Posterior:
         readings: The readings; there must be at least one.
     """
     known = np.isfinite(readings.forecast)
-    own_sd = np.where(known, OWN_SD, POPULATION_SD)
+    own_sd = np.where(known, 0.0, POPULATION_SD)
     positions = np.cumsum(readings.round == 0) - 1.0  # a re-measurement is no step of the walk
     n_of = np.bincount(readings.trial, minlength=len(known))
     extra_var = np.zeros(len(positions))
@@ -197,11 +201,17 @@ def _weighed(readings: Readings, positions: Floats, own_sd: Floats, extra_var: F
             noise,
             drift,
             scale,
-            _log_normal(noise, NOISE_PRIOR) + _log_normal(drift, DRIFT_PRIOR) + _log_normal(scale, SCALE_PRIOR),
+            own,
+            _log_normal(noise, NOISE_PRIOR)
+            + _log_normal(drift, DRIFT_PRIOR)
+            + _log_normal(scale, SCALE_PRIOR)
+            + _log_normal(own, OWN_PRIOR),
         )
-        for noise, drift, scale in itertools.product(NOISE, DRIFT, EFFECT_SCALE)
+        for noise, drift, scale, own in itertools.product(
+            NOISE, DRIFT, EFFECT_SCALE, OWN if model.group.any() else OWN[:1]
+        )
     ]
-    logs = np.array([point.weight + model.log_likelihood(point) for point in points])
+    logs = np.array([point.weight for point in points]) + model.log_likelihoods(points)
     shares = np.exp(logs - logs.max())
     shares /= shares.sum()
     kept = [i for i in np.argsort(-shares) if shares[i] >= min(LEAST_WEIGHT, shares.max())]

@@ -108,8 +108,8 @@ def _nothing_left(report: StudyReport, again: str) -> str:
     if ended == EXHAUSTED:
         return "nothing is left to try in this search space"
     if ended.startswith(ALL_SLOW):
-        return "nothing that is left in this search space is worth a trial"
-    return f"nothing that is left in this search space is expected to fit the memory (`{again} --no-filter` tries it)"
+        return "no configuration that is left in this search space is worth a trial"
+    return f"no configuration that is left in this search space is expected to fit the memory (`{again} --no-filter` tries it)"
 
 
 def _with_answer(report: StudyReport, name: str) -> list[str]:

@@ -29,7 +29,7 @@ def of(trials: Sequence[Data]) -> list[str]:
 def _baseline_over(trials: Sequence[Data]) -> list[str]:
     """That the baseline is no answer, and why: what is recommended may be worse than it."""
     for trial in trials:
-        if trial["trial"] == 0 and trial["outcome"] == Outcome.COMPLETE:
+        if trial["trial"] == 0 and trial.get("outcome") == Outcome.COMPLETE:
             if trial.get("feasible") is False:
                 return ["the baseline breaks a constraint: others are compared with it, but it cannot be recommended"]
             if doubt := trial.get("doubt"):

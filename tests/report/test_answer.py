@@ -175,7 +175,7 @@ def test_a_search_that_its_time_budget_ended_goes_on_with_more_time():
     over = replace(report, study=stopped | {"ended": "every candidate that can run here has been measured"})
     assert next_steps(over)[0] == "Keep your configuration: nothing is left to try in this search space."
     for ended, said in (
-        ("all that was not run (4 candidates) is expected to be over", "no configuration that is left in this search space is worth a trial."),
+        ("all that was not run (4 candidates) is expected to be over", "is left in this search space is worth a trial."),
         ("no remaining candidate fits the device memory of 16.0 GiB: of 11", "is expected to fit the memory (`autotune run "),
         (f"{EXHAUSTED}, or is predicted not to fit the device memory (3)", "study.yaml --no-filter` tries it)."),
     ):  # fmt: skip

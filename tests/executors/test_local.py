@@ -227,7 +227,8 @@ def test_trials_leak_no_descriptor_of_the_server(zoo: Zoo) -> None:
     before = zoo.server.num_fds()
     for model in ("ok", "raises", "segv"):
         zoo.run(model, **CLEAN)
-    assert zoo.server.num_fds() == before
+    # Between two trials it may try in a fork what it imports ahead, over a pipe.
+    assert wait_until(lambda: zoo.server.num_fds() <= before)
 
 
 def test_a_cancelled_trial_is_lost_and_the_server_stays(zoo: Zoo, reference: list[float | None]) -> None:

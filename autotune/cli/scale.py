@@ -119,9 +119,7 @@ def measure(
             events.say(f"round {number + 1} of {rounds}: {ranks}, {candidate.describe()}")
             other = "" if (n, candidate) == next(each for each in asked if each[0] == n) else "-weak"
             path = folder / "trials" / f"{number}-{n}{other}"
-            request = replace(
-                plan.request(candidate), world_size=n, nodes=spec.nodes_for(n), budget_s=spec.trial_budget_s
-            )
+            request = replace(plan.request(candidate).on_ranks(n, spec.nodes_for(n)), budget_s=spec.trial_budget_s)
             with executor.turn(events.waiting):
                 result = base.run(executor, path, request, events.tick)
             if result.outcome is not Outcome.COMPLETE or result.steps is None or not result.samples_per_step:

@@ -37,7 +37,7 @@ from autotune.trial.command import (
     without_flag,
 )
 from autotune.trial.target import is_yaml
-from autotune.trial.workload import LIGHTNING, TRAINER
+from autotune.trial.workload import LIGHTNING, TOTAL, TRAINER
 
 # What DeepSpeed's JSON and transformers' TrainingArguments both say, and must say alike
 # (HfTrainerDeepSpeedConfig.trainer_config_process).
@@ -163,9 +163,9 @@ def deepspeed_config(pick: Data, base: Data, family: str = "") -> DsConfig:
     """The complete DeepSpeed configuration of a pick: what was measured, and the user's sections that trials leave out.
 
     It states the ZeRO stage even where that is DeepSpeed's default: Accelerate and transformers refuse a file without
-    it. `train_batch_size` is left to DeepSpeed, so that the file is right for any number of ranks. DeepSpeed's own tuner is
-    off in it, with which a training ends. For Lightning (`family`) it leaves the accumulation out, which Lightning
-    refuses beside its own `accumulate_grad_batches`.
+    it. `train_batch_size` is left to DeepSpeed, so that the file is right for any number of ranks, unless the user's own
+    states it. DeepSpeed's own tuner is off in it, with which a training ends. For Lightning (`family`) it leaves the
+    accumulation out, which Lightning refuses beside its own `accumulate_grad_batches`.
     """
     measured = pick.get("ds_config") or Candidate.of(pick["candidate"]).to_deepspeed(base)
     left_out = {key: base[key] for key in sorted(SIDE_EFFECT_KEYS) if key in base and key not in measured}
@@ -385,6 +385,8 @@ def notes(pick: Data, base: Data, format: str, started: Started | None = None, n
     }
     if started is not None and started.sets_config_itself(pick.get("script_side_changes", ())):
         said["hf-args"].append((True, f"No flag names the JSON, as the script's code sets another: {started.in_code}."))
+    if TOTAL in config:
+        said["deepspeed"] = [(True, f"It states {TOTAL}, as yours does: change it for another number of ranks.")]
     if started is not None and started.family == TRAINER:
         said |= {form: [(steps, f"The JSON fixes the scheduler steps: {fixed}")] for form in ("deepspeed", "command")}
     return [text for applies, text in said.get(format, []) if applies]

@@ -1,10 +1,10 @@
 """Record of a trial's request: everything that its ranks need to know."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autotune.space.deepspeed import DsConfig, Scalar
 from autotune.trial.lengths import Table
-from autotune.trial.workload import Script
+from autotune.trial.workload import TOTAL, Script
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,3 +110,10 @@ class TrialRequest:
     def ranks_per_node(self) -> int:
         """Ranks on each machine."""
         return self.world_size // self.nodes
+
+    def on_ranks(self, world_size: int, nodes: int) -> "TrialRequest":
+        """Returns the same trial on another number of ranks, with a stated global batch that follows it."""
+        config = dict(self.ds_config)
+        if TOTAL in config:
+            config[TOTAL] = config[TOTAL] * world_size // self.world_size
+        return replace(self, ds_config=config, world_size=world_size, nodes=nodes)

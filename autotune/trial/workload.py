@@ -17,6 +17,8 @@ NCCL_BYTES = 700 << 20
 HELD_SHARE = 0.1
 # Families of scripts, by the names in `Probed.family`.
 TRAINER, ACCELERATE, LIGHTNING = "transformers' Trainer", "Accelerate", "Lightning"
+# The batch in a DeepSpeed configuration.
+TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,14 +259,18 @@ class Probed:
         config = dict(config)
         if self.counts_itself:
             # The script accumulates itself; with the number in its configuration, DeepSpeed would accumulate again.
-            config["gradient_accumulation_steps"] = self.configured_accumulation
+            config[STEPS] = self.configured_accumulation
         if "micro_batch_size" in self.stays and self.configured_micro_batch_size is not None:
             # What was counted may be no number of samples: scripts may make their batches by theirs, and frameworks compare it.
-            config["train_micro_batch_size_per_gpu"] = self.configured_micro_batch_size
+            config[MICRO] = self.configured_micro_batch_size
         if "token_budget" in candidate.data_changes:
-            config["train_micro_batch_size_per_gpu"] = 1  # a row that holds the samples of a micro-batch
+            config[MICRO] = 1  # a row that holds the samples of a micro-batch
         if self.pipeline_stages:
             config = recomputing_in_runs(config, candidate, self.checkpoint_every)
+        total, micro, steps = self.ds_config.get(TOTAL), self.configured_micro_batch_size, self.configured_accumulation
+        by_script = self.family not in (TRAINER, ACCELERATE, LIGHTNING)  # these fill it in
+        if by_script and isinstance(total, int) and micro and steps:  # it may read it, as to make its batches
+            config[TOTAL] = total // (micro * steps) * config[MICRO] * config[STEPS]
         return config
 
 

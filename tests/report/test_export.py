@@ -203,6 +203,9 @@ def test_notes_say_what_the_exported_text_cannot():
     assert any("DummyOptim" in note for note in notes(pick(CANDIDATES[0]), BASE, "accelerate"))
     assert any("transformers 5" in note for note in notes(pick(CANDIDATES[3]), BASE, "hf-args"))
     assert notes(pick(CANDIDATES[3]), BASE, "deepspeed") == []
+    own = pick(CANDIDATES[0])
+    stated = {**own, "ds_config": {**own["ds_config"], "train_batch_size": 8}}
+    assert any("another number of ranks" in note for note in notes(stated, BASE, "deepspeed"))
 
 
 # The command to paste.

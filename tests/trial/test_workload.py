@@ -11,7 +11,8 @@ from autotune.cli.doctor import _devices
 from autotune.report.load import _threads
 from autotune.space.candidate import Candidate
 from autotune.study.setup.plan import held_by_others
-from autotune.trial.workload import CUDA_CONTEXT_BYTES, NCCL_BYTES, Probed
+from autotune.trial.request import TrialRequest
+from autotune.trial.workload import ACCELERATE, CUDA_CONTEXT_BYTES, NCCL_BYTES, Probed
 
 GIB = 1 << 30
 DEVICE = replace(
@@ -78,3 +79,22 @@ def test_a_script_whose_micro_batch_nothing_moves_keeps_the_number_that_it_state
     )  # fmt: skip
     candidate = Candidate(micro_batch_size=20)
     assert probed.completed(candidate.to_deepspeed(), candidate)["train_micro_batch_size_per_gpu"] == 8
+
+
+@pytest.mark.parametrize(("family", "total"), [("raw DeepSpeed", 256), (ACCELERATE, None)])
+def test_a_global_batch_that_the_script_states_follows_the_candidate(family, total):
+    """A script that read it ended in a KeyError in its baseline; frameworks fill it in themselves."""
+    probed = Probed(
+        ds_config={"train_batch_size": 32, "gradient_accumulation_steps": 2}, micro_batch_size=8, gradient_accumulation_steps=2,
+        configured_micro_batch_size=8, configured_accumulation=2, family=family,
+    )  # fmt: skip
+    candidate = Candidate(micro_batch_size=32, gradient_accumulation_steps=4)
+    found = probed.completed(candidate.to_deepspeed(probed.ds_config), candidate)
+    assert found.get("train_batch_size") == total
+
+
+def test_a_stated_global_batch_follows_the_ranks_that_a_trial_is_given():
+    """`autotune scale` asked for one configuration on several numbers of ranks, where DeepSpeed refuses another product."""
+    stated = TrialRequest(target="train.py", ds_config={"train_batch_size": 64}, world_size=4)
+    assert stated.on_ranks(2, 1).ds_config == {"train_batch_size": 32}
+    assert TrialRequest(target="train.py", world_size=4).on_ranks(2, 1).ds_config == {}

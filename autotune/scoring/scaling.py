@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from autotune.errors import UserError
 from autotune.scoring import step_times
+from autotune.scoring.estimates import WIDEST
 from autotune.scoring.quantiles import t95
 from autotune.space.candidate import Candidate
 
@@ -130,6 +131,11 @@ class Scale:
     imbalance: float | None = None
     same_loss: float | None = None
 
+    @property
+    def vague(self) -> bool:
+        """Whether the interval of the speed-up is so wide that it says nothing."""
+        return self.speedup_ci95 is not None and self.speedup_ci95[1] > WIDEST * self.speedup_ci95[0]
+
 
 def candidates(base: Candidate, ranks: Sequence[int], mode: Mode) -> dict[int, Candidate]:
     """The configuration for each rank count.
@@ -207,8 +213,13 @@ def scaling(runs: Sequence[Run], n_samples: int | None, noise_samples: float | N
 
 
 def advice(found: Sequence[Scale]) -> list[str]:
-    """The losses and the imbalance that count, each with its remedy, for people."""
-    said = []
+    """What is not settled, and the losses and the imbalance that count, each with its remedy, for people."""
+    said = [
+        f"the speed-up on {scale.world_size} ranks is not settled: the {scale.n_rounds} rounds differ too much; run more"
+        " of them (--rounds), while nothing else runs"
+        for scale in found
+        if scale.vague
+    ]
     for name, loss in LOSSES.items():
         worst = max(found, key=lambda scale: scale.losses.get(name, 0.0))
         if (share := worst.losses.get(name, 0.0)) >= NAMED_FROM:

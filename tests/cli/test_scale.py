@@ -81,6 +81,16 @@ def test_rounds_that_scatter_widen_the_interval():
     assert low < 1.6 < found[1].speedup < 1.9 < high
 
 
+def test_a_speedup_whose_interval_says_nothing_is_no_result():
+    """It read 1.05x (0.10 to 11.60) on a busy machine."""
+    found = scaling(in_rounds((10, 19), (10, 6), (10, 12)), None)
+    header, _, cells = page.rows(found)
+    row = dict(zip(header, cells, strict=True))
+    assert found[1].vague and (row["speed-up"], row["95 % interval"], row["efficiency"]) == ("not settled", "-", "-")
+    assert any("--rounds" in text for text in advice(found))
+    assert not scaling(in_rounds((10, 19), (10, 16), (10, 18)), None)[1].vague
+
+
 def test_what_ran_before_an_interrupt_is_kept():
     def measured():
         yield (1, BASE), run(1, 100)

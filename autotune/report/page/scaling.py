@@ -97,15 +97,15 @@ def rows(found: Sequence[Scale]) -> Iterator[list[str]]:
         "same loss", "lost to", "one epoch",
     ]  # fmt: skip
     for scale in found:
-        ends = scale.speedup_ci95
+        ends = None if scale.vague else scale.speedup_ci95
         yield [
             str(scale.world_size),
             str(scale.samples_per_step),
             times.number(scale.step_s),
             f"{scale.samples_per_s:,.1f}",
-            f"{scale.speedup:.2f}x",
+            "not settled" if scale.vague else f"{scale.speedup:.2f}x",
             f"{ends[0]:.2f} to {ends[1]:.2f}" if ends else "-",
-            f"{scale.efficiency:.0%}",
+            "-" if scale.vague else f"{scale.efficiency:.0%}",
             "-" if scale.same_loss is None else f"{scale.same_loss:.2f}x",
             _lost(scale),
             epoch(scale.epoch_s) if scale.epoch_s else "-",

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from autotune.scoring.estimates import estimate
 from autotune.scoring.measured import Measured, log_ratio, weighted_gain
@@ -74,21 +74,8 @@ class EarlierRatio:
     peak_memory_bytes: float | None = None
 
 
-class _Evidence:
-    """A result that the history keeps as JSON."""
-
-    @classmethod
-    def of_data(cls, data: Mapping[str, Any]) -> Self:
-        """Read the data that `to_data` made, in which JSON has made lists of tuples."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
-
-    def to_data(self) -> dict[str, Any]:
-        """The result for programs."""
-        return dict(vars(self))
-
-
 @dataclass(frozen=True, kw_only=True)
-class DriftCheck(_Evidence):
+class DriftCheck:
     """Whether the ratio of the configuration in use to the baseline has changed.
 
     Attributes:
@@ -124,7 +111,7 @@ class DriftCheck(_Evidence):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison(_Evidence):
+class Comparison:
     """Result of a challenger against the configuration in use.
 
     Attributes:

@@ -20,7 +20,7 @@ from autotune.report.data import differences
 from autotune.report.readme import recommended_words
 from autotune.retune import comparison, fingerprint
 from autotune.retune.comparison import Comparison, DriftCheck, Reading
-from autotune.retune.decision import Decision, RetuneVerdict, explain
+from autotune.retune.decision import Decision, Difference, RetuneVerdict, explain
 from autotune.retune.fingerprint import Change, Fingerprint
 from autotune.scoring.metrics import remeasured
 from autotune.session import OpenStudy
@@ -213,7 +213,7 @@ class Retuning:
             )
         runner = self._runner(found, executor, changes)
         standing = self._standing(runner)
-        made["standing"] = standing
+        made["check"] = standing
         opens = fingerprint.opened(news)
         # The noise scale grows during training, so larger batches may pay.
         later = found.spec.from_checkpoint is not None
@@ -244,7 +244,7 @@ class Retuning:
             )
         illegal = why_illegal(self.incumbent, runner.state.plan.setting)
         outcome = Comparison.walkover(CANNOT_RUN.format(illegal)) if illegal else self._duel(runner, challenger)
-        changed = differences(challenger.values(), self.incumbent.values())
+        changed = [Difference(*each) for each in differences(challenger.values(), self.incumbent.values())]
         made |= {"duel": outcome, "differences": changed}
         if not outcome.decides(self.asked.min_gain):
             return Decision(verdict=RetuneVerdict.UNCHANGED, reason=outcome.why_not(self.asked.min_gain), **made)

@@ -25,9 +25,9 @@ from support.instant import (
 from autotune.report import files, load
 from autotune.retune import comparison, fingerprint
 from autotune.retune import retuning as retuning_module
-from autotune.retune.comparison import DriftCheck, EarlierRatio, Reading
-from autotune.retune.decision import RetuneVerdict
-from autotune.retune.fingerprint import Fingerprint
+from autotune.retune.comparison import Comparison, EarlierRatio, Reading
+from autotune.retune.decision import Decision, Difference, RetuneVerdict
+from autotune.retune.fingerprint import Change, Fingerprint
 from autotune.retune.retuning import RetuneRequest, Retuning, last_looked_at
 from autotune.scoring.objective import Objective
 from autotune.session import open_study
@@ -116,7 +116,7 @@ def test_a_configuration_that_became_slower_is_replaced_and_the_previous_one_kep
     assert before["bf16"] == {"enabled": True}
     decision = retune(tmp_path, Instant(slow_bf16))
     assert decision.verdict is RetuneVerdict.IMPROVED
-    assert ("precision", "bf16", "fp32") in decision.differences
+    assert Difference("precision", "bf16", "fp32") in decision.differences
     assert config(tmp_path) != before and "bf16" not in config(tmp_path)
     assert json.loads((decision.folder / "previous" / "ds_config.json").read_text()) == before
     kept = history(tmp_path).decisions("s")[0]
@@ -199,7 +199,7 @@ def test_what_can_run_is_searched_although_nothing_moved(tmp_path):
     newer = replace(WORKLOAD, environment=replace(ENVIRONMENT, fp16=True))
     decision = retune(tmp_path, Instant(), replace(plan, workload=newer))
     assert [change.part for change in decision.changes] == ["fp16"]
-    assert decision.n_trials == 7 and not decision.standing.moved
+    assert decision.n_trials == 7 and not decision.check.moved
 
 
 @pytest.mark.process
@@ -377,9 +377,16 @@ def test_a_baseline_in_use_is_compared_with_nothing():
     assert standing.lines() == []
 
 
-def test_a_standing_reads_back_as_it_was_written():
-    standing = comparison.check_drift(THEN, turns(lambda n: 0.6, lambda n: 1.0))
-    assert DriftCheck.of_data(json.loads(json.dumps(standing.to_data()))) == standing
+def test_a_decision_reads_back_as_it_was_written(tmp_path):
+    decision = Decision(
+        verdict=RetuneVerdict.IMPROVED, reason="b replaces a", generation=2, folder=tmp_path,
+        changes=[Change(part="cores", before=4, after=8)], duel=Comparison.walkover("it cannot run"),
+        check=comparison.check_drift(THEN, turns(lambda n: 0.6, lambda n: 1.0)),
+        differences=[Difference("precision", "bf16", "fp32")], explained=["so"], n_trials=8, notes=["a note"],
+    )  # fmt: skip
+    data = json.loads(json.dumps(decision.to_data()))
+    assert Decision.of_data(data, tmp_path) == decision
+    assert "folder" not in data and data["differences"] == [{"knob": "precision", "before": "bf16", "after": "fp32"}]
 
 
 # What earlier studies teach.

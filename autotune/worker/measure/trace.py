@@ -149,12 +149,4 @@ def _length(intervals: Iterable[Interval]) -> float:
 
 def _common(some: Sequence[Interval], others: Sequence[Interval]) -> float:
     """Returns the total length of the intersection of two unions."""
-    total, at = 0.0, 0
-    for start, end in some:
-        while at < len(others) and others[at][1] <= start:
-            at += 1
-        i = at
-        while i < len(others) and others[i][0] < end:
-            total += min(end, others[i][1]) - max(start, others[i][0])
-            i += 1
-    return total
+    return _length(some) + _length(others) - _length(_union([*some, *others]))

@@ -25,6 +25,7 @@ from autotune.forecast.regression import (
 from autotune.scoring.quantiles import Z90
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig
+from autotune.space.legality import inherited_settings
 from autotune.space.rule import Setting
 from autotune.trial.profile import Floats, Machine, Profile
 from autotune.trial.workload import Workload
@@ -111,11 +112,11 @@ class Predictor:
     """Peak memory and step time of candidates, corrected by what was measured.
 
     Args:
-        base: The DeepSpeed configuration that holds where a candidate says nothing, nested or by dotted path.
+        config: The DeepSpeed configuration that holds where a candidate says nothing.
     """
 
-    def __init__(self, profile: Profile, machine: Machine, base: Mapping[str, Any] | None = None) -> None:
-        self.profile, self.machine, self.base = profile, machine, _by_path(base or {})
+    def __init__(self, profile: Profile, machine: Machine, config: Mapping[str, Any] | None = None) -> None:
+        self.profile, self.machine, self.config = profile, machine, config or {}
         self._measured: list[_Measurement] = []
         self._models: dict[Quantity, CalibratedGP] = {}
         self._tables: dict[Machine, FeatureTable] = {}
@@ -152,7 +153,7 @@ class Predictor:
             link_sd: Standard deviations of the logarithms of `communication` and `messages`, where the links are
                 others, so that what was learned of these says nothing of those; None if they are the same.
         """
-        found = Predictor(self.profile, machine, self.base)
+        found = Predictor(self.profile, machine, self.config)
         found._measured, found._link_sd = list(self._measured), dict(link_sd or {})
         found._models = {"memory": self._model("memory"), "time": self._model("time")}
         return found
@@ -228,7 +229,7 @@ class Predictor:
         """The features on a machine, relative to the first measured candidate; to `asked` itself before that."""
         if machine not in self._tables or not self._measured:
             seen = [m.candidate for m in self._measured]
-            prior = AnalyticPrior(self.profile, machine, self.base)
+            prior = AnalyticPrior(self.profile, machine, dict(inherited_settings(self.config)))
             self._tables[machine] = FeatureTable(knobs_of(seen), seen[0] if seen else asked, prior)
             self._tables[machine].add([asked])
         return self._tables[machine]
@@ -239,17 +240,6 @@ def probability_below(forecast: Forecast, limit: float) -> float:
     if limit <= 0:
         return 0.0
     return float(scipy.special.ndtr(np.log(limit / max(forecast.total.value, 1e-30)) / max(forecast.log_sd, 1e-6)))
-
-
-def _by_path(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A DeepSpeed configuration as settings by dotted path."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            found |= {f"{key}.{inner}": leaf for inner, leaf in _by_path(value).items()}
-        elif value != "auto":
-            found[key] = value
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,20 +30,21 @@ INHERITED_PATHS = (
     "fp16.fp16_master_weights_and_grads",
     "zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path",
     "zero_optimization.offload_optimizer.pin_memory", "zero_optimization.offload_param.pin_memory",
-    "optimizer.type", "optimizer.params.torch_adam", "zero_optimization.stage", *DEGREES, EXPERTS_SPLIT,
+    "optimizer.type", "optimizer.params.torch_adam", "zero_optimization.stage", *DEGREES, EXPERTS_SPLIT, *QUANTISED,
     # Only forecasts look at these.
     "communication_data_type", "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm",
     "zero_optimization.contiguous_gradients", "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.stage3_param_persistence_threshold", "zero_optimization.stage3_max_live_parameters",
-    "zero_optimization.stage3_max_reuse_distance",
+    "zero_optimization.stage3_max_reuse_distance", "zero_optimization.sub_group_size", HPZ,
     "prescale_gradients", "gradient_predivide_factor", "zero_optimization.reduce_scatter", "gradient_allreduce_op",
     "gradient_clipping",
 )  # fmt: skip
 
 
 def inherited_settings(base: Mapping[str, Any]) -> tuple[tuple[str, Scalar], ...]:
-    """The settings of a DeepSpeed configuration that legality depends on, as `Setting.base` takes them."""
-    return tuple((path, value) for path in INHERITED_PATHS if (value := at_path(base, path)) is not None)
+    """The settings of a DeepSpeed configuration that legality and forecasts depend on, as `Setting.base` takes them."""
+    found = {path: at_path(base, path) for path in INHERITED_PATHS}
+    return tuple((path, value) for path, value in found.items() if value not in (None, "auto"))
 
 
 def merged_passes(candidate: Candidate, setting: Setting) -> int:
@@ -83,7 +84,8 @@ OPS = {"fused_adam": _TORCH_ADAM, "cpu_adam": _TORCH_ADAM} | dict.fromkeys(
 def _lacks_op(op: str, candidate: Candidate, config: Mapping[str, Scalar], setting: Setting) -> bool:
     if op not in dict(setting.missing_ops):
         return False
-    held = {**dict(setting.base), **config}
+    held = {path: value for path, value in setting.base if candidate.zero_stage == 3 or path not in QUANTISED}
+    held |= config
     offloads = {"offload_optimizer": candidate.offload_optimizer, "offload_param": candidate.offload_param}
     held |= {f"{ZERO}{name}.device": where for name, where in offloads.items()}
     return op in ops_needed(held.get)

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -14,6 +14,8 @@ from autotune.forecast.prediction import Prediction
 from autotune.forecast.predictor import AnalyticPrior, Predictor, probability_below
 from autotune.forecast.regression import Data, Design, fit
 from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import set_path
+from autotune.space.legality import inherited_settings
 from autotune.trial.profile import Machine, Pass, Profile
 
 P, N = 1_000_000, 4
@@ -529,14 +531,29 @@ def test_one_spoiled_measurement_does_not_bend_the_rest():
     assert np.delete(np.abs(np.exp(mean) / measured - 1), 3).max() < 0.05
 
 
-def test_settings_of_a_configuration_are_dotted_paths_and_hold_where_a_candidate_says_nothing():
-    config = {"zero_optimization": {"reduce_bucket_size": 1000}, "bf16": {"enabled": "auto"}}
-    base = Predictor(PROFILE, GPU, config).base
+def test_settings_of_a_configuration_hold_where_a_candidate_says_nothing():
+    base = dict(inherited_settings({"zero_optimization": {"reduce_bucket_size": 1000, "overlap_comm": "auto"}}))
     assert base == {ZERO + "reduce_bucket_size": 1000}
     said, own = (
         Candidate.of({"micro_batch_size": 1, "zero_stage": 2} | more) for more in ({}, {ZERO + "reduce_bucket_size": 5})
     )
     assert Knobs.of([said, own], base).reduce_bucket.tolist() == [1000, 5]
+
+
+def test_a_setting_counts_alike_in_a_candidate_and_in_the_configuration():
+    plain = {"micro_batch_size": 4, "zero_stage": 3, "precision": "bf16"}
+    settings = {
+        ZERO + "sub_group_size": 1000, ZERO + "zero_quantized_weights": True, ZERO + "zero_quantized_gradients": True,
+        ZERO + "zero_hpz_partition_size": 2, ZERO + "stage3_prefetch_bucket_size": 7, ZERO + "contiguous_gradients": False,
+        "communication_data_type": "fp32", "data_types.grad_accum_dtype": "fp32", "bf16.bf16_optimizer_states": True,
+    }  # fmt: skip
+    for path, value in settings.items():
+        config: dict = {}
+        set_path(config, path, value)
+        has_own, default = Candidate.of(plain | {path: value}), Candidate.of(plain)
+        columns = Knobs.of([has_own]), Knobs.of([default], dict(inherited_settings(config))), Knobs.of([default])
+        own, inherited, unset = ([getattr(each, field.name).tolist() for field in fields(each)] for each in columns)
+        assert own == inherited != unset
 
 
 def test_a_guessed_workload_is_less_sure_of_its_activations():

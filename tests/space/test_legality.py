@@ -36,6 +36,7 @@ ZERO = "zero_optimization."
 ONE_GPU = Setting(accelerator="cuda", fp16=True, n_blocks=24)
 OWN_ADAM, NVME = (("optimizer.type", "AdamW"),), {"zero_stage": 3, "offload_param": "nvme"}
 # Each op of DeepSpeed that may be missing, with a configuration and a candidate that need it.
+QUANTISED = ((f"{ZERO}zero_quantized_weights", True),)
 NEEDS_OP = [
     ("fused_adam", OWN_ADAM, {"zero_stage": 1}),
     ("cpu_adam", OWN_ADAM, {"zero_stage": 2, "offload_optimizer": "cpu"}),
@@ -193,6 +194,11 @@ ILLEGAL = [
         )
         for op, base, values in NEEDS_OP
     ),
+    (
+        {"zero_stage": 3},
+        replace(GPUS, base=QUANTISED, missing_ops=(("quantizer", "no nvcc"),)),
+        "needs DeepSpeed's quantizer",
+    ),
     ({WIRE: "fp16"}, replace(GPUS, fp16=False), "no fp16 on this device"),
     ({f"{ZERO}zero_quantized_weights": True, "zero_stage": 3}, CPU, "CUDA"),
     (QGZ, NODE, "one node"),
@@ -280,6 +286,7 @@ LEGAL = [
         )
         for base in (OWN_ADAM, (*OWN_ADAM, ("optimizer.params.torch_adam", True)))
     ),
+    ({"zero_stage": 2}, replace(GPUS, base=QUANTISED, missing_ops=(("quantizer", "no nvcc"),))),
     ({"micro_batch_size": 32}, Setting(global_batch=(32, 32), n_samples=32)),
     ({"micro_batch_size": 4}, Setting(only_micro_batch=4)),
     ({**QGZ, "offload_param": "cpu", "offload_optimizer": "cpu"}, GPUS),

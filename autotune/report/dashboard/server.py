@@ -215,9 +215,9 @@ class Application:
         status, headers = kept[0], kept[1]
         if status.startswith("500"):
             return _say(start, HTTPStatus.INTERNAL_SERVER_ERROR, f"this cannot be shown; {self._errors.last()}")
-        if status.startswith("200"):
-            styled = content.replace(b"</head>", STYLE + b"</head>", 1)
-            content = _with_notes(content, shown) if shown else styled
+        is_page = path.startswith("/dashboard")
+        if status.startswith("200") and (shown or is_page):
+            content = _with_notes(content, shown) if shown else content.replace(b"</head>", STYLE + b"</head>", 1)
             headers = [each for each in headers if each[0].lower() != "content-length"]
             headers.append(("Content-Length", str(len(content))))
         start(status, headers)

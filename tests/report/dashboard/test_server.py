@@ -13,6 +13,7 @@ import urllib.request
 from http import HTTPStatus
 from urllib.parse import parse_qsl, urlsplit
 
+import optuna
 import pytest
 from support.dashboard import TOKEN, ask, overlay_of, stop
 from support.instant import Instant, runner_of
@@ -61,6 +62,15 @@ def test_a_note_of_the_users_own_is_kept_and_stays(tmp_path):
     after = ask(Application(overlay_of(tmp_path), "127.0.0.1", None), "/api/studies/1").json
     assert after["note"]["body"] == "mine" and after["trials"][1]["note"]["body"] == "mine"
     assert after["trials"][0]["note"]["body"] == before["trials"][0]["note"]["body"] != ""
+
+
+def test_our_style_is_put_into_pages_alone(tmp_path):
+    """A name with `</head>` in it came back from the API with the style in the middle, which is no JSON."""
+    url = records.default_url(tmp_path)
+    optuna.create_study(study_name="</head>", storage=url, direction="minimize")
+    app = Application(overlay_of(tmp_path), "127.0.0.1", None)
+    assert [each["study_name"] for each in ask(app, "/api/studies").json["study_summaries"]] == ["</head>"]
+    assert dashboard_server.STYLE in ask(app, "/dashboard").body
 
 
 @pytest.mark.parametrize(

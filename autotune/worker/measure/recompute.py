@@ -89,11 +89,11 @@ def _add_another(recomputed: set[int], most: int) -> None:
         recomputed.add(-1 - len(recomputed))
 
 
-def _called(block: nn.Module) -> Iterator[nn.Module]:
-    """Yields the children of a block whose forward it calls; of containers, which have none (as in T5), what they hold."""
-    for child in block.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _called(child)
+def called(parent: nn.Module) -> Iterator[nn.Module]:
+    """Yields the children of a module that are called; of those without a forward, as a ModuleDict of layers, what they hold."""
+    for child in parent.children():
+        if type(child).forward is nn.Module.forward:
+            yield from called(child)
         else:
             yield child
 
@@ -120,7 +120,7 @@ class Recomputations:
         self._handles = [
             module.register_forward_pre_hook(functools.partial(self._on_forward, id(block)))
             for block in blocks
-            for module in (_called(block) if every is None else [block])
+            for module in (called(block) if every is None else [block])
         ]
 
     def __deepcopy__(self, _memo: object) -> Self:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from autotune.errors import UserError
 from autotune.space.candidate import Candidate
 from autotune.trial.target import defined_names
-from autotune.worker.measure import experts
+from autotune.worker.measure import experts, recompute
 from autotune.worker.measure.stages import stages
 
 
@@ -240,8 +240,8 @@ def turn_off_cache(model: nn.Module) -> None:
 def find_blocks(model: nn.Module, named: Sequence[Any] | None) -> list[nn.Module]:
     """Returns the outermost repeated blocks, whose activations can be recomputed.
 
-    Without `blocks` in the target: direct children of a ModuleList or Sequential that are not leaves and whose class
-    occurs there at least twice. Several such classes (encoder and decoder layers) are all taken.
+    Without `blocks` in the target: what a ModuleList or Sequential holds that is no leaf and whose class occurs there at
+    least twice. Several such classes (encoder and decoder layers) are all taken.
 
     Args:
         named: The target's `blocks`: class names or classes, or one of them; None if the target names none.
@@ -257,8 +257,8 @@ def find_blocks(model: nn.Module, named: Sequence[Any] | None) -> list[nn.Module
             child
             for parent in model.modules()
             if isinstance(parent, (nn.ModuleList, nn.Sequential)) or hasattr(parent, "forward_funcs")  # a pipeline's
-            for child in parent.children()
-            if any(True for _ in child.children()) and not isinstance(child, nn.ModuleList)
+            for child in recompute.called(parent)
+            if any(True for _ in child.children())
         ]
         counts = Counter(map(type, children))
         found = [child for child in children if counts[type(child)] > 1]

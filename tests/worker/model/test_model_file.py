@@ -269,6 +269,13 @@ class TestBlocks:
         found = find_blocks(nn.ModuleList([shared, nn.Sequential(nn.Linear(2, 2)), shared]), None)
         assert found.count(shared) == 1
 
+    def test_a_container_that_nobody_calls_is_no_block_but_what_it_holds_is(self):
+        """A ModuleDict for each layer was one, and every trial that was to recompute it did not apply."""
+        layers = [nn.ModuleDict({"norm": nn.LayerNorm(2), "mix": nn.Sequential(nn.Linear(2, 2))}) for _ in range(3)]
+        assert find_blocks(nn.ModuleList(layers), None) == [layer["mix"] for layer in layers]
+        flat = [nn.ModuleDict({"norm": nn.LayerNorm(2), "mix": nn.Linear(2, 2)}) for _ in range(3)]
+        assert find_blocks(nn.ModuleList(flat), None) == []
+
     def test_leaves_and_single_children_are_not_blocks(self):
         net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
         assert find_blocks(net, None) == []

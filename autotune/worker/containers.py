@@ -15,8 +15,12 @@ def coarse_dtype(loss: Tensor) -> str:
     return str(loss.dtype).removeprefix("torch.") if loss.dtype in (torch.bfloat16, torch.float16) else ""
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in nested mappings, sequences, sets and modules."""
+def tensors_in(value: Any, *, objects: bool = False) -> Iterator[Tensor]:
+    """Yields the tensors in nested mappings, sequences, sets and modules.
+
+    Args:
+        objects: Also those that batches in classes of their own hold; see `held_by`.
+    """
     pending = [value]
     while pending:  # no recursion, and the commonest types first: it runs in every step of a trial
         value = pending.pop()
@@ -28,6 +32,21 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             pending += [*value.state_dict().values()][::-1]
         elif isinstance(value, (dict, Mapping)):
             pending += [*value.values()][::-1]
+        elif objects:
+            pending += [*held_by(value).values()][::-1]
+
+
+def held_by(value: Any) -> Mapping[str, Any]:
+    """Returns the tensors and arrays that an object of a user's or library's class holds by name, as a batch of graphs does.
+
+    Other objects that it holds are not looked into: they may lead to all that there is.
+    """
+    held = {} if isinstance(value, type | nn.Module) or callable(value) else getattr(value, "__dict__", {})
+    return {
+        name: inner
+        for name, inner in held.items()
+        if hasattr(inner, "shape") or next(tensors_in(inner), None) is not None
+    }
 
 
 def n_elements(parameter: Tensor) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autotune.trial import lengths as lengths_of
 from autotune.trial.workload import DataShape
-from autotune.worker.containers import map_tensors, tensors_in
+from autotune.worker.containers import held_by, map_tensors, tensors_in
 
 # Names, as Hugging Face models use them, of tensors whose leading dimension counts the samples.
 PREFERRED = ("input_ids", "pixel_values", "input_values", "input_features", "inputs_embeds", "inputs", "x")
@@ -145,7 +145,8 @@ def real_mask(inputs: Mapping[str, Any], shape: Sequence[int]) -> Tensor | None:
 
 def size_of(sample: Any) -> int:
     """Returns the largest dimension of what a model takes of a sample: of its tokens, if it names them; 0 without any."""
-    named = next((sample[name] for name in PREFERRED if name in sample), None) if isinstance(sample, Mapping) else None
+    held = sample if isinstance(sample, Mapping) else held_by(sample)
+    named = next((held[name] for name in PREFERRED if name in held), None)
     return max((size for _, shape, _ in _fields(sample if named is None else named, "") for size in shape), default=0)
 
 
@@ -179,6 +180,8 @@ def _fields(value: Any, name: str) -> Iterator[tuple[str, tuple[int, ...], str]]
         yield f"{name} ".lstrip(), (), type(value).__name__
     elif isinstance(value, str):
         yield f"{name} ".lstrip(), (len(value),), "text"
+    elif held := held_by(value):
+        yield from _fields(held, name)
 
 
 def _common(shapes: Sequence[tuple[int, ...]]) -> str:
@@ -190,6 +193,6 @@ def _common(shapes: Sequence[tuple[int, ...]]) -> str:
 
 def of_batch(args: Sequence[Any], kwargs: Mapping[str, Any], n: int) -> list[Any]:
     """Returns empty samples with the shapes of a batch of n: its tensors of n rows, without that dimension."""
-    tensors = [tensor for tensor in tensors_in([args, kwargs]) if tensor.dim() and tensor.shape[0] == n]
+    tensors = [tensor for tensor in tensors_in([args, kwargs], objects=True) if tensor.dim() and tensor.shape[0] == n]
     sample = [torch.empty(tensor.shape[1:], dtype=tensor.dtype, device="meta") for tensor in tensors]
     return [sample] * n if tensors else []

@@ -144,13 +144,13 @@ def _real_columns(batch: Any, rows: int, n: int) -> Tensor:
 
 def rows_of(batch: Any) -> int:
     """Returns the samples of a batch: the leading dimension that most of its tensors have; 0 without tensors."""
-    sizes = [int(tensor.shape[0]) for tensor in tensors_in(batch) if tensor.dim()]
+    sizes = [int(tensor.shape[0]) for tensor in tensors_in(batch, objects=True) if tensor.dim()]
     return max(sizes, key=sizes.count, default=0)
 
 
 def size_of(batch: Any) -> int:
     """Returns the elements of all tensors of a batch, without those of one dimension, such as where packed samples end."""
-    tensors = list(tensors_in(batch))
+    tensors = list(tensors_in(batch, objects=True))
     return sum(tensor.numel() for tensor in [one for one in tensors if one.dim() > 1] or tensors)
 
 

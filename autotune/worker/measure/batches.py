@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from autotune.worker.containers import tensors_in
+from autotune.worker.containers import held_by, tensors_in
 from autotune.worker.data.padding import Texts
 from autotune.worker.data.samples import PREFERRED, of_batch
 
@@ -233,7 +233,7 @@ class BatchObserver:
         shape = _shape(tensor)
         drawn, same_kind = self._use(shape) if self._fresh else (None, False)
         rows = shape[self._sample_dim if len(shape) > self._sample_dim else 0] if shape else 0
-        self._elements += sum(one.numel() for one in tensors_in((args, dict(kwargs))))
+        self._elements += sum(one.numel() for one in tensors_in((args, dict(kwargs)), objects=True))
         tokens: tuple[int, Tensor | float] = (0, 0)
         if tensor is not None and are_tokens(tensor):
             tokens = self.texts.note(tensor, args, kwargs, first=self._fresh)
@@ -421,8 +421,10 @@ def counted_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor |
         value = pending.pop(0)
         if isinstance(value, Tensor):
             return value
+        if not isinstance(value, list | tuple | Mapping):
+            value = held_by(value)
         if isinstance(value, Mapping):
             pending = [*(value[name] for name in PREFERRED if name in value), *value.values(), *pending]
-        elif isinstance(value, (list, tuple)):
+        else:
             pending = [*value, *pending]
     return None

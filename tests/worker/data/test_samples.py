@@ -1,6 +1,7 @@
 """The shape of a data set: fields, sizes and lengths."""
 
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,14 @@ def test_a_size_that_differs_is_a_star_and_lengths_are_counted_in_classes():
 def test_plain_lists_and_tuples_are_samples_too():
     found = describe(iter([([1, 2, 3], 0.5), ([1, 2, 3], 0.5)]))
     assert found is not None and found.fields == ("0 int[3]", "1 float[]")
+
+
+def test_samples_in_a_class_of_their_own_have_their_fields_and_lengths():
+    """Of graphs as a library makes them nothing was known, so no batch of the largest ones was tried."""
+    drawn = [SimpleNamespace(x=torch.zeros(n, 3), edges=torch.zeros(2, 4 * n), graph=object()) for n in (7, 90)]
+    found = describe(drawn)
+    assert found is not None and found.longest_at == (1, 0)
+    assert found.fields == ("edges float32[2,*]", "x float32[*,3]")
 
 
 def test_what_cannot_be_drawn_is_left_for_the_trials_to_say():

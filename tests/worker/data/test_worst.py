@@ -1,5 +1,7 @@
 """The worst batch: of the longest samples, or the largest that was seen, stretched."""
 
+from types import SimpleNamespace
+
 import torch
 
 from autotune.worker.data import worst
@@ -44,6 +46,11 @@ def test_the_worst_batch_is_made_whatever_default_device_a_script_has_set():
 def test_a_sequence_first_batch_is_stretched_along_its_sequences():
     ids, lengths = worst.stretched((torch.arange(15).view(5, 3), torch.tensor([5, 4, 2])), 3, 8)
     assert ids.shape == (8, 3) and lengths.tolist() == [5, 5, 5]
+
+
+def test_a_batch_in_a_class_of_its_own_is_as_large_as_what_it_holds():
+    graphs = SimpleNamespace(x=torch.zeros(5, 3), edges=torch.zeros(2, 9), batch=torch.zeros(5), parent=object())
+    assert worst.size_of(graphs) == 15 + 18 and worst.rows_of([graphs]) == 5
 
 
 def test_the_length_of_a_batch_is_that_of_its_samples_in_rows_packed_or_sequence_first():

@@ -1,5 +1,7 @@
 """Counts of an engine's batches."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -16,6 +18,9 @@ def test_the_tensor_that_counts_samples_is_a_named_input_or_the_first_one():
     assert counted_tensor((3, [one, four]), {}) is one
     assert counted_tensor((None,), {"left": one, "right": four}) is one
     assert counted_tensor(("text",), {}) is None
+    graphs = SimpleNamespace(edges=one, x=four, net=torch.nn.Linear(2, 2), whole=object())
+    assert counted_tensor((graphs,), {}) is four and counted_tensor(([None, [graphs]],), {}) is four
+    assert counted_tensor((torch.nn.Linear(2, 2), len, object()), {}) is None
 
 
 def test_sparse_inputs_are_counted_and_have_no_checksum():

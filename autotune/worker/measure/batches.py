@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from autotune.worker.containers import held_by, tensors_in
 from autotune.worker.data.padding import Texts
 from autotune.worker.data.samples import PREFERRED, of_batch
+from autotune.worker.measure.calls import Call, Calls
 
 # Batches of each rank whose checksums are compared between ranks.
 N_CHECKSUMS = 2
@@ -107,13 +108,19 @@ class Draws:
 
     Attributes:
         n_samples: Samples of all draws for micro-batches so far.
+        largest, last: Samples of the largest draw that was used, and of the last one; 0 without a loader.
+        used: A draw was used in the step under way.
+        ended: The loader has come to the end of its data.
+        missing: A micro-batch had no draw, though no loader had ended.
+        sample_dim: Dimension that counts the samples.
     """
 
     def __init__(self) -> None:
         self._ahead: collections.deque[Draw] = collections.deque(maxlen=MOST_AHEAD)
         # The latest draw that a call without gradients took, and the shape that this call had.
         self._aside: tuple[Draw, tuple[int, ...]] | None = None
-        self.n_samples = 0
+        self.n_samples = self.largest = self.last = self.sample_dim = 0
+        self.used = self.ended = self.missing = False
 
     def __bool__(self) -> bool:
         return bool(self._ahead)
@@ -121,7 +128,7 @@ class Draws:
     def add(self, draw: Draw) -> None:
         """Adds a draw for a coming call."""
         self._ahead.append(draw)
-        self._aside = None
+        self._aside, self.ended = None, False
         self.n_samples += draw[0] or 0
 
     def set_aside(self, shape: tuple[int, ...]) -> list[Draw]:
@@ -138,12 +145,25 @@ class Draws:
         self._ahead.extendleft(draws)
         self.n_samples += sum(n or 0 for n, _ in draws)
 
-    def take(self, shape: tuple[int, ...]) -> Draw | None:
-        """Takes the draw of a micro-batch; a batch of which a reference's output came first still has its draw."""
+    def use(self, shape: tuple[int, ...]) -> tuple[int | None, bool]:
+        """Takes the draw of a micro-batch whose tensor has a shape; returns its samples, and `same_kind`.
+
+        A batch of which a reference's output came first still has its draw.
+        """
         aside, self._aside = self._aside, None
         if aside is not None and not self._ahead and shape == aside[1]:
             self.put_back([aside[0]])
-        return self._ahead.popleft() if self._ahead else None
+        if not self._ahead:
+            # After its end, a script that has kept the loader's batches goes through them again.
+            self.missing = self.missing or not self.ended
+            return self.largest if self.ended and self.largest else None, False
+        n, drawn_shape = self._ahead.popleft()
+        self.used, self.last = True, n or 0
+        self.largest = max(self.largest, self.last)
+        if n not in drawn_shape:
+            return n, False
+        self.sample_dim = dim = drawn_shape.index(n)
+        return n, drawn_shape[:dim] + drawn_shape[dim + 1 :] == shape[:dim] + shape[dim + 1 :]
 
     def clear(self) -> None:
         """Drops all draws that were not used."""
@@ -164,7 +184,6 @@ class BatchObserver:
     Attributes:
         last: The latest optimizer step.
         uneven: The argument; a probe sets it when it finds that they vary.
-        draw_size: Samples of the largest draw that was used; 0 without a loader.
         n_updates: The engine's count of optimizer steps; what sets that, as from a checkpoint, sets this.
         n_backward: Backward calls of the step under way; several of one forward call, as one for each loss, are one micro-batch.
         trains_in_evaluation_mode: A forward call went backward in that mode, as with batch norms that are frozen.
@@ -177,14 +196,11 @@ class BatchObserver:
         self._engine, self._forgiving = engine, forgiving
         self.n_updates = engine.global_steps
         self._draws = Draws()
-        self._latest_draw = self._last_used = self.draw_size = 0
-        self._missing = self._loader_ended = self._epoch_ended = self._pending = self._drew = False
-        self._sample_dim = 0
+        self._latest_draw = 0
+        self._epoch_ended = self._pending = False
         # Of the step under way, then of all steps; steps that are alike are kept once.
         self._micro: list[MicroBatch] = []
         self._fresh = True
-        self._tokens = [0, 0]
-        self._real_tokens: list[Tensor | float] = [0, 0]
         self._elements = self.n_backward = self._n_forward = 0
         self._seen: dict[tuple[MicroBatch, ...], None] = {}
         self._n_first = self._n_every = 0
@@ -197,6 +213,12 @@ class BatchObserver:
         self.trains_in_evaluation_mode = False
         self.texts = Texts(getattr(engine, "module", None))
         engine.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+        self._calls = Calls(engine)
+
+    @property
+    def draw_size(self) -> int:
+        """Returns the samples of the largest draw that was used; 0 without a loader."""
+        return self._draws.largest
 
     @property
     def went_forward(self) -> bool:
@@ -212,6 +234,11 @@ class BatchObserver:
     def trains(self) -> bool:
         """Returns whether a forward call now is part of the training; in evaluation mode, once one went backward there."""
         return torch.is_grad_enabled() and (self._engine.training or self.trains_in_evaluation_mode)
+
+    @property
+    def in_training_mode(self) -> bool:
+        """Returns whether the engine is in training mode."""
+        return bool(self._engine.training)
 
     # What the hooks tell
 
@@ -231,14 +258,15 @@ class BatchObserver:
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         tensor = counted_tensor(args, kwargs)
         shape = _shape(tensor)
-        drawn, same_kind = self._use(shape) if self._fresh else (None, False)
-        rows = shape[self._sample_dim if len(shape) > self._sample_dim else 0] if shape else 0
+        if self._fresh:
+            self._settle()
+        drawn, same_kind = self._draws.use(shape) if self._fresh else (None, False)
+        rows = shape[self._draws.sample_dim if len(shape) > self._draws.sample_dim else 0] if shape else 0
         self._elements += sum(one.numel() for one in tensors_in((args, dict(kwargs)), objects=True))
         tokens: tuple[int, Tensor | float] = (0, 0)
         if tensor is not None and are_tokens(tensor):
             tokens = self.texts.note(tensor, args, kwargs, first=self._fresh)
-        for i in range(0 if self._fresh else 1, 2):
-            self._tokens[i], self._real_tokens[i] = self._tokens[i] + tokens[0], self._real_tokens[i] + tokens[1]
+        self._calls.add(Call(shape, rows, tokens))
         if self._fresh:
             self._micro.append(MicroBatch(rows, rows, drawn, same_kind))
             self._n_first += rows
@@ -250,6 +278,14 @@ class BatchObserver:
         self._n_forward += 1
         self._fresh = False
 
+    def _settle(self) -> None:
+        """Ends a micro-batch: batches before it that were drawn and went forward, but that the script skipped, are none of it."""
+        followed, rows = self._calls.settle()
+        for first in followed:
+            drawn, same_kind = self._draws.use(first.shape)
+            self._micro[-1] = MicroBatch(first.rows, rows, drawn, same_kind)
+            self._n_first += first.rows
+
     def drew(self, n_samples: int | None, batch: Any = None, *, varies: bool = False) -> None:
         """Notes the samples that a loader drew for a coming micro-batch.
 
@@ -259,11 +295,11 @@ class BatchObserver:
         """
         self._draws_vary = self._draws_vary or varies
         self._draws.add((n_samples, _shape(counted_tensor((batch,), {}))))
-        self._loader_ended, self._latest_draw = False, n_samples or 0
+        self._latest_draw = n_samples or 0
 
     def ended(self) -> None:
         """Notes that a loader has come to the end of its data."""
-        self._loader_ended = self._epoch_ended = True
+        self._draws.ended = self._epoch_ended = True
         self._ends_said = min(self._ends_said + 1, MOST_UNSAID_ENDS)
 
     def forget_draws(self) -> None:
@@ -283,6 +319,7 @@ class BatchObserver:
         """Notes a call of `engine.step`; returns whether it was an optimizer step."""
         if self._engine.global_steps == self.n_updates:
             return False
+        self._settle()
         self.n_updates = self._engine.global_steps
         micro = tuple(self._micro)
         self._every_fits = self._every_fits and self._n_every in (
@@ -295,15 +332,15 @@ class BatchObserver:
         self._latest.extend(micro)
         i = int(way == "every")
         self.last = StepCount(
-            samples=samples, tokens=self._tokens[i] * self._shards, real_tokens=self._real_tokens[i] * self._shards,
+            samples=samples, tokens=self._calls.tokens[i] * self._shards, real_tokens=self._calls.real_tokens[i] * self._shards,
             elements=self._elements * self._shards, ragged=ragged, n_micro=min(self.n_backward, self._n_forward or self.n_backward),
         )  # fmt: skip
         if not ragged:
             if len(self._seen) < MOST_DIFFERENT_STEPS:
                 self._seen[micro] = None
             self.backward_counts.add(self.last.n_micro)
-        self._micro, self._epoch_ended, self._drew = [], False, False
-        self._tokens, self._real_tokens = [0, 0], [0, 0]
+        self._micro, self._epoch_ended, self._draws.used = [], False, False
+        self._calls.restart()
         self._elements = self.n_backward = self._n_forward = 0
         return True
 
@@ -313,7 +350,7 @@ class BatchObserver:
     def parts(self) -> int:
         """Returns the micro-batches that the script makes of one draw; 0 unless it cuts the loader's batches up."""
         rows = max(self._column("first"), default=0)
-        cut = self._missing and not self.uneven and 0 < rows < self.draw_size
+        cut = self._draws.missing and not self.uneven and 0 < rows < self.draw_size
         return -(-self.draw_size // rows) if cut else 0
 
     def rows(self) -> set[tuple[int, int | None]]:
@@ -356,7 +393,7 @@ class BatchObserver:
         every = [one for step in (*self._seen, micro) for one in step]
         drawn, first = {one.drawn for one in every}, {one.first for one in every}
         behind = self._draws.n_samples - self._latest_draw
-        if self._missing or None in drawn:
+        if self._draws.missing or None in drawn:
             # The calls of all but a first one are micro-batches' too if only so the draws add up.
             return "every" if self._n_first <= behind < self._n_every <= self._draws.n_samples else "first"
         if self._draws and self._n_first < self._n_every:
@@ -371,7 +408,7 @@ class BatchObserver:
         if self._forgiving and self._draws_vary and max(len(sizes), len({samples} | self.samples_per_step)) > 1:
             return Ragged.VARIES
         has_loader, was_pending = self.draw_size > 0, self._pending
-        at_end = self._epoch_ended or 0 < self._last_used < self.draw_size
+        at_end = self._epoch_ended or 0 < self._draws.last < self.draw_size
         # Of a draw that is cut up something may be left over each time, which ends no epoch.
         smaller = self._forgiving and (at_end or not self.parts) and samples < max(self.samples_per_step, default=0)
         self._pending = smaller and not at_end
@@ -379,27 +416,10 @@ class BatchObserver:
         varies = was_pending and (not self._epoch_ended if has_loader else smaller)
         if varies or not smaller:
             return Ragged.VARIES if varies else Ragged.NO
-        if not self._drew and self.last.ragged:
+        if not self._draws.used and self.last.ragged:
             return Ragged.SAME_END
-        self._ends_said -= self._drew and has_loader
+        self._ends_said -= self._draws.used and has_loader
         return Ragged.UNSAID_END if self._ends_said < -MOST_UNSAID_ENDS else Ragged.END
-
-    # Single calls
-
-    def _use(self, shape: tuple[int, ...]) -> tuple[int | None, bool]:
-        """Takes the draw of a micro-batch whose tensor has a shape; returns its samples, and `same_kind`."""
-        draw = self._draws.take(shape)
-        if draw is None:
-            # After its end, a script that has kept the loader's batches goes through them again.
-            self._missing = self._missing or not self._loader_ended
-            return self.draw_size if self._loader_ended and self.draw_size else None, False
-        n, drawn_shape = draw
-        self._drew, self._last_used = True, n or 0
-        self.draw_size = max(self.draw_size, self._last_used)
-        if n not in drawn_shape:
-            return n, False
-        self._sample_dim = dim = drawn_shape.index(n)
-        return n, drawn_shape[:dim] + drawn_shape[dim + 1 :] == shape[:dim] + shape[dim + 1 :]
 
 
 def _shape(tensor: Tensor | None) -> tuple[int, ...]:

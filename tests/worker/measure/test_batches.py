@@ -41,6 +41,9 @@ class FakeEngine:
     def register_forward_pre_hook(self, hook, *, with_kwargs):
         self.forward = lambda *args, **kwargs: hook(None, args, kwargs)
 
+    def register_forward_hook(self, hook):
+        self.on_output = lambda output: hook(None, (), output)
+
     def train(self, *batches, drawn=None):
         """Trains one micro-batch, whose forward is called once for each of the batches."""
         self.observer.drew(drawn)
@@ -89,6 +92,29 @@ def test_a_micro_batch_that_goes_backward_once_for_each_of_its_losses_counts_onc
         {8},
         2,
     )
+
+
+@pytest.mark.parametrize("n_calls", [1, 2])
+@pytest.mark.parametrize("drawn_ahead", [False, True])
+@pytest.mark.parametrize("rows", [4, 1])
+def test_a_batch_that_goes_forward_and_is_skipped_is_none_of_the_step(n_calls, drawn_ahead, rows):
+    """As where a loss is not finite: the step counted both batches, and no trial had the batch that was asked for."""
+    engine = FakeEngine(accumulation=2, forgiving=True)
+    engine.observer.drew(4) if drawn_ahead else None
+    for i in range(20):
+        engine.observer.drew(4)
+        outputs = []
+        for _ in range(n_calls):
+            engine.forward(torch.zeros(rows, 16, dtype=torch.long))
+            outputs.append(torch.ones(1, requires_grad=True) * 2)
+            engine.on_output({"logits": outputs[-1]})
+        if i % 5 in (2, 3):
+            continue
+        sum(outputs).backward()
+        engine.go()
+        assert engine.observer.last.tokens in (0, 2 * rows * 16) and not engine.observer.last.ragged
+    seen = engine.observer
+    assert (seen.samples_per_step, seen.backward_counts, seen.micro_batch_sizes) == ({8}, {2}, {rows})
 
 
 def test_micro_batches_may_be_drawn_ahead_for_a_whole_step():

@@ -67,6 +67,7 @@ class StepLedger:
         elapsed_s: Time of all steps but the first, which loads or compiles kernels: on a GPU, half of a short budget.
         peak_bytes: Highest memory peak of all ranks when timing began.
         uneven: A probe found that the samples of a step vary.
+        plays: A rank trains on what it calls the engine on without gradients: no such call is an evaluation.
         window_s: Seconds of steps between two comparisons of the ranks' clocks.
     """
 
@@ -86,7 +87,7 @@ class StepLedger:
         self._why_skipped = NO_SCALE if candidate.precision == "torch_autocast_fp16" and candidate.zero_stage else ""
         self._global_batch_size = candidate.micro_batch_size * candidate.gradient_accumulation_steps * n_replicas
         self.elapsed_s = self.peak_bytes = self._since_start_s = 0.0
-        self.uneven = self._began = False
+        self.uneven = self.plays = self._began = False
         self.skipped = self._ends_in_a_row = self._n_ragged = 0
         self._aside_s = 0.0
         self._n_evaluated = self._n_others = 0
@@ -133,7 +134,7 @@ class StepLedger:
         """
         n = len(laps_s)
         columns = [*laps_s, *map(float, skipped), *(float(count.ragged) for count in counts), *map(float, losses)]
-        columns += aside_s or [0.0] * n
+        columns += [-1.0] * n if self.plays else aside_s or [0.0] * n
         for name in TAKEN_IN:
             columns += [float(getattr(count, name)) * self.share for count in counts]
         columns += [time.monotonic() - self.recorder.began_s] * n
@@ -147,6 +148,7 @@ class StepLedger:
             self.elapsed_s += total_s
         self._began = True
         # One rank may evaluate, and the others wait.
+        self.plays = bool((table[:, 4] < 0).any())
         aside = table.new_tensor(self._set_aside(table[:, 4].max(dim=0).values.tolist()))
         ends_s = (table[:, 0] - aside).clamp(min=0).cumsum(dim=1).max(dim=0).values
         times, means = ends_s.diff(prepend=ends_s.new_zeros(1)).tolist(), table[:, 3].mean(dim=0).tolist()
@@ -167,7 +169,10 @@ class StepLedger:
 
     def _set_aside(self, aside_s: Sequence[float]) -> list[float]:
         """Returns the seconds of each step that are no part of it; what most steps have in them is one, as a rollout."""
-        found = []
+        found: list[float] = []
+        if self.plays:
+            self.report.caveats = [each for each in self.report.caveats if each != EVALUATES]
+            return [0.0] * len(aside_s)
         for seconds in aside_s:
             self._n_evaluated += seconds > 0
             self._n_others += seconds == 0
@@ -299,6 +304,10 @@ class Window:
         """Ends a part of a step; `aside` is one that the step's time may leave out."""
         self._laps.lap()
         self._pieces.append((len(self), aside))
+
+    def plays(self) -> None:
+        """Notes that calls without gradients are part of the steps."""
+        self._ledger.plays = True
 
     @property
     def full(self) -> bool:

@@ -12,12 +12,15 @@ from autotune.worker.script.context import ScriptContext
 
 # An evaluation that takes longer is worth leaving out.
 LONG_S = 5.0
-# Samples of the first calls without gradients that are looked for in the first batch that is trained on.
-N_ROWS = 64
+# Samples of the first calls without gradients that are looked for in the first batches that are trained on.
+N_ROWS = 512
 # How often it is looked whether what was called without gradients is then trained on: each look copies from the device.
 MOST_LOOKS = 4
 # Bytes that say enough to know a sample by its beginning, as a prompt in what was generated from it: four tokens.
 LEAST_PREFIX = 32
+
+# Bytes of a sample, and their hash: the samples themselves would count as memory of the trial on a CPU.
+Row = tuple[int, int]
 
 
 class Evaluations:
@@ -25,13 +28,15 @@ class Evaluations:
 
     What reinforcement learning plays or generates without gradients is trained on next, as is a batch of which a
     reference's or the model's own first output is taken, perhaps of some batches alone: then no such call is an
-    evaluation. Whether those of the steps are, as only some steps have them, the ledger finds.
+    evaluation. Nor is one in training mode, some of whose samples come back from a buffer of what was played. Whether
+    those of the steps are, as only some steps have them, the ledger finds.
     """
 
     def __init__(self, context: ScriptContext) -> None:
         self._context = context
         self._began: float | None = None  # the evaluation under way
-        self._rows: set[bytes] = set()
+        self._rows: set[Row] = set()  # of all calls before the training, then of the latest one
+        self._played: set[Row] = set()  # of calls in training mode
         self._trained = self._rollouts = False
         self._n_looks = 0
 
@@ -51,7 +56,10 @@ class Evaluations:
         took_s = time.monotonic() - began
         if self._looks:
             self._n_looks += 1
-            self._rollouts = self._holds_a_row(args, kwargs) if first else self._holds_no_other_row(args, kwargs)
+            played = _holds_a_row(self._rows if first else self._played, args, kwargs)
+            self._rollouts = played or (not first and self._holds_no_other_row(args, kwargs))
+            if self._rollouts and window is not None:
+                window.plays()
         self._rows = set()
         if window is None:
             return
@@ -69,10 +77,12 @@ class Evaluations:
     ) -> None:
         begins = self._began is None
         self._began = self._began or time.monotonic()
-        if self._trained and self._looks:
-            self._rows = set(_rows_of(args, kwargs, N_ROWS))
+        if self._looks:
+            rows = {_row(each) for each in _rows_of(args, kwargs, N_ROWS - len(self._rows) * (not self._trained))}
+            self._rows = rows if self._trained else self._rows | rows
+            if batches.in_training_mode and len(self._played) < N_ROWS:
+                self._played |= rows
         if not self._trained:
-            self._rows.update(_rows_of(args, kwargs, N_ROWS - len(self._rows)))
             if begins:
                 self._context.recorder.enter("first_evaluation")
         elif begins and window is not None and batches.n_backward:  # else it began where the last step ended
@@ -89,20 +99,25 @@ class Evaluations:
                 " it is tuned"
             )
 
-    def _holds_a_row(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Returns whether a batch holds a sample of the earlier calls, or one that begins with it."""
-        lengths = {len(row) for row in self._rows}
-        return any(
-            row[:n] in self._rows
-            for row in _rows_of(args, kwargs)
-            for n in lengths
-            if n == len(row) or LEAST_PREFIX <= n < len(row)
-        )
-
     def _holds_no_other_row(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Returns whether a batch is that of the latest call, or a part of it: an evaluation may share a few samples with it."""
         rows = _rows_of(args, kwargs, N_ROWS)
-        return bool(rows) and self._rows.issuperset(rows)
+        return bool(rows) and self._rows.issuperset(map(_row, rows))
+
+
+def _holds_a_row(known: set[Row], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether a batch holds one of the samples, or one that begins with it."""
+    lengths = {n for n, _ in known}
+    return bool(known) and any(
+        _row(row[:n]) in known
+        for row in _rows_of(args, kwargs)
+        for n in lengths
+        if n == len(row) or LEAST_PREFIX <= n < len(row)
+    )
+
+
+def _row(row: bytes) -> Row:
+    return len(row), hash(row)
 
 
 def _rows_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], n: int | None = None) -> list[bytes]:

@@ -280,3 +280,14 @@ def test_an_update_that_torchs_own_scaler_skips_is_seen_though_deepspeed_counts_
         optimizer.zero_grad()
         seen.append(ledgers.skips_of(engine))
     assert [after > before for before, after in itertools.pairwise(seen)] == [True, False, True, False]
+
+
+def test_what_one_rank_finds_to_be_played_is_no_evaluation_of_any_step(ledger):
+    """The first of such calls pass for evaluations until a sample of them is trained on."""
+    counts = [StepCount(samples=8)] * 3
+    ledger.gather([0.3, 0.1, 0.1], 0.1, [ONE] * 3, skipped=[False] * 3, counts=counts, aside_s=[0.2, 0.0, 0.0])
+    assert ledgers.EVALUATES in ledger.report.caveats
+    ledger.plays = True
+    ledger.gather([0.3, 0.1, 0.1], 0.1, [ONE] * 3, skipped=[False] * 3, counts=counts, aside_s=[0.2, 0.0, 0.0])
+    assert ledger.report.step_times_s == pytest.approx([0.1, 0.1, 0.1, 0.3, 0.1, 0.1])
+    assert ledgers.EVALUATES not in ledger.report.caveats

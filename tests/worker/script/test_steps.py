@@ -53,13 +53,14 @@ def test_generated_samples_are_known_by_their_prompt_of_which_no_more_are_kept_t
 ):
     """Comparing the rows of a large batch one by one took most of a minute, and all batches were copied from the device."""
     found, kept = evaluation.Evaluations(SimpleNamespace(recorder=SimpleNamespace(enter=str))), []
-    batches = SimpleNamespace(went_forward=False, trains=False, trains_in_evaluation_mode=True)
+    batches = SimpleNamespace(went_forward=False, trains=False, trains_in_evaluation_mode=True, in_training_mode=False)
+    monkeypatch.setattr(evaluation, "N_ROWS", 100)
     of = evaluation._rows_of
     monkeypatch.setattr(evaluation, "_rows_of", lambda *given: kept.append(of(*given)) or kept[-1])
     for start in (0, 480):
         found.forward(None, batches, (torch.arange(start, start + 480).view(80, 6),), {})
     batches.trains = True
-    found.forward(SimpleNamespace(), batches, (trained_on[None],), {})
+    found.forward(SimpleNamespace(plays=list, restart=list, cut=dict), batches, (trained_on[None],), {})
     assert found._rollouts == is_rollout and sum(map(len, kept[:2])) == evaluation.N_ROWS
 
 
@@ -68,12 +69,36 @@ def test_a_batch_whose_first_output_is_taken_at_times_is_not_evaluated(shared, n
     """As in self-conditioning: which trials left that time out depended on how often it fell into one step."""
     found = evaluation.Evaluations(SimpleNamespace(recorder=SimpleNamespace(enter=str)))
     cuts: list[bool] = []
-    window = SimpleNamespace(cut=lambda *, aside: cuts.append(aside))
+    window = SimpleNamespace(cut=lambda *, aside: cuts.append(aside), plays=list)
     for i in range(16):
         batch = torch.arange(i * 100, i * 100 + 40).view(4, 10)
-        batches = SimpleNamespace(went_forward=False, trains=False, trains_in_evaluation_mode=False, n_backward=0)
+        batches = SimpleNamespace(
+            went_forward=False, trains=False, trains_in_evaluation_mode=False, in_training_mode=False, n_backward=0
+        )
         if i % 2:
             found.forward(window, batches, (batch,), {})
         batches.trains = True
         found.forward(window, batches, (torch.cat([batch[:shared], batch[shared:] + 7]),), {})
     assert sum(cuts) == n_aside
+
+
+@pytest.mark.parametrize(("in_training_mode", "plays"), [(True, True), (False, False)])
+def test_what_is_played_into_a_buffer_and_comes_back_at_times_is_not_evaluated(in_training_mode, plays):
+    """As in Q-learning, where few moves are the model's at first: the time from each of these to the next update was left out."""
+    found = evaluation.Evaluations(SimpleNamespace(recorder=SimpleNamespace(enter=str)))
+    noted: list[int] = []
+    window = SimpleNamespace(cut=lambda *, aside: None, plays=lambda: noted.append(1), restart=list)
+    for i in range(8):
+        batches = SimpleNamespace(
+            went_forward=False,
+            trains=False,
+            trains_in_evaluation_mode=False,
+            in_training_mode=in_training_mode,
+            n_backward=0,
+        )
+        for move in range(3 * i, 3 * i + 3):
+            found.forward(window, batches, (torch.full((1, 6), move),), {})
+        batches.trains = True
+        replayed = [3 * i - 4 if i > 1 else -1, *range(1000, 1007)]  # one of an earlier turn
+        found.forward(window, batches, (torch.tensor(replayed)[:, None].expand(8, 6).contiguous(),), {})
+    assert bool(noted) == plays

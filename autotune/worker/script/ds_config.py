@@ -12,6 +12,8 @@ from autotune.errors import UserError
 from autotune.space.deepspeed import DsConfig
 
 ACCUMULATION = "gradient_accumulation_steps"
+# What DeepSpeed computes with; it takes "auto" elsewhere for its default.
+NUMBERS = ("train_batch_size", "train_micro_batch_size_per_gpu", ACCUMULATION, "gradient_clipping")
 
 
 def keep_auto(config: DsConfig, own: DsConfig, fixed: Container[str], prefix: str = "") -> None:
@@ -22,6 +24,15 @@ def keep_auto(config: DsConfig, own: DsConfig, fixed: Container[str], prefix: st
             keep_auto(config[key], value, fixed, f"{path}.")
         elif value == "auto" and key in config and path not in fixed:
             config[key] = "auto"
+
+
+def refuse_auto(own: DsConfig) -> None:
+    """Raises UserError for an "auto" that nobody has filled in; DeepSpeed's error names neither key nor value."""
+    if left := [name for name in NUMBERS if own.get(name) == "auto"]:
+        raise UserError(
+            f'the configuration that the script gives DeepSpeed has "auto" for {", ".join(left)}, which only transformers and'
+            " Accelerate fill in: state a number"
+        )
 
 
 def config_flag(namespace: Any) -> Any:

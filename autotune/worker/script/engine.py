@@ -120,6 +120,8 @@ class EngineHooks:
             own = ds_config.read(source)
             if given.get("optimizer") is None and "optimizer" not in own:
                 return original(*args, **kwargs)  # a model that is not trained, as a frozen reference
+            if probes:
+                ds_config.refuse_auto(own)
             prepared = self._prepare(given, own, source) if context.meter is None else None
         except UserError as error:  # the script must not catch it
             context.abort(error)

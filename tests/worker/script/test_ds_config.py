@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy
 import pytest
 
+from autotune.errors import UserError
 from autotune.worker.script import ds_config
 
 
@@ -40,3 +41,11 @@ def test_what_a_script_passed_holds_the_trials_configuration_in_its_own_classes(
     assert given == {"zero_optimization": {"stage": 3}, "plain": {"stage": 2}, "bf16": {"enabled": True}}
     assert given.zero_optimization.stage == 3
     assert section == {"stage": 1}  # that another configuration of the script may share
+
+
+def test_a_number_that_nobody_has_filled_in_is_named():
+    """It read `TypeError: '>' not supported between instances of 'str' and 'int'`."""
+    own = {"train_batch_size": "auto", "zero_optimization": {"reduce_bucket_size": "auto"}, "gradient_clipping": 1.0}
+    with pytest.raises(UserError, match=r'has "auto" for train_batch_size, which only .* state a number'):
+        ds_config.refuse_auto(own)
+    ds_config.refuse_auto(own | {"train_batch_size": 8})

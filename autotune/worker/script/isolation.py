@@ -151,6 +151,8 @@ class Isolation:
                 return original(self._in_scratch(src), self._in_scratch(dst))
             if os.path.abspath(src) in self._unsaved:
                 return self._unsaved.add(os.path.abspath(dst))
+            if os.path.abspath(src) in self._files:
+                self._files[self._files.index(os.path.abspath(src))] = os.path.abspath(dst)
         return original(src, dst, **kwargs)
 
     def _remove(self, original: Callable[..., Any], path: Any, **kwargs: Any) -> Any:

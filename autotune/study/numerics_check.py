@@ -106,10 +106,11 @@ class NumericsCheck:
     def _sums_right(self, m: Measured, baseline: Measured) -> bool:
         """Whether a candidate differs in sums of 16 bits alone, and its trial showed that they are right; kept if so."""
         alike = m.candidate.other_numerics == baseline.candidate.other_numerics
-        other_sum = self._state.plan.workload.scales_otherwise(m.candidate, baseline.candidate)
+        workload, pair = self._state.plan.workload, (m.candidate, baseline.candidate)
         if (
             not alike
-            or other_sum
+            or workload.scales_otherwise(*pair)
+            or workload.updates_otherwise(*pair)
             or m.loss_micro_batch != baseline.loss_micro_batch
             or not quality_gate.differs_in_sums_alone(m.ds_config, baseline.ds_config)
         ):

@@ -378,6 +378,8 @@ class Workload:
         float_buffers: The model has floating-point buffers, as batch normalisation does.
         batch_norm: Class of its layers that are trained by the statistics of a micro-batch; empty without any.
         client_optimizer: The target defines `optimizer`.
+        updates: Classes of modules in a script's blocks that change a buffer as they go forward, and again when they are
+            recomputed, as the running range of a quantiser; empty without any.
         optimizer: Class of that optimizer, if it could be made without data.
         learning_rates: Rates that its parameter groups begin with.
         script: Findings of the probe, for a training script.
@@ -401,6 +403,7 @@ class Workload:
     client_optimizer: bool
     environment: Environment
     batch_norm: str = ""
+    updates: str = ""
     optimizer: str = ""
     learning_rates: tuple[float, ...] = ()
     caveats: list[str] = field(default_factory=list)
@@ -422,6 +425,10 @@ class Workload:
         """Returns whether a script's gradient, which depends on the accumulation, has another scale than in the baseline."""
         scales = self.script is not None and (self.script.adds_up or self.script.divides_again)
         return scales and candidate.gradient_accumulation_steps != baseline.gradient_accumulation_steps
+
+    def updates_otherwise(self, candidate: Candidate, baseline: Candidate) -> bool:
+        """Returns whether buffers that the blocks change are changed twice where they are not in the baseline, or once."""
+        return bool(self.updates) and candidate.checkpoint_every != baseline.checkpoint_every
 
     def ds_config(self, candidate: Candidate, base_config: DsConfig) -> DsConfig:
         """Returns the complete DeepSpeed configuration of a candidate over the user's own."""

@@ -129,6 +129,25 @@ def test_batch_norm_makes_other_micro_batches_pass_the_gate_though_the_first_los
     assert plan.drops_in(same.candidate) and not plan.drops_in(best.candidate) and plan.same_numerics(best.candidate)
 
 
+def test_another_recomputation_passes_the_gate_where_it_changes_a_buffer_of_the_blocks_twice(tmp_path, unhurried):
+    """It was called drop-in, though a quantiser's running range, and so the loss, is another one."""
+
+    def faster_without(candidate):
+        step_s = 1.0 if candidate.checkpoint_every else 0.7
+        curve = [1 + 2 / (1 + i) for i in range(24)]
+        return report(candidate, losses=curve, step_times_s=[step_s * (1 + 0.1 * np.sin(7 * i)) for i in range(24)])
+
+    runner, executor, _ = run(
+        tmp_path, Instant(faster_without), trials=2, space=[{"checkpoint_every": [0, 1]}],
+        baseline=Candidate(micro_batch_size=4, checkpoint_every=1),
+        planned={"workload": replace(WORKLOAD, updates="FakeQuant"), "setting": Setting(n_blocks=4, n_samples=4096)},
+    )  # fmt: skip
+    found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
+    best = found.picks["recommended"].measured
+    assert executor.gated and best.candidate.checkpoint_every == 0 and best.verdict.passed
+    assert not runner.state.plan.drops_in(best.candidate)
+
+
 def test_that_the_loss_depends_on_the_micro_batch_shows_in_another_precision_too(tmp_path, unhurried):
     def contrastive(candidate):
         curve = [np.log(candidate.micro_batch_size) + 2 / (1 + i) for i in range(24)]

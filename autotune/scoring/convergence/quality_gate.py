@@ -138,6 +138,7 @@ def trains_alike(
         keeps_numerics(config, own)
         and candidate.other_numerics == baseline.other_numerics
         and not workload.scales_otherwise(candidate, baseline)
+        and not workload.updates_otherwise(candidate, baseline)
     )
 
 

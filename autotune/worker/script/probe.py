@@ -46,6 +46,7 @@ def workload_of(
     report.caveats += _loses(described, seen.zero_stage, meter.passes_at_boundary)
     probed = replace(_probed(context, meter, prepared, described, seen), plain_backward=plain_backward)
     data, described = _data(context, meter), with_batch_norm(described, engine.module)
+    described = _with_updates(described, prepared.watch.updating())
     workload = replace(
         described,
         n_samples=data.n_samples if data is not None else None,
@@ -64,6 +65,18 @@ def workload_of(
     if found is not None and workload.data is not None and workload.data.varies and len(widths) > 1:
         found = replace(found, lengths=workload.data.table)
     return replace(workload, profile=found and replace(found, built_bytes=prepared.built_bytes))
+
+
+def _with_updates(workload: Workload, classes: set[str]) -> Workload:
+    """Returns the workload with the modules of its blocks that recomputation would change twice in a step."""
+    if not classes:
+        return workload
+    found = ", ".join(sorted(classes))
+    text = (
+        f"{found} changes a buffer as it goes forward, and again where it is recomputed: each other recomputation is checked,"
+        " and none is drop-in"
+    )
+    return replace(workload, updates=found, caveats=[*workload.caveats, text])
 
 
 def _probed(

@@ -266,18 +266,19 @@ class StepHooks:
 
     def _consider_ending(self) -> None:
         """Ends the warm-up or the trial when enough steps were seen."""
-        meter, n = self._meter, len(self._context.report.step_times_s)
+        meter, n, prepared = self._meter, len(self._context.report.step_times_s), self._prepared
+        assert prepared is not None
         if self._context.candidate is None:
             if not (meter.batches.sizes() or hasattr(meter.engine, "train_batch")):
                 raise ScriptError(UNCALLED)
             meter.batches.uneven = meter.ledger.uneven
+            prepared.watch.stepped()
             if n >= (UNEVEN_PROBE_STEPS if meter.ledger.uneven else PROBE_STEPS):
                 self._end()
             return
         if not self._begun and n >= min(2, self._context.request.max_steps):
-            assert self._prepared is not None
             meter.begin()
-            self._prepared.watch.stop()
+            prepared.watch.stop()
             self._begun = True
         if self._begun and meter.ledger.done():
             self._afterwards = meter.afterwards()

@@ -1,5 +1,5 @@
 """`python -m autotune`: the command line."""
 
-from autotune.cli.app import main
+from autotune.cli import main
 
 main()

@@ -26,6 +26,7 @@ from autotune.study import parallel, warm_start
 from autotune.study.budget import closing_s
 from autotune.study.events import SILENT, Broadcast, EventSink, Journal
 from autotune.study.listeners import Callback, CallbackSink
+from autotune.study.lock import run_under_way
 from autotune.study.runner import Runner
 from autotune.study.setup.capture import wanted_study
 from autotune.study.setup.plan import Plan, plan, profiled, target_digest
@@ -102,10 +103,13 @@ class OpenStudy:
 
     @contextlib.contextmanager
     def _naming_what_the_folder_holds(self) -> Iterator[None]:
-        """Add to the error of a database that is lost how the study's trials are taken up again, if they are there."""
+        """Say of a study that is not in the database that it has just begun, or how its trials are taken up again, if they are there."""
         try:
             yield
         except StoreMissing as error:
+            if (pid := run_under_way(self.folder)) is not None:
+                begun = f"study {self.name!r} is being run by process {pid}, and its baseline is not measured yet"
+                raise StoreMissing(f"{begun}; `autotune status {self.name}` shows how far it is") from None
             if records.kept_in(self.folder) is None:
                 raise
             again = shlex.join(["autotune", "run", str(files.shown(self.folder / "study.yaml"))])
@@ -136,7 +140,9 @@ class OpenStudy:
     @cached_property
     def report(self) -> StudyReport:
         """The study's findings so far."""
-        return load.from_storage(self.storage, self.name, self.folder)
+        storage = self.storage
+        with self._naming_what_the_folder_holds():
+            return load.from_storage(storage, self.name, self.folder)
 
     @cached_property
     def history(self) -> History:

@@ -1,5 +1,5 @@
 """`python -m autotune.cli`, which users' crontabs and timers hold, and `python -m autotune`."""
 
-from autotune.cli.app import main
+from autotune.cli import main
 
 main()

@@ -85,7 +85,7 @@ def delete(
     opened = open_study(study, storage)
     folder, storage_ = opened.folder, opened.storage
     if study not in records.study_names(storage_):
-        records.load_study(storage_, study)  # raises, and lists the studies
+        _ = opened.study  # raises, and lists the studies
     opened.check_own()
     with contextlib.ExitStack() as stack:
         for used in (folder, folder / SCALING):  # by `run` and `retune`, and by `scale`

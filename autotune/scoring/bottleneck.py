@@ -16,6 +16,7 @@ from autotune.scoring.effects import Effects
 from autotune.scoring.step_parts import Advice, Diagnosis, Evidence, Part, StepObservation
 from autotune.space.candidate import differing
 from autotune.system.cards import find_card
+from autotune.system.units import format_quantity
 
 PHASES, COMPUTING = ("data", "forward", "backward", "step"), ("forward", "backward")
 # Shares of a step from which on a part is called the bottleneck; higher for parts that are estimated, not measured.
@@ -376,7 +377,7 @@ def _rates(evidence: Evidence, ranks: Mapping[int, Mapping[str, float]]) -> list
         rate = flops / evidence.step_s / max(1, evidence.world_size)
         without = bool(card and "tf32" in card.flops and precision == "fp32" and not evidence.tf32)
         of = _share_of_peak(rate, peak, evidence.peak_flops, precision, without_tf32=without)
-        notes.append(f"a rank computes {rate / 1e9:,.1f} GFLOP/s over the whole step ({counted}){of}")
+        notes.append(f"a rank computes {format_quantity(rate, 'FLOP/s')} over the whole step ({counted}){of}")
     update = max(phases["step"] for phases in ranks.values())
     stage = int(evidence.seen.candidate.get("zero_stage") or 0)
     if update > 0 and evidence.optimizer_bytes:
@@ -396,7 +397,7 @@ def _share_of_peak(rate: float, peak: float | None, probed: float | None, precis
     """
     if not (of := peak or probed):
         return "; no peak is known of this device, so no MFU: `autotune probe` measures one"
-    named = f"its peak in {precision}" if peak else f"the {of / 1e9:,.1f} GFLOP/s that products alone reach here"
+    named = f"its peak in {precision}" if peak else f"the {format_quantity(of, 'FLOP/s')} that products alone reach here"
     if rate > of and without_tf32:
         return f", more than {named}: convolutions compute in TensorFloat-32 there, as torch lets them by default"
     if rate > of:

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-COMPARE = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le}
-SIGNS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+COMPARE = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le, "ne": operator.ne}
+SIGNS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most", "ne": "a number other than"}
 # Bounds that DeepSpeed checks in code (`fp16.loss_scale`), or takes for granted: it divides by `steps_per_print`.
 OTHER_BOUNDS: dict[str, dict[str, float]] = {
-    "gradient_clipping": {"ge": 0}, "fp16.loss_scale": {"ge": 0}, "steps_per_print": {"gt": 0},
+    "gradient_clipping": {"ge": 0}, "fp16.loss_scale": {"ge": 0}, "steps_per_print": {"ne": 0},
 }  # fmt: skip
 KIND_WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number"}
 # Texts that pydantic reads as true or false, and how Python writes 0.0 and 1.0.

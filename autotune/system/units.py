@@ -12,8 +12,9 @@ TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 BYTE_UNITS = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 # Bandwidths are decimal, as vendors state them.
 BANDWIDTH_UNITS = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s"))
+FLOP_UNITS = ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1e3, "kFLOP/s"), (1.0, "FLOP/s"))
 COUNT_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
-LADDERS = {"s": TIME_UNITS, "B": BYTE_UNITS, "B/s": BANDWIDTH_UNITS}
+LADDERS = {"s": TIME_UNITS, "B": BYTE_UNITS, "B/s": BANDWIDTH_UNITS, "FLOP/s": FLOP_UNITS}
 DURATION_UNITS = ((31_557_600, "y"), (86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 # From this number of a unit on, the next larger unit reads better, even if the smallest value is then below one.
 MAX_OF_A_UNIT = 10_000
@@ -113,12 +114,21 @@ BYTES |= {f"{prefix}iB": 1024**n for n, prefix in enumerate("KMGT", 1)}
 # A part of an amount: a number, and a unit or none.
 AMOUNT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 LARGEST_AMOUNT = 1e18
+LEAST_MEMORY = 2**20
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
 def parse_bytes(value: Any) -> int:
     """Returns the bytes of a number or a text such as `4GiB` or `500 MB`."""
     return round(_parse_amount(value, BYTES, "4GiB"))
+
+
+def parse_memory(value: Any) -> int:
+    """Returns the bytes of a device's or a machine's memory; a number that was hardly meant in bytes is refused."""
+    n_bytes = parse_bytes(value)
+    if n_bytes < LEAST_MEMORY:
+        raise ValueError(f"{value!r} is {n_bytes} bytes, in which nothing fits; state a unit, as in 8GiB")
+    return n_bytes
 
 
 def parse_seconds(value: Any) -> float:
@@ -156,9 +166,9 @@ def finite(value: int | float) -> float:
 
 
 def parse_size(text: str, option: str) -> float:
-    """Returns the bytes of an option's text."""
+    """Returns the bytes of memory of an option's text."""
     try:
-        return float(parse_bytes(text))
+        return float(parse_memory(text))
     except ValueError as error:
         raise UserError(f"{option}: {error}") from None
 

@@ -105,6 +105,11 @@ MISTAKES = {
     "no ranks": (["run", "model.py", "--ranks", "0"], ["--ranks"]),
     "no trials": (["run", "model.py", "--trials", "0"], ["--trials: should be greater than or equal to 1"]),
     "a memory that is none": (["run", "model.py", "--device-memory", "4 apples"], ["--device-memory: '4 apples'", "as in '4GiB'", "MiB"]),
+    "a memory without its unit": (["run", "model.py", "--device-memory", "8"], ["'8' is 8 bytes", "state a unit, as in 8GiB"]),
+    "the same of cards": (["advise", "7B", "--gpus", "H100", "--device-memory", "80"], ["--device-memory: '80' is 80 bytes"]),
+    "an engine that runs the driver": (
+        ["run", "model.py", "--executor", "kubernetes"], ["--executor: in Kubernetes", "`autotune submit TARGET --executor kubernetes`"],
+    ),
     "a duration that is none": (["run", "model.py", "--time-budget", "soon"], ["--time-budget: 'soon'", "as in '1h30m'"]),
     "a batch that is none": (["run", "model.py", "--global-batch", "64..8"], ["keep, free, or a range of samples such as 8..64"]),
     "a name that leaves its folder": (["run", "model.py", "--study", "../up"], ["--study: '../up' cannot name a study"]),

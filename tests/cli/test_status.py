@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.commands import called, one_sentence
 from support.instant import Instant, failed, finished, report, runner_of
 from support.zoo import wait_until
 
@@ -286,6 +287,17 @@ def test_a_scaling_that_is_measured_is_found_by_its_study_followed_and_said_to_b
     measuring.join()
     found = capsys.readouterr()
     assert "round 1 of 3: 2 ranks" in found.err and "studies/s/scaling.html" in found.out
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_study_that_has_just_begun_is_said_to_run_by_every_command(tmp_path, begun):
+    """Until its baseline was measured they said that there is no such study."""
+    if begun:
+        ran(tmp_path / "studies", events.SILENT, name="other", finalists=0)
+    with study_lock(tmp_path / "studies" / "s"):
+        for command in (["explain", "s"], ["export", "s"], ["retune", "s"], ["changes", "s"], ["delete", "s", "--yes"]):
+            said = one_sentence(called(*command, cwd=tmp_path))
+            assert f"study 's' is being run by process {os.getpid()}" in said and "`autotune status s`" in said, command
 
 
 def test_a_command_opens_the_database_of_its_study_once(tmp_path, monkeypatch):

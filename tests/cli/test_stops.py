@@ -4,14 +4,17 @@ import os
 import pty
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 from support.commands import called
 from support.instant import WORKLOAD
 from support.paths import MODELS
 
+import autotune
 from autotune import session
 from autotune.cli import doctor
 from autotune.executors.local import LocalExecutor
@@ -39,6 +42,16 @@ def test_a_second_stop_of_a_run_says_how_to_go_on_too(place, monkeypatch, stop, 
     done = called("run", "model.py", "--trials", "3", "--fresh", cwd=place)
     assert done.returncode == status
     assert done.stderr.endswith("what was measured is kept. To go on, run: autotune run model.py --trials 3\n")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("started", [["-m", "autotune"], ["-m", "autotune.cli"], ["-c", "from autotune.cli import main; main()"]])
+def test_ctrl_c_while_the_commands_are_imported_shows_no_traceback(tmp_path, started):
+    """The first 0.2 s of every command."""
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(autotune.__file__).parents[1])])}
+    done = subprocess.run([sys.executable, *started, "ls"], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "autotune: stopped\n")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])

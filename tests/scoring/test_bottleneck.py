@@ -249,6 +249,8 @@ def test_a_known_devices_peak_gives_the_mfu():
 
 def test_without_a_known_peak_the_mfu_is_that_of_the_probed_one_and_of_the_counted_operations():
     found = diagnose(evidence(device_name="AMD EPYC", flops_per_step=2e9, step_s=0.1, peak_flops=4e10), [])
+    small = diagnose(evidence(device_name="AMD EPYC", flops_per_step=2e5, step_s=0.1, peak_flops=4e10), [])
+    assert any("a rank computes 1.00 MFLOP/s over" in note for note in small.notes)  # as of a tiny model; it said 0.0 GFLOP/s
     assert any("10.0 GFLOP/s" in note and "25% of the 40.0" in note and "(MFU)" in note for note in found.notes)
 
 
@@ -265,4 +267,4 @@ def test_convolutions_may_pass_the_peak_of_fp32_where_torch_has_them_take_tensor
         ({}, "10% of its peak in bf16"),
     ):
         notes = diagnose(evidence({}, knobs=knobs, **given), []).notes
-        assert said in next(note for note in notes if "GFLOP/s over the whole step" in note)
+        assert said in next(note for note in notes if "FLOP/s over the whole step" in note)

@@ -17,7 +17,7 @@ from autotune.space.space import SearchSpace
 from autotune.study.spec.presets import GOALS, Kind, load_preset
 from autotune.system import redaction
 from autotune.system.files import absolute, read_text
-from autotune.system.units import parse_bytes, parse_seconds
+from autotune.system.units import parse_memory, parse_seconds
 from autotune.trial.command import MAPPED_KEYS
 
 M = TypeVar("M", bound=BaseModel)
@@ -49,7 +49,7 @@ Count = Annotated[int, Field(strict=True, ge=1, le=MOST)]
 Natural = Annotated[int, Field(strict=True, ge=0, le=MOST)]
 Ranks = Annotated[int, Field(strict=True, ge=1, le=2**16)]
 Seed = Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)]  # numpy takes no larger one
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, le=2**60)]
+Bytes = Annotated[int, BeforeValidator(parse_memory), Field(gt=0, le=2**60)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(gt=0, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, BeforeValidator(_read_share), Field(ge=0, lt=1, allow_inf_nan=False)]
 GlobalBatch = Annotated[Literal["keep", "free"] | tuple[int, int], BeforeValidator(_read_global_batch)]
@@ -195,6 +195,12 @@ def _read_target(value: Any, where: str, folder: Path) -> Path:
     return absolute(value, folder, where)
 
 
+def _read_executor(value: Any, where: str, folder: Path) -> Any:
+    if value == "kubernetes":
+        raise SpecError(f"{where}: in Kubernetes the driver runs, too: `autotune submit TARGET --executor kubernetes`")
+    return value  # pydantic refuses the others
+
+
 def _read_arguments(value: Any, where: str, folder: Path) -> tuple[str, ...]:
     words = value if value is not None else ()
     if not isinstance(words, list | tuple) or not all(isinstance(word, str | int | float) for word in words):
@@ -271,6 +277,7 @@ READERS: dict[str, Callable[[Any, str, Path], Any]] = {
     "arg_mappings": _read_mappings,
     "working_dir": _read_folder,
     "hostfile": _read_folder,
+    "executor": _read_executor,
     "executor_options": _read_options,
     "from_checkpoint": _read_checkpoint,
 }

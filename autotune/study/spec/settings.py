@@ -47,7 +47,8 @@ SETTINGS: dict[str, Setting] = {
         "The user's `model.py` or training script; what `command` starts, where there is one.", option=False,
         comment="The model or the training script, relative to this file."),
     "command": Setting(
-        "A launch command, whose script is tuned.", more="The file keeps it instead of the target.", option=False,
+        "A launch command, whose script is tuned.", more="The file keeps it instead of the target; from Python the target is the command.",
+        option=False,
         comment="The launch command; it is run once to see which script it starts, and how."),
     "script_args": Setting(
         "The training script's own arguments.",

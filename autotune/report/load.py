@@ -71,12 +71,14 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
         series: Read the losses and the times of single steps too, which takes opening a file for each trial.
 
     Raises:
-        StoreError: autotune did not make it.
+        StoreError: autotune did not make it, or it holds no trial.
     """
     name, kept = study.study_name, records.record(study)
     if kept is None:
         raise StoreError(f"study {name!r} in this database was not made by autotune, or holds no trial yet")
     raw = analysed.measured(study, folder, kept)
+    if not raw:  # its run was killed before the baseline's trial was told
+        raise StoreError(f"study {name!r} holds no trial yet; the command that began it begins it anew")
     estimates = estimate([_with_changes(m, kept) for m in raw])
     found = recommend.recommend(estimates, kept.objectives, kept.data_parallel)
     trials = _trials(study, estimates, folder if series else None)

@@ -300,6 +300,13 @@ def test_a_study_that_has_just_begun_is_said_to_run_by_every_command(tmp_path, b
             assert f"study 's' is being run by process {os.getpid()}" in said and "`autotune status s`" in said, command
 
 
+def test_a_study_that_was_killed_before_its_baseline_was_told_holds_no_trial(tmp_path):
+    """It was said to need less memory, as no configuration completed."""
+    runner_of(tmp_path / "studies", Instant()).state.create()
+    for command in (["status", "s"], ["explain", "s"], ["export", "s"], ["report", "s"]):
+        assert "study 's' holds no trial yet" in one_sentence(called(*command, cwd=tmp_path)), command
+
+
 def test_a_command_opens_the_database_of_its_study_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ran(tmp_path / "studies", events.SILENT, finalists=0)

@@ -283,6 +283,7 @@ def _row(report: StudyReport, trial: Data, scales: dict[str, Scale]) -> Context:
         "trial": row.trial,
         "speedup": (times(row.speedup, "×"), f"{row.speedup:.6f}" if row.speedup else ""),
         "complete": trial["outcome"] == "complete",
+        "bare": not row.cells,
         "configuration": row.configuration,
         "marks": [(mark, mark in picked) for mark in row.marks],
         "outcome": outcome,

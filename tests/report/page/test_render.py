@@ -87,7 +87,7 @@ def test_every_pick_has_its_json_to_copy_and_its_changes(page, report):
 
 
 def test_the_table_holds_every_trial_with_outcome_and_reason_and_marks_what_is_extrapolated(page, report):
-    rows = re.findall(r'<tr class="(complete|failed)">(.*?)</tr>', page)
+    rows = re.findall(r'<tr class="(complete|failed)(?: bare)?">(.*?)</tr>', page)
     assert len(rows) == len(report.trials)
     crashed = next(t for t in report.trials if t["outcome"] == "crashed")
     assert "must have the same dtype (in initialize)" in re.sub(", but got.*BFloat16", "", rows[crashed["trial"]][1])

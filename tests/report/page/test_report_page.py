@@ -99,9 +99,15 @@ def test_every_row_has_the_columns_of_the_head(opened, width):
     opened.view(width, 900)
     # Where they are seen: what `offsetLeft` is relative to depends on whether a row has been laid out yet.
     begins = opened.run(
-        "[...document.querySelectorAll('#trials tr')].map((row) => [...row.cells].map((cell) => cell.getBoundingClientRect().left).join())"
+        "[...document.querySelectorAll('#trials tr')].map((row) => [...row.cells].filter((cell) => cell.offsetWidth)"
+        ".map((cell) => cell.getBoundingClientRect().left))"
     )
-    assert len(begins) > 10 and len(set(begins)) == 1
+    head, *rows = begins
+    whole = [row for row in rows if len(row) == len(head)]
+    assert len(whole) > 10 and all(row == head for row in whole)
+    # Of a trial that measured nothing the reason stands in place of the figures.
+    bare = [row for row in rows if len(row) < len(head)]
+    assert bare and all(row == [*head[:4], head[-1]] for row in bare)
     opened.view(1440, 900)
 
 

@@ -1,5 +1,6 @@
 """The command line's entry: the table of commands, and how their errors end."""
 
+import os
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -129,11 +130,16 @@ app.add_typer(
 def main() -> None:
     """Run a command; an error ends as one sentence and its status, an interrupt as status 130, 143 or 129."""
     sys.unraisablehook = _unraised
+    for name in ("COLUMNS", "LINES"):  # 0 stands for a size that is not known, and rich would print nothing
+        if os.environ.get(name) == "0":
+            del os.environ[name]
     try:
         with terminable():
             app(standalone_mode=True)
     except SystemExit as error:
-        if (stop := _stop_behind(error)) is None:
+        if _behind(error, BrokenPipeError):  # typer ends with 1 where `| head` has read enough
+            sys.exit(0)
+        if (stop := _behind(error, KeyboardInterrupt)) is None:
             raise
         print("autotune: stopped", file=sys.stderr)
         sys.exit(getattr(stop, "status", 130))
@@ -158,9 +164,9 @@ def _unraised(found: "sys.UnraisableHookArgs") -> None:
         sys.__unraisablehook__(found)
 
 
-def _stop_behind(error: BaseException | None) -> KeyboardInterrupt | None:
-    """The interrupt that typer turned into an exit."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
+def _behind(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:
+    """The exception of that kind that typer turned into an exit."""
+    while error is not None and not isinstance(error, kind):
         error = error.__cause__ or error.__context__
     return error
 

@@ -32,6 +32,7 @@ INDENT = TRIAL + FIGURES
 LEAST_WORDS = 30  # columns; with less room a configuration stands on the next line
 LEAST_ROOM = 10  # columns of a text, also in a terminal that has fewer, which breaks its lines itself
 BAR = 28
+ECHOED = 3  # columns that the last live line leaves free: a terminal shows a Ctrl-C there as ^C, which would begin another line
 LONGEST_REASON = 160
 
 
@@ -108,6 +109,7 @@ class ProgressView(EventSink):
         if not self._doing or time.monotonic() < self._shown_from:
             return Group()
         doing = _row(f"{time.monotonic() - self._since:>4.0f} s  {self._doing}", "bold")
+        doing.truncate(max(1, self.console.width - ECHOED), overflow="ellipsis")
         if self._latest is None or self._began_s is None:
             return Group(doing)
         progress, ended_s = self._latest

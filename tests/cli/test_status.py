@@ -307,6 +307,13 @@ def test_a_study_that_was_killed_before_its_baseline_was_told_holds_no_trial(tmp
         assert "study 's' holds no trial yet" in one_sentence(called(*command, cwd=tmp_path)), command
 
 
+def test_a_width_of_zero_is_one_that_is_not_known(tmp_path, monkeypatch):
+    """The answer was left out."""
+    ran(tmp_path / "studies", events.SILENT, finalists=0)
+    monkeypatch.setenv("COLUMNS", "0")
+    assert "recommended" in called("status", "s", cwd=tmp_path).stdout
+
+
 def test_a_command_opens_the_database_of_its_study_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ran(tmp_path / "studies", events.SILENT, finalists=0)

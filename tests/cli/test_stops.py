@@ -1,5 +1,7 @@
 """Ctrl-C, SIGTERM and SIGHUP: whichever command they meet, it says how to go on, and leaves nothing."""
 
+import errno
+import io
 import os
 import pty
 import shutil
@@ -16,7 +18,7 @@ from support.paths import MODELS
 
 import autotune
 from autotune import session
-from autotune.cli import doctor
+from autotune.cli import doctor, main
 from autotune.executors.local import LocalExecutor
 from autotune.study.setup import forecasts, profile_cache
 from autotune.system.signals import Terminated
@@ -52,6 +54,23 @@ def test_ctrl_c_while_the_commands_are_imported_shows_no_traceback(tmp_path, sta
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(autotune.__file__).parents[1])])}
     done = subprocess.run([sys.executable, *started, "ls"], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "autotune: stopped\n")
+
+
+class Closed(io.StringIO):
+    """A pipe whose reader has gone, as `| head -1` has."""
+
+    def write(self, _):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_a_reader_that_has_read_enough_is_no_failure(monkeypatch):
+    """It ended with status 1, which `set -o pipefail` takes for one."""
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(sys, "stdout", Closed())
+    monkeypatch.setattr(sys, "argv", ["autotune", "--version"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code and sys.stderr.getvalue() == ""
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])

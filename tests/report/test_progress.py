@@ -110,6 +110,13 @@ def test_a_terminal_shows_time_left_and_no_line_is_too_long(width):
         )
 
 
+def test_the_last_live_line_has_room_for_the_ctrl_c_that_a_terminal_shows_in_it():
+    """It began another line, and what was drawn stayed on the screen above the answer."""
+    view = ProgressView(Console(file=io.StringIO(), width=80, force_terminal=True))
+    view.opening("a_model_with_a_very_long_name" * 5)
+    assert len(view._drawn().renderables[-1]) == 80 - len("^C") - 1
+
+
 @pytest.mark.parametrize("width", [1, 2, 7, 8])
 def test_a_terminal_of_few_columns_ends_no_study(width):
     assert shown(ended(0, "baseline"), ended(1, "repeat"), width=width, terminal=True)

@@ -397,7 +397,9 @@ def _share_of_peak(rate: float, peak: float | None, probed: float | None, precis
     """
     if not (of := peak or probed):
         return "; no peak is known of this device, so no MFU: `autotune probe` measures one"
-    named = f"its peak in {precision}" if peak else f"the {format_quantity(of, 'FLOP/s')} that products alone reach here"
+    named = (
+        f"its peak in {precision}" if peak else f"the {format_quantity(of, 'FLOP/s')} that products alone reach here"
+    )
     if rate > of and without_tf32:
         return f", more than {named}: convolutions compute in TensorFloat-32 there, as torch lets them by default"
     if rate > of:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from optuna.trial import Trial, TrialState
 
+from autotune.errors import UserError
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.study.budget import apart_s
 from autotune.study.proposals import Proposer
@@ -51,10 +52,19 @@ def restore(state: StudyState, proposer: Proposer, teller: Teller, last: Callabl
         last: Restores what belongs to the study besides.
 
     Returns:
-        How many finished trials the folder holds; 0 if it has no record, or a different study left it.
+        How many finished trials the folder holds; 0 if it has no record, or a different re-tuning left it.
+
+    Raises:
+        UserError: A different study left them, which beginning this one would remove.
     """
     kept = records.kept_in(state.folder)
-    found = results_in(state) if kept is not None and not state.differences(kept) else {}
+    changed = state.differences(kept) if kept is not None else []
+    if changed and not records.generation_of(state.spec.name)[1] and result_in(state.trial_path(0)) is not None:
+        raise UserError(
+            f"{files.shown(state.folder)} holds the trials of another study, which differs in {', '.join(changed)}: choose another"
+            " --study name, or forget them with --fresh"
+        )
+    found = results_in(state) if kept is not None and not changed else {}
     if kept is not None and found:
         state.settle(kept.reference, kept.objectives, kept.learning_rate)
         if not state.exists:

@@ -250,7 +250,9 @@ def test_a_known_devices_peak_gives_the_mfu():
 def test_without_a_known_peak_the_mfu_is_that_of_the_probed_one_and_of_the_counted_operations():
     found = diagnose(evidence(device_name="AMD EPYC", flops_per_step=2e9, step_s=0.1, peak_flops=4e10), [])
     small = diagnose(evidence(device_name="AMD EPYC", flops_per_step=2e5, step_s=0.1, peak_flops=4e10), [])
-    assert any("a rank computes 1.00 MFLOP/s over" in note for note in small.notes)  # as of a tiny model; it said 0.0 GFLOP/s
+    assert any(
+        "a rank computes 1.00 MFLOP/s over" in note for note in small.notes
+    )  # as of a tiny model; it said 0.0 GFLOP/s
     assert any("10.0 GFLOP/s" in note and "25% of the 40.0" in note and "(MFU)" in note for note in found.notes)
 
 

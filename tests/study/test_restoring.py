@@ -6,6 +6,7 @@ from datetime import datetime
 import pytest
 from support.instant import Instant, Watcher, runner_of
 
+from autotune.errors import UserError
 from autotune.study import restore
 from autotune.study.proposals import Proposer
 from autotune.study.storage import records
@@ -56,6 +57,20 @@ def test_a_run_that_is_killed_while_it_restores_loses_nothing(tmp_path, monkeypa
     assert executor.ran == [] and [(m.trial, m.candidate) for m in again.state.measured()] == told
     assert not records.is_restoring(again.study) and not records.running(again.study)
     assert any("are taken up again" in text for text in watcher.said)
+
+
+def test_the_trials_of_another_study_are_not_removed_without_a_word(tmp_path):
+    """They were where the database was removed, or another one named, and what is tuned had changed."""
+    first = runner_of(tmp_path, Instant(), trials=3, finalists=0)
+    first.run()
+    first.storage.engine.dispose()
+    for path in tmp_path.glob("autotune.db*"):
+        path.unlink()
+    with pytest.raises(UserError, match=r"holds the trials of another study, which differs in seed .*--fresh"):
+        runner_of(tmp_path, Instant(), trials=3, finalists=0, seed=1).run()
+    again = runner_of(tmp_path, Instant(), trials=3, finalists=0)
+    again.run()
+    assert again._measurer.executor.ran == []
 
 
 def test_a_number_without_a_result_stays_free_of_results(tmp_path):

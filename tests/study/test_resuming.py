@@ -319,16 +319,6 @@ def test_a_study_whose_database_is_gone_is_had_back_from_its_folder(tmp_path):
     assert sum(each.check_gradient and not each.noise for each in again.requests) == 1  # only the one that is missing
 
 
-def test_files_of_another_study_are_not_taken_up(tmp_path):
-    runner_of(tmp_path, Instant(), trials=3, finalists=0).run()
-    for path in tmp_path.glob("autotune.db*"):
-        path.unlink()
-    again = Instant()
-    other = runner_of(tmp_path, again, trials=2, finalists=0, seed=1)
-    other.run()
-    assert len(again.ran) == 2 and not other.state.trial_path(2).exists()
-
-
 def test_a_run_that_was_to_begin_anew_and_is_stopped_before_tells_no_old_answer(tmp_path, monkeypatch):
     """It printed the answer of the trials that it was to forget, and went on with them."""
 

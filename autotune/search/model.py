@@ -30,7 +30,7 @@ from autotune.forecast.regression import (
 )
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.search.observation import Observation
-from autotune.search.sample_counts import SampleCounts
+from autotune.search.sample_counts import BelievedCounts, SampleCounts
 from autotune.space.candidate import Candidate
 from autotune.trial.profile import Floats
 from autotune.trial.result import FAILURES, RAN, Outcome
@@ -56,14 +56,12 @@ COUNTED = {"time_to_loss_s", GOODPUT}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beliefs:
+class Beliefs(BelievedCounts):
     """What is believed of candidates, one entry each.
 
     Attributes:
         log_step_time: Logarithm of the step time that a trial would measure, as (mean, standard deviation).
         log_memory: The same for the peak memory.
-        log_samples: The same for the samples to the target.
-        log_useful: The same for the samples that a useful one costs.
         per_sample: By rate what of it a sample holds, as tokens.
         log_extra: By name the same for the metrics wanted that follow from none of these.
         fits: Probability that it fits.
@@ -72,8 +70,6 @@ class Beliefs:
 
     log_step_time: tuple[Floats, Floats]
     log_memory: tuple[Floats, Floats]
-    log_samples: tuple[Floats, Floats]
-    log_useful: tuple[Floats, Floats]
     per_sample: Mapping[str, float]
     log_extra: Mapping[str, tuple[Floats, Floats]]
     fits: Floats

@@ -215,8 +215,8 @@ class CandidateOptimizer:
         return Beliefs(
             log_step_time=state.step_time(rows, noise=True),
             log_memory=state.memory.predict(self.catalogue.memory.take(rows), noise=True),
-            log_samples=state.samples.to_target.predict(self.catalogue.samples.take(rows)),
-            log_useful=state.samples.useful.predict(self.catalogue.samples.take(rows)),
+            samples=state.samples,
+            batches=self.catalogue.samples.take(rows),
             per_sample=state.per_sample,
             log_extra={metric: state.log_extra(rows, metric) for metric in state.extra},
             fits=state.fits(rows),

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from autotune.scoring.convergence.quality_gate import keeps_numerics
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import GOODPUT
 from autotune.scoring.quantiles import Z90
+from autotune.search.model import Beliefs
 from autotune.search.observation import Observation
 from autotune.search.optimizer import HOPELESS, CandidateOptimizer, RemainingCandidates, chance_needed
 from autotune.space.candidate import Candidate
@@ -97,7 +99,7 @@ def bounds_to_beat(
     if not usable or any(metric not in _STEP_TIME_FOR and metric != "peak_memory_bytes" for metric in guide.metrics):
         return ()
     believed = guide.beliefs(told, [candidate])
-    hoped = _ExpectedSamples(batch, *(_low(*values) for values in (believed.log_samples, believed.log_useful)))
+    hoped = _ExpectedSamples(batch, believed)
     found = [rival for m in usable if (rival := _rival(m, guide.metrics, hoped)) is not None]
     found.sort(key=lambda rival: (rival.step_time_s, rival.peak_memory_bytes or 0.0))
     needed: list[TrialToBeat] = []
@@ -112,8 +114,15 @@ class _ExpectedSamples:
     """A candidate's global batch, and the fewest samples that it may need: to the target, and for one that is useful."""
 
     batch: int
-    to_target: float
-    for_useful: float
+    believed: Beliefs
+
+    @cached_property
+    def to_target(self) -> float:
+        return _low(*self.believed.log_samples)
+
+    @cached_property
+    def for_useful(self) -> float:
+        return _low(*self.believed.log_useful)
 
 
 def _low(mean: Floats, sd: Floats) -> float:

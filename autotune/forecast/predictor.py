@@ -1,5 +1,6 @@
 """Forecasts of memory and step time: the formulas' terms as the prior of the calibrated model, corrected by trials."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -177,7 +178,8 @@ class Predictor:
         return self._model("memory").predict(self._design("memory", self.machine, candidates), noise=True)
 
     def _forecast(self, which: Quantity, name: str, names: Sequence[str], candidate: Candidate) -> Forecast:
-        model, design = self._model(which), self._design(which, self.machine, [candidate])
+        # In this order the candidate is worked out together with those that were measured.
+        design, model = self._design(which, self.machine, [candidate]), self._model(which)
         foreign = np.array([self._link_sd.get(key, 0.0) if which == "time" else 0.0 for key in names])
         is_own = foreign == 0
         own = replace(design, terms=design.terms * is_own)
@@ -204,13 +206,12 @@ class Predictor:
             values = [float((m.step_time_s if is_time else m.peak_memory_bytes) or 0.0) for m in known]
             values += [OVER_LIMIT * float(m.exceeded_bytes or 0.0) for m in over]
             known += over
-            for machine in dict.fromkeys(m.machine for m in known):
-                self._design(which, machine, [m.candidate for m in known if m.machine == machine])
             table = self._table(self.machine, known[0].candidate if known else Candidate(micro_batch_size=1))
             within = [m.step_time_sd * is_time for m in known]
             data = None
             if known:
-                design = joined([self._design(which, m.machine, [m.candidate]) for m in known])
+                runs = itertools.groupby(known, key=lambda m: m.machine)
+                design = joined([self._design(which, machine, [m.candidate for m in run]) for machine, run in runs])
                 data = Data.of(design, np.log(values), within, n_censored=len(over))
             self._models[which] = (
                 fit(data, table.time_sd, table.time_spread, expected_noise(within))
@@ -231,7 +232,7 @@ class Predictor:
             seen = [m.candidate for m in self._measured]
             prior = AnalyticPrior(self.profile, machine, dict(inherited_settings(self.config)))
             self._tables[machine] = FeatureTable(knobs_of(seen), seen[0] if seen else asked, prior)
-            self._tables[machine].add([asked])
+            self._tables[machine].add([*seen, asked])
         return self._tables[machine]
 
 

@@ -7,15 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.bench import losses_without_hooks
-from support.paths import SCRIPTS
 
 from autotune.errors import UserError
 from autotune.report import export
-from autotune.trial.target import inspect_target
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("home")]
-SERVED = ("hf_trainer.py", "accelerate_plugin.py")
-IMPORTS = [name for script in SERVED for name in inspect_target(SCRIPTS / script).imports]
 TRAINER, ACCELERATE = "transformers' Trainer", "Accelerate"
 BOTH = {"micro_batch_size", "gradient_accumulation_steps"}
 FULL = {
@@ -49,6 +45,7 @@ def script(bench, full):
         "trainer with a configuration": (
             "hf_trainer.py", "--deepspeed", str(full), "--per_device_train_batch_size", "4",
             "--gradient_accumulation_steps", "2", "--num_train_epochs", "4", "--bf16", "--gradient_checkpointing",
+            "--n_layer", "2",
         ),
         "accelerate": ("accelerate_loop.py", "--split_batches"),
         "plugin": ("accelerate_plugin.py",),

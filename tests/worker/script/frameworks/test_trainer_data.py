@@ -1,13 +1,10 @@
 """Settings of the data by the arguments of transformers' Trainer and of TRL's SFTConfig."""
 
 import pytest
-from support.paths import SCRIPTS
 
 from autotune.trial.result import Outcome
-from autotune.trial.target import inspect_target
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("home")]
-IMPORTS = inspect_target(SCRIPTS / "hf_lengths.py").imports
 
 
 def measured(bench, found, **settings):

@@ -24,7 +24,7 @@ def fault(n):
     while time.monotonic() < until:
         if n_tasks() < most and os.fork() == 0:
             os.setsid()
-        time.sleep(0.05)
+        time.sleep(0.2)
     os._exit(0)
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.commands import autotune, one_sentence
+from support.commands import autotune, called, one_sentence
 from support.paths import BENCHMARKS, MODELS
 
 from autotune.cli import project
@@ -318,21 +318,20 @@ def test_the_command_projects_a_study_and_its_front(studied):
         "The front's other configurations on 64 devices" in done.stdout
         and "corrected by 3 measurements on 2 rank(s)" in done.stdout
     )
-    found = json.loads(autotune("project", "small", *LINKS, "--json", "--trial", "2", cwd=studied).stdout)
+    found = json.loads(called("project", "small", *LINKS, "--json", "--trial", "2", cwd=studied).stdout)
     assert [row["world_size"] for row in found["rows"]] == [2, 4, 8, 16, 32, 64] and found["trial"] == 2
     assert {other["trial"] for other in found["others"]} == {0, 1}
 
 
-@pytest.mark.process
 def test_what_cannot_be_projected_is_said_in_one_sentence(studied, tmp_path):
-    assert "run a study first" in one_sentence(autotune("project", *LINKS, cwd=tmp_path))
-    assert "no study with a recommendation" in one_sentence(autotune("project", "other", *LINKS, cwd=studied))
+    assert "run a study first" in one_sentence(called("project", *LINKS, cwd=tmp_path))
+    assert "no study with a recommendation" in one_sentence(called("project", "other", *LINKS, cwd=studied))
     # It projected the study of that name which lies here.
-    elsewhere = autotune("project", "elsewhere/studies/small", *LINKS, cwd=studied)
+    elsewhere = called("project", "elsewhere/studies/small", *LINKS, cwd=studied)
     assert "no study with a recommendation" in one_sentence(elsewhere)
-    assert "--inter-bandwidth" in one_sentence(autotune("project", "studies/small", "--devices", "64", cwd=studied))
+    assert "--inter-bandwidth" in one_sentence(called("project", "studies/small", "--devices", "64", cwd=studied))
     assert "trial 9 is not on the front; there are 0, 1, 2" in one_sentence(
-        autotune("project", *LINKS, "--trial", "9", cwd=studied)
+        called("project", *LINKS, "--trial", "9", cwd=studied)
     )
 
 

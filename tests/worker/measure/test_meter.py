@@ -84,7 +84,7 @@ def test_a_step_lasts_as_long_as_its_slowest_rank(zoo, write_model):
 
 
 def test_memory_is_reported_by_phase_and_grows_with_the_activations(measured):
-    small, large = (measured("oom", micro=micro) for micro in (2, 8))
+    small, large = (measured("oom", micro=micro, world_size=1) for micro in (2, 8))
     assert set(small.memory_by_phase_bytes) == {"initialize", "first_step", "forward", "backward", "step"}
     assert small.peak_memory_bytes == max(small.memory_by_phase_bytes.values())
     for phase in ("first_step", "backward"):
@@ -118,7 +118,7 @@ def batch(n):
 def wide(zoo, write_model):
     """A model whose eight blocks keep two activations of 4 MiB each: the C library would not hand those back."""
     target = write_model(WIDE)
-    return lambda **what: zoo.run(target, micro=1024, budget_s=0.0, max_steps=5, **what)
+    return lambda **what: zoo.run(target, micro=1024, world_size=1, budget_s=0.0, max_steps=5, **what)
 
 
 def test_checkpointing_lowers_the_peak(wide):

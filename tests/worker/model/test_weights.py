@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.bench import own_port
 from support.paths import MODELS
 
 from autotune.system.toolkit import extensions_dir
@@ -56,9 +57,9 @@ os._exit(0)  # an ordinary exit may abort, see benchmarks/plain_trial.py
 def test_a_deepspeed_checkpoint_is_read_whatever_its_stage(zoo, tmp_path, stage):
     script, folder = tmp_path / "saves.py", tmp_path / "checkpoint"
     script.write_text(SAVES.format(models=str(MODELS)))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    command = [*launch, str(script), str(stage), str(folder)]
+    command = [sys.executable, str(script), str(stage), str(folder)]
     own = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(extensions_dir())}
+    own |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": own_port()}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | own, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     read = zoo.run("ok", weights=str(folder), max_steps=2, world_size=1, **WHOLE)

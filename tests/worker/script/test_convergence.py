@@ -66,10 +66,10 @@ def test_a_rate_that_the_script_moves_with_the_batch_is_not_moved_twice(run, ben
 
 @pytest.mark.parametrize("sharded", [(), pytest.param(("--sharded",), marks=pytest.mark.system)])
 def test_a_script_starts_from_the_weights_of_another_run(run, tmp_path, sharded):
-    path, still = tmp_path / "warm.pt", ("--rate", "0", *sharded)
-    cold = run("rates.py", *still, ranks=2, steps=4)
-    run("rates.py", "--rate", "0.5", *sharded, ranks=2, steps=8, save_weights=str(path))
-    warm, again = (run("rates.py", *still, ranks=2, steps=4, weights=str(path)) for _ in range(2))
+    path, still, ranks = tmp_path / "warm.pt", ("--rate", "0", *sharded), 2 if sharded else 1
+    cold = run("rates.py", *still, ranks=ranks, steps=4)
+    run("rates.py", "--rate", "0.5", *sharded, ranks=ranks, steps=8, save_weights=str(path))
+    warm, again = (run("rates.py", *still, ranks=ranks, steps=4, weights=str(path)) for _ in range(2))
     assert path.exists() and warm.losses[0] < cold.losses[0] - 0.001
     assert again.losses == pytest.approx(warm.losses, rel=1e-5)
 

@@ -4,7 +4,8 @@ import json
 import math
 import random
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import sqlalchemy
@@ -25,7 +26,7 @@ from support.instant import (
 from autotune.report import files, load
 from autotune.retune import comparison, fingerprint
 from autotune.retune import retuning as retuning_module
-from autotune.retune.comparison import Comparison, EarlierRatio, Reading
+from autotune.retune.comparison import Comparison, DriftCheck, EarlierRatio, Reading
 from autotune.retune.decision import Decision, Difference, RetuneVerdict
 from autotune.retune.fingerprint import Change, Fingerprint
 from autotune.retune.retuning import RetuneRequest, Retuning, last_looked_at
@@ -41,8 +42,9 @@ from autotune.study.storage.tables import ENVIRONMENT as ENVIRONMENTS
 from autotune.trial.result import Outcome
 
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
-STUDY = {"trials": 32, "sampler": "grid", "objectives": ["throughput"], "repeats": 3, "stop_trials": False,
-         "memory_filter": False}  # fmt: skip
+SPACE = {"micro_batch_size": [2, 4, 8, 16], "precision": ["fp32", "bf16"], "checkpoint_every": [0, 1]}
+STUDY = {"trials": 16, "sampler": "grid", "objectives": ["throughput"], "repeats": 3, "stop_trials": False,
+         "memory_filter": False, "space": [SPACE]}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +53,19 @@ def finished(tmp_path_factory):
     return answered(tmp_path_factory.mktemp("finished"), **STUDY)
 
 
+@dataclass(frozen=True)
+class Replaced:
+    """A copy of the finished study whose configuration a re-tuning has replaced, undisturbed, with as many measurements."""
+
+    studies: Path
+    decision: Decision
+    n_ran: int
+
+
 @pytest.fixture(scope="module")
-def undisturbed(finished, tmp_path_factory):
-    """Measurements of a re-tuning that nobody interrupts."""
-    executor = Instant(slow_bf16)
-    retune(shutil.copytree(finished, tmp_path_factory.mktemp("undisturbed") / "studies"), executor)
-    return len(executor.ran)
+def replaced(finished, tmp_path_factory):
+    studies, executor = shutil.copytree(finished, tmp_path_factory.mktemp("replaced") / "studies"), Instant(slow_bf16)
+    return Replaced(studies, retune(studies, executor), len(executor.ran))
 
 
 @pytest.fixture
@@ -111,39 +120,37 @@ def test_where_nothing_moved_it_stops_after_a_few_measurements_in_turns(tmp_path
     assert config(tmp_path) == before
 
 
-def test_a_configuration_that_became_slower_is_replaced_and_the_previous_one_kept(tmp_path):
-    before = config(tmp_path)
+def test_a_configuration_that_became_slower_is_replaced_and_the_previous_one_kept(finished, replaced):
+    before, decision = config(finished), replaced.decision
     assert before["bf16"] == {"enabled": True}
-    decision = retune(tmp_path, Instant(slow_bf16))
     assert decision.verdict is RetuneVerdict.IMPROVED
     assert Difference("precision", "bf16", "fp32") in decision.differences
-    assert config(tmp_path) != before and "bf16" not in config(tmp_path)
+    assert config(replaced.studies) != before and "bf16" not in config(replaced.studies)
     assert json.loads((decision.folder / "previous" / "ds_config.json").read_text()) == before
-    kept = history(tmp_path).decisions("s")[0]
+    kept = history(replaced.studies).decisions("s")[0]
     assert (
         kept["verdict"] == "improved"
         and kept["evidence"]["duel"]["gain"] > 0.03
         and kept["ended_at"] >= kept["began_at"]
     )
-    assert len(history(tmp_path).recommendations("s")) == 2
+    assert len(history(replaced.studies).recommendations("s")) == 2
 
 
-def test_the_search_takes_a_fifth_of_the_trials_but_no_fewer_than_six(tmp_path):
-    assert retune(tmp_path, Instant(slow_bf16)).n_trials == 7
-
-
-def test_the_time_budget_of_the_study_does_not_end_the_search(tmp_path):
+def test_the_search_takes_a_fifth_of_the_trials_but_no_fewer_than_six_and_no_time_budget_of_the_study_ends_it(
+    tmp_path, replaced
+):
     """It was spent by the measurements in turns, and the search ended with an error of autotune itself."""
-    brief = plan_of(spec_of(**STUDY, time_budget_s=0.001))
+    assert replaced.decision.n_trials == 6
+    brief = plan_of(spec_of(**STUDY | {"trials": 32}, time_budget_s=0.001))
     assert retune(tmp_path, Instant(slow_bf16), brief).n_trials == 7
 
 
-def test_after_a_replacement_the_study_answers_with_the_new_configuration(tmp_path):
-    retune(tmp_path, Instant(slow_bf16))
-    found = load.load("s", records.default_url(tmp_path), tmp_path / "s")
+def test_after_a_replacement_the_study_answers_with_the_new_configuration(replaced, tmp_path_factory):
+    studies = shutil.copytree(replaced.studies, tmp_path_factory.mktemp("again") / "studies")
+    found = load.load("s", records.default_url(studies), studies / "s")
     assert found.picks["recommended"]["candidate"]["precision"] == "fp32"
-    assert found.name == "s" and found.picks["recommended"]["ds_config"] == config(tmp_path)
-    assert retune(tmp_path, Instant(slow_bf16)).verdict is RetuneVerdict.UNCHANGED
+    assert found.name == "s" and found.picks["recommended"]["ds_config"] == config(studies)
+    assert retune(studies, Instant(slow_bf16)).verdict is RetuneVerdict.UNCHANGED
 
 
 def test_a_configuration_that_no_longer_runs_is_replaced_without_a_gain_to_show(tmp_path):
@@ -199,7 +206,7 @@ def test_what_can_run_is_searched_although_nothing_moved(tmp_path):
     newer = replace(WORKLOAD, environment=replace(ENVIRONMENT, fp16=True))
     decision = retune(tmp_path, Instant(), replace(plan, workload=newer))
     assert [change.part for change in decision.changes] == ["fp16"]
-    assert decision.n_trials == 7 and not decision.check.moved
+    assert decision.n_trials == 6 and not decision.check.moved
 
 
 @pytest.mark.process
@@ -219,7 +226,7 @@ def test_the_user_s_command_hears_of_a_replacement_and_of_nothing_else(tmp_path,
 
 
 @pytest.mark.parametrize("at", [12, *(pytest.param(at, marks=pytest.mark.system) for at in (3, 7, 22))])
-def test_an_interrupted_run_goes_on_where_it_was(tmp_path, undisturbed, at):
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path, replaced, at):
     executor = Instant(slow_bf16)
     executor.stop_at = at
     with pytest.raises(KeyboardInterrupt):
@@ -229,7 +236,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path, undisturbed, at):
     decision = retune(tmp_path, executor)
     assert decision.verdict is RetuneVerdict.IMPROVED and decision.generation == 1
     assert len(history(tmp_path).decisions("s")) == 1
-    assert len(executor.ran) - undisturbed <= 2  # at most the round under way is measured again
+    assert len(executor.ran) - replaced.n_ran <= 2  # at most the round under way is measured again
 
 
 def test_one_that_was_killed_while_it_replaced_the_files_finishes_that(tmp_path, monkeypatch):
@@ -418,17 +425,23 @@ def test_a_new_study_does_not_begin_with_what_the_checks_of_an_earlier_one_refus
     assert records.told_candidate(records.told_trials(later.study)[1]) not in refused
 
 
+@pytest.fixture(scope="module")
+def beside(finished, tmp_path_factory):
+    """The folder of the finished study with another one, of a model of the structure `abc` on one rank."""
+    studies = shutil.copytree(finished, tmp_path_factory.mktemp("beside") / "studies")
+    changes = {**STUDY, "name": "a", "sampler": "physics", "stop_below": 0.0, "trials": 5}
+    recorded(studies, Instant(), planned={"workload": replace(WORKLOAD, structure="abc")}, **changes).run()
+    return studies
+
+
 @pytest.mark.parametrize(
     ("structure", "ranks", "doubt"), [("abc", 1, 0.5), ("abc", 2, 0.8), ("d", 1, 0.8), ("d", 2, None)]
 )
-def test_a_model_with_the_same_blocks_teaches_only_on_as_many_ranks(tmp_path, structure, ranks, doubt):
-    planned = {"workload": replace(WORKLOAD, structure="abc")}
-    changes = {**STUDY, "name": "a", "sampler": "physics", "stop_below": 0.0, "trials": 5}
-    recorded(tmp_path, Instant(), planned=planned, **changes).run()
-    storage = records.open_storage(records.default_url(tmp_path))
+def test_a_model_with_the_same_blocks_teaches_only_on_as_many_ranks(beside, structure, ranks, doubt):
+    storage = records.open_storage(records.default_url(beside))
     new = plan_of(spec_of(**STUDY | {"name": "new"}))
     new = replace(new, world_size=ranks, workload=replace(WORKLOAD, structure=structure))
-    known = warm_start.related(storage, History(storage.engine), new, tmp_path)
+    known = warm_start.related(storage, History(storage.engine), new, beside)
     assert (known and known.doubt) == doubt
 
 
@@ -443,18 +456,16 @@ def test_of_two_studies_of_the_same_model_the_one_on_as_many_ranks_teaches(tmp_p
     assert known.name == "a"
 
 
-def test_a_study_whose_space_cannot_be_read_teaches_nothing_and_stops_no_other(tmp_path, monkeypatch):
+def test_a_study_whose_space_cannot_be_read_teaches_nothing_and_stops_no_other(beside, monkeypatch):
     """A new study of the same model ended in that one's error."""
 
     def refuse(*_):
         raise SpaceError("study a: zero_stage: 7 is not one of 0, 1, 2, 3")
 
-    changes = {**STUDY, "name": "a", "sampler": "physics", "stop_below": 0.0, "trials": 5}
-    runner = recorded(tmp_path, Instant(), **changes)
-    runner.run()
-    assert warm_start.from_study(runner.storage, "a", tmp_path / "a", "the same model on this machine") is not None
+    storage = records.open_storage(records.default_url(beside))
+    assert warm_start.from_study(storage, "a", beside / "a", "the same model on this machine") is not None
     monkeypatch.setattr(analysed, "search_of", refuse)
-    assert warm_start.from_study(runner.storage, "a", tmp_path / "a", "the same model on this machine") is None
+    assert warm_start.from_study(storage, "a", beside / "a", "the same model on this machine") is None
 
 
 def test_a_deleted_study_leaves_no_rows(tmp_path):
@@ -464,18 +475,19 @@ def test_a_deleted_study_leaves_no_rows(tmp_path):
 
 
 @pytest.mark.parametrize("still_there", [False, pytest.param(True, marks=pytest.mark.system)])
-def test_a_lost_database_takes_the_re_tuning_along_that_replaced_the_answer(tmp_path, still_there):
+def test_a_lost_database_takes_the_re_tuning_along_that_replaced_the_answer(replaced, tmp_path_factory, still_there):
     """The answer went back to the one that had been replaced, and the next re-tuning wrote over the last one's files."""
-    decision = retune(tmp_path, Instant(slow_bf16))
-    answer = config(tmp_path)
-    for path in tmp_path.glob("autotune.db*"):
+    studies = shutil.copytree(replaced.studies, tmp_path_factory.mktemp("lost") / "studies")
+    folder = studies / replaced.decision.folder.relative_to(replaced.studies)
+    answer = config(studies)
+    for path in studies.glob("autotune.db*"):
         path.unlink()
     if not still_there:
-        (decision.folder / "record.json").unlink()
+        (folder / "record.json").unlink()
     watcher = Watcher()
-    runner_of(tmp_path, Instant(slow_bf16), watcher=watcher, **STUDY).run()
-    found = load.load("s", records.default_url(tmp_path), tmp_path / "s")
+    runner_of(studies, Instant(slow_bf16), watcher=watcher, **STUDY).run()
+    found = load.load("s", records.default_url(studies), studies / "s")
     assert (found.picks["recommended"]["ds_config"] == answer) == still_there
     assert any("is not taken up again" in said for said in watcher.said) != still_there
-    assert retune(tmp_path, Instant(slow_bf16)).generation == 2
-    assert (decision.folder / "decision.json").exists()
+    assert retune(studies, Instant(slow_bf16)).generation == 2
+    assert (folder / "decision.json").exists()

@@ -60,7 +60,8 @@ DEFAULTS = ["latency", "throughput", TO_LOSS, "memory"]
 
 
 def test_the_noise_scale_is_measured_once_and_tells_what_other_batches_are_worth(tmp_path):
-    runner, executor, _ = run(tmp_path, trials=4, objectives=["latency", "convergence"])
+    given = {"finalists": 0, "objectives": ["latency", "convergence"]}
+    runner, executor, _ = run(tmp_path, trials=4, **given)
     probes = [request for request in executor.requests if request.noise]
     assert [(p.candidate["micro_batch_size"], p.candidate["gradient_accumulation_steps"]) for p in probes] == [(2, 4)]
     phi = runner.state.reference.noise.samples
@@ -70,17 +71,18 @@ def test_the_noise_scale_is_measured_once_and_tells_what_other_batches_are_worth
         assert m.metrics["goodput_samples_per_s"] == pytest.approx(
             m.metrics["samples_per_s"] * (phi + 8) / (phi + batch)
         )
-    again, executor, _ = run(tmp_path, trials=5, objectives=["latency", "convergence"])
+    again, executor, _ = run(tmp_path, trials=5, **given)
     assert again.state.reference == runner.state.reference and not any(request.noise for request in executor.requests)
 
 
 def test_where_the_noise_scale_is_not_resolved_the_baselines_batch_is_kept_with_a_word(tmp_path):
     silent = functools.partial(report, noise=None)
-    runner, executor, watcher = run(tmp_path, Instant(silent), trials=6, objectives=["latency", "convergence"])
+    given = {"finalists": 0, "objectives": ["latency", "convergence"]}
+    runner, executor, watcher = run(tmp_path, Instant(silent), trials=4, **given)
     assert [o.name for o in runner.state.objectives] == ["latency", "convergence"]
-    assert {candidate.global_batch_size(1) for candidate in executor.ran} == {8} and len(set(executor.ran)) == 6
+    assert {candidate.global_batch_size(1) for candidate in executor.ran} == {8} and len(set(executor.ran)) == 4
     assert any("the baseline's 8 is kept" in line for line in watcher.said)
-    _, executor, _ = run(tmp_path, Instant(silent), trials=8, objectives=["latency", "convergence"])  # resumed, too
+    _, executor, _ = run(tmp_path, Instant(silent), trials=6, **given)  # resumed, too
     assert {candidate.global_batch_size(1) for candidate in executor.ran} == {8}
     with pytest.raises(UserError, match="the space varies nothing else"):
         run(
@@ -126,7 +128,7 @@ def test_the_memory_of_a_gpu_is_not_scarce_where_that_of_its_host_ran_out(tmp_pa
 def test_the_learning_rate_follows_the_batch_in_the_trial_and_in_what_is_recommended(tmp_path):
     base = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
     executor = Instant()
-    runner = runner_of(tmp_path, executor, trials=6, planned={"base_config": base})
+    runner = runner_of(tmp_path, executor, trials=4, finalists=1, planned={"base_config": base})
     runner.run()
     for request in executor.requests:
         batch = request.candidate["micro_batch_size"] * request.candidate["gradient_accumulation_steps"]
@@ -159,7 +161,7 @@ def test_convergence_alone_needs_a_baseline_that_completes(tmp_path):
 
 def test_what_breaks_a_constraint_is_told_and_not_picked(tmp_path):
     bound = Constraint(metric="peak_memory_bytes", max=float(10**8 + 5 * 10**6))
-    runner, _, _ = run(tmp_path, trials=12, constraints=[bound])
+    runner, _, _ = run(tmp_path, trials=5, space=[{"micro_batch_size": [2, 3, 4, 8, 16]}], constraints=[bound])
     infeasible = [m for m in runner.state.measured() if not m.feasible]
     assert infeasible
     assert all(m.candidate.micro_batch_size > 4 for m in infeasible)

@@ -37,7 +37,7 @@ def test_checks_have_a_share_of_the_study_and_no_more_than_its_time_budget_leave
 
 def test_a_finished_study_that_is_run_again_is_checked_no_further_however_old_the_command_is(tmp_path, monkeypatch):
     """In a long-lived process the command began long ago, and its age bought checks that changed the answer."""
-    settings = {"trials": 6, "finalists": 2, "repeats": 1, "sampler": "random", "branch": False}
+    settings = {"trials": 2, "finalists": 1, "space": [{"precision": ["fp32", "bf16"]}]}
     first, again = Instant(), Instant()
     run(tmp_path, first, **settings)
     real = Budget.spent_s
@@ -49,7 +49,7 @@ def test_a_finished_study_that_is_run_again_is_checked_no_further_however_old_th
 def test_a_look_at_a_finished_study_makes_its_answer_no_dearer(tmp_path, monkeypatch):
     """Each further run of the command added its imports to `6 trials in 1 min 20 s`."""
     clock = Clock(monkeypatch)
-    settings = {"trials": 4, "finalists": 1, "repeats": 1}
+    settings = {"trials": 2, "finalists": 1}
     run(tmp_path, Instant(clock.takes(10.0)), **settings)
     took_s = clock.now_s
     for _ in range(2):
@@ -57,7 +57,7 @@ def test_a_look_at_a_finished_study_makes_its_answer_no_dearer(tmp_path, monkeyp
         clock.now_s += 25.0
         runner.run()
         assert records.wall_s(runner.study) == pytest.approx(took_s)
-    runner = runner_of(tmp_path, Instant(), **settings | {"trials": 5})
+    runner = runner_of(tmp_path, Instant(), **settings | {"trials": 3})
     clock.now_s += 25.0
     runner.run()
     assert records.wall_s(runner.study) == pytest.approx(took_s + 25.0)
@@ -112,10 +112,10 @@ def test_a_time_budget_that_ends_in_the_noise_probe_keeps_the_batch_and_in_the_b
 @pytest.mark.parametrize(("room", "n_again"), [(0.5, 0), (2.5, 2), (3.5, 3)])
 def test_a_round_holds_as_many_of_the_best_as_the_time_budget_has_room_for(tmp_path, monkeypatch, room, n_again):
     """Each trial takes a second, as its result says."""
-    run(tmp_path, trials=6, finalists=0, objectives=["latency"])
+    run(tmp_path, trials=3, finalists=0, objectives=["latency"])
     executor = Instant()
     monkeypatch.setattr(Budget, "room_s", lambda _: room - len(executor.ran))
-    run(tmp_path, executor, trials=6, finalists=2, repeats=1, objectives=["latency"])
+    run(tmp_path, executor, trials=3, finalists=2, repeats=1, objectives=["latency"])
     assert len(executor.ran) == n_again
 
 

@@ -25,7 +25,7 @@ def test_a_study_goes_on_where_some_trials_fail(tmp_path):
             else report(c)
         )
     )
-    runner, _, _ = run(tmp_path, some, trials=12, finalists=0, memory_filter=False)
+    runner, _, _ = run(tmp_path, some, trials=6, finalists=0, memory_filter=False)
     outcomes = {m.outcome for m in runner.state.measured()}
     assert outcomes == {Outcome.COMPLETE, Outcome.OOM}
     assert set(states(runner)) == {"COMPLETE", "PRUNED"}

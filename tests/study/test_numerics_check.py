@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.instant import SPACE, WORKLOAD, Instant, failed, report
+from support.instant import WORKLOAD, Instant, failed, report
 from support.studies import run
 
 from autotune.scoring import recommend
@@ -17,6 +17,8 @@ from autotune.study.numerics_check import NumericsCheck, with_batch
 from autotune.trial.folder import read_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import GradientCheck, Outcome
+
+SMALL = [{"micro_batch_size": [8, 16], "precision": ["fp32", "bf16"]}]
 
 
 def trains(**bad):
@@ -30,7 +32,7 @@ def trains(**bad):
 
 
 def test_numerics_that_train_worse_are_refused_and_something_else_is_recommended(tmp_path, unhurried):
-    runner, executor, watcher = run(tmp_path, Instant(trains(bf16=3.0)), trials=12, sampler="grid")
+    runner, executor, watcher = run(tmp_path, Instant(trains(bf16=3.0)), trials=4, sampler="grid", space=SMALL)
     refused = [m for m in runner.state.measured() if m.outcome is Outcome.DIVERGED]
     assert refused and {m.candidate.precision for m in refused} == {"bf16"}
     assert all("trains worse: over steps" in m.verdict.reason and "steps behind" in m.verdict.reason for m in refused)
@@ -43,8 +45,7 @@ def test_numerics_that_train_worse_are_refused_and_something_else_is_recommended
 
 
 def test_numerics_that_train_alike_may_be_recommended_and_the_reasons_say_so(tmp_path, unhurried):
-    space = [{"micro_batch_size": [8, 16], "precision": ["fp32", "bf16"]}]
-    runner, executor, _ = run(tmp_path, trials=4, sampler="grid", space=space)
+    runner, executor, _ = run(tmp_path, trials=4, sampler="grid", space=SMALL)
     found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
     best = found.picks["recommended"].measured
     assert best.candidate.precision == "bf16" and best.verdict.passed and best.verdict.losses
@@ -223,8 +224,8 @@ def test_a_quick_study_whose_leader_is_refused_goes_on(tmp_path, unhurried):
 
 
 def test_a_resumed_study_checks_nothing_twice(tmp_path):
-    run(tmp_path, trials=12, sampler="grid")
-    runner, executor, _ = run(tmp_path, trials=12, sampler="grid")
+    run(tmp_path, trials=4, sampler="grid", space=SMALL)
+    runner, executor, _ = run(tmp_path, trials=4, sampler="grid", space=SMALL)
     assert executor.gated == [] and any(m.verdict for m in runner.state.measured())
 
 
@@ -250,7 +251,7 @@ def test_a_reference_that_fails_leaves_a_doubt_and_no_recommendation(tmp_path):
     executor.behaviour = lambda c: (
         failed(Outcome.CRASHED, "a bus error") if c.precision == "fp32" and executor.gated else report(c)
     )
-    runner, _, _ = run(tmp_path, executor, trials=12, sampler="grid", space=[SPACE | {"precision": ["fp32", "bf16"]}])
+    runner, _, _ = run(tmp_path, executor, trials=4, sampler="grid", space=SMALL)
     doubted = [m for m in runner.state.measured() if m.verdict is not None and m.verdict.passed is None]
     assert doubted and all(
         "could not be checked: the baseline's numerics at a global batch of" in m.doubt for m in doubted
@@ -266,7 +267,8 @@ def test_a_gradient_that_is_not_what_was_computed_is_refused_whatever_its_losses
             candidate, gradient=GradientCheck(error=error, norm=1.0, n_micro=candidate.gradient_accumulation_steps)
         )
 
-    runner, _, _ = run(tmp_path, Instant(lossy), trials=16, sampler="grid")
+    space = [{"gradient_accumulation_steps": [1, 2], "precision": ["fp32", "bf16"]}]
+    runner, _, _ = run(tmp_path, Instant(lossy), trials=4, sampler="grid", space=space)
     refused = [m for m in runner.state.measured() if m.outcome is Outcome.DIVERGED]
     # How many micro-gradients a check adds up depends on the batch that it has time for.
     assert refused and all("micro-gradients is off by 0.80%" in m.verdict.reason for m in refused)

@@ -54,7 +54,7 @@ def test_a_study_that_is_complete_runs_nothing_when_it_is_run_again(tmp_path, fi
 def test_new_finalists_are_measured_with_the_baseline_and_not_compared_with_its_earlier_rounds(tmp_path):
     slow_at_first = Instant(lambda c: report(c, step_times_s=[9.0 + c.micro_batch_size] * 24))
     run(tmp_path, slow_at_first, trials=3, finalists=1, repeats=1)
-    runner, executor, _ = run(tmp_path, trials=12, finalists=1, repeats=1)
+    runner, executor, _ = run(tmp_path, trials=6, finalists=1, repeats=1)
     assert executor.ran[-1] == Candidate(micro_batch_size=8)
     base, *others = [m for m in runner.state.measured() if m.repeats]
     newest = max(others, key=lambda m: max(m.repeats))

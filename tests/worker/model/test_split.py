@@ -15,14 +15,14 @@ pytestmark = pytest.mark.process
 TENSOR, SEQUENCE, STAGES = "tensor_parallel.autotp_size", "sequence_parallel_size", "pipeline.stages"
 EXPERTS = "expert_parallel.autoep_size"
 LEAVES = "zero_optimization.leaf_module.classes"
-LONG = {"max_steps": 20, "min_samples": 10**9, "budget_s": 60.0}
+LONG = {"max_steps": 10, "min_samples": 10**9, "budget_s": 60.0}
 
 
 def test_a_model_that_is_split_over_two_ranks_trains_as_the_whole_one(zoo):
     whole = zoo.run("hf", zero_stage=1, **LONG)
     parted = zoo.run("hf", micro=8, zero_stage=1, changed_from={TENSOR: None}, **{TENSOR: 2}, **LONG)
     assert whole.outcome is parted.outcome is Outcome.COMPLETE, parted.reason
-    assert parted.losses == pytest.approx(whole.losses, abs=1e-3) and len(parted.losses) >= 20
+    assert parted.losses == pytest.approx(whole.losses, abs=1e-3) and len(parted.losses) >= 10
     assert parted.samples_per_step == whole.samples_per_step == 8
     groups, before = parted.observed.groups, whole.observed.groups
     assert (groups.tensor, groups.data, before.tensor, before.data) == (2, 1, 1, 2)
@@ -33,7 +33,7 @@ def test_sequences_that_are_split_over_two_ranks_train_as_whole_ones(zoo):
     whole = zoo.run("hf", zero_stage=2, **LONG)
     parted = zoo.run("hf", micro=8, zero_stage=2, changed_from={SEQUENCE: None}, **{SEQUENCE: 2}, **LONG)
     assert parted.outcome is Outcome.COMPLETE, parted.reason
-    assert parted.losses == pytest.approx(whole.losses, abs=1e-3) and len(parted.losses) >= 20
+    assert parted.losses == pytest.approx(whole.losses, abs=1e-3) and len(parted.losses) >= 10
     assert parted.observed.tokens_per_step == whole.observed.tokens_per_step == 8 * 32
     assert (parted.observed.groups.sequence, parted.observed.groups.data) == (2, 1)
 
@@ -48,7 +48,7 @@ def test_a_pipeline_in_two_stages_trains_as_one_with_all_layers(zoo):
     in_two = {"micro": 4, "gradient_accumulation_steps": 2, "zero_stage": 1, STAGES: 2}
     parted = zoo.run("staged", changed_from={STAGES: None}, **in_two, **LONG)
     assert whole.outcome is parted.outcome is Outcome.COMPLETE, whole.reason or parted.reason
-    assert parted.losses == pytest.approx(whole.losses, abs=1e-3) and len(parted.losses) >= 20
+    assert parted.losses == pytest.approx(whole.losses, abs=1e-3) and len(parted.losses) >= 10
     assert parted.samples_per_step == whole.samples_per_step == 8
     groups, before = parted.observed.groups, whole.observed.groups
     assert (groups.pipeline, groups.data, before.pipeline, before.data) == (2, 1, 1, 2)

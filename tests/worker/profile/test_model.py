@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from support.paths import MODELS
-from support.zoo import ADAMW
+from support.zoo import ADAMW, Zoo
 
 from autotune.executors import base
 from autotune.trial.folder import read_record
@@ -27,8 +27,13 @@ def profile_of(zoo, target, **config):
     return read_record(folder.profile, Profile)
 
 
-def test_a_transformers_parameters_products_and_activations_are_those_counted_by_hand(zoo):
-    found = profile_of(zoo, "gpt_tiny")
+@pytest.fixture(scope="module")
+def of_gpt(executor, tmp_path_factory):
+    return profile_of(Zoo(executor, tmp_path_factory.mktemp("gpt")), "gpt_tiny")
+
+
+def test_a_transformers_parameters_products_and_activations_are_those_counted_by_hand(of_gpt):
+    found = of_gpt
     block = 4 * WIDTH * WIDTH + 4 * WIDTH + 2 * WIDTH * 64 + 64 + WIDTH + 4 * WIDTH
     outside = VOCABULARY * WIDTH + CONTEXT * WIDTH + WIDTH * VOCABULARY + VOCABULARY
     assert found.n_parameters == found.n_trainable == 2 * block + outside
@@ -45,8 +50,8 @@ def test_a_transformers_parameters_products_and_activations_are_those_counted_by
     assert found.passes["fp32/0"].kept_bytes[1] > 2 * CONTEXT * VOCABULARY * 4 + 2 * CONTEXT * WIDTH * 4
 
 
-def test_recomputing_keeps_less_and_computes_more_and_16_bits_take_about_half(zoo):
-    passes = profile_of(zoo, "gpt_tiny").passes
+def test_recomputing_keeps_less_and_computes_more_and_16_bits_take_about_half(of_gpt):
+    passes = of_gpt.passes
     assert set(passes) == {f"{name}/{every}" for name in ("fp32", "bf16", "autocast") for every in (0, 1, 2)}
     kept = {name: found.kept_bytes[1] for name, found in passes.items()}
     assert kept["fp32/1"] < kept["fp32/2"] < kept["fp32/0"]

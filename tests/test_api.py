@@ -37,6 +37,7 @@ TARGET = MODELS / "ok.py"
 SETTINGS = {
     "name": "s", "space": SPACE, "trials": 6, "finalists": 2, "repeats": 1, "sampler": "random", "branch": False, "history": False,
 }  # fmt: skip
+SHORT = SETTINGS | {"trials": 2, "finalists": 1}
 
 
 def instant_engine(folder, monkeypatch):
@@ -133,21 +134,21 @@ def test_a_study_is_run_without_a_word_and_read_back_the_same(tuned, capfd):
 
 @pytest.mark.process
 def test_it_leaves_the_files_of_the_command_and_the_command_finds_nothing_left_to_do(engine, capsys):
-    tuned = autotune.run(TARGET, **SETTINGS)
+    tuned = autotune.run(TARGET, **SHORT)
     names = {path.name for path in tuned.folder.iterdir()}
     assert {"study.yaml", "recommended.json", "front.json", "ds_config.json", "README.md", "report.html"} <= names
     ran = list(engine.ran)
-    overrides = {key: value for key, value in SETTINGS.items() if key != "history"}
+    overrides = {key: value for key, value in SHORT.items() if key != "history"}
     assert run_command.run(str(TARGET), overrides, as_json=True, no_history=True) == 0
     said = json.loads(capsys.readouterr().out)
     trials = {name: pick.trial for name, pick in tuned.picks.items()}
     assert {name: pick["trial"] for name, pick in said["picks"].items()} == trials
-    assert said["study"]["n_trials"] == 6 == len(tuned.trials_dataframe()) and engine.ran == ran
+    assert said["study"]["n_trials"] == 2 == len(tuned.trials_dataframe()) and engine.ran == ran
 
 
 @pytest.mark.process
 def test_progress_is_told_only_when_asked_for_and_never_on_standard_output(engine, capfd):
-    autotune.run(TARGET, **SETTINGS, progress=True)
+    autotune.run(TARGET, **SHORT, progress=True)
     said = capfd.readouterr()
     assert said.out == "" and "configuration" in said.err and "measured again" in said.err
 
@@ -241,13 +242,13 @@ def test_the_report_goes_where_it_is_wanted(tuned, tmp_path):
 
 @pytest.mark.process
 def test_an_interrupt_leaves_the_best_so_far_and_the_same_call_goes_on(engine):
-    engine.stop_at = 3
+    engine.stop_at, given = 3, SETTINGS | {"trials": 4, "finalists": 1}
     with pytest.raises(KeyboardInterrupt, match=r"autotune\.load_study\('.*studies/s'\)"):
-        autotune.run(TARGET, **SETTINGS)
+        autotune.run(TARGET, **given)
     so_far = autotune.load_study("s")
     assert len(so_far.trials_dataframe()) == 3 and so_far.recommended.trial in range(3)
     engine.stop_at = -1
-    assert len(autotune.run(TARGET, **SETTINGS).trials_dataframe()) == 6
+    assert len(autotune.run(TARGET, **given).trials_dataframe()) == 4
 
 
 @pytest.mark.process
@@ -262,10 +263,10 @@ def test_an_interrupt_before_the_first_trial_leaves_nothing(engine):
 @pytest.mark.process
 def test_it_runs_outside_the_main_thread(engine):
     found = []
-    thread = threading.Thread(target=lambda: found.append(autotune.run(TARGET, **SETTINGS)))
+    thread = threading.Thread(target=lambda: found.append(autotune.run(TARGET, **SHORT)))
     thread.start()
     thread.join(120)
-    assert len(found[0].trials_dataframe()) == 6
+    assert len(found[0].trials_dataframe()) == 2
 
 
 @pytest.mark.process
@@ -276,9 +277,9 @@ def test_it_runs_as_in_a_notebook(engine, monkeypatch):
     monkeypatch.setattr(sys, "stderr", err)
 
     async def cell():
-        return autotune.run(TARGET, **SETTINGS, progress=True)
+        return autotune.run(TARGET, **SHORT, progress=True)
 
-    assert len(asyncio.run(cell()).trials_dataframe()) == 6
+    assert len(asyncio.run(cell()).trials_dataframe()) == 2
     assert out.getvalue() == "" and "configuration" in err.getvalue()
 
 
@@ -362,9 +363,9 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(engine, tmp_path):
 @pytest.mark.process
 def test_the_database_is_the_one_of_the_environment(engine, monkeypatch, tmp_path):
     monkeypatch.setenv("AUTOTUNE_STORAGE", records.default_url(tmp_path / "elsewhere"))
-    autotune.run(TARGET, **SETTINGS)
+    autotune.run(TARGET, **SHORT)
     assert (tmp_path / "elsewhere" / "autotune.db").exists() and not (tmp_path / "studies" / "autotune.db").exists()
-    assert len(autotune.load_study("s").trials_dataframe()) == 6
+    assert len(autotune.load_study("s").trials_dataframe()) == 2
 
 
 @pytest.mark.process

@@ -29,17 +29,25 @@ def phased(candidate):
     return instant_report(candidate, phase_times_s={"data": 0.05, "forward": 0.01, "backward": 0.02, "step": 0.005})
 
 
+@pytest.fixture(scope="module")
+def studies(tmp_path_factory):
+    """A folder of studies, with one of three trials whose phases were kept."""
+    runner = runner_of(tmp_path_factory.mktemp("phased"), Instant(phased), trials=3)
+    runner.run()
+    runner.storage.engine.dispose()
+    return runner.state.folder.parent
+
+
 @pytest.fixture
-def study(tmp_path, monkeypatch):
-    """The folder of a study of three trials whose phases were kept."""
-    runner_of(tmp_path / "studies", Instant(phased), trials=3).run()
+def study(studies, tmp_path, monkeypatch):
+    """The folder of a copy of it."""
+    shutil.copytree(studies, tmp_path / "studies")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "studies" / "s"
 
 
-def test_the_command_says_it_for_people_and_for_programs(tmp_path, monkeypatch, capsys):
-    runner_of(tmp_path / "studies", Instant(phased), trials=5).run()
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("study")
+def test_the_command_says_it_for_people_and_for_programs(capsys):
     answer.diagnose("s")
     said = capsys.readouterr().out
     assert "bound by input pipeline" in said and "num_workers" in said

@@ -17,12 +17,17 @@ HEAVY = {"torch", "deepspeed", "optuna", "numpy", "scipy", "rich", "sqlalchemy"}
 COMPLETED = {"autotune schedule ad": "add", "autotune export ": "s", "autotune run --goal thr": "throughput"}  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return answered(tmp_path_factory.mktemp("finished") / "studies")
+
+
 @pytest.fixture
-def studies(tmp_path, monkeypatch):
+def studies(finished, tmp_path, monkeypatch):
     """A folder with a study that has an answer."""
     monkeypatch.delenv("AUTOTUNE_STORAGE", raising=False)
     monkeypatch.setenv("COLUMNS", "80")
-    answered(tmp_path / "studies")
+    shutil.copytree(finished, tmp_path / "studies")
     (tmp_path / "studies" / "s" / "study.yaml").write_text("name: s\n")
     return tmp_path
 

@@ -26,7 +26,7 @@ from support.instant import (
 from autotune.report import files, load
 from autotune.retune import comparison, fingerprint
 from autotune.retune import retuning as retuning_module
-from autotune.retune.comparison import Comparison, DriftCheck, EarlierRatio, Reading
+from autotune.retune.comparison import Comparison, EarlierRatio, Reading
 from autotune.retune.decision import Decision, Difference, RetuneVerdict
 from autotune.retune.fingerprint import Change, Fingerprint
 from autotune.retune.retuning import RetuneRequest, Retuning, last_looked_at

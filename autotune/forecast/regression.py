@@ -23,6 +23,8 @@ PAIR_SD = (0.003, 0.03, 0.12)
 # The formulas leave less of the memory unexplained than of the time.
 TYPICAL_WIDTH, TYPICAL_SMOOTH, TYPICAL_NOISE, TYPICAL_PAIR = 0.2, 0.1, 0.1, 0.005
 MEMORY_SMOOTH = 0.03
+GRID = np.array(list(itertools.product(WIDTH, SMOOTH_SD, NOISE_SD, PAIR_SD)))
+GRID_VARIANCES, GRID_LOGS = GRID**2, np.log(GRID)
 MOST_FOR_CHOICE = 60
 ROUNDS, STEPS, IMPUTATIONS = 2, 8, 4
 LARGEST_CORRECTION = 4.0
@@ -144,9 +146,8 @@ class CalibratedGP:
         self._data: Data | None = None
         self._inflation: dict[int, float] = {}
         self._wider, self._loo_error = NARROWEST, 1.0
-        self._grid = list(itertools.product(WIDTH, SMOOTH_SD, NOISE_SD, PAIR_SD))
         typical = np.log([TYPICAL_WIDTH, smooth, noise, TYPICAL_PAIR])
-        self._expected = -0.5 * ((np.log(self._grid) - typical) ** 2).sum(axis=1)
+        self._expected = -0.5 * ((GRID_LOGS - typical) ** 2).sum(axis=1)
         self._choose(self._expected)
 
     def learn(self, data: Data) -> None:
@@ -171,8 +172,8 @@ class CalibratedGP:
         """Takes means over the grid, of variances and of the noise's logarithm: few trials single out no point of it."""
         weights = np.exp(log_weights - log_weights.max())
         weights = weights / weights.sum()
-        width, self.smooth_sd, _, self.pair_sd = (float(v) for v in np.sqrt(weights @ np.square(self._grid)))
-        self._typical_scales = np.exp(weights @ np.log(self._grid))
+        width, self.smooth_sd, _, self.pair_sd = (float(v) for v in np.sqrt(weights @ GRID_VARIANCES))
+        self._typical_scales = np.exp(weights @ GRID_LOGS)
         self.noise_sd = float(self._typical_scales[2])
         self.linear_sd = self._scaled(width)
 
@@ -209,9 +210,7 @@ class CalibratedGP:
                 _pairs(levels @ levels.T),
             ]
         )
-        covariance = (
-            fixed @ fixed.T + np.diag(data.extra_sd**2 + JITTER) + np.tensordot(np.square(self._grid), parts, axes=1)
-        )
+        covariance = fixed @ fixed.T + np.diag(data.extra_sd**2 + JITTER) + np.tensordot(GRID_VARIANCES, parts, axes=1)
         lower = np.linalg.cholesky(covariance)
         white = np.linalg.solve(lower, np.broadcast_to(target[:, None], (len(lower), len(target), 1)))[:, :, 0]
         determinants = np.log(np.diagonal(lower, axis1=1, axis2=2)).sum(axis=1)
@@ -258,11 +257,11 @@ class CalibratedGP:
             return
         linear = data.design.linear * self.linear_sd
         lower = scipy.linalg.cholesky(linear @ linear.T + self._remainder(data), lower=True)
+        whitened = scipy.linalg.solve_triangular(lower, np.eye(len(lower)), lower=True)  # used in every step
         for _ in range(STEPS):
             base, shares = self._prior(data.design)
-            white = scipy.linalg.solve_triangular(lower, np.column_stack([y - base, shares * self.term_sd]), lower=True)
-            slopes, sd = white[:, 1:], np.maximum(self.term_sd, 1e-6)
-            gradient = slopes.T @ white[:, 0] - self.correction / sd
+            slopes, sd = whitened @ (shares * self.term_sd), np.maximum(self.term_sd, 1e-6)
+            gradient = slopes.T @ (whitened @ (y - base)) - self.correction / sd
             move = self.term_sd * np.linalg.solve(slopes.T @ slopes + np.eye(len(sd)), gradient)
             self.correction = np.clip(
                 self.correction + np.clip(move, -1.0, 1.0), -LARGEST_CORRECTION, LARGEST_CORRECTION

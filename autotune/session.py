@@ -108,8 +108,9 @@ class OpenStudy:
             yield
         except StoreMissing as error:
             if (pid := run_under_way(self.folder)) is not None:
-                begun = f"study {self.name!r} is being run by process {pid}, and its baseline is not measured yet"
-                raise StoreMissing(f"{begun}; `autotune status {self.name}` shows how far it is") from None
+                by = f"process {pid}" if pid else "another process"
+                begun = f"study {self.name!r} is being run by {by}, and this database does not hold it (it is added with its baseline)"
+                raise StoreMissing(f"{begun}: `autotune status {self.name}` shows how far it is") from None
             if records.kept_in(self.folder) is None:
                 raise
             again = shlex.join(["autotune", "run", str(files.shown(self.folder / "study.yaml"))])

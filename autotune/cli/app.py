@@ -1,6 +1,7 @@
 """The command line's entry: the table of commands, and how their errors end."""
 
 import os
+import select
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -137,12 +138,12 @@ def main() -> None:
         with terminable():
             app(standalone_mode=True)
     except SystemExit as error:
-        if _behind(error, BrokenPipeError):  # typer ends with 1 where `| head` has read enough
-            sys.exit(0)
-        if (stop := _behind(error, KeyboardInterrupt)) is None:
-            raise
-        print("autotune: stopped", file=sys.stderr)
-        sys.exit(getattr(stop, "status", 130))
+        if (stop := _behind(error, KeyboardInterrupt)) is not None:
+            print("autotune: stopped", file=sys.stderr)
+            sys.exit(getattr(stop, "status", 130))
+        if _behind(error, BrokenPipeError) and _read_enough():
+            sys.exit(0)  # typer ends with 1 then
+        raise
     except UserError as error:
         from autotune.system.redaction import redact
 
@@ -156,6 +157,14 @@ def main() -> None:
 
         print(f"autotune: {error_log.sentence(error)}", file=sys.stderr)
         sys.exit(error_log.STATUS)
+
+
+def _read_enough() -> bool:
+    """Returns whether what reads the output, as `head`, has closed its pipe."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)  # errors are told without being asked for
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _unraised(found: "sys.UnraisableHookArgs") -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 COMPARE = {"gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le, "ne": operator.ne}
-SIGNS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most", "ne": "a number other than"}
+SIGNS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most", "ne": "allowed, it must differ from"}
 # Bounds that DeepSpeed checks in code (`fp16.loss_scale`), or takes for granted: it divides by `steps_per_print`.
 OTHER_BOUNDS: dict[str, dict[str, float]] = {
     "gradient_clipping": {"ge": 0}, "fp16.loss_scale": {"ge": 0}, "steps_per_print": {"ne": 0},

@@ -124,9 +124,9 @@ def parse_bytes(value: Any) -> int:
 
 
 def parse_memory(value: Any) -> int:
-    """Returns the bytes of a device's or a machine's memory; a number that was hardly meant in bytes is refused."""
+    """Returns the bytes of a device's or a machine's memory; a small number without a unit was not meant in bytes."""
     n_bytes = parse_bytes(value)
-    if n_bytes < LEAST_MEMORY:
+    if n_bytes < LEAST_MEMORY and not (isinstance(value, str) and value.strip()[-1:].isalpha()):
         raise ValueError(f"{value!r} is {n_bytes} bytes, in which nothing fits; state a unit, as in 8GiB")
     return n_bytes
 
@@ -166,11 +166,14 @@ def finite(value: int | float) -> float:
 
 
 def parse_size(text: str, option: str) -> float:
-    """Returns the bytes of memory of an option's text."""
+    """Returns the bytes of memory of an option's text, more than 0."""
     try:
-        return float(parse_memory(text))
+        n_bytes = parse_memory(text)
     except ValueError as error:
         raise UserError(f"{option}: {error}") from None
+    if not n_bytes:
+        raise UserError(f"{option} {text}: more than 0 is needed")
+    return float(n_bytes)
 
 
 BANDWIDTH = re.compile(r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([kKMGT]?)(i?)(B|bit|b)\s*(?:/s|ps)")

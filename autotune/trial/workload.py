@@ -195,6 +195,7 @@ class Probed:
         parts_follow: It makes as many parts as it accumulates.
         uneven: Samples of its smallest and its largest micro-batch, where they vary from step to step.
         configured_micro_batch_size: Samples in the engine's configuration; None if it was not read.
+        replicas: By how many times that and the accumulation the engine counts a global batch; 0 if it was not read.
         adds_up: It adds up the losses of its micro-batches, so that its gradient grows with their number.
         divides: It divides them by their number.
         paced: Its learning rate moves with each micro-batch, not with each step.
@@ -229,6 +230,7 @@ class Probed:
     parts_follow: bool = False
     uneven: tuple[int, int] | None = None
     configured_micro_batch_size: int | None = None
+    replicas: int = 0
     adds_up: bool = False
     divides: bool = False
     paced: bool = False
@@ -267,10 +269,9 @@ class Probed:
             config[MICRO] = 1  # a row that holds the samples of a micro-batch
         if self.pipeline_stages:
             config = recomputing_in_runs(config, candidate, self.checkpoint_every)
-        total, micro, steps = self.ds_config.get(TOTAL), self.configured_micro_batch_size, self.configured_accumulation
         by_script = self.family not in (TRAINER, ACCELERATE, LIGHTNING)  # these fill it in
-        if by_script and isinstance(total, int) and micro and steps:  # it may read it, as to make its batches
-            config[TOTAL] = total // (micro * steps) * config[MICRO] * config[STEPS]
+        if by_script and isinstance(self.ds_config.get(TOTAL), int) and self.replicas:
+            config[TOTAL] = self.replicas * config[MICRO] * config[STEPS]  # it may read it, as to make its batches
         return config
 
 

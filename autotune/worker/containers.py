@@ -41,11 +41,12 @@ def held_by(value: Any) -> Mapping[str, Any]:
 
     Other objects that it holds are not looked into: they may lead to all that there is.
     """
-    held = {} if isinstance(value, type | nn.Module) or callable(value) else getattr(value, "__dict__", {})
+    if value is None or isinstance(value, int | float | str | bytes | type | nn.Module):
+        return {}
     return {
         name: inner
-        for name, inner in held.items()
-        if hasattr(inner, "shape") or next(tensors_in(inner), None) is not None
+        for name, inner in getattr(value, "__dict__", {}).items()
+        if not isinstance(inner, nn.Module) and (hasattr(inner, "shape") or next(tensors_in(inner), None) is not None)
     }
 
 

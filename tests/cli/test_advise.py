@@ -108,6 +108,7 @@ WRONG = {
     "7B --gpus H100 --peak-flops -1": "as in 400T",
     "7B --gpus H100 --device-memory zz": "--device-memory",
     "7B --gpus H100 --host-memory 0": "state a unit",
+    "7B --gpus H100 --device-memory 0GiB": "more than 0",
     "0B --gpus H100": "between 10M and 5T",
     "7B --gpus H100 --compare H100,H1000": "--compare: unknown card 'H1000'; the nearest are",
     "gpt2 --gpus H100 --seq 100000": "1,024 learned positions",

@@ -1,7 +1,6 @@
 """Ctrl-C, SIGTERM and SIGHUP: whichever command they meet, it says how to go on, and leaves nothing."""
 
 import errno
-import io
 import os
 import pty
 import shutil
@@ -18,7 +17,7 @@ from support.paths import MODELS
 
 import autotune
 from autotune import session
-from autotune.cli import doctor, main
+from autotune.cli import app, doctor
 from autotune.executors.local import LocalExecutor
 from autotune.study.setup import forecasts, profile_cache
 from autotune.system.signals import Terminated
@@ -60,21 +59,36 @@ def test_ctrl_c_while_the_commands_are_imported_shows_no_traceback(tmp_path, sta
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "autotune: stopped\n")
 
 
-class Closed(io.StringIO):
-    """A pipe whose reader has gone, as `| head -1` has."""
-
-    def write(self, _):
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-
-
-def test_a_reader_that_has_read_enough_is_no_failure(monkeypatch):
+@pytest.mark.process
+def test_a_reader_that_has_read_enough_is_no_failure():
     """It ended with status 1, which `set -o pipefail` takes for one."""
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    monkeypatch.setattr(sys, "stdout", Closed())
-    monkeypatch.setattr(sys, "argv", ["autotune", "--version"])
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head -1` has done
+    done = subprocess.run(
+        [sys.executable, "-m", "autotune", "--version"], stdout=writer, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(("stopped", "status"), [(True, 130), (False, 1)])
+def test_another_pipe_that_broke_is_no_reader_that_has_read_enough(monkeypatch, stopped, status):
+    """Of a run that was stopped with its `tee`, or whose server had died, the status was 0."""
+
+    def ended(**_):
+        try:
+            try:
+                raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+            finally:
+                if stopped:
+                    raise KeyboardInterrupt
+        except BaseException as error:
+            raise SystemExit(1) from error
+
+    monkeypatch.setattr(app, "app", ended)
     with pytest.raises(SystemExit) as end:
-        main()
-    assert not end.value.code and sys.stderr.getvalue() == ""
+        app.main()
+    assert end.value.code == status
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])

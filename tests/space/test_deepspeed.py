@@ -29,7 +29,7 @@ REFUSED = [
     ('{"data_types": {"grad_accum_dtype": "fp33"}}', "data_types.grad_accum_dtype: DeepSpeed knows no 'fp33'. Did you mean 'fp32'?"),
     ('{"data_types": {"grad_accum_dtype": "FP16"}}', "data_types.grad_accum_dtype: DeepSpeed knows no 'FP16'."),
     ('{"torch_autocast": {"enabled": true, "dtype": "fp8"}}', "torch_autocast.dtype: DeepSpeed knows no 'fp8'."),
-    ('{"steps_per_print": 0}', "steps_per_print: 0 is not a number other than 0"),
+    ('{"steps_per_print": 0}', "steps_per_print: 0 is not allowed, it must differ from 0"),
     ('{"prescale_gradients": "false"}', "prescale_gradients: true or false is needed, not 'false'"),
     ('{"bfloat16": {"enabled": "yes"}}', "bf16.enabled: true or false is needed"),
     ('{"zero_optimization": {"reduce_bucket_size": -5}}', "zero_optimization.reduce_bucket_size: -5 is not above 0"),

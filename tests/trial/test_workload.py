@@ -85,8 +85,8 @@ def test_a_script_whose_micro_batch_nothing_moves_keeps_the_number_that_it_state
 def test_a_global_batch_that_the_script_states_follows_the_candidate(family, total):
     """A script that read it ended in a KeyError in its baseline; frameworks fill it in themselves."""
     probed = Probed(
-        ds_config={"train_batch_size": 32, "gradient_accumulation_steps": 2}, micro_batch_size=8, gradient_accumulation_steps=2,
-        configured_micro_batch_size=8, configured_accumulation=2, family=family,
+        ds_config={"train_batch_size": 8}, micro_batch_size=8, gradient_accumulation_steps=2,
+        replicas=2, family=family,
     )  # fmt: skip
     candidate = Candidate(micro_batch_size=32, gradient_accumulation_steps=4)
     found = probed.completed(candidate.to_deepspeed(probed.ds_config), candidate)

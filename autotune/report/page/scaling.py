@@ -106,7 +106,7 @@ def rows(found: Sequence[Scale]) -> Iterator[list[str]]:
             "not settled" if scale.vague else f"{scale.speedup:.2f}x",
             f"{ends[0]:.2f} to {ends[1]:.2f}" if ends else "-",
             "-" if scale.vague else f"{scale.efficiency:.0%}",
-            "-" if scale.same_loss is None else f"{scale.same_loss:.2f}x",
+            "-" if scale.vague or scale.same_loss is None else f"{scale.same_loss:.2f}x",
             _lost(scale),
             epoch(scale.epoch_s) if scale.epoch_s else "-",
         ]

@@ -282,8 +282,11 @@ class BatchObserver:
         """Ends a micro-batch: batches before it that were drawn and went forward, but that the script skipped, are none of it."""
         followed, rows = self._calls.settle()
         for first in followed:
-            drawn, same_kind = self._draws.use(first.shape)
-            self._micro[-1] = MicroBatch(first.rows, rows, drawn, same_kind)
+            if self._draws:
+                drawn, same_kind = self._draws.use(first.shape)
+                self._micro[-1] = MicroBatch(first.rows, rows, drawn, same_kind)
+            else:  # one draw of which a first output was taken and left out of the loss
+                self._micro[-1] = self._micro[-1]._replace(first=first.rows, every=rows)
             self._n_first += first.rows
 
     def drew(self, n_samples: int | None, batch: Any = None, *, varies: bool = False) -> None:
@@ -444,7 +447,8 @@ def counted_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor |
         if not isinstance(value, list | tuple | Mapping):
             value = held_by(value)
         if isinstance(value, Mapping):
-            pending = [*(value[name] for name in PREFERRED if name in value), *value.values(), *pending]
+            if value:
+                pending = [*(value[name] for name in PREFERRED if name in value), *value.values(), *pending]
         else:
             pending = [*value, *pending]
     return None

@@ -69,7 +69,7 @@ class Calls:
         if call is None:
             return
         for tensor in tensors_in(output, objects=True):
-            if tensor.requires_grad:
+            if tensor.requires_grad and not tensor.is_leaf:  # a parameter that the model returns would keep each hook
                 call.reached = False
                 tensor.register_hook(call.reach)
 

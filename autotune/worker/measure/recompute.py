@@ -93,7 +93,7 @@ def _add_another(recomputed: set[int], most: int) -> None:
 def called(parent: nn.Module) -> Iterator[nn.Module]:
     """Yields the children of a module that are called; of those without a forward, as a ModuleDict of layers, what they hold."""
     for child in parent.children():
-        if type(child).forward is nn.Module.forward:
+        if getattr(child.forward, "__func__", None) is nn.Module.forward:
             yield from called(child)
         else:
             yield child

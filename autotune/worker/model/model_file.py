@@ -260,7 +260,7 @@ def find_blocks(model: nn.Module, named: Sequence[Any] | None) -> list[nn.Module
             for child in recompute.called(parent)
             if any(True for _ in child.children())
         ]
-        counts = Counter(map(type, children))
+        counts = Counter(map(type, dict.fromkeys(children)))
         found = [child for child in children if counts[type(child)] > 1]
     inner = {id(below) for block in found for below in block.modules() if below is not block}
     return list(dict.fromkeys(block for block in found if id(block) not in inner))

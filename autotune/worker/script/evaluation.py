@@ -12,8 +12,9 @@ from autotune.worker.script.context import ScriptContext
 
 # An evaluation that takes longer is worth leaving out.
 LONG_S = 5.0
-# Samples of the first calls without gradients that are looked for in the first batches that are trained on.
-N_ROWS = 512
+# Samples of the first calls without gradients that are looked for in the first batches that are trained on: of those in training
+# mode more, since a buffer of what was played gives back any of them.
+N_ROWS, N_PLAYED = 64, 512
 # How often it is looked whether what was called without gradients is then trained on: each look copies from the device.
 MOST_LOOKS = 4
 # Bytes that say enough to know a sample by its beginning, as a prompt in what was generated from it: four tokens.
@@ -78,9 +79,11 @@ class Evaluations:
         begins = self._began is None
         self._began = self._began or time.monotonic()
         if self._looks:
-            rows = {_row(each) for each in _rows_of(args, kwargs, N_ROWS - len(self._rows) * (not self._trained))}
+            most = N_PLAYED if batches.in_training_mode else N_ROWS
+            room = max(0, most - len(self._rows) * (not self._trained))
+            rows = {_row(each) for each in _rows_of(args, kwargs, room)}
             self._rows = rows if self._trained else self._rows | rows
-            if batches.in_training_mode and len(self._played) < N_ROWS:
+            if batches.in_training_mode and len(self._played) < N_PLAYED:
                 self._played |= rows
         if not self._trained:
             if begins:

@@ -152,7 +152,8 @@ class Isolation:
             if os.path.abspath(src) in self._unsaved:
                 return self._unsaved.add(os.path.abspath(dst))
             if os.path.abspath(src) in self._files:
-                self._files[self._files.index(os.path.abspath(src))] = os.path.abspath(dst)
+                self._files.remove(os.path.abspath(src))
+                self._note(os.path.abspath(dst))
         return original(src, dst, **kwargs)
 
     def _remove(self, original: Callable[..., Any], path: Any, **kwargs: Any) -> Any:
@@ -223,10 +224,12 @@ class Isolation:
             return
         if not arguments[2] & (os.O_WRONLY | os.O_RDWR):
             return
-        path = os.path.abspath(arguments[0])
+        self._note(os.path.abspath(arguments[0]))
+
+    def _note(self, path: str) -> None:
+        """Notes a file that is written, once; a library that writes elsewhere writes its own cache."""
         if path in self._files or self._is_ours(path) or "__pycache__" in path:
             return
-        # A library that writes elsewhere writes its own cache.
         if (path.startswith(self._working_dir) and not path.startswith(_caches())) or users_caller():
             self._files.append(path)
 

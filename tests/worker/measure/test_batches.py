@@ -23,6 +23,20 @@ def test_the_tensor_that_counts_samples_is_a_named_input_or_the_first_one():
     assert counted_tensor((torch.nn.Linear(2, 2), len, object()), {}) is None
 
 
+def test_a_graph_that_can_be_called_is_a_batch_too():
+    """As those of PyG: `graph(*names)` yields their values, and they keep them in a mapping."""
+
+    class Graph:
+        def __init__(self, **stored):
+            self._store = stored
+
+        def __call__(self, *names):
+            raise AssertionError("it was called")
+
+    nodes = torch.zeros(5, 3)
+    assert counted_tensor((Graph(edges=torch.zeros(2, 9), x=nodes),), {}) is nodes
+
+
 def test_sparse_inputs_are_counted_and_have_no_checksum():
     """As those of graphs: their bytes lie in no one place."""
     engine = FakeEngine(accumulation=1, forgiving=True)
@@ -115,6 +129,29 @@ def test_a_batch_that_goes_forward_and_is_skipped_is_none_of_the_step(n_calls, d
         assert engine.observer.last.tokens in (0, 2 * rows * 16) and not engine.observer.last.ragged
     seen = engine.observer
     assert (seen.samples_per_step, seen.backward_counts, seen.micro_batch_sizes) == ({8}, {2}, {rows})
+
+
+@pytest.mark.parametrize("rows", [4, 1])
+def test_a_first_output_that_no_loss_takes_is_no_skipped_batch(rows):
+    """As a target from the model itself: where rows are packed, a step of one sample was counted."""
+    engine = FakeEngine(accumulation=1, forgiving=True)
+    for _ in range(4):
+        engine.observer.drew(4)
+        for _ in range(2):
+            engine.forward(torch.zeros(rows, 16, dtype=torch.long))
+            output = torch.ones(1, requires_grad=True) * 2
+            engine.on_output(output)
+        output.backward()
+        engine.go()
+    assert (engine.observer.samples_per_step, engine.observer.loader_batch_sizes) == ({4}, {4})
+
+
+def test_a_parameter_that_the_model_returns_keeps_no_hooks():
+    engine, scale = FakeEngine(accumulation=1), torch.nn.Parameter(torch.ones(()))
+    for _ in range(3):
+        engine.forward(torch.zeros(4, 3))
+        engine.on_output((scale * 2, scale))
+    assert not scale._backward_hooks
 
 
 def test_micro_batches_may_be_drawn_ahead_for_a_whole_step():

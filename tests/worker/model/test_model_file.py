@@ -276,6 +276,18 @@ class TestBlocks:
         flat = [nn.ModuleDict({"norm": nn.LayerNorm(2), "mix": nn.Linear(2, 2)}) for _ in range(3)]
         assert find_blocks(nn.ModuleList(flat), None) == []
 
+    def test_lists_within_a_list_count_what_they_hold_once(self):
+        """Of a U-Net's levels what occurs once was a block too."""
+        block = [nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]
+        once = [nn.TransformerEncoderLayer(2, 1), nn.TransformerDecoderLayer(2, 1)]
+        levels = [nn.ModuleList([once[0], block[0]]), nn.ModuleList([block[1], once[1]])]
+        assert find_blocks(nn.ModuleList(levels), None) == block
+
+    def test_a_scripted_layer_has_a_forward(self):
+        """Looking for it ended every study of a model with one."""
+        net = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.ReLU()))
+        assert find_blocks(net, None) == []
+
     def test_leaves_and_single_children_are_not_blocks(self):
         net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
         assert find_blocks(net, None) == []

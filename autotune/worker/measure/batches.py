@@ -263,9 +263,8 @@ class BatchObserver:
         drawn, same_kind = self._draws.use(shape) if self._fresh else (None, False)
         rows = shape[self._draws.sample_dim if len(shape) > self._draws.sample_dim else 0] if shape else 0
         self._elements += sum(one.numel() for one in tensors_in((args, dict(kwargs)), objects=True))
-        tokens: tuple[int, Tensor | float] = (0, 0)
-        if tensor is not None and are_tokens(tensor):
-            tokens = self.texts.note(tensor, args, kwargs, first=self._fresh)
+        text = tensor if tensor is not None and are_tokens(tensor) else None
+        tokens = (0, 0) if text is None else self.texts.note(text, args, kwargs, first=self._fresh)
         self._calls.add(Call(shape, rows, tokens))
         if self._fresh:
             self._micro.append(MicroBatch(rows, rows, drawn, same_kind))
@@ -282,12 +281,10 @@ class BatchObserver:
         """Ends a micro-batch: batches before it that were drawn and went forward, but that the script skipped, are none of it."""
         followed, rows = self._calls.settle()
         for first in followed:
-            if self._draws:
-                drawn, same_kind = self._draws.use(first.shape)
-                self._micro[-1] = MicroBatch(first.rows, rows, drawn, same_kind)
-            else:  # one draw of which a first output was taken and left out of the loss
-                self._micro[-1] = self._micro[-1]._replace(first=first.rows, every=rows)
-            self._n_first += first.rows
+            self._micro[-1] = self._micro[-1]._replace(first=first.rows, every=rows)
+            if self._draws:  # else the loss left out a first output of the one draw
+                self._micro[-1] = MicroBatch(first.rows, rows, *self._draws.use(first.shape))
+                self._n_first += first.rows
 
     def drew(self, n_samples: int | None, batch: Any = None, *, varies: bool = False) -> None:
         """Notes the samples that a loader drew for a coming micro-batch.
@@ -447,8 +444,7 @@ def counted_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor |
         if not isinstance(value, list | tuple | Mapping):
             value = held_by(value)
         if isinstance(value, Mapping):
-            if value:
-                pending = [*(value[name] for name in PREFERRED if name in value), *value.values(), *pending]
-        else:
+            value = [*(value[name] for name in PREFERRED if name in value), *value.values()]
+        if value:
             pending = [*value, *pending]
     return None

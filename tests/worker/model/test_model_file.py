@@ -283,6 +283,7 @@ class TestBlocks:
         levels = [nn.ModuleList([once[0], block[0]]), nn.ModuleList([block[1], once[1]])]
         assert find_blocks(nn.ModuleList(levels), None) == block
 
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
     def test_a_scripted_layer_has_a_forward(self):
         """Looking for it ended every study of a model with one."""
         net = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.ReLU()))

@@ -25,6 +25,7 @@ from autotune.system.device import CHOOSE
 from autotune.trial import folder
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Exit, RankReport
+from autotune.trial.workload import Workload
 from autotune.worker import project
 from autotune.worker.agent import temporary
 
@@ -65,7 +66,7 @@ def import_rank_modules() -> None:
                 importlib.import_module(name)
     for name in RANK_MODULES:
         importlib.import_module(name)
-    folder.prepare(TrialRequest, RankReport, Exit)
+    folder.prepare(TrialRequest, RankReport, Exit, Workload)
 
 
 @contextlib.contextmanager

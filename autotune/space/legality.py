@@ -200,6 +200,9 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: c.zero_stage == 0 and s.plain_backward,
          "ZeRO stage 0: DeepSpeed refuses loss.backward() there, and a backward pass from another engine; call engine.backward(loss)",
          ("zero_stage",)),
+    Rule(lambda c, k, s: c.zero_stage > 0 and s.sparse != "",
+         "ZeRO stage {zero_stage}: DeepSpeed joins gradients there, and those of {sparse} are sparse; use 0, or sparse=False",
+         ("zero_stage",)),
     Rule(lambda c, k, s: merged_passes(c, s) != s.merged_passes,
          "ZeRO stage {zero_stage}: the script goes backward several times before the step() that updates"
          " the weights, where DeepSpeed's stages 1 and 2 lose gradients, so it would not train as the baseline does",

@@ -26,6 +26,7 @@ class Setting:
         fp16: Whether DeepSpeed accepts fp16 on the device.
         tf32: Whether the device multiplies fp32 matrices in TensorFloat-32.
         n_blocks: Repeated blocks of the model that can be checkpointed.
+        sparse: Classes of its modules that give sparse gradients; empty without any.
         n_samples: Samples in the data set; None where it has no end.
         global_batch: Allowed samples per optimizer step, lowest and highest.
         only_micro_batch: The micro-batch that alone trains with the baseline's loss, as trials showed; 0 where any does.
@@ -72,6 +73,7 @@ class Setting:
     fp16: bool = False
     tf32: bool = False
     n_blocks: int = 0
+    sparse: str = ""
     n_samples: int | None = None
     global_batch: tuple[int, int] | None = None
     only_micro_batch: int = 0

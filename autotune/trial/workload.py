@@ -379,6 +379,7 @@ class Workload:
         float_buffers: The model has floating-point buffers, as batch normalisation does.
         batch_norm: Class of its layers that are trained by the statistics of a micro-batch; empty without any.
         client_optimizer: The target defines `optimizer`.
+        sparse: Classes of its modules that give sparse gradients; empty without any.
         updates: Classes of modules in a script's blocks that change a buffer as they go forward, and again when they are
             recomputed, as the running range of a quantiser; empty without any.
         optimizer: Class of that optimizer, if it could be made without data.
@@ -404,6 +405,7 @@ class Workload:
     client_optimizer: bool
     environment: Environment
     batch_norm: str = ""
+    sparse: str = ""
     updates: str = ""
     optimizer: str = ""
     learning_rates: tuple[float, ...] = ()

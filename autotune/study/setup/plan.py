@@ -332,6 +332,7 @@ def grounds(
         fp16=environment.fp16,
         tf32=has_tf32(environment.accelerator, environment.capability),
         n_blocks=workload.n_blocks,
+        sparse=workload.sparse,
         module_classes=workload.module_classes,
         n_samples=workload.n_samples,
         global_batch=spec.global_batch if isinstance(spec.global_batch, tuple) else None,

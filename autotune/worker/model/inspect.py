@@ -26,6 +26,7 @@ from autotune.worker.rank import versions
 
 # They have no forward of their own, before which their parameters could be gathered.
 CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
+EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 def inspect_model(request: TrialRequest) -> Workload:
@@ -86,6 +87,7 @@ def workload_of(
         environment=_environment(),
         structure=_structure(model, sizes),
         module_classes=_module_classes(model),
+        sparse=_with_sparse_gradients(model),
         caveats=[] if blocks else ["the model has no repeated block, so activation checkpointing is not tuned"],
     )
 
@@ -126,6 +128,12 @@ def _module_classes(model: torch.nn.Module) -> tuple[str, ...]:
     within = (module for module in model.modules() if module is not model and not isinstance(module, CONTAINERS))
     found = (m for m in within if any(True for _ in m.children()) and any(True for _ in m.parameters()))
     return tuple(sorted({type(module).__name__ for module in found}))
+
+
+def _with_sparse_gradients(model: torch.nn.Module) -> str:
+    """Returns the classes of embeddings that are trained by sparse gradients."""
+    trained = (m for m in model.modules() if isinstance(m, EMBEDDINGS) and m.sparse and m.weight.requires_grad)
+    return ", ".join(sorted({type(module).__name__ for module in trained}))
 
 
 def _structure(model: torch.nn.Module, sizes: Mapping[torch.nn.Parameter, int]) -> str:

@@ -7,7 +7,7 @@ from torch import nn
 from autotune.trial import folder
 from autotune.trial.result import Outcome
 from autotune.trial.workload import Workload
-from autotune.worker.model.inspect import with_batch_norm
+from autotune.worker.model.inspect import with_batch_norm, workload_of
 
 pytestmark = pytest.mark.process
 
@@ -47,6 +47,13 @@ def test_inspection_refuses_a_model_with_nothing_to_train(zoo, write_model):
         """)
     result = zoo.run(target, mode="inspect", world_size=1)
     assert (result.outcome, result.reason) == (Outcome.CRASHED, "own_model.py: model() has no trainable parameter")
+
+
+def test_embeddings_count_that_are_trained_by_sparse_gradients():
+    frozen = nn.Embedding(4, 2, sparse=True).requires_grad_(False)
+    some = nn.ModuleList([frozen, nn.Embedding(4, 2), nn.EmbeddingBag(4, 2, sparse=True), nn.Linear(2, 2)])
+    assert workload_of(some, [], n_samples=None, client_optimizer=False).sparse == "EmbeddingBag"
+    assert workload_of(some[:2], [], n_samples=None, client_optimizer=False).sparse == ""
 
 
 def test_layers_count_that_train_by_the_statistics_of_a_micro_batch_and_no_frozen_ones():

@@ -175,6 +175,7 @@ def check_data(found: Plan, result: TrialResult, log: Path) -> dict[str, Any]:
     knobs = [
         {"name": each.name, "values": each.describe(), "n_values": len(each.all_values()), "when": dict(each.when)}
         for each in found.space.parameters
+        if any((each.name, value) not in dead for value in each.all_values())
     ]
     not_proposed = [
         {"knob": knob, "value": "default" if value is None else value, "reason": reason}

@@ -177,6 +177,15 @@ def test_links_lead_somewhere(page):
     assert [target for target in targets if target and not (ROOT / page).parent.joinpath(target).exists()] == []
 
 
+def test_modules_that_pages_name_by_their_folder_are_there():
+    files = [path.as_posix() for name in ("autotune", "benchmarks", "tests") for path in (ROOT / name).rglob("*.py")]
+    named = {(page, path) for page, text in TEXTS.items() for path in re.findall(r"[ `](\w+/[\w/]+\.py)\b", text)}
+    gone = {(page, path) for page, path in named if not any(file.endswith(f"/{path}") for file in files)}
+    assert len(named) > 30 and gone == {
+        ("docs/tutorial.md", "beginner/model.py")
+    }  # which `autotune init beginner` writes
+
+
 ROW = re.compile(r" +(\d+) +([\d.,]+) +([\d.]+)x  (.+)")
 
 

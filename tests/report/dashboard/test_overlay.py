@@ -152,7 +152,7 @@ def small(tmp_path, monkeypatch):
 
 
 class Reading:
-    """Stands in for `summary.read`: lets go of a reader when it is told to, and fails if it is to.
+    """Stands in for `load.read`: lets go of a reader when it is told to, and fails if it is to.
 
     Attributes:
         by: The threads that have read.

@@ -15,7 +15,7 @@ import numpy as np
 from autotune.scoring import posterior, samples
 from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.measured import Foretold, Measured, baseline_of, improvement, log_ratio
-from autotune.scoring.metrics import GOODPUT, METRICS
+from autotune.scoring.metrics import GOODPUT, METRICS, of_kind
 from autotune.scoring.objective import Objective
 from autotune.scoring.posterior import Posterior, Readings
 from autotune.scoring.quantiles import Z95, t95, t_quantile
@@ -23,7 +23,7 @@ from autotune.trial.result import RAN, Outcome
 
 STEP, RATE, TO_TARGET = "step_time_s", "samples_per_s", "time_to_loss_s"
 # Metrics that are a constant, the trial's own, times or over its step time.
-TIMED = (STEP, RATE, "tokens_per_s", "padded_tokens_per_s", GOODPUT, TO_TARGET)
+TIMED = of_kind("time", "rate", "count")
 # Degrees of freedom that the prior of the noise is worth to a 95 % interval, and the fewest that are counted far out.
 PRIOR_DEGREES = LEAST_FAR_OUT = 8
 # What the noise scale and a trial's own loss curve foretell of another batch is off by this (standard deviation of the
@@ -362,7 +362,7 @@ def _estimated(
             metrics[name] = value if len(set(seen)) == 1 else math.exp(sum(map(math.log, seen)) / len(seen))
             # Memory is the same in every run, or else as the readings differ; a time, and the energy that goes with it, is as
             # noisy as the step time.
-            wide = math.exp(noise / math.sqrt(len(seen))) if METRICS[name].unit in ("s", "J") else 1.0
+            wide = math.exp(noise / math.sqrt(len(seen))) if METRICS[name].kind != "memory" else 1.0
             low, high = m.ci95.get(name, (value, value))
             ci95[name] = min(low, *seen, metrics[name] / wide), max(high, *seen, metrics[name] * wide)
             beyond[m.trial, name] = math.log(ci95[name][1] / ci95[name][0]) / 2 if ci95[name][0] > 0 else 0.0

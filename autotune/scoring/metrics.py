@@ -13,6 +13,7 @@ from autotune.scoring.step_times import half_width
 from autotune.trial.result import Outcome, TrialResult
 
 Direction = Literal["minimize", "maximize"]
+Kind = Literal["time", "rate", "count", "memory", "per_step", "per_sample"]
 GOODPUT = "goodput_samples_per_s"
 
 
@@ -22,12 +23,16 @@ class Metric:
 
     Attributes:
         direction: Which way is better.
+        kind: How search and estimates treat it. `time` is the step time, a `rate` the samples (or tokens) of a step over it, `count` a
+            rate or time in which a number of samples counts besides, `memory` the peak. Others get a model from their own readings, which
+            expects them to get worse with the time of a step (`per_step`) or of a sample (`per_sample`).
         of: Returns the estimate from a trial, or None if that trial does not yield the quantity.
         why_missing: The explanation to show where the estimate is None.
     """
 
     unit: str
     direction: Direction
+    kind: Kind
     label: str
     of: Callable[[TrialResult, Reference | None], Estimate | None]
     why_missing: str = "the trial timed no step"
@@ -104,39 +109,44 @@ def _peak(result: TrialResult) -> float | None:
 
 
 METRICS: dict[str, Metric] = {
-    "step_time_s": Metric(unit="s", direction="minimize", label="step time", of=_step_time),
+    "step_time_s": Metric(unit="s", direction="minimize", kind="time", label="step time", of=_step_time),
     "samples_per_s": Metric(
-        unit="samples/s", direction="maximize", label="throughput", of=_rate(lambda r: r.samples_per_step, "samples"),
+        unit="samples/s", direction="maximize", kind="rate", label="throughput", of=_rate(lambda r: r.samples_per_step, "samples"),
     ),
     "tokens_per_s": Metric(
-        unit="tokens/s", direction="maximize", label="tokens per second", of=_rate(lambda r: r.tokens_per_step, "real_tokens"),
+        unit="tokens/s", direction="maximize", kind="rate", label="tokens per second", of=_rate(lambda r: r.tokens_per_step, "real_tokens"),
         why_missing="the batches hold no token sequences; use samples_per_s",
     ),
     "padded_tokens_per_s": Metric(
-        unit="tokens/s", direction="maximize", label="tokens per second, padding included",
+        unit="tokens/s", direction="maximize", kind="rate", label="tokens per second, padding included",
         of=_rate(lambda r: r.tokens_per_step, "tokens"),
         why_missing="the batches hold no token sequences; use samples_per_s",
     ),
     "peak_memory_bytes": Metric(
-        unit="B", direction="minimize", label="peak memory", of=_exact(_peak),
+        unit="B", direction="minimize", kind="memory", label="peak memory", of=_exact(_peak),
         why_missing="the trial reported no memory",
     ),
     "time_to_loss_s": Metric(
-        unit="s", direction="minimize", label="time to the baseline's loss", of=time_to_loss,
+        unit="s", direction="minimize", kind="count", label="time to the baseline's loss", of=time_to_loss,
         why_missing="the trial's losses are missing or not finite",
     ),
     GOODPUT: Metric(
-        unit="samples/s", direction="maximize", label="goodput", of=goodput,
+        unit="samples/s", direction="maximize", kind="count", label="goodput", of=goodput,
         why_missing="the noise scale is not resolved",
     ),
     "joules_per_sample": Metric(
-        unit="J", direction="minimize", label="energy per sample", of=_joules_per_sample,
+        unit="J", direction="minimize", kind="per_sample", label="energy per sample", of=_joules_per_sample,
         why_missing="the device's power is not measured: it takes an NVIDIA GPU and `pip install nvidia-ml-py`",
     ),
     "cpu_s_per_step": Metric(
-        unit="s", direction="minimize", label="CPU time per step", of=_exact(lambda r: r.cpu_s_per_step),
+        unit="s", direction="minimize", kind="per_step", label="CPU time per step", of=_exact(lambda r: r.cpu_s_per_step),
     ),
 }  # fmt: skip
+
+
+def of_kind(*kinds: Kind) -> frozenset[str]:
+    """The names of the metrics of some kinds."""
+    return frozenset(name for name, metric in METRICS.items() if metric.kind in kinds)
 
 
 def check_metric(name: str) -> None:

@@ -28,7 +28,7 @@ from autotune.forecast.regression import (
     fit,
     probability_below,
 )
-from autotune.scoring.metrics import GOODPUT, METRICS
+from autotune.scoring.metrics import METRICS, of_kind
 from autotune.search.observation import Observation
 from autotune.search.sample_counts import BelievedCounts, SampleCounts
 from autotune.space.candidate import Candidate
@@ -49,10 +49,7 @@ MOST_DERIVED, DERIVED_TRIALS = 2, 50
 OPEN_SCALE = 2.0
 # Above this deviation the prior has guessed the scale of the memory, and does not know it.
 GUESSED_SCALE = 0.5
-RATES = {"samples_per_s", "tokens_per_s", "padded_tokens_per_s"}
-PER_SAMPLE = {"joules_per_sample"}  # of a step's samples together it goes with the step time
-# What rests on a count of samples besides the step time.
-COUNTED = {"time_to_loss_s", GOODPUT}
+RATES, COUNTED, PER_SAMPLE = of_kind("rate"), of_kind("count"), of_kind("per_sample")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +144,7 @@ class CostModel:
         """The same for the logarithm of another metric."""
         design = time_design(self.catalogue, self.memory, self.limit, rows)
         mean, sd = self.extra[metric].predict(design, noise=noise)
-        return mean - (metric in PER_SAMPLE) * self.log_batch(rows), sd
+        return _sign(metric) * (mean - (metric in PER_SAMPLE) * self.log_batch(rows)), sd
 
     def log_batch(self, rows: Rows) -> Floats:
         """Logarithm of the samples of a step."""
@@ -209,7 +206,7 @@ class CostModel:
             if metric == "peak_memory_bytes":
                 total += share * self.memory.draw(self.catalogue.memory.take(rows), rng, n)
             elif metric in self.extra:
-                total += share * _sign(metric) * self.extra[metric].draw(design, rng, n)
+                total += share * self.extra[metric].draw(design, rng, n)
                 total -= share * log_batch * (metric in PER_SAMPLE)
             else:
                 of_time += share
@@ -247,7 +244,7 @@ class CostModel:
             elif metric in COUNTED:
                 columns.append(time + self.samples.of(metric).mean(batches, smooth=smooth) - log_batch)
             else:
-                columns.append(time * (_sign(metric) if metric in self.extra else 1.0))
+                columns.append(time)
         return np.column_stack(columns)
 
 
@@ -285,20 +282,20 @@ def learn(
         time_sd[0] = max(time_sd[0], OPEN_SCALE)
     done = [t for t in ran if t.outcome is Outcome.COMPLETE]
     wanted = dict.fromkeys([*metrics, *(metric for metric, _, _ in bounds)])
-    own = [m for m in wanted if m not in RATES | COUNTED | {"step_time_s", "peak_memory_bytes"}]
+    own = [m for m in wanted if m not in RATES | COUNTED | of_kind("time", "memory")]
     ratios = {
         rate: [t.metrics[rate] / t.metrics["samples_per_s"] for t in done if t.good(rate) and t.good("samples_per_s")]
         for rate in RATES
     }
 
     def extra(metric: str) -> CalibratedGP:
-        """Another metric, as a multiple of the predicted step time: of a step's samples together where it is told of one."""
+        """A metric that follows from no other, as a multiple of the predicted step time; its reciprocal where more is better."""
         some = [t for t in done if t.good(metric)]
         design = time_design(catalogue, memory, limit, rows := _rows(catalogue, some))
         wide = time_sd.copy()
         wide[0] = 30.0  # another unit altogether
         samples = catalogue.batch[rows] * world_size if metric in PER_SAMPLE else 1.0
-        y = np.log(samples * np.array([t.metrics[metric] for t in some]))
+        y = np.log(samples) + _sign(metric) * np.log([t.metrics[metric] for t in some])
         return fit(Data.of(design, y), wide, catalogue.time_spread)
 
     return CostModel(

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from autotune.scoring.convergence.quality_gate import keeps_numerics
 from autotune.scoring.measured import Measured
-from autotune.scoring.metrics import GOODPUT
+from autotune.scoring.metrics import GOODPUT, of_kind
 from autotune.scoring.quantiles import Z90
 from autotune.search.model import Beliefs
 from autotune.search.observation import Observation
@@ -146,16 +146,15 @@ def _rival(measured: Measured, metrics: Sequence[str], hoped: _ExpectedSamples) 
     return TrialToBeat(trial=measured.trial, step_time_s=step_time_s * margin, peak_memory_bytes=peak)
 
 
-def _tokens_step_time(metrics: Mapping[str, float], hoped: _ExpectedSamples) -> float:
-    tokens = metrics["tokens_per_s"] / metrics["samples_per_s"] if metrics.get("samples_per_s") else math.inf
-    return tokens * hoped.batch / metrics["tokens_per_s"]
+def _rate_step_time(metrics: Mapping[str, float], hoped: _ExpectedSamples) -> float:
+    """By samples, as what a sample holds of anything else is the data's."""
+    return hoped.batch / metrics["samples_per_s"] if metrics.get("samples_per_s") else math.inf
 
 
 # The step time at which a trial is only as good as what was measured, by objective.
 _STEP_TIME_FOR: dict[str, Callable[[Mapping[str, float], _ExpectedSamples], float]] = {
     "step_time_s": lambda metrics, _: metrics["step_time_s"],
-    "samples_per_s": lambda metrics, hoped: hoped.batch / metrics["samples_per_s"],
-    "tokens_per_s": _tokens_step_time,
+    **dict.fromkeys(of_kind("rate"), _rate_step_time),
     "time_to_loss_s": lambda metrics, hoped: (
         metrics["time_to_loss_s"] * hoped.batch / hoped.to_target if hoped.to_target else math.inf
     ),

@@ -13,6 +13,7 @@ from support.priors import flat, from_logs
 from autotune.forecast.features import PriorPrediction
 from autotune.forecast.predictor import AnalyticPrior
 from autotune.forecast.regression import probability_below
+from autotune.scoring import metrics as known_metrics
 from autotune.search import physics
 from autotune.search.observation import MEASURED_ATTR, Observation
 from autotune.search.optimizer import CandidateOptimizer, Outlook
@@ -401,19 +402,23 @@ def test_padded_tokens_are_a_rate_as_tokens_are():
     assert np.corrcoef(state.costs(rows)[0][:, 0], [truth(c)[0] for c in every])[0, 1] > 0.8
 
 
-def test_energy_of_a_sample_is_looked_for_where_samples_are_fast():
+@pytest.mark.parametrize("direction", ["minimize", "maximize"])
+def test_energy_of_a_sample_is_looked_for_where_samples_are_fast(direction, monkeypatch):
     """Taken for a multiple of the step time, it was sought among the smallest batches, where it is highest."""
+    energy = known_metrics.METRICS["joules_per_sample"]  # to be maximised it stands for samples per joule
+    monkeypatch.setitem(known_metrics.METRICS, "joules_per_sample", replace(energy, direction=direction))
     every = all_of(SearchSpace.parse(KNOBS, "test.yaml"))
     guide = CandidateOptimizer(every, PRIOR, ["joules_per_sample"], world_size=2, reference=DEFAULT)
-    joules = {c: 300.0 / metrics_of(c)["samples_per_s"] for c in every}
+    sign = 1 if direction == "minimize" else -1
+    joules = {c: (300.0 / metrics_of(c)["samples_per_s"]) ** sign for c in every}
     told = [
         replace(t, metrics=t.metrics | {"joules_per_sample": joules[t.candidate]})
         for t in map(told_of, [DEFAULT, *every[:: len(every) // 3]])
     ]
     state, rows = guide._learn(told), np.array([guide.catalogue.row[c] for c in every])
     true = np.log(list(joules.values()))
-    assert np.corrcoef(state.rough_costs()[rows, 0], true)[0, 1] > 0.7
-    assert np.corrcoef(state.costs(rows)[0][:, 0], true)[0, 1] > 0.8
+    assert np.corrcoef(state.rough_costs()[rows, 0], sign * true)[0, 1] > 0.7
+    assert np.corrcoef(state.costs(rows)[0][:, 0], sign * true)[0, 1] > 0.8
     assert np.median(np.abs(guide.beliefs(told, every).log_extra["joules_per_sample"][0] - true)) < 0.4
 
 

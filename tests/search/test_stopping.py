@@ -7,6 +7,7 @@ import pytest
 from support.made_up import measured
 
 from autotune.forecast.predictor import AnalyticPrior
+from autotune.scoring.metrics import of_kind
 from autotune.search.optimizer import CandidateOptimizer, Outlook
 from autotune.search.stopping import bounds_to_beat, settled
 from autotune.space.candidate import Candidate
@@ -20,14 +21,16 @@ def test_a_gain_just_below_the_limit_does_not_read_as_the_limit():
 
 
 @pytest.mark.parametrize(("within", "factor"), [(1.01, 1.05), (1.2, 1.2), (4.0, 1.5)])
-def test_a_rival_counts_no_better_than_its_own_reading_is_known(within, factor):
+@pytest.mark.parametrize("metric", sorted(of_kind("rate")))
+def test_a_rival_counts_no_better_than_its_own_reading_is_known(within, factor, metric):
     """A lucky reading of three steps had stopped trials that were as good, and would have stopped its own re-measurement."""
     guide = CandidateOptimizer(
         [Candidate(micro_batch_size=8)],
         AnalyticPrior(Profile.guess(10**8, 10**8, 4), Machine.guess("cpu", 1)),
-        ["samples_per_s"],
+        [metric],
     )
     rival = measured(1, 0.1)
+    rival = replace(rival, metrics={metric: 7.0} | rival.metrics)
     rate = rival.metrics["samples_per_s"]
     rival = replace(rival, ci95=rival.ci95 | {"samples_per_s": (rate / within, rate * within)})
     found = bounds_to_beat(

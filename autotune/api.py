@@ -94,8 +94,8 @@ def run(
         progress: Show how far it is: in a notebook below the cell, else on standard error. The logger `autotune` of
             Python's `logging` is told in any case.
         callbacks: Called after each trial with Optuna's study and trial, as those of `optuna.study.Study.optimize`:
-            `optuna_integration.MLflowCallback()`, or a function of yours. `study.stop()` in one ends the search, and what one
-            raises the run.
+            `optuna_integration.MLflowCallback()`, or a function of yours. `study.stop()` in one ends the search;
+            an exception in one ends the run.
 
     Raises:
         UserError: An argument or the target cannot be used, or the study cannot go on; in one sentence.

@@ -71,7 +71,7 @@ class Engine(Protocol):
     """Base of an engine: starts an agent on each of several machines, and tells what became of them.
 
     Attributes:
-        name: Name in `--executor`.
+        name: Name in messages and records.
         hold: Keep the machines between trials.
     """
 

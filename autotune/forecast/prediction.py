@@ -89,23 +89,23 @@ class Prediction:
 
     @property
     def peak_memory_bytes(self) -> Interval:
-        """Of one rank."""
+        """The peak memory of a rank."""
         return _total(self.memory)
 
     @property
     def step_time_s(self) -> Interval:
-        """Of an optimizer step."""
+        """The time of an optimizer step."""
         return _total(self.step_time)
 
     @property
     def samples_per_s(self) -> Interval:
-        """Of all ranks together."""
+        """The throughput of all ranks together."""
         samples, time = self.configuration.global_batch_size(self.data_parallel), self.step_time_s
         return Interval(samples / time.value, samples / time.high, samples / time.low)
 
     @property
     def tokens_per_s(self) -> Interval | None:
-        """The same in tokens; None where samples are not token sequences."""
+        """The throughput in tokens; None where samples are not token sequences."""
         return self.samples_per_s.times(self.tokens_per_sample) if self.tokens_per_sample else None
 
     @property

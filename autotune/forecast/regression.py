@@ -12,17 +12,18 @@ from numpy.typing import NDArray
 from autotune.scoring.quantiles import Z90, Z95
 from autotune.trial.profile import Floats
 
-# What the marginal likelihood weighs: the standard deviations of the smooth remainder and of a trial's noise (of the
-# logarithm), and factors on the stated standard deviations of the linear coefficients.
+# The four scales of the model, with the values that their marginal likelihood weighs: a factor on the stated standard deviations of the
+# linear coefficients; and standard deviations of the logarithm, of the smooth remainder, of a trial's noise, and of what two levels of
+# different knobs do together, which nothing else in the model tells from noise.
+WIDTH = (0.06, 0.2, 0.6, 2.0)
 SMOOTH_SD = (0.02, 0.06, 0.15, 0.3)
 NOISE_SD = (0.012, 0.03, 0.06, 0.1, 0.15, 0.2)
-WIDTH = (0.06, 0.2, 0.6, 2.0)
-# The same for what each two levels of knobs do together, which nothing else in the model tells from noise.
 PAIR_SD = (0.003, 0.03, 0.12)
-# Where each of the four is expected before anything was measured; they are off by a factor of e in one case of three.
+# The prior of each scale before anything was measured: its median; the standard deviation of its logarithm is 1.
 # The formulas leave less of the memory unexplained than of the time.
 TYPICAL_WIDTH, TYPICAL_SMOOTH, TYPICAL_NOISE, TYPICAL_PAIR = 0.2, 0.1, 0.1, 0.005
 MEMORY_SMOOTH = 0.03
+# Every combination of the four, one row each.
 GRID = np.array(list(itertools.product(WIDTH, SMOOTH_SD, NOISE_SD, PAIR_SD)))
 GRID_VARIANCES, GRID_LOGS = GRID**2, np.log(GRID)
 MOST_FOR_CHOICE = 60

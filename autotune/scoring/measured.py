@@ -34,7 +34,7 @@ def set_apart(unwitnessed: Sequence[str], alone: Iterable[str]) -> str:
 
 
 class Foretold(NamedTuple):
-    """What a study's model foretells of the logarithm of a trial's step time, but for what was read of it.
+    """A forecast of the logarithm of a trial's step time, by the study's model without the trial's own readings.
 
     Attributes:
         row: Its row of a factor of the covariance: that of two trials is the product of their rows.
@@ -114,7 +114,7 @@ class Measured:
 
     @property
     def barred(self) -> bool:
-        """Whether a check has been made that it did not stand, so that no further one helps."""
+        """Whether it failed a check, so that no further one helps."""
         if self.unwitnessed or self.unfit or abs(self.loss_off) >= ANOTHER_OBJECTIVE:
             return True
         failed = self.verdict is not None and not self.verdict.passed and not self.numerics_kept
@@ -122,7 +122,7 @@ class Measured:
 
     @property
     def refused(self) -> bool:
-        """Whether it is barred by more than a branch that could not tell."""
+        """Whether it is barred, and not by a branch that could not decide."""
         return self.barred and not (self.branch is not None and self.branch.confirmed is None)
 
     @property
@@ -145,7 +145,7 @@ class Measured:
 
     @property
     def usable(self) -> bool:
-        """Whether it may be recommended."""
+        """Whether it completed and holds the constraints; `doubt` says what else may speak against it."""
         return self.outcome is Outcome.COMPLETE and self.feasible
 
 
@@ -160,7 +160,7 @@ def log_gain(measured: Measured, reference: Measured, objectives: Sequence[Objec
 
 
 def weighted_gain(log_ratios: Mapping[str, float], objectives: Sequence[Objective]) -> float:
-    """The same of logarithms of ratios by metric; objectives without one do not count, and 0 where none has one."""
+    """Weighted mean of log ratios by metric, signed so that more is better; over the objectives that have one, 0 without any."""
     known = [objective for objective in objectives if objective.metric in log_ratios]
     total = sum(objective.weight for objective in known)
     return sum(o.weight * improvement(log_ratios[o.metric], o.metric) for o in known) / total if known else 0.0
@@ -172,6 +172,6 @@ def log_ratio(measured: Measured, reference: Measured, metric: str) -> float:
     return math.log(own / other) if own and other and own > 0 and other > 0 else 0.0
 
 
-def improvement(ratio: float, metric: str) -> float:
-    """The logarithm of a ratio, signed so that more is better."""
-    return -ratio if METRICS[metric].direction == "minimize" else ratio
+def improvement(log_value: float, metric: str) -> float:
+    """The logarithm of a metric's ratio, signed so that more is better."""
+    return -log_value if METRICS[metric].direction == "minimize" else log_value

@@ -60,6 +60,7 @@ class Objective(_Bounded):
         weight: How much it counts, relative to the others, where one candidate has to be picked.
         min: Lower bound that a solution must keep, as a constraint does.
         max: Upper bound that a solution must keep, as a constraint does.
+        description: Words for those who read the file.
     """
 
     name: str = Field(min_length=1)
@@ -95,7 +96,8 @@ class Score:
     Attributes:
         values: One number for each objective, in order, as measured (Optuna knows the directions); None if one of
             them could not be measured, see `missing`.
-        ci95: Its 95 % interval.
+        metrics: Every metric that the trial yields, objective or not.
+        ci95: The 95 % interval of each of them.
         violations: For each bound by how much it is exceeded, as a share of the bound: 0 or less means that it is held.
             The keys are those of `bounds`, in every trial.
         missing: Objectives and bounded metrics that could not be measured, with the reason.

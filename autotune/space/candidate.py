@@ -233,7 +233,7 @@ class Candidate:
         return {path: value for path, value in found.items() if isinstance(value, str | int | float)}
 
     def with_own(self, base: Mapping[str, Any]) -> DsConfig:
-        """The configuration that a baseline's settings were read from: `base`, with those that it carries where they stood."""
+        """`base` with this candidate's DeepSpeed settings in it: the configuration that a baseline was read from."""
         config = copy.deepcopy(dict(base))
         for path, value in self.config:
             set_path(config, path, value)
@@ -246,7 +246,7 @@ class Candidate:
 
     @property
     def other_numerics(self) -> dict[str, Scalar]:
-        """Its settings that change training and that its ds_config alone does not show: rates there are scaled to the batch."""
+        """Its settings that change training besides its `ds_config`, and its learning rates, which that states scaled to the batch."""
         own = dict(self.config)
         rates = {name: value for name, value in own.items() if name.rpartition(".")[2] in RATE_KEYS}
         return data.retraining(own) | torch_settings.numerics(own) | rates

@@ -48,7 +48,7 @@ class Pass:
     tf32_share: float = 0.0
 
     def scaled(self, factor: float) -> "Pass":
-        """Returns the pass in an arithmetic whose numbers are longer by this factor: the same operations on more bytes."""
+        """Returns the pass with numbers of this many times the bytes: the same operations move and keep more."""
         kept, largest, moved = (
             (factor * constant, factor * slope)
             for constant, slope in (self.kept_bytes, self.largest_bytes, self.moved_bytes)
@@ -186,7 +186,7 @@ class Profile:
         return replace(self, stated=length, caveats=(*self.caveats, said))
 
     def worst_share(self, micro: Floats, budgeted: Floats, limits: Floats) -> Floats:
-        """Returns what a batch of the longest samples is of the batches of the passes.
+        """Returns the length of a batch of the longest samples, as a multiple of that of the profiled batches.
 
         Args:
             budgeted: Above 0 where a batch holds as many tokens as this many mean samples, and at least one sample.
@@ -200,7 +200,7 @@ class Profile:
         return np.asarray(np.where(budgeted > 0, np.maximum(mean, longest / micro), longest) / self.sequence)
 
     def usual_share(self, micro: Floats, packed: Floats, limits: Floats) -> Floats:
-        """Returns what an average batch is of the batches of the passes.
+        """Returns the length of an average batch, as a multiple of that of the profiled batches.
 
         Args:
             micro: Micro-batches, to whose longest samples the others are padded.

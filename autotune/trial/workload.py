@@ -195,7 +195,7 @@ class Probed:
         parts_follow: It makes as many parts as it accumulates.
         uneven: Samples of its smallest and its largest micro-batch, where they vary from step to step.
         configured_micro_batch_size: Samples in the engine's configuration; None if it was not read.
-        replicas: By how many times that and the accumulation the engine counts a global batch; 0 if it was not read.
+        replicas: Data-parallel ranks as the engine counts them: its global batch over its micro-batch and accumulation; 0 if not read.
         adds_up: It adds up the losses of its micro-batches, so that its gradient grows with their number.
         divides: It divides them by their number.
         paced: Its learning rate moves with each micro-batch, not with each step.
@@ -430,7 +430,7 @@ class Workload:
         return scales and candidate.gradient_accumulation_steps != baseline.gradient_accumulation_steps
 
     def updates_otherwise(self, candidate: Candidate, baseline: Candidate) -> bool:
-        """Returns whether buffers that the blocks change are changed twice where they are not in the baseline, or once."""
+        """Returns whether other blocks are recomputed than in the baseline, where that changes buffers that a forward updates."""
         return bool(self.updates) and candidate.checkpoint_every != baseline.checkpoint_every
 
     def ds_config(self, candidate: Candidate, base_config: DsConfig) -> DsConfig:

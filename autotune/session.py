@@ -202,15 +202,15 @@ def _no_name(text: str) -> str:
     return f"{text!r} is a path; give the name of the study, {path.name}{where}"
 
 
-def default_storage(studies: Path = STUDIES) -> str:
+def default_storage() -> str:
     """The database that is meant where neither a URL nor a study is named: the one beside the studies.
 
     If there is none, all of them may be in one that their study.yaml files state.
     """
-    beside = records.default_url(studies)
+    beside = records.default_url(STUDIES)
     if Path(beside.removeprefix(records.SQLITE)).exists():
         return beside
-    stated = {url for path in studies.glob("*/study.yaml") if (url := spec.stated_storage(path))}
+    stated = {url for path in STUDIES.glob("*/study.yaml") if (url := spec.stated_storage(path))}
     return stated.pop() if len(stated) == 1 else beside
 
 

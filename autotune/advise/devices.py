@@ -146,8 +146,8 @@ def device_card(name: str, stated: Mapping[str, float], option: str = "--gpus") 
     return replace(card, usable_bytes=memory or card.usable_bytes, flops=rates)
 
 
-def read_devices(text: str, option: str = "--gpus") -> Devices:
-    """Returns the devices of a text such as `8xA100-40` or `H100`."""
+def read_devices(text: str, option: str) -> Devices:
+    """Returns the devices of a text such as `8xA100-40` or `H100`, which an option has."""
     count, per_node, name = read_gpus(text, option=option)
     return Devices(card=device_card(name, {}, option), count=count, per_node=per_node)
 

@@ -353,7 +353,7 @@ def _log_ratio(
     return math.log(a / b) - math.log(a_s / b_s) + math.log(own["step_time_s"] / other["step_time_s"])
 
 
-def _spread(logs: Sequence[float], earlier: Sequence[float] = ()) -> float:
+def _spread(logs: Sequence[float], earlier: Sequence[float]) -> float:
     """Standard deviation of one log ratio, pooled over what was measured then and now."""
     degrees = _degrees(logs, earlier)
     if not degrees:

@@ -93,7 +93,7 @@ class TrialPool:
         else:
             running.future = self._pool.submit(run, executor, self._tick)
 
-    def landed(self, timeout_s: float | None = 0.0) -> list[tuple[ClaimedTrial, TrialResult]]:
+    def landed(self, timeout_s: float | None) -> list[tuple[ClaimedTrial, TrialResult]]:
         """Waits for the first trial to end; returns all that have ended.
 
         Args:

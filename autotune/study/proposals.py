@@ -48,9 +48,9 @@ class Proposer:
         teller: Teller,
         budget: Budget,
         events: EventSink,
-        warm: WarmStart | None = None,
+        warm: WarmStart | None,
         *,
-        leads: bool = True,
+        leads: bool,
     ) -> None:
         self._state, self._teller, self._budget, self._events = state, teller, budget, events
         self._warm, self._leads = warm, leads

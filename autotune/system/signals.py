@@ -22,7 +22,7 @@ class Terminated(KeyboardInterrupt):
         number: Of the signal.
     """
 
-    def __init__(self, number: int = signal.SIGTERM) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
         self.status = 128 + number
 

@@ -192,7 +192,7 @@ def pasted(
     arguments: Sequence[str],
     values: Mapping[str, Scalar],
     world_size: int,
-    launcher: Sequence[str] = (),
+    launcher: Sequence[str],
 ) -> tuple[list[str], str]:
     """Returns a command for a shell that starts the script with other arguments.
 

@@ -74,7 +74,7 @@ class StudyOverlay:
     trial_files: Mapping[int, Sequence[str]] = field(default_factory=dict)
 
 
-def overlay(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UUID, left: str = "") -> StudyOverlay:
+def overlay(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UUID, left: str) -> StudyOverlay:
     """The overlay of a study.
 
     Args:

@@ -152,7 +152,7 @@ def initialize(request: TrialRequest, target: model_file.ModelFile, model: torch
 class _Trainer:
     """Trains and times the steps of a `model.py`."""
 
-    def __init__(self, meter: Meter, loader: Loader, loss: Any, *, in_stages: bool = False) -> None:
+    def __init__(self, meter: Meter, loader: Loader, loss: Any, *, in_stages: bool) -> None:
         self.meter, self.engine, self.loader, self.loss = meter, meter.engine, loader, loss
         self.micro_clock = Laps(meter.device)
         # 16-bit weights need 16-bit inputs; autocast and fp32 take them as they come.

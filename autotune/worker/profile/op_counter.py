@@ -287,7 +287,7 @@ def _highest(moments: list[tuple[float, float, float]]) -> tuple[tuple[float, fl
 
 
 def optimizer_needs(
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: torch.device | None = None
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], device: torch.device
 ) -> tuple[float, float, bool]:
     """Returns bytes of state and scratch per fp32 element of an optimizer, and whether scratch is for all at once.
 

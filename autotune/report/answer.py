@@ -12,7 +12,6 @@ from autotune.report import tables
 from autotune.report.data import Data, StudyReport, pick_words, titles
 from autotune.report.next_steps import next_steps
 from autotune.report.readme import extent, machine, subject
-from autotune.scoring.metrics import METRICS
 
 LEAST_WORDS = 24  # letters; with less room a configuration stands on the next line
 GAP = "  "
@@ -57,7 +56,7 @@ def _table(report: StudyReport, width: int) -> Iterator[Text]:
     scales, rows = tables.overview(report)
     if not rows:
         return
-    heads = ["trial", *(f"{METRICS[name].label}\n{scale.unit}" for name, scale in scales.items()), "speed-up"]
+    heads = tables.heads(scales, "{label}\n{unit}")
     columns = [list(column) for column in zip(*(row.line(scales, "-") for row in rows), strict=True)]
     broken = [[line for part in head.split("\n") for line in textwrap.wrap(part, 11)] for head in heads]
     widths = [max(map(len, head + column)) for head, column in zip(broken, columns, strict=True)]

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,7 +13,6 @@ from autotune.report.next_steps import next_steps
 from autotune.report.page.render import notebook
 from autotune.report.readme import extent, machine, subject
 from autotune.report.trial_notes import end_words
-from autotune.scoring.metrics import METRICS
 from autotune.study.events import Event, EventSink, Kind, Progress
 from autotune.system import redaction
 from autotune.system.units import format_duration, format_quantity
@@ -27,12 +27,11 @@ def answer_html(report: StudyReport) -> str:
     """The answer of a study: the recommendation with its price, the front as a table, what to know."""
     pick = report.picks.get("recommended")
     scales, rows = tables.overview(report)
-    heads = ["configuration", "trial", "speed-up", *(f"{METRICS[n].label} ({s.unit})" for n, s in scales.items()), ""]
     found = {
         "lead": f"{report.name}: {lead(report)}",
         "headline": headline(report),
-        "heads": heads,
-        "rows": [_cells(row.line(scales, ""), row) for row in rows],
+        "heads": _cells("configuration", tables.heads(scales), []),
+        "rows": [_cells(row.configuration, row.line(scales, ""), row.marks) for row in rows],
         "lists": [
             ("What to do next", next_steps(report)),
             ("Why", (pick or {}).get("reasons") or ()),
@@ -43,9 +42,9 @@ def answer_html(report: StudyReport) -> str:
     return notebook("answer", found)
 
 
-def _cells(line: list[str], row: tables.Row) -> list[str]:
+def _cells(configuration: str, line: list[str], marks: Sequence[str]) -> list[str]:
     trial, *metrics, speedup = line
-    return [row.configuration, trial, speedup, *metrics, ", ".join(row.marks)]
+    return [configuration, trial, speedup, *metrics, ", ".join(marks)]
 
 
 def lead(report: StudyReport) -> str:

@@ -201,13 +201,13 @@ def _front(report: StudyReport) -> str:
     scales, rows = tables.overview(report)
     if not rows:
         return "No configuration completed."
-    units = (f"{METRICS[name].label} ({scale.unit})" for name, scale in scales.items())
     lines = []
     for row in rows:
         number, *numbers = row.line(scales, "")
         lines.append([number, _code(row.configuration), *numbers, ", ".join(row.marks)])
-    header = ["trial", "configuration", *units, "speed-up", ""]
-    return f"{_table(header, lines, numeric=range(2, 3 + len(scales)))}\n\n{LEGEND}"
+    trial, *numbers = tables.heads(scales)
+    header = [trial, "configuration", *numbers, ""]
+    return f"{_table(header, lines, numeric=range(2, 2 + len(numbers)))}\n\n{LEGEND}"
 
 
 def _pick(report: StudyReport, names: Sequence[str], pick: Data) -> str:

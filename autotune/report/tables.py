@@ -28,8 +28,14 @@ class Row:
     cells: dict[str, str]
 
     def line(self, scales: dict[str, Scale], missing: str) -> list[str]:
-        """The numbers as text: trial, metrics, speed-up."""
+        """The numbers as text, below `heads`."""
         return [str(self.trial), *(self.cells.get(name, missing) for name in scales), times(self.speedup) or missing]
+
+
+def heads(scales: dict[str, Scale], form: str = "{label} ({unit})") -> list[str]:
+    """The heads of the numbers of a row: trial, metrics, speed-up."""
+    metrics = (form.format(label=METRICS[name].label, unit=scale.unit) for name, scale in scales.items())
+    return ["trial", *metrics, "speed-up"]
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> Iterator[str]:

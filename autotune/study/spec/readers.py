@@ -131,6 +131,10 @@ def _read_objectives(value: Any, where: str, folder: Path) -> tuple[Objective, .
     found = []
     for item, place, data in _presets("objectives", value, where, folder):
         if isinstance(data, dict):
+            if "direction" in data:
+                raise SpecError(
+                    f"{place}: direction: the metric says which way is better (`autotune ls metrics`); leave it out"
+                )
             name = Path(item).stem if isinstance(item, str) else data.get("metric")
             found.append(_validated(Objective, ({"name": name} if name is not None else {}) | data, place))
         elif isinstance(data, Objective):

@@ -196,6 +196,7 @@ def test_a_written_study_names_no_preset_and_keeps_numbers_and_switches(study):
         ("objectives: [{metric: step_tim_s}]", "Did you mean 'step_time_s'?"),
         ("objectives: [{metric: step_time_s, wait: 2}]", "Did you mean 'weight'?"),
         ("objectives: [{name: x}]", "metric is missing"),
+        ("objectives: [{metric: step_time_s, direction: minimize}]", "the metric says which way is better"),
         ("objectives: [{metric: step_time_s, weight: heavy}]", "weight: "),
         ("objectives: [3]", "a mapping with a metric"),
         ("constraints: {step_time_s: 3}", "step_time_s: a mapping with `min` or `max`"),

@@ -62,6 +62,17 @@ def test_each_result_is_used_and_each_script_is_there():
     assert [words[1] for words in commands if words[0] == "python" and not (ROOT / words[1]).is_file()] == []
 
 
+def test_each_script_with_a_figure_is_in_the_readme():
+    text = (BENCHMARKS / "README.md").read_text()
+    scripts = {
+        " ".join(words[1:3])
+        for command, _ in figures.BENCHMARKS.values()
+        if "overhead.py" in (words := command.split())[1]
+    }
+    scripts |= {command.split()[1] for command, _ in figures.BENCHMARKS.values()}
+    assert [name for name in sorted(scripts) if name not in text] == []
+
+
 def test_a_page_without_a_place_for_a_table_is_refused():
     with pytest.raises(ValueError, match="one place for peers"):
         figures.filled("", "peers", "")

@@ -39,7 +39,7 @@ MOST_NEIGHBOURS = 64
 
 
 class PhysicsSampler(LegalSampler):
-    """Proposes the legal new candidate that the guide expects most of.
+    """Proposes the legal new candidate that the search without a study, a `CandidateOptimizer`, expects most of.
 
     Args:
         default: The baseline, whose values hold for what is not tuned.
@@ -78,7 +78,7 @@ class PhysicsSampler(LegalSampler):
 
     @property
     def guide(self) -> CandidateOptimizer:
-        """The search itself; made when it is first needed, since enumerating the space takes a second or two."""
+        """The `CandidateOptimizer`; made when it is first needed, since enumerating the space takes a second or two."""
         if self._guide is None:
             space, default, setting = self._space, self._default, self._setting
             self._whole = space.size(default) <= MOST_CANDIDATES

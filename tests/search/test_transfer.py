@@ -47,10 +47,6 @@ def guide(prior, metrics=METRICS):
     return CandidateOptimizer(SPACE, prior, metrics, world_size=2)
 
 
-def best(longer):
-    return min(SPACE, key=lambda c: seconds(c, longer) / c.micro_batch_size)
-
-
 @pytest.mark.parametrize("prior", [flat, AnalyticPrior(PROFILE, MACHINE)])
 def test_what_knobs_add_is_expected_elsewhere_too(prior):
     earlier = guide(prior)

@@ -78,6 +78,9 @@ def find_preset(kind: Kind, name_or_path: str, relative_to: Path, where: str) ->
                 f"{where}: unknown {name_or_path!r}: no presets lie in {folder}; give the path of a .yaml file, or install"
                 " autotune whole"
             )
+        for file in (f"{name_or_path}.yaml", f"{kind}/{name_or_path}.yaml"):
+            if (relative_to / file).is_file():
+                raise SpecError(f"{where}: {name_or_path!r} is no preset; name your file by its path, {file}")
         listed = "spaces" if kind == "search_spaces" else kind
         raise SpecError(
             f"{where}: {unknown(name_or_path, known)}, or the path of a .yaml file. See `autotune ls {listed}`."

@@ -29,6 +29,14 @@ def test_a_preset_that_is_copied_and_changed_is_used_as_a_file(study, target):
     assert study("space: zero.yaml").space["zero_stage"].choices == (0, 1)
 
 
+@pytest.mark.parametrize("file", ["mine.yaml", "search_spaces/mine.yaml"])
+def test_a_file_that_is_named_as_a_preset_is_named_by_its_path(tmp_path, file):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("zero_stage: [0, 1]\n")
+    with pytest.raises(SpecError, match=f"--space: 'mine' is no preset; name your file by its path, {file}"):
+        find_preset("search_spaces", "mine", tmp_path, "--space")
+
+
 def test_what_ends_in_yaml_or_has_a_separator_is_a_path(tmp_path):
     assert find_preset("search_spaces", "zero.yml", tmp_path, "x") == tmp_path / "zero.yml"
     assert find_preset("search_spaces", "a/zero", tmp_path, "x") == tmp_path / "a" / "zero"

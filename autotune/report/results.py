@@ -36,7 +36,8 @@ class Pick:
         candidate: Its knobs by name, as `micro_batch_size` and `zero_stage`.
         ds_config: Its complete DeepSpeed configuration.
         scores: What was measured, by metric (`autotune ls metrics`), with 95 % intervals.
-        speedup: Throughput over the baseline's, with its 95 % interval; None if the baseline did not complete.
+        speedup: Throughput over the baseline's, with its 95 % interval; None without a baseline that completed, or where the interval is
+            so wide that it says nothing.
         reasons: Why it was picked, in sentences.
         script_side_changes: What it takes besides the configuration, in sentences.
     """

@@ -95,6 +95,7 @@ def foresee_workload(spec: StudySpec, view: EventSink = SILENT, on: Devices | No
         raise UserError(f"{spec.target}: pipelines cannot be predicted; `autotune run` measures them")
     if on is not None:
         on = on.of(spec.ranks or on.count)
+        spec = spec.model_copy(update={"ranks": on.count, "nodes": on.nodes})
         workload = replace(workload, machine=on.machine(), environment=_of_card(workload.environment, on))
         notes = [*notes, f"rates and memory are those of the data sheet ({on.card.source}): nothing was measured on it"]
     environment, (world_size, local) = workload.environment, _ranks(spec, workload)

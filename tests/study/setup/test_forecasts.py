@@ -125,6 +125,21 @@ def test_the_answer_for_other_devices_names_them_and_rests_on_their_data_sheet(k
         lines("RTX 3080 Ti")
 
 
+def test_devices_of_several_nodes_all_count_and_lie_in_their_nodes(known, capsys):
+    def data(gpus, *settings):
+        predict_command.predict(str(TARGET), {}, settings, gpus=gpus, as_json=True)
+        return json.loads(capsys.readouterr().out)
+
+    sixteen = data("2x8xH100", "zero_stage=3", "precision=fp16", "zero_optimization.zero_quantized_gradients=true")
+    micro, steps = (sixteen["candidate"][name] for name in ("micro_batch_size", "gradient_accumulation_steps"))
+    assert sixteen["ranks"] == 16
+    assert sixteen["samples_per_s"]["value"] == pytest.approx(16 * micro * steps / sixteen["step_time_s"]["value"])
+    with pytest.raises(UserError, match="no effect on one node"):
+        data("8xH100", "zero_stage=3", "precision=fp16", "zero_optimization.zero_quantized_gradients=true")
+    with pytest.raises(UserError, match="does not fit into machines of 8"):
+        data("2x8xH100", "tensor_parallel.autotp_size=16")
+
+
 def test_a_baseline_that_this_machine_cannot_run_is_answered_for_devices_that_can(known, capsys):
     offloads = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     predict_command.predict(str(TARGET), {"base_config": offloads}, [], gpus="2xH100")

@@ -54,6 +54,8 @@ AUTOCAST = {"bf16": "torch_autocast", "fp16": "torch_autocast_fp16"}
 PRECISION_WORDS = {"torch_autocast": "bf16 autocast", "torch_autocast_fp16": "fp16 autocast"}
 DEVICE_WORDS = {"cpu": "the host", "nvme": "NVMe"}
 BATCH = ("micro_batch_size", "gradient_accumulation_steps")
+# Settings of an offload that nothing reads where it goes to the host, so that they may be stated beside another device.
+READ_FOR_NVME = "nvme_path buffer_count buffer_size max_in_cpu pipeline_read pipeline_write fast_init".split()
 # What a sentence about a change calls a knob; a setting that is not here keeps its name.
 LABELS = {
     **dict.fromkeys(BATCH, "micro-batch"), "zero_stage": "ZeRO", "checkpoint_every": "recomputation of",
@@ -280,7 +282,8 @@ class Candidate:
         for section, device in (("offload_optimizer", self.offload_optimizer), ("offload_param", self.offload_param)):
             kept = zero.pop(section, None) or {}
             if device != "none":
-                zero[section] = {**(kept if kept.get("device") == device else {}), "device": device}
+                of_nvme = {key: kept[key] for key in kept if key in READ_FOR_NVME} if device == "nvme" else {}
+                zero[section] = {**(kept if kept.get("device") == device else of_nvme), "device": device}
                 if self.zero_stage < 3:  # where another one than 1 is refused
                     zero[section].pop("ratio", None)
         config["zero_optimization"] = {"stage": self.zero_stage, **{k: v for k, v in zero.items() if k != "stage"}}

@@ -123,7 +123,7 @@ def test_candidates_differ_in_the_knobs_whose_values_do():
 
 
 ZERO_3 = {"stage": 3, "stage3_max_live_parameters": 5, "overlap_comm": True}
-ON_CPU = {"stage": 2, "offload_optimizer": {"device": "cpu", "buffer_count": 5}}
+ON_CPU = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
 IN_PART = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
 CUT, Z = {"enabled": True, "loss_scale": 8}, "zero_optimization"
 # What of the user's own configuration a candidate keeps and what it replaces: knobs, the user's, and the outcome.
@@ -175,6 +175,13 @@ MERGED = {
     "another device has its own": (
         {"zero_stage": 2, "offload_optimizer": "nvme"}, {Z: ON_CPU},
         {Z: {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+    ),
+    "what only nvme reads may stand beside another device": (
+        {"zero_stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme"},
+        {Z: {"stage": 3, "offload_optimizer": {**ON_CPU["offload_optimizer"], "nvme_path": "/fast"},
+             "offload_param": {"device": "none", "nvme_path": "/fast", "buffer_size": 5}}},
+        {Z: {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/fast"},
+             "offload_param": {"device": "nvme", "nvme_path": "/fast", "buffer_size": 5}}},
     ),
     "a section of null is none": (
         {"zero_stage": 2, "offload_optimizer": "cpu"}, {Z: {"stage": 2, "offload_optimizer": None}},

@@ -71,6 +71,11 @@ WORDS = TAKEN | {
 COMMAND_TIMEOUT_S = 60.0
 # The number of GPUs in a GRES of sinfo: `gpu:8`, `gpu:a100:8(S:0-1)`, or `gpu` for one.
 GPUS = r"gpu(?::(?!\d+(?:[(,\s]|$))[^:,( ]+)?(?::(\d+))?(?=[(,\s]|$)"
+# What srun takes from an allocation for each of its tasks: there is one agent on a node, for the ranks of all its tasks.
+FOR_EACH_TASK = (
+    "SLURM_GPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU",
+    "SLURM_NTASKS_PER_TRES", "SLURM_GPU_BIND", "SLURM_TRES_BIND",
+)  # fmt: skip
 # What Slurm says of any step that fails; what failed stands above it.
 NO_CAUSE = re.compile(
     r"Exited with exit code|Terminating|Job step aborted|STEP \S+ ON|Waiting up to|Force Terminated|cpu binding"
@@ -187,6 +192,7 @@ class Slurm(Engine):
         return f"""#!/bin/sh
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol show node --oneliner "$first" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
+unset {" ".join(FOR_EACH_TASK)}
 exec srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \\
   --mpi=none --input=none --overlap {agent} --address "${{address:-$first}}"
 """

@@ -221,3 +221,21 @@ def test_an_allocation_that_is_too_small_says_how_to_get_another(tmp_path, monke
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     with pytest.raises(Refused, match="job 7, inside of which this runs, has 1; --executor-option allocation=new"):
         Steps({}, 1, "x").launch(Spool(tmp_path), 2)
+
+
+@pytest.mark.process
+def test_what_an_allocation_gives_each_of_its_tasks_does_not_bound_the_one_agent_of_a_node(
+    tmp_path, monkeypatch
+) -> None:
+    for name, text in {"srun": "env > srun.env", "scontrol": "echo n1"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    per_task = {"SLURM_GPUS_PER_TASK": "1", "SLURM_TRES_PER_TASK": "cpu:12,gres/gpu:1", "SRUN_CPUS_PER_TASK": "12"}
+    for name, value in {**per_task, "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}.items():
+        monkeypatch.setenv(name, value)
+    engine = Steps({}, 8, "x")
+    engine._steps[engine.launch(Spool(tmp_path), 1)].wait(30)
+    given = dict(line.partition("=")[::2] for line in (tmp_path / "srun.env").read_text().splitlines())
+    assert given["SLURM_JOB_ID"] == "7" and not per_task.keys() & given.keys()

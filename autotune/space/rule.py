@@ -31,6 +31,7 @@ class Setting:
         global_batch: Allowed samples per optimizer step, lowest and highest.
         only_micro_batch: The micro-batch that alone trains with the baseline's loss, as trials showed; 0 where any does.
         plain_backward: The workload calls `loss.backward()`, not `engine.backward(loss)`.
+        scales: It scales that loss by `engine.scale`, as fp16 needs.
         passes: Backward passes of a micro-batch before the call of `step()` that DeepSpeed takes for the last of a step.
         counts_itself: The script calls that once for all micro-batches of a step.
         merged_passes: The passes of a step of the baseline of which DeepSpeed loses gradients, as `merged_passes` counts them.
@@ -78,6 +79,7 @@ class Setting:
     global_batch: tuple[int, int] | None = None
     only_micro_batch: int = 0
     plain_backward: bool = False
+    scales: bool = False
     passes: int = 1
     counts_itself: bool = False
     merged_passes: int = 1

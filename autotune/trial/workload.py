@@ -177,6 +177,7 @@ class Probed:
         family: The framework above DeepSpeed, in words.
         checkpoint_every: Blocks whose activations it recomputes itself, as in a candidate.
         plain_backward: It calls `loss.backward()`, not `engine.backward(loss)`, or that of another engine alone.
+        scales: It scales that loss by `engine.scale`, as fp16 needs, or trains in fp16 without.
         passes: Backward passes of a micro-batch at which DeepSpeed takes the gradients of a step for complete; 0 where it is told.
         movable: Candidate fields that changed in a second run that set all of them.
         moved_by: How that run changed them.
@@ -212,6 +213,7 @@ class Probed:
     family: str = "raw DeepSpeed"
     checkpoint_every: int = 0
     plain_backward: bool = False
+    scales: bool = False
     passes: int = 1
     movable: tuple[str, ...] = ()
     moved_by: tuple[str, ...] = ()

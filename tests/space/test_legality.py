@@ -216,6 +216,7 @@ ILLEGAL = [
     ({f"{ZERO}zero_hpz_partition_size": 3, "zero_stage": 3}, GPUS, "16 ranks"),
     ({"micro_batch_size": 8}, Setting(only_micro_batch=4), "is the baseline's with 4 alone"),
     ({"zero_stage": 0}, Setting(plain_backward=True), "refuses loss.backward()"),
+    ({"zero_stage": 1, "precision": "fp16"}, Setting(plain_backward=True, fp16=True), "scales the loss"),
     ({"zero_stage": 1}, Setting(passes=2), "lose gradients"),
     ({"zero_stage": 2, "gradient_accumulation_steps": 4}, Setting(counts_itself=True), "lose gradients"),
     ({"zero_stage": 3}, Setting(passes=2, merged_passes=2), "not train as the baseline does"),

@@ -26,25 +26,22 @@ LOSES_GRADIENTS = (
 
 
 def workload_of(
-    context: ScriptContext,
-    meter: Meter,
-    prepared: PreparedModel,
-    profile: ForwardProfile | None,
-    *,
-    plain_backward: bool,
+    context: ScriptContext, meter: Meter, prepared: PreparedModel, profile: ForwardProfile | None, plain: set[bool]
 ) -> Workload:
     """Describes a script after the steps of its probe; all ranks take part.
 
     Args:
         profile: Counts of the script's first forward; None if there are none.
-        plain_backward: Whether the script calls `loss.backward()` rather than `engine.backward(loss)`.
+        plain: Of its passes by `loss.backward()` rather than `engine.backward(loss)`, whether `engine.scale` scaled the loss, or it
+            trains in fp16 without.
     """
     seen, engine, report, described = meter.observe(), meter.engine, context.report, prepared.workload
     assert described is not None
     counted, configured = seen.loader_batch_size or seen.micro_batch_size, engine.train_micro_batch_size_per_gpu()
     report.caveats += filter(None, [_how_counted(seen, configured, meter.batches)])
     report.caveats += _loses(described, seen.zero_stage, meter.passes_at_boundary)
-    probed = replace(_probed(context, meter, prepared, described, seen), plain_backward=plain_backward)
+    probed = _probed(context, meter, prepared, described, seen)
+    probed = replace(probed, plain_backward=bool(plain), scales=False not in plain)
     data, described = _data(context, meter), with_batch_norm(described, engine.module)
     described = _with_updates(described, prepared.watch.updating())
     workload = replace(

@@ -82,9 +82,9 @@ class StepHooks:
         self._window: Window | None = None
         self._afterwards: Iterator[None] | None = None
         self._total: torch.Tensor | float | None = None
-        self._n_backward = 0
+        self._n_backward, self._plain = 0, set[bool]()  # of plain passes, whether the loss was scaled, as in fp16
         self._tail: ScriptTail | None = None
-        self._begun = self._reached = self._summed = self._plain_backward = self._asked = self._called = False
+        self._begun = self._reached = self._summed = self._asked = self._called = False
         self._evaluations = Evaluations(context)
         self.others = OtherModels(context, self._end_before_its_time)
 
@@ -187,7 +187,7 @@ class StepHooks:
         with self._context.inside_backward():
             result = original(tensors, *args, **kwargs)
         if self._reached:
-            self._plain_backward = True
+            self._plain |= self._plain or {meter.engine.fp16_enabled()}
             self._went_backward(_loss_of(tensors))
         return result
 
@@ -201,9 +201,9 @@ class StepHooks:
         self._meter.enter("backward")
 
     def _on_prologue(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._reached = True
-        if not getattr(self._meter.engine, "_running_engine_backward", True):  # also that of another engine
-            self._plain_backward = True
+        self._reached, engine = True, self._meter.engine
+        if not getattr(engine, "_running_engine_backward", True):  # also that of another engine
+            self._plain.add(engine.fp16_enabled() or getattr(engine, "_manual_backward_expected", False))
         return original(*args, **kwargs)
 
     def _went_backward(self, loss: Any) -> None:
@@ -318,7 +318,7 @@ class StepHooks:
             if context.request.save_weights is not None:
                 weights.save(meter.engine, Path(context.request.save_weights))
         else:
-            found = probe.workload_of(context, meter, prepared, self._profile, plain_backward=self._plain_backward)
+            found = probe.workload_of(context, meter, prepared, self._profile, self._plain)
             if context.report.rank == 0:
                 folder.write_record(context.recorder.folder.workload, found)
         rank.complete(context.recorder)

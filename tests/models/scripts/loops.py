@@ -85,7 +85,8 @@ def train(style, batch, accum, arguments):
     deepspeed.init_distributed()
     torch.manual_seed(-1 if style == "noise" else 0)
     itself = {"gradient_accumulation_steps": 1}
-    own = {"own steps": itself, "divides own steps": itself, "judged": {"zero_optimization": {"stage": 1}}}
+    at_1 = {"zero_optimization": {"stage": 1}}
+    own = {"own steps": itself, "divides own steps": itself, "judged": at_1, "scales": at_1}
     settings = config(**own.get(style, {}))
     model = {"packed": Packed, "halves": Big, "two loaders": TwoTasks}.get(style, Net)()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
@@ -149,7 +150,10 @@ def train(style, batch, accum, arguments):
             if style == "another model":
                 rival(x.detach(), y).backward()
                 rival_optimizer.step()
-            engine.backward(loss, retain_graph=style == "two losses")
+            if style == "scales":
+                engine.scale(loss).backward()
+            else:
+                engine.backward(loss, retain_graph=style == "two losses")
             if style == "two losses":
                 engine.backward(0.5 * loss)
             if schedule is not None:

@@ -441,6 +441,16 @@ def test_a_plain_backward_is_not_tried_at_stage_0_where_deepspeed_refuses_it(ben
     assert bench.measure(found, legal=False, zero_stage=0).outcome is Outcome.CRASHED
 
 
+def test_a_plain_backward_is_not_tried_with_loss_scaling_which_deepspeed_refuses_without_its_own_call(bench):
+    found = bench.plan("hand_made.py")
+    fp16 = replace(found.baseline, zero_stage=1, precision="torch_autocast_fp16")
+    assert "engine.scale(loss)" in why_illegal(fp16, replace(found.setting, fp16=True))
+    result = bench.measure(found, legal=False, zero_stage=1, precision="torch_autocast_fp16")
+    assert result.outcome is Outcome.CRASHED and "Loss scaling is required" in result.reason
+    scaled = bench.plan("styles.py", "scales")
+    assert scaled.setting.plain_backward and scaled.setting.scales
+
+
 def test_a_model_that_trains_through_another_is_cast_for_and_not_tried_where_deepspeed_refuses_it(bench):
     """As in adversarial training: its trials in 16 bits and those at stage 0 crashed."""
     found = bench.plan("styles.py", "judged")

@@ -1,6 +1,7 @@
 """The agent's own instruments: commands, and what its ranks are given."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -39,8 +40,25 @@ def test_gloo_and_nccl_take_the_interface_that_leads_to_the_others(monkeypatch):
     assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == network.interface_to("127.0.0.1", 29500)
     assert network.environment("127.0.0.1", 29500, 1).keys() == {"MASTER_ADDR", "MASTER_PORT"}
     assert network.interface_to("no.such.host.invalid", 29500) is None
+    unknown = network.environment("no.such.host.invalid", 29500, 2)
+    assert unknown["GLOO_SOCKET_IFNAME"] == unknown["NCCL_SOCKET_IFNAME"] == ""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     assert "GLOO_SOCKET_IFNAME" not in network.environment("127.0.0.1", 29500, 2)  # the user's own
+
+
+def test_others_reach_a_machine_whose_name_leads_to_its_loopback(monkeypatch):
+    """As on Debian and Ubuntu, where /etc/hosts has 127.0.1.1 for it."""
+    found = socket.getaddrinfo
+
+    def lookup(host, *rest, **more):
+        return found("127.0.1.1" if host == "node-1" else host, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    for address, place in {"node-1": "0.0.0.0", "127.0.0.1": "127.0.0.1"}.items():
+        with network.listen(address) as listener:
+            assert listener.getsockname()[0] == place
+    assert network.interface_to("node-1", 29500) == network.interface_to(network.ELSEWHERE, 29500) != "lo"
+    assert network.interface_to("127.0.0.1", 29500) == "lo"
 
 
 @pytest.mark.process

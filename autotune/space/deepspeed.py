@@ -268,8 +268,8 @@ def ops_needed(value_at: Callable[[str], Any]) -> list[str]:
     moved = [value_at(f"{ZERO}offload_{what}.device") for what in ("optimizer", "param")]
     own = not (kind in ("adam", "adamw") and value_at("optimizer.params.torch_adam"))
     found = [_OPTIMIZER_OPS.get(kind, ("", ""))[moved[0] in ("cpu", "nvme")]] if own else []
-    found += ["async_io"] if "nvme" in moved else []
-    found += ["quantizer"] if any(value_at(f"{ZERO}zero_quantized_{x}") for x in ("weights", "gradients")) else []
+    quantised = any(value_at(f"{ZERO}zero_quantized_{x}") for x in ("weights", "gradients", "nontrainable_weights"))
+    found += ["async_io"] * ("nvme" in moved) + ["quantizer"] * quantised
     return list(filter(None, found))
 
 

@@ -46,6 +46,7 @@ NEEDS_OP = [
     ("cpu_adagrad", (("optimizer.type", "Adagrad"),), {"zero_stage": 1, "offload_optimizer": "cpu"}),
     ("async_io", (("zero_optimization.offload_param.nvme_path", "/fast"),), NVME),
     ("quantizer", (), {"zero_stage": 3, f"{ZERO}zero_quantized_weights": True}),
+    ("quantizer", (), {"zero_stage": 3, f"{ZERO}zero_quantized_nontrainable_weights": True}),
 ]
 GPUS = Setting(accelerator="cuda", deepspeed_version="0.18.9", world_size=16, ranks_per_node=8, fp16=True, n_blocks=24)
 NODE = replace(GPUS, world_size=8)

@@ -155,6 +155,7 @@ def _trial(folder: Path, *, build: bool) -> Iterator[Finding]:
     """Findings of a warm server, a trial in it, and the ops that it builds."""
     from autotune.executors import base
     from autotune.executors.local import LocalExecutor
+    from autotune.study.setup.devices import of_ranks
     from autotune.trial import failures
     from autotune.trial.folder import TrialDir, read_record
     from autotune.trial.request import TrialRequest
@@ -175,6 +176,7 @@ def _trial(folder: Path, *, build: bool) -> Iterator[Finding]:
             yield Finding("fail", "worker", result.reason)
             return
         here = read_record(TrialDir(folder / "inspect").workload, Workload).environment
+        here = of_ranks(here, here.n_devices)
         yield from _devices(here)
         types = ["fp32", *(["bf16"] if here.bf16 else []), *(["fp16"] if here.fp16 else [])]
         slow = why_bf16_is_slow() if here.accelerator == "cpu" and here.bf16 else ""

@@ -6,6 +6,7 @@ from typing import Any
 
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig, Scalar
+from autotune.system.device import Device
 from autotune.trial import lengths as lengths_of
 from autotune.trial.profile import Machine, Profile
 
@@ -35,6 +36,7 @@ class Environment:
         omp_num_threads: The user's own `OMP_NUM_THREADS`, if set.
         versions: Version of each library that a measurement depends on.
         capability: CUDA compute capability, or AMD's architecture; empty on a CPU.
+        each: The visible devices in the order of the ranks; none on a CPU.
         uuid: Identifier of the first device; of a part of a card (MIG), the part's.
         free_bytes: Free memory of each visible device, in the order of the ranks that have them, before the target ran;
             empty on a CPU.
@@ -52,6 +54,7 @@ class Environment:
     versions: dict[str, str]
     omp_num_threads: str | None = None
     capability: str = ""
+    each: tuple[Device, ...] = ()
     uuid: str = ""
     free_bytes: tuple[int, ...] = ()
     missing_ops: dict[str, str] = field(default_factory=dict)

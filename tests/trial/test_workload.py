@@ -10,7 +10,7 @@ from autotune.cli.check import _machine
 from autotune.cli.doctor import _devices
 from autotune.report.load import _threads
 from autotune.space.candidate import Candidate
-from autotune.study.setup.plan import held_by_others
+from autotune.study.setup.devices import held_by_others
 from autotune.trial.request import TrialRequest
 from autotune.trial.workload import ACCELERATE, CUDA_CONTEXT_BYTES, NCCL_BYTES, Probed
 

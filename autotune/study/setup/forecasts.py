@@ -21,6 +21,7 @@ from autotune.space.deepspeed import Scalar, check_setting
 from autotune.space.legality import why_illegal
 from autotune.study.events import SILENT, EventSink
 from autotune.study.setup import profile_cache
+from autotune.study.setup.devices import of_ranks
 from autotune.study.setup.engine import executor_for
 from autotune.study.setup.plan import completed, grounds
 from autotune.study.setup.script import inspect_workload
@@ -98,7 +99,9 @@ def foresee_workload(spec: StudySpec, view: EventSink = SILENT, on: Devices | No
         spec = spec.model_copy(update={"ranks": on.count, "nodes": on.nodes})
         workload = replace(workload, machine=on.machine(), environment=_of_card(workload.environment, on))
         notes = [*notes, f"rates and memory are those of the data sheet ({on.card.source}): nothing was measured on it"]
-    environment, (world_size, local) = workload.environment, _ranks(spec, workload)
+    world_size, local = _ranks(spec, workload)
+    environment = of_ranks(workload.environment, local)
+    workload = replace(workload, environment=environment)
     base_config, baseline, setting = grounds(spec, target, replace(workload, n_samples=None), world_size)
     machine = workload.machine or Machine.guess(environment.accelerator, local, environment.n_cores)
     if local != world_size and on is None:
@@ -123,7 +126,7 @@ def _of_card(here: Environment, on: Devices) -> Environment:
     """The environment of a study on other devices, with this machine's libraries."""
     return replace(
         here, accelerator="cuda", device_name=on.card.name, n_devices=on.local, device_memory_bytes=on.card.memory_bytes,
-        bf16="bf16" in on.card.flops, fp16=True, capability=on.card.capability, free_bytes=(), missing_ops={},
+        bf16="bf16" in on.card.flops, fp16=True, capability=on.card.capability, each=(), free_bytes=(), missing_ops={},
         remarks=(),
     )  # fmt: skip
 

@@ -29,6 +29,7 @@ from autotune.space.space import SearchSpace
 from autotune.space.torch_settings import has_tf32
 from autotune.study.events import SILENT, EventSink
 from autotune.study.setup import batch_changes, degrees, profile_cache
+from autotune.study.setup.devices import UNLIKE, check_devices, held_by_others, of_ranks
 from autotune.study.setup.script import (
     DEFAULT_MICRO_BATCH,
     SCRIPT_BATCH,
@@ -39,12 +40,11 @@ from autotune.study.setup.script import (
 )
 from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
-from autotune.system.device import MEAN_CPU
 from autotune.system.machine import check_ranks, why_bf16_is_slow
 from autotune.trial.lengths import expected
 from autotune.trial.request import TrialRequest
 from autotune.trial.target import Target
-from autotune.trial.workload import Environment, Script, Workload
+from autotune.trial.workload import Script, Workload
 
 DEFAULT_LEARNING_RATE = 1e-3
 # What DeepSpeed's schedules cannot do without, and Hugging Face's configurations leave to its Trainer.
@@ -245,7 +245,9 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
     world_size = spec.stated_ranks or spec.n_nodes * (environment.n_devices if environment.accelerator != "cpu" else 1)
     if target.kind == "script" and world_size > first_ranks:  # its configuration may depend on the ranks
         workload = inspect_workload(spec, executor, trials / "inspect", world_size, doing)
-    _check_devices(spec, environment, world_size)
+    check_devices(spec, environment, world_size)
+    environment = of_ranks(workload.environment, world_size // spec.nodes_for(world_size))
+    workload = replace(workload, environment=environment)
     base_config, baseline, setting = grounds(spec, target, workload, world_size)
     space = spec.space
     wanted = degrees.asked(space, baseline)
@@ -293,28 +295,6 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
     )  # fmt: skip
 
 
-def _check_devices(spec: StudySpec, environment: Environment, world_size: int) -> None:
-    """Refuses more ranks than there are devices."""
-    if environment.accelerator == "cpu" or world_size <= spec.n_nodes * environment.n_devices:
-        return
-    whose = "the launch command" if spec.invocation and spec.invocation.world_size == world_size else "--ranks"
-    have = "this machine has" if spec.n_nodes == 1 else f"each of the {spec.n_nodes} machines has"
-    raise UserError(
-        f"{whose} asks for {world_size} ranks: {have} {environment.n_devices} devices; ask for fewer, or {MEAN_CPU}"
-    )
-
-
-def held_by_others(environment: Environment, ranks: int) -> list[str]:
-    """Returns what is to be said where other processes hold memory of the ranks' devices."""
-    if not (held := environment.held_by_others_bytes(ranks)):
-        return []
-    total = environment.device_memory_bytes / 2**30
-    return [
-        f"other processes hold {held / 2**30:.1f} of the {total:.1f} GiB of a device, so trials have only the rest: end them"
-        " (`nvidia-smi` lists them), or leave that device out by CUDA_VISIBLE_DEVICES"
-    ]
-
-
 def grounds(
     spec: StudySpec, target: Target, workload: Workload, world_size: int
 ) -> tuple[DsConfig, Candidate, Setting]:
@@ -350,7 +330,8 @@ def grounds(
     baseline = _baseline(spec, base_config, workload, data_parallel)
     reason = why_illegal(baseline, replace(setting, global_batch=None))
     if reason is not None:
-        raise UserError(f"the baseline cannot run here: {reason}")
+        why = "; ".join([reason, *(each for each in environment.remarks if each.startswith(UNLIKE))])
+        raise UserError(f"the baseline cannot run here: {why}")
     return _carried(spec.space, base_config, baseline, setting)
 
 

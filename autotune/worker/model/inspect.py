@@ -11,7 +11,6 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autotune.errors import UserError
-from autotune.system.device import Devices
 from autotune.system.machine import processor_name
 from autotune.trial.request import TrialRequest
 from autotune.trial.workload import Environment, Workload
@@ -165,48 +164,21 @@ def _environment() -> Environment:
     from autotune.worker.agent import ops
 
     accelerator, devices = get_accelerator(), found_devices()
-    first = devices.each[0] if devices.each else None
-    # A trial can do what all its devices can.
-    least = min((each.capability for each in devices.each), key=_by_age, default="")
+    first = devices.each[0] if devices.each else None  # `of_ranks` looks at those of a trial
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Environment(
         accelerator=devices.accelerator,
         device_name=first.name if first else processor_name(),
         n_devices=len(devices.each) or 1,
-        # A trial has as much as its smallest device.
-        device_memory_bytes=min((each.memory_bytes for each in devices.each), default=host_bytes),
-        bf16=_computes_in_bf16(least),
+        device_memory_bytes=first.memory_bytes if first else host_bytes,
+        bf16=bool(accelerator.is_bf16_supported()),
         fp16=bool(accelerator.is_fp16_supported()),
         n_cores=len(os.sched_getaffinity(0)),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         versions=versions(cuda=devices.accelerator == "cuda"),
-        capability=least,
+        capability=first.capability if first else "",
+        each=devices.each,
         uuid=first.uuid if first else "",
         missing_ops=ops.missing(),
-        remarks=tuple(filter(None, [devices.problem, devices.untested, _unlike(devices)])),
-    )
-
-
-def _by_age(capability: str) -> tuple[float, str]:
-    """Compute capabilities in order, 9.0 before 10.0."""
-    number = capability.replace(".", "", 1).isdigit()
-    return (float(capability) if number else 0.0, capability)
-
-
-def _computes_in_bf16(capability: str) -> bool:
-    """Whether a device has bf16 arithmetic: CUDA from capability 8.0 on; torch counts emulation on older ones, too."""
-    from deepspeed.accelerator import get_accelerator
-
-    major = capability.partition(".")[0]
-    return int(major) >= 8 if major.isdigit() else bool(get_accelerator().is_bf16_supported())
-
-
-def _unlike(devices: Devices) -> str:
-    models = list(dict.fromkeys(each.name for each in devices.each))
-    memory = {each.memory_bytes for each in devices.each}
-    if len(models) < 2 and len(memory) < 2:
-        return ""
-    return (
-        f"the visible devices differ ({', '.join(models)}): a trial is as slow as its slowest and has the memory of its"
-        " smallest; choose like ones by CUDA_VISIBLE_DEVICES"
+        remarks=tuple(filter(None, [devices.problem, devices.untested])),
     )

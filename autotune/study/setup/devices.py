@@ -1,0 +1,70 @@
+"""The devices of a trial: those of its ranks, which need not be all of a machine."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autotune.errors import UserError
+from autotune.study.spec.spec import StudySpec
+from autotune.system.device import MEAN_CPU, Device
+from autotune.trial.workload import Environment
+
+UNLIKE = "the devices of a trial differ"
+
+
+def of_ranks(environment: Environment, ranks: int) -> Environment:
+    """Returns the environment of trials with this number of ranks on a machine: they can do what all their devices can.
+
+    Rank n has device n; a display's card behind them is none of theirs.
+    """
+    used = environment.each[:ranks]
+    if not used:
+        return environment
+    least = min((each.capability for each in used), key=_by_age)
+    major = least.partition(".")[0]
+    remarks = [*(each for each in environment.remarks if not each.startswith(UNLIKE)), *_unlike(used)]
+    return replace(
+        environment,
+        capability=least,
+        device_memory_bytes=min(each.memory_bytes for each in used),
+        # torch counts emulation on older ones, too.
+        bf16=int(major) >= 8 if major.isdigit() else environment.bf16,
+        remarks=tuple(remarks),
+    )
+
+
+def _by_age(capability: str) -> tuple[float, str]:
+    """Compute capabilities in order, 9.0 before 10.0."""
+    number = capability.replace(".", "", 1).isdigit()
+    return (float(capability) if number else 0.0, capability)
+
+
+def _unlike(used: Sequence[Device]) -> list[str]:
+    models = list(dict.fromkeys(each.name for each in used))
+    if len(models) < 2 and len({each.memory_bytes for each in used}) < 2:
+        return []
+    return [
+        f"{UNLIKE} ({', '.join(models)}): it is as slow as its slowest and has the memory of its smallest; choose like ones by"
+        " CUDA_VISIBLE_DEVICES"
+    ]
+
+
+def check_devices(spec: StudySpec, environment: Environment, world_size: int) -> None:
+    """Refuses more ranks than there are devices."""
+    if environment.accelerator == "cpu" or world_size <= spec.n_nodes * environment.n_devices:
+        return
+    whose = "the launch command" if spec.invocation and spec.invocation.world_size == world_size else "--ranks"
+    have = "this machine has" if spec.n_nodes == 1 else f"each of the {spec.n_nodes} machines has"
+    raise UserError(
+        f"{whose} asks for {world_size} ranks: {have} {environment.n_devices} devices; ask for fewer, or {MEAN_CPU}"
+    )
+
+
+def held_by_others(environment: Environment, ranks: int) -> list[str]:
+    """Returns what is to be said where other processes hold memory of the ranks' devices."""
+    if not (held := environment.held_by_others_bytes(ranks)):
+        return []
+    total = environment.device_memory_bytes / 2**30
+    return [
+        f"other processes hold {held / 2**30:.1f} of the {total:.1f} GiB of a device, so trials have only the rest: end them"
+        " (`nvidia-smi` lists them), or leave that device out by CUDA_VISIBLE_DEVICES"
+    ]

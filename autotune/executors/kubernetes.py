@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from autotune.errors import Unavailable, UserError
@@ -136,7 +137,7 @@ def _driver(job: DriverJob, variables: Mapping[str, str], limits: Mapping[str, s
     return {
         "name": DRIVER,
         "image": job.options["image"],
-        "command": [job.options.get("python", "python"), *job.command[1:]],
+        "command": replace(job, options={"python": "python", **job.options}).command,  # the image's, not this one
         "env": _env({**_carried(), **variables}),
         "resources": {"limits": dict(limits)},
     }

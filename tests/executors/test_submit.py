@@ -121,6 +121,14 @@ def test_a_pod_has_the_gpus_of_the_ranks_shared_memory_and_is_run_again_where_it
     assert "suspend" not in plain["spec"] and "labels" not in plain["metadata"]
 
 
+def test_a_pod_that_begins_afresh_runs_the_images_python(job) -> None:
+    begun = replace(job, arguments=[*job.arguments, "--fresh"])
+    (container,) = manifest(begun)["spec"]["template"]["spec"]["containers"]
+    env, once, *command = container["command"]
+    assert (env, once) == ("env", f"{SUBMISSION}={begun.id}")
+    assert command == ["python", "-m", "autotune.cli", "run", "model.py", "--trials", "3", "--fresh"]
+
+
 def test_several_machines_are_a_job_set_whose_driver_calls_their_pods(job) -> None:
     found = manifest(job, nodes=2, queue="gpus", mem="64Gi", python="/env/bin/python")
     driver, machines = (each["template"]["spec"] for each in found["spec"]["replicatedJobs"])

@@ -27,6 +27,8 @@ OPTIONS = {
 }
 # Variables that change measurements, or where they are kept.
 CARRIED = ("OMP_NUM_THREADS", "DS_ACCELERATOR", "AUTOTUNE_CACHE")
+# The same of networks and of torch's allocator, by how they begin.
+PREFIXES = ("NCCL_", "GLOO_", "UCX_", "FI_", "OFI_", "PYTORCH_")
 LONGEST_NAME, LONGEST_OF_A_SET = 63, 40  # a JobSet's name begins those of its pods
 DISRUPTED = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
 NO_CLUSTER = re.compile(r"connection refused|no such host|unable to connect|i/o timeout|current-context", re.IGNORECASE)
@@ -176,7 +178,7 @@ def _suspended(job: DriverJob) -> dict[str, Any]:
 
 
 def _carried() -> dict[str, str]:
-    return {name: os.environ[name] for name in CARRIED if name in os.environ}
+    return {name: value for name, value in os.environ.items() if name in CARRIED or name.startswith(PREFIXES)}
 
 
 def _env(variables: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -121,6 +121,16 @@ def test_a_pod_has_the_gpus_of_the_ranks_shared_memory_and_is_run_again_where_it
     assert "suspend" not in plain["spec"] and "labels" not in plain["metadata"]
 
 
+def test_pods_get_what_is_set_of_networks_and_of_the_allocator_and_no_token(job, monkeypatch) -> None:
+    own = {"NCCL_IB_HCA": "mlx5", "FI_PROVIDER": "efa", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    for name, value in {**own, "HF_TOKEN": "secret"}.items():
+        monkeypatch.setenv(name, value)
+    for each in manifest(job, nodes=2)["spec"]["replicatedJobs"]:
+        (container,) = each["template"]["spec"]["template"]["spec"]["containers"]
+        found = {each["name"]: each.get("value") for each in container["env"]}
+        assert own.items() <= found.items() and "HF_TOKEN" not in found
+
+
 def test_a_pod_that_begins_afresh_runs_the_images_python(job) -> None:
     begun = replace(job, arguments=[*job.arguments, "--fresh"])
     (container,) = manifest(begun)["spec"]["template"]["spec"]["containers"]

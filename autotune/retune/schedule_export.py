@@ -24,7 +24,9 @@ MOUNTED_AT, MOST_OF_A_NAME = "/project", 52
 LAST = (59, 23, 31, 12)  # values of a crontab's fields before the weekday
 PLAIN = re.compile(r"[\w./:@+=-]+")  # a word that needs no quotes
 # Variables that change the measurements or that the command needs; another scheduler does not set them.
-CARRIED = ("PATH", "AUTOTUNE_CACHE", "OMP_NUM_THREADS", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch's, by its older and its newer name
+DEVICES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+CARRIED = ("PATH", "AUTOTUNE_CACHE", "OMP_NUM_THREADS", "DS_ACCELERATOR", *DEVICES, *ALLOCATOR)
 
 
 def export(
@@ -150,7 +152,9 @@ def _systemd(job: Job) -> str:
 def _kubernetes(job: Job) -> str:
     retune = f"{shlex.join(['autotune', 'retune', job.schedule.study, '--if-due'])}; s=$?; [ $s -eq 3 ] || exit $s"
     # The image has its own PATH; kernels and profiles are kept on the volume.
-    kept = _environment(("OMP_NUM_THREADS", "DS_ACCELERATOR")) | {"AUTOTUNE_CACHE": f"{MOUNTED_AT}/.cache/autotune"}
+    kept = _environment(("OMP_NUM_THREADS", "DS_ACCELERATOR", *ALLOCATOR)) | {
+        "AUTOTUNE_CACHE": f"{MOUNTED_AT}/.cache/autotune"
+    }
     container: dict[str, Any] = {
         "name": "retune",
         "image": "YOUR-IMAGE",

@@ -413,6 +413,14 @@ def test_what_not_every_cron_knows_is_written_otherwise_and_asks_whenever_the_ru
         assert schedule.next_after(None, asked, now - 60.0) == now
 
 
+def test_the_allocator_is_set_as_it_was_for_the_study(two, monkeypatch):
+    """A trial without it needs more memory, which would pass for a change."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    for form in schedule_export.FORMS:
+        text = schedule_export.export(form, two, Path("/data"), None)
+        assert text.count("PYTORCH_CUDA_ALLOC_CONF") == text.count("expandable_segments:True") == 2, form
+
+
 def test_folder_and_environment_are_quoted_for_each_scheduler(two):
     folder = Path("/data/my 10% project")
     text = schedule_export.export("cron", two, folder, None)

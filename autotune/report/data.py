@@ -131,7 +131,9 @@ class StudyReport:
         stated = self.study.get("device_memory_bytes")
         if stated or not self.environment.get("device_memory_bytes"):
             return float(stated) if stated else None
-        return adapter(Environment).validate_python(dict(self.environment)).share_bytes(self.world_size)
+        nodes = self.study.get("nodes", 1)
+        on_each = self.world_size // (1 if self.world_size % nodes else nodes)
+        return adapter(Environment).validate_python(dict(self.environment)).share_bytes(on_each, self.world_size)
 
     @property
     def trials_left(self) -> int:

@@ -120,6 +120,7 @@ def _facts(study: Study, kept: StudyRecord, folder: Path, *, n_trials: int) -> d
         "folder": str(folder),
         "target": kept.target,
         "ranks": kept.world_size,
+        "nodes": kept.fingerprint.get("nodes", 1),
         "data_parallel": kept.data_parallel,
         "objectives": [o.metric for o in kept.objectives],
         "weights": {o.metric: o.weight for o in kept.objectives},

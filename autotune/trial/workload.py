@@ -60,20 +60,22 @@ class Environment:
     missing_ops: dict[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
 
-    def share_bytes(self, ranks: int) -> float:
-        """Returns the memory of a rank: its device's without that of CUDA's context, NCCL and others; on a CPU its share."""
+    def share_bytes(self, on_each: int, ranks: int = 0) -> float:
+        """Returns a rank's memory, of `ranks` in all: its device's without that of context, NCCL and others; on a CPU its share."""
         if self.accelerator == "cpu":
-            return self.device_memory_bytes / ranks
-        held = max(self._held_bytes(ranks), CUDA_CONTEXT_BYTES) + (NCCL_BYTES if ranks > 1 else 0)
+            return self.device_memory_bytes / on_each
+        held = max(self._held_bytes(on_each), CUDA_CONTEXT_BYTES) + (NCCL_BYTES if max(on_each, ranks) > 1 else 0)
         return max(0.0, self.device_memory_bytes - held)
 
-    def _held_bytes(self, ranks: int) -> int:
+    def _held_bytes(self, on_each: int) -> int:
         """What was in use of the fullest of the ranks' devices, the context of the process that looked included."""
-        return self.device_memory_bytes - min(self.free_bytes[:ranks], default=self.device_memory_bytes)
+        # A script's ranks have looked on all machines, each at its own device alone.
+        seen = self.free_bytes if len(self.free_bytes) > self.n_devices else self.free_bytes[:on_each]
+        return self.device_memory_bytes - min(seen, default=self.device_memory_bytes)
 
-    def held_by_others_bytes(self, ranks: int) -> float:
+    def held_by_others_bytes(self, on_each: int) -> float:
         """What other processes hold of the fullest of the ranks' devices, with a context; 0 where it is hardly any."""
-        held = self._held_bytes(ranks)
+        held = self._held_bytes(on_each)
         return float(held) if self.accelerator != "cpu" and held > HELD_SHARE * self.device_memory_bytes else 0.0
 
 

@@ -43,8 +43,17 @@ def test_a_rank_has_what_others_leave_it(free, share):
     assert bool(said) is ("other processes hold 50.0 of the 80.0 GiB" in said) is (30 * GIB in free)
 
 
+def test_ranks_on_other_machines_are_talked_to_and_have_devices_of_their_own():
+    """A device that no rank has, and that others use, bounded the memory of all trials; NCCL's was not left out."""
+    here = replace(DEVICE, n_devices=4, free_bytes=(79 * GIB, 79 * GIB, 30 * GIB, 79 * GIB))
+    assert here.share_bytes(2, 4) == here.share_bytes(1, 8) == 79 * GIB - NCCL_BYTES
+    seen = replace(DEVICE, n_devices=2, free_bytes=(79 * GIB, 79 * GIB, 30 * GIB, 79 * GIB))  # by a script's ranks
+    assert seen.share_bytes(2, 4) == 30 * GIB - NCCL_BYTES and seen.held_by_others_bytes(2)
+
+
 def test_ranks_of_a_host_share_its_memory():
     assert replace(ENVIRONMENT, device_memory_bytes=8 * GIB).share_bytes(4) == 2 * GIB
+    assert replace(ENVIRONMENT, device_memory_bytes=8 * GIB).share_bytes(2, 4) == 4 * GIB  # two hosts
     assert not held_by_others(ENVIRONMENT, 2)
 
 

@@ -59,9 +59,9 @@ def check_devices(spec: StudySpec, environment: Environment, world_size: int) ->
     )
 
 
-def held_by_others(environment: Environment, ranks: int) -> list[str]:
+def held_by_others(environment: Environment, on_each: int) -> list[str]:
     """Returns what is to be said where other processes hold memory of the ranks' devices."""
-    if not (held := environment.held_by_others_bytes(ranks)):
+    if not (held := environment.held_by_others_bytes(on_each)):
         return []
     total = environment.device_memory_bytes / 2**30
     return [

@@ -117,7 +117,7 @@ def foresee_workload(spec: StudySpec, view: EventSink = SILENT, on: Devices | No
         profile=reaching,
         machine=machine, world_size=world_size, base_config=base_config, baseline=baseline, setting=setting,
         # On devices of a data sheet the forecast holds what context and NCCL take.
-        share_bytes=on.memory_bytes if on else environment.share_bytes(local), notes=notes,
+        share_bytes=on.memory_bytes if on else environment.share_bytes(local, world_size), notes=notes,
         device=on.describe() if on else f"{environment.device_name} ({environment.accelerator})",
     )  # fmt: skip
 

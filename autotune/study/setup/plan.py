@@ -89,7 +89,8 @@ class Plan:
     @property
     def memory_limit_bytes(self) -> float | None:
         """Memory limit of a rank: the stated one, else its device's memory; on a CPU its share of the host's."""
-        return self.spec.device_memory_bytes or self.workload.environment.share_bytes(self.world_size) or None
+        on_each = self.world_size // self.spec.nodes_for(self.world_size)
+        return self.spec.device_memory_bytes or self.workload.environment.share_bytes(on_each, self.world_size) or None
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """Returns the complete DeepSpeed configuration of a candidate."""
@@ -246,7 +247,8 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
     if target.kind == "script" and world_size > first_ranks:  # its configuration may depend on the ranks
         workload = inspect_workload(spec, executor, trials / "inspect", world_size, doing)
     check_devices(spec, environment, world_size)
-    environment = of_ranks(workload.environment, world_size // spec.nodes_for(world_size))
+    on_each = world_size // spec.nodes_for(world_size)
+    environment = of_ranks(workload.environment, on_each)
     workload = replace(workload, environment=environment)
     base_config, baseline, setting = grounds(spec, target, workload, world_size)
     space = spec.space
@@ -273,9 +275,8 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
         raise UserError(f"no candidate of the search space can run here: {why}")
     later = batch_changes.notes(target.path if target.kind == "script" else None, base_config)
     workload = replace(workload, caveats=[*workload.caveats, *later])
-    notes = [*environment.remarks, *held_by_others(environment, world_size), *workload.caveats]
+    notes = [*environment.remarks, *held_by_others(environment, on_each), *workload.caveats]
     notes += own_tuner.notes(base_config)
-    on_each = world_size // spec.nodes_for(world_size)
     if environment.n_cores < on_each and environment.accelerator == "cpu":
         notes.append(f"{on_each} ranks share {environment.n_cores} cores: step times will read slow and noisy")
     sixteen = {"bf16", "torch_autocast"} & {

@@ -183,8 +183,8 @@ class LocalExecutor(Executor):
                 "OPENBLAS_NUM_THREADS": "1",
                 # Lets torch count devices without initialising CUDA, which would not survive the fork.
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-                # All ranks are on this machine; NCCL uses the interface only to find its peers.
-                "GLOO_SOCKET_IFNAME": "lo",
+                # All ranks are on this machine, or `network.environment` says otherwise; NCCL uses it only to find its peers.
+                "GLOO_SOCKET_IFNAME": environment.get("GLOO_SOCKET_IFNAME", "lo"),
                 "NCCL_SOCKET_IFNAME": environment.get("NCCL_SOCKET_IFNAME", "lo"),
                 "PYTHONUNBUFFERED": "1",
                 "TOKENIZERS_PARALLELISM": environment.get("TOKENIZERS_PARALLELISM", "false"),

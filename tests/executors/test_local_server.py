@@ -35,6 +35,15 @@ def test_what_a_killed_server_left_in_the_temporary_folder_is_removed(tmp_path, 
     assert not left.exists()
 
 
+def test_the_interface_that_the_user_names_is_handed_on_and_else_the_loopback(tmp_path, monkeypatch) -> None:
+    """Agents of several machines have such a server, too: gloo got another interface than the user's."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    found = LocalExecutor([], tmp_path / "server.log")._environment()
+    assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("ib0", "lo")
+
+
 def test_two_executors_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
     first, second = LocalExecutor([], tmp_path / "a.log"), LocalExecutor([], tmp_path / "b.log")

@@ -163,7 +163,8 @@ def _threads(kept: StudyRecord) -> int | None:
     environment = kept.workload.environment
     if environment.accelerator != "cpu":
         return None
-    return workload.threads_per_rank(environment.n_cores, kept.world_size, environment.omp_num_threads)
+    on_each = max(1, kept.world_size // kept.fingerprint.get("nodes", 1))
+    return workload.threads_per_rank(environment.n_cores, on_each, environment.omp_num_threads)
 
 
 def _with_changes(measured: Measured, kept: StudyRecord) -> Measured:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from autotune.errors import UserError
 from autotune.forecast.prediction import Interval, Prediction
-from autotune.report.results import FilePath, Pick, Scalar, StudyResult, errors_in_words
+from autotune.report.results import FilePath, Pick, Scalar, StudyResult, errors_in_words, path_text
 from autotune.study.spec.settings import with_settings
 from autotune.study.storage import urls
 
@@ -149,12 +149,12 @@ def load_study(study: FilePath, *, storage: str | None = None) -> StudyResult:
     """
     from autotune import session
 
-    if not isinstance(study, str | os.PathLike):
-        raise UserError(f"load_study: the name of a study or the path of its folder is needed, not {study!r}")
+    text = path_text(study, "load_study: the name of a study or the path of its folder")
     if not isinstance(storage, str | None):
         raise UserError(f"storage: the URL of a database is needed as a text, not {storage!r}")
-    text = os.fspath(study)
     folder = Path(text).absolute() if os.sep in text else Path("studies").absolute() / text
+    if folder.is_file():
+        raise UserError(f"load_study: {text} is a file; give the study's name, or the path of its folder")
     with errors_in_words():
         url = storage or os.environ.get(urls.VARIABLE) or None
         return StudyResult(session.open_study(folder.name, url, folder.parent).report)
@@ -244,11 +244,13 @@ def _target(given: Any) -> str:
             "target: the path of a model.py, a training script or a study.yaml is needed, or a launch command,"
             f" not {type(given).__name__}: trials import the file in processes of their own"
         )
-    return str(os.fspath(given))
+    return os.fsdecode(given)
 
 
 def _words(given: Sequence[str] | str | None) -> tuple[str, ...] | None:
     """The script's arguments; None where nothing is said."""
+    if not isinstance(given, str | list | tuple | None):
+        raise UserError(f"script_args: a list of arguments or a text is needed, not {given!r}")
     try:
         words = shlex.split(given) if isinstance(given, str) else [str(word) for word in given or ()]
     except ValueError as error:

@@ -325,6 +325,8 @@ MISTAKES = {
     "a DeepSpeed key": ({"base_config": {"gradient_acumulation_steps": 2}}, "gradient_accumulation_steps"),
     "a quotation mark": ({"script_args": "--text 'open"}, "script_args"),
     "arguments for a model": ({"script_args": ["--bs", 4]}, "takes no arguments"),
+    "a number for the arguments": ({"script_args": 4}, "script_args: a list of arguments or a text is needed, not 4"),
+    "flags whose values would be lost": ({"script_args": {"--bs": 4}}, "script_args: a list .*not {'--bs': 4}"),
     "an engine": ({"executor": "cloud"}, "executor"),
 }
 
@@ -351,6 +353,31 @@ def test_an_unknown_study_is_said_with_those_that_are_known(tuned):
             autotune.load_study(wrong)
     with pytest.raises(UserError, match="storage: the URL of a database is needed"):
         autotune.load_study("s", storage=Path("autotune.db"))
+    with pytest.raises(UserError, match=r"load_study: .*study\.yaml is a file; give the study's name"):
+        autotune.load_study(tuned.folder / "study.yaml")
+
+
+class PathInBytes:
+    """What `os.scandir(b".")` yields: a path that is given as bytes."""
+
+    def __init__(self, path):
+        self.path = os.fsencode(path)
+
+    def __fspath__(self):
+        return self.path
+
+
+@pytest.mark.process
+def test_a_path_or_name_of_another_type_is_one_sentence_and_a_path_in_bytes_is_taken(tuned, tmp_path):
+    assert autotune.load_study(PathInBytes(tuned.folder)).name == "s" == api._target(PathInBytes("s"))
+    autotune.export(tuned, PathInBytes(tmp_path / "x.json"))
+    assert tuned.report(PathInBytes(tmp_path / "x.html")).is_file() and (tmp_path / "x.json").is_file()
+    with pytest.raises(UserError, match=r"pick: the name of a pick is needed, not 5"):
+        autotune.export(tuned, pick=5)
+    with pytest.raises(UserError, match=r"path: the name of a file is needed, not 7"):
+        autotune.export(tuned, 7)
+    with pytest.raises(UserError, match=r"path: the name of a page or a folder is needed, not b'x.html'"):
+        tuned.report(b"x.html")
 
 
 @pytest.mark.process

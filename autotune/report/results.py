@@ -143,7 +143,9 @@ class StudyResult:
 
         if pick is not None and trial is not None:
             raise UserError("export: give pick or trial, not both")
-        file = None if path is None else Path(path)
+        if not isinstance(pick, str | None):
+            raise UserError(f"pick: the name of a pick is needed, not {pick!r}")
+        file = None if path is None else Path(path_text(path, "path: the name of a file"))
         found = export_pick(self._report, pick, trial, format, file)
         if file is not None:
             with errors_in_words():
@@ -163,7 +165,8 @@ class StudyResult:
         from autotune.report.files import write_report
 
         with errors_in_words():
-            return write_report(self._report, self.folder if path is None else Path(path))[0]
+            where = self.folder if path is None else Path(path_text(path, "path: the name of a page or a folder"))
+            return write_report(self._report, where)[0]
 
     def plot_front(self, x: str | None = None, y: str | None = None) -> go.Figure:
         """The trials over two metrics, by default the first two objectives: front, picks and baseline are marked.
@@ -244,6 +247,17 @@ def _pick(name: str, data: Mapping[str, Any]) -> Pick:
         reasons=tuple(data.get("reasons") or ()),
         script_side_changes=tuple(data.get("script_side_changes") or ()),
     )
+
+
+def path_text(given: FilePath, wanted: str) -> str:
+    """A path as a text, also where an object gives it as bytes.
+
+    Raises:
+        UserError: It is no path; the sentence says what is wanted.
+    """
+    if not isinstance(given, str | os.PathLike):
+        raise UserError(f"{wanted} is needed, not {given!r}")
+    return os.fsdecode(given)
 
 
 @contextlib.contextmanager

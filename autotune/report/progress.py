@@ -1,6 +1,7 @@
 """The live view of a running study: a line for each trial, a bar and the running trial; all on standard error."""
 
 import io
+import sys
 import textwrap
 import time
 from collections import Counter
@@ -37,7 +38,7 @@ LONGEST_REASON = 160
 
 
 class ProgressView(EventSink):
-    """Prints a line for each trial and, in a terminal, keeps lines about the running trial and the time left.
+    """Prints a line for each trial and, in a terminal that can move its cursor, keeps lines about the running trial and the time left.
 
     Trials that are measured again share one line.
 
@@ -47,7 +48,7 @@ class ProgressView(EventSink):
     """
 
     def __init__(self, console: Console | None = None, *, after_s: float = 0.0) -> None:
-        self.console = console or Console(stderr=True, highlight=False)
+        self.console = console or _standard_error()
         self._doing = ""
         self._since = time.monotonic()
         self._shown_from = self._since + after_s
@@ -58,7 +59,7 @@ class ProgressView(EventSink):
         self._headed = self._waited = False
         # It redraws itself, so that seconds pass also where nothing emits ticks.
         drawn = Live(get_renderable=self._drawn, console=self.console, refresh_per_second=4, transient=True)
-        self._live = drawn if self.console.is_terminal else None
+        self._live = drawn if self.console.is_interactive else None
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -172,6 +173,12 @@ class ProgressView(EventSink):
     def _print(self, *lines: Text) -> None:
         for line in lines:
             self.console.print(line, soft_wrap=self._live is None)  # a piped line stays one line
+
+
+def _standard_error() -> Console:
+    """The console of standard error; a log is none to be redrawn, though FORCE_COLOR has rich take it for a terminal."""
+    is_terminal = getattr(sys.stderr, "isatty", bool)()
+    return Console(stderr=True, highlight=False, force_interactive=None if is_terminal else False)
 
 
 def _row(text: str, style: str) -> Text:

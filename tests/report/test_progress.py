@@ -4,6 +4,7 @@ import io
 import math
 import random
 import re
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -124,6 +125,29 @@ def test_a_terminal_of_few_columns_ends_no_study(width):
 
 def test_a_pipe_gets_no_control_characters():
     assert "\x1b" not in shown(ended(0, "baseline"), ended(1)) and "\r" not in shown(ended(0))
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "variable", "value"),
+    [(io.StringIO, "FORCE_COLOR", "1"), (io.StringIO, "TTY_COMPATIBLE", "1"), (Terminal, "TERM", "dumb")],
+)
+def test_a_log_and_a_terminal_that_cannot_redraw_get_a_line_for_what_is_done_and_no_live_lines(
+    monkeypatch, stream, variable, value
+):
+    """CI sets FORCE_COLOR, and its log held four live lines a second; a dumb terminal said nothing of what is done."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(sys, "stderr", stream())
+    with ProgressView() as view:
+        view.opening("model.py")
+        view.doing("profiling the model")
+        view.tick()
+    assert sys.stderr.getvalue() == "- profiling the model\n"
 
 
 def test_the_time_left_is_a_bound_while_the_search_may_end_by_itself():

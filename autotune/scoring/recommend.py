@@ -221,9 +221,14 @@ def _extremes(
             best = _confirmed(best, sound, estimates, metric)
             ran = [m for m in estimates.measured if m.outcome is Outcome.COMPLETE and m.metrics.get(metric)]
             least = SAME_MEMORY if metric == MEMORY else 0.0
-            ahead = {m.trial in passed for m in ran if improvement(log_ratio(m, best, metric), metric) > least}
-            of = ["keep the constraints and passed their checks"] if False in ahead else []
-            of += ["were measured again"] if True in ahead else []  # `_confirmed` passed by one that was not
+            ahead = [m for m in ran if improvement(log_ratio(m, best, metric), metric) > least]
+            vague = {m.trial for m in ahead if m.trial in passed and metric != MEMORY and m not in compared}
+            if vague and best is estimates.baseline:  # it is no best: how far it is behind cannot be told
+                continue
+            of = ["keep the constraints and passed their checks"] if any(m.trial not in passed for m in ahead) else []
+            of += ["can be compared with the baseline"] if vague else []
+            # `_confirmed` passed by one that was not.
+            of += ["were measured again"] if any(m.trial in passed - vague for m in ahead) else []
             why = f"the best {METRICS[metric].label} of all that {' and '.join(of) or 'ran'}"
             said = [*words(best, estimates, objectives), *checked(best), *passed_by(told[0], best)]
             picks[name] = replace(_pick(best, estimates, [why, *said]), first=told[0])

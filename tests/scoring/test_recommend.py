@@ -163,7 +163,21 @@ def test_an_interval_that_says_nothing_is_no_result():
     estimates, objectives = memory.estimates, [MEMORY, THROUGHPUT]
     assert recommendation.goal_gain(memory.measured, estimates.baseline, estimates, objectives) is None
     # By speed, what cannot be told is no pick.
-    assert chosen(found, "highest_throughput") != 1 and chosen(found, "lowest_latency") != 1
+    assert not found.picks.keys() & {"highest_throughput", "lowest_latency"}
+
+
+def test_a_baseline_that_is_behind_by_no_one_knows_how_much_is_no_best():
+    """It was `highest throughput` beside the recommended trial, whose throughput was the best and could not be compared."""
+    base, ahead = measured(0, 0.3, rounds=[0.6]), measured(1, 0.1, rounds=[0.02])
+    found = recommend([base, ahead], [THROUGHPUT])
+    assert chosen(found) == 1 and gained(found) is None
+    assert not found.picks.keys() & {"highest_throughput", "lowest_latency"}
+    slower = measured(2, 0.25, rounds=[0.45], zero_stage=1)
+    found = recommend([base, ahead, slower], [THROUGHPUT])
+    assert chosen(found, "highest_throughput") == 2
+    assert reasons(found, "highest_throughput").startswith(
+        "the best throughput of all that can be compared with the baseline\n"
+    )
 
 
 def test_the_values_of_the_rounds_go_before_those_of_the_first_trials():

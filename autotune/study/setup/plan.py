@@ -271,7 +271,8 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
     pruned = feasibility.pruned(space, baseline, setting)
     if not feasibility.holds_another(pruned, baseline, setting):
         refused = feasibility.dead_values(space, baseline, setting).values()
-        why = next(iter(refused), "only the baseline itself can")
+        kept = f", with its global batch of {baseline.global_batch_size(world_size)} kept (--global-batch free lets it vary)"
+        why = next(iter(refused), "only the baseline itself can" + kept * (spec.global_batch == "keep"))
         raise UserError(f"no candidate of the search space can run here: {why}")
     later = batch_changes.notes(target.path if target.kind == "script" else None, base_config)
     workload = replace(workload, caveats=[*workload.caveats, *later])

@@ -7,6 +7,7 @@ import pytest
 from support.instant import WORKLOAD
 from support.paths import MODELS
 
+from autotune.errors import UserError
 from autotune.space.candidate import Candidate
 from autotune.study.setup import plan as planning
 from autotune.study.spec.spec import StudySpec
@@ -87,3 +88,9 @@ def test_a_setting_without_effect_in_the_users_configuration_does_not_refuse_it(
     found = planned(base, {"zero_stage": [0, 2], "precision": ["fp32", "bf16"], **space})
     assert found.baseline.config == ()
     assert found.base_config == found.spec.base_config
+
+
+def test_where_the_kept_global_batch_leaves_nothing_to_tune_what_frees_it_is_said(planned):
+    """A configuration that states its batch keeps it, and no larger micro-batch does; the reason was not said."""
+    with pytest.raises(UserError, match=r"its global batch of 16 kept \(--global-batch free lets it vary\)"):
+        planned({}, {"micro_batch_size": [8, 16, 32]})

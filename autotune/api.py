@@ -125,8 +125,9 @@ def _run(arguments: dict[str, Any]) -> StudyResult:
             from autotune.session import tune  # takes a second, in which the engine starts
 
             tuned = tune(request, fresh=fresh, learn=learn, view=heard, callbacks=callbacks)
-    if tuned.stopped is not None:
-        raise type(tuned.stopped)(_stopped(tuned)) from None
+    if (stop := tuned.stopped) is not None:
+        stop.args = (_stopped(tuned),)
+        raise stop.with_traceback(None) from None
     if tuned.refused is not None:
         raise tuned.refused
     assert tuned.report is not None

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -249,6 +250,16 @@ def test_an_interrupt_leaves_the_best_so_far_and_the_same_call_goes_on(engine):
     assert len(so_far.trials_dataframe()) == 3 and so_far.recommended.trial in range(3)
     engine.stop_at = -1
     assert len(autotune.run(TARGET, **given).trials_dataframe()) == 4
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_scheduler_s_word_and_a_lost_terminal_are_an_interrupt_too(engine, number, status):
+    """It was a TypeError, which nothing that waits for an interrupt catches."""
+    engine.behaviour = lambda _: os.kill(os.getpid(), number)
+    with pytest.raises(KeyboardInterrupt, match=r"autotune\.load_study|nothing to keep") as stop:
+        autotune.run(TARGET, **SHORT)
+    assert stop.value.status == status
 
 
 @pytest.mark.process

@@ -27,7 +27,13 @@ UNFINISHED = "the search is over, but its best were not checked and measured aga
 # Where the best so far needs checks, without which it is no answer: share of a time budget that these may cost and reserve.
 DECIDING_SHARE = 0.5
 # What a run is that is no trial, by its role; it is shown under a number that no trial has.
-CHECKS = {"gate": "quality gate", "branch": "branch", "noise": "noise scale", "warm": "weights for a branch"}
+CHECKS = {
+    "gate": "quality gate",
+    "branch": "branch",
+    "noise": "noise scale",
+    "warm": "weights for a branch",
+    "round": "comparison",
+}
 CHECK = -1
 
 

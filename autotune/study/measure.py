@@ -12,7 +12,7 @@ from autotune.space.deepspeed import DsConfig, Scalar, at_path, ops_needed
 from autotune.space.legality import OP_RULES, why_illegal
 from autotune.study import placement
 from autotune.study.budget import Budget
-from autotune.study.events import EventSink
+from autotune.study.events import CHECKS, EventSink
 from autotune.study.setup.script import compiling
 from autotune.study.state import StudyState
 from autotune.trial.folder import result_in
@@ -80,7 +80,7 @@ class TrialMeasurer:
         """Runs a trial alone.
 
         Args:
-            role: `baseline`, `search`, `repeat`, `noise`, `gate`, `branch` or `warm`.
+            role: `baseline`, `search`, `repeat`, `noise`, `gate`, `branch`, `warm`, or `round`, of a re-tuning.
             request_fields: Fields of the request that differ from those of the study's trials.
         """
         request = replace(self.request(candidate, role), **request_fields)
@@ -116,7 +116,7 @@ class TrialMeasurer:
         """The check of the worst batch: in each trial where lengths vary, with evaluation and saving in those that come last."""
         spec, data = self._state.spec, self._state.plan.workload.data
         # The finalists', where each is surely measured again.
-        last = role == "repeat" or (role in ("baseline", "search") and not (spec.finalists and spec.repeats))
+        last = role in ("repeat", "round") or (role in ("baseline", "search") and not (spec.finalists and spec.repeats))
         more = {"evaluate": last and spec.with_eval, "save": last and spec.with_save}
         seen, stated = data.longest if data is not None else 0, spec.max_length or 0
         varies = role in ("baseline", "search") and (stated > seen or (data is not None and data.varies))
@@ -190,11 +190,12 @@ class TrialMeasurer:
             return TrialResult(outcome=Outcome.CRASHED, reason=reason, candidate=candidate.values())
         self._budget.measures()
         number = next((int(part) for part in (path.name, path.parent.name) if part.isdigit()), 0)
-        compared = role in ("baseline", "repeat")
+        compared = role in ("baseline", "repeat", "round")
         n_left = self._n_tries if compared else 1
 
         def again(why: str) -> None:
-            self._events.say(f"trial {number} is measured again: {why}")
+            what = f"{CHECKS[role]}: {candidate.describe()}" if role in CHECKS else f"trial {number}"
+            self._events.say(f"{what} is measured again: {why}")
 
         while True:
             with executor.turn(waiting):

@@ -35,6 +35,7 @@ from autotune.session import open_study
 from autotune.space.candidate import Candidate
 from autotune.space.parameter import SpaceError
 from autotune.study import warm_start
+from autotune.study.events import Kind
 from autotune.study.storage import analysed, records
 from autotune.study.storage.history import GoneError, History
 from autotune.study.storage.tables import DECISION, MEASUREMENT, RECOMMENDATION
@@ -118,6 +119,21 @@ def test_where_nothing_moved_it_stops_after_a_few_measurements_in_turns(tmp_path
     assert decision.verdict is RetuneVerdict.UNCHANGED and "what it was, within 4%" in decision.reason
     assert len(executor.ran) == 2 * comparison.FEWEST and len(set(executor.ran)) == 2
     assert config(tmp_path) == before
+
+
+def test_its_measurements_are_told_as_comparisons_one_at_a_time_and_not_as_trials(tmp_path):
+    """The live line listed each of them until the end, and called the third round `trial 3 again`."""
+    run, shown, seen = retuning(tmp_path), dict[int, str](), list[list[str]]()
+
+    def note(event):
+        if event.kind is Kind.TRIAL_STARTED:
+            event.note_under_way(shown)
+            seen.append(list(shown.values()))
+
+    run.observer.emit = note
+    run.begin()
+    run.run(plan_of(spec_of(**STUDY)), Instant())
+    assert seen and all(len(lines) == 1 and lines[0].startswith("comparison: micro-batch") for lines in seen)
 
 
 def test_a_configuration_that_became_slower_is_replaced_and_the_previous_one_kept(finished, replaced):

@@ -164,11 +164,10 @@ def diagnose(
 
 def print_answer(report: StudyReport, written: Sequence[Path], *, as_json: bool) -> None:
     """Print the recommendation and the front, and the files that state them."""
-    from rich.console import Console
-
     from autotune.report import answer
+    from autotune.report.console import AnswerConsole
 
     if as_json:
         print(json.dumps({**report.recommended, "front": list(report.front), "study": dict(report.study)}, indent=1))
     else:
-        Console(highlight=False, soft_wrap=False).print(answer.Answer(report, [str(path) for path in written]))
+        AnswerConsole(highlight=False, soft_wrap=False).print(answer.Answer(report, [str(path) for path in written]))

@@ -1,7 +1,6 @@
 """The command line's entry: the table of commands, and how their errors end."""
 
 import os
-import select
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ from typer.core import TyperGroup
 from autotune import __version__
 from autotune.cli.options import HELP_COLUMNS, command_of
 from autotune.errors import UserError
-from autotune.system.signals import terminable
+from autotune.system.signals import broken_pipes, terminable
 
 # By command: its module in this package, whose function has the command's name, and its help.
 COMMANDS = {
@@ -141,7 +140,7 @@ def main() -> None:
         if (stop := _behind(error, KeyboardInterrupt)) is not None:
             print("autotune: stopped", file=sys.stderr)
             sys.exit(getattr(stop, "status", 130))
-        if _behind(error, BrokenPipeError) and _read_enough():
+        if _behind(error, BrokenPipeError) and broken_pipes():
             sys.exit(0)  # typer ends with 1 then
         raise
     except UserError as error:
@@ -157,14 +156,6 @@ def main() -> None:
 
         print(f"autotune: {error_log.sentence(error)}", file=sys.stderr)
         sys.exit(error_log.STATUS)
-
-
-def _read_enough() -> bool:
-    """Returns whether what reads the output, as `head`, has closed its pipe."""
-    poll = select.poll()
-    for descriptor in (1, 2):
-        poll.register(descriptor, 0)  # errors are told without being asked for
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _unraised(found: "sys.UnraisableHookArgs") -> None:

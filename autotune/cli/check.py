@@ -38,9 +38,8 @@ def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = Fals
 
         wanted, notes = wanted_study(target, settings, view)
 
-    from rich.console import Console
-
     from autotune.executors import base
+    from autotune.report.console import AnswerConsole
     from autotune.study.measure import build_ops, ops_of
     from autotune.study.setup.engine import executor_for
     from autotune.study.setup.plan import plan
@@ -79,7 +78,7 @@ def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = Fals
     if as_json:
         print(json.dumps(data, indent=1))
     else:
-        print_check(data, Console(highlight=False, soft_wrap=True, markup=False))
+        print_check(data, AnswerConsole(highlight=False, soft_wrap=True, markup=False))
     return 0 if result.outcome is Outcome.COMPLETE else 1
 
 

@@ -1,7 +1,6 @@
 """The live view of a running study: a line for each trial, a bar and the running trial; all on standard error."""
 
 import io
-import sys
 import textwrap
 import time
 from collections import Counter
@@ -14,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from autotune.report.console import ProgressConsole
 from autotune.study.events import Event, EventSink, Kind, Progress
 from autotune.system import redaction
 from autotune.system.units import format_quantity
@@ -48,7 +48,7 @@ class ProgressView(EventSink):
     """
 
     def __init__(self, console: Console | None = None, *, after_s: float = 0.0) -> None:
-        self.console = console or _standard_error()
+        self.console = console or ProgressConsole()
         self._doing = ""
         self._since = time.monotonic()
         self._shown_from = self._since + after_s
@@ -173,12 +173,6 @@ class ProgressView(EventSink):
     def _print(self, *lines: Text) -> None:
         for line in lines:
             self.console.print(line, soft_wrap=self._live is None)  # a piped line stays one line
-
-
-def _standard_error() -> Console:
-    """The console of standard error; a log is none to be redrawn, though FORCE_COLOR has rich take it for a terminal."""
-    is_terminal = getattr(sys.stderr, "isatty", bool)()
-    return Console(stderr=True, highlight=False, force_interactive=None if is_terminal else False)
 
 
 def _row(text: str, style: str) -> Text:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import signal
 import stat
 import threading
@@ -16,7 +17,7 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised on SIGTERM and SIGHUP; a command ends as after Ctrl-C, but with another exit status.
+    """Raised on SIGTERM, SIGHUP and a broken pipe (SIGPIPE); a command ends as after Ctrl-C, but with another exit status.
 
     Args:
         number: Of the signal.
@@ -92,6 +93,24 @@ def _leave_lost_terminal() -> None:
     for stream in (0, 1, 2):
         with contextlib.suppress(OSError):  # a closed stream
             if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
-                nowhere = os.open(os.devnull, os.O_RDWR)
-                os.dup2(nowhere, stream)
-                os.close(nowhere)
+                _lead_nowhere(stream)
+
+
+def broken_pipes() -> list[int]:
+    """Returns which of standard output and error nobody reads any more, as after `head`."""
+    poll = select.poll()
+    for stream in (1, 2):
+        poll.register(stream, 0)  # errors are told without being asked for
+    return [stream for stream, event in poll.poll(0) if event & select.POLLERR]
+
+
+def leave_broken_pipes() -> None:
+    """Leads what nobody reads any more to nowhere, so that the rest can be said without an error."""
+    for stream in broken_pipes():
+        _lead_nowhere(stream)
+
+
+def _lead_nowhere(stream: int) -> None:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, stream)
+    os.close(nowhere)

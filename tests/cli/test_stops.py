@@ -71,6 +71,34 @@ def test_a_reader_that_has_read_enough_is_no_failure():
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+ANSWER = "from autotune.report.console import AnswerConsole\nAnswerConsole().print('the answer')\nprint('and more')"
+LOG = """
+import sys
+from autotune.report.console import ProgressConsole
+from autotune.system.signals import status_of
+try:
+    ProgressConsole().print('a line')
+except KeyboardInterrupt as stop:
+    print('stopped', file=sys.stderr, flush=True)
+    sys.exit(status_of(stop))
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("stream", "code", "status"), [("stdout", ANSWER, 0), ("stderr", LOG, 141)])
+def test_an_answer_whose_reader_is_gone_is_no_failure_and_a_run_of_which_nobody_reads_stops_in_order(
+    stream, code, status
+):
+    """rich ended the process at once with status 1, and a run wrote no answer."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = os.environ | {"PYTHONPATH": str(Path(autotune.__file__).parents[1])}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: writer}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=False, **streams)
+    os.close(writer)
+    assert (done.returncode, done.stdout or b"", done.stderr or b"") == (status, b"", b"")
+
+
 @pytest.mark.parametrize(("stopped", "status"), [(True, 130), (False, 1)])
 def test_another_pipe_that_broke_is_no_reader_that_has_read_enough(monkeypatch, stopped, status):
     """Of a run that was stopped with its `tee`, or whose server had died, the status was 0."""

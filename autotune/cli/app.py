@@ -1,5 +1,6 @@
 """The command line's entry: the table of commands, and how their errors end."""
 
+import io
 import os
 import sys
 from importlib import import_module
@@ -133,6 +134,8 @@ def main() -> None:
     for name in ("COLUMNS", "LINES"):  # 0 stands for a size that is not known, and rich would print nothing
         if os.environ.get(name) == "0":
             del os.environ[name]
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the locale cannot show would be an error
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with terminable():
             app(standalone_mode=True)

@@ -99,6 +99,15 @@ def test_an_answer_whose_reader_is_gone_is_no_failure_and_a_run_of_which_nobody_
     assert (done.returncode, done.stdout or b"", done.stderr or b"") == (status, b"", b"")
 
 
+@pytest.mark.process
+def test_what_the_locale_cannot_show_is_printed_as_an_escape(tmp_path):
+    """It was an error of autotune itself, also where the answer of a long study was to be printed."""
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(autotune.__file__).parents[1])}
+    command = [sys.executable, "-m", "autotune", "init", "modèle"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "wrote mod\\xe8le/model.py" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(("stopped", "status"), [(True, 130), (False, 1)])
 def test_another_pipe_that_broke_is_no_reader_that_has_read_enough(monkeypatch, stopped, status):
     """Of a run that was stopped with its `tee`, or whose server had died, the status was 0."""

@@ -115,15 +115,17 @@ def _sittings(told: Sequence[FrozenTrial], folder: Path, kept: StudyRecord) -> l
     if kept.workload.environment.accelerator != "cpu":
         return [0] * len(told)
     found, n, ended_s = dict[int, int](), 0, math.inf
-    probe = ran(folder / "trials" / "noise")  # of the noise scale, which follows the baseline and is no pause
+    # The probe of the noise scale follows the baseline, and is no pause. Dates have no time zone: it is compared with the baseline's run.
+    own, probe = ran(records.trial_path(folder, 0)), ran(folder / "trials" / "noise")
+    probe_s = sum(probe) - sum(own) if own is not None and probe is not None else 0.0
     # A baseline may have been measured after others.
     for each in sorted(told, key=lambda each: each.datetime_complete or datetime.max):
         at_s = each.datetime_complete.timestamp() if each.datetime_complete is not None else ended_s
         n += at_s - told_data(each)["wall_s"] - ended_s > PAUSE_S
         found[each.number] = n
         ended_s = at_s if math.isinf(ended_s) else max(ended_s, at_s)
-        if probe is not None and not each.number:
-            ended_s = max(ended_s, sum(probe))
+        if not each.number:
+            ended_s = max(ended_s, at_s + probe_s)
     return [found[each.number] for each in told]
 
 

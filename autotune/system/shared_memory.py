@@ -82,6 +82,6 @@ def _unused(names: list[str]) -> list[str]:
     prefix, used = f"{FOLDER}/", set[str]()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
-            lines = [line for line in maps.read_text().splitlines() if prefix in line]
+            lines = [line for line in os.fsdecode(maps.read_bytes()).splitlines() if prefix in line]
             used |= {line.partition(prefix)[2].removesuffix(" (deleted)") for line in lines}
     return [name for name in names if name not in used]

@@ -75,3 +75,14 @@ def test_what_a_dead_process_left_is_abandoned_unless_it_is_used_or_older(shared
     with open(used, "r+b") as file, mmap.mmap(file.fileno(), 4096):
         assert shared_memory.abandoned(before) == [dead]
         assert shared_memory.abandoned(before, since=time.time() + 60) == []
+
+
+def test_a_mapped_file_whose_name_is_no_utf_8_hides_nothing(shared: str, tmp_path: Path) -> None:
+    """Any process of the machine may have one, and the clearing away after a trial ended in a UnicodeDecodeError."""
+    before = frozenset(shared_memory.there())
+    left, other = make(f"psm_{shared}"), os.fsencode(tmp_path) + b"/caf\xe9"
+    with open(other, "wb+") as file:
+        file.write(bytes(4096))
+        file.flush()
+        with mmap.mmap(file.fileno(), 4096):
+            assert shared_memory.abandoned(before) == [left]

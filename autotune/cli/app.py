@@ -138,6 +138,7 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with terminable():
+            _check_folder()
             app(standalone_mode=True)
     except SystemExit as error:
         if (stop := _behind(error, KeyboardInterrupt)) is not None:
@@ -159,6 +160,14 @@ def main() -> None:
 
         print(f"autotune: {error_log.sentence(error)}", file=sys.stderr)
         sys.exit(error_log.STATUS)
+
+
+def _check_folder() -> None:
+    """Refuse to work in a folder that is gone, as after another checkout: every path of a study is relative to it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working directory was removed; change to a folder that is there (cd)") from None
 
 
 def _unraised(found: "sys.UnraisableHookArgs") -> None:

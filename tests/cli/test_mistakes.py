@@ -1,6 +1,7 @@
 """The commonest mistakes as a user makes them: each ends in one sentence with a remedy, and in status 2."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from support.commands import called, one_sentence
 from support.instant import ENVIRONMENT, WORKLOAD, Instant, Watcher, failed, report, runner_of, spec_of
 
 from autotune import session
+from autotune.cli import app
 from autotune.errors import UserError
 from autotune.executors.local import LocalExecutor
 from autotune.space.candidate import Candidate
@@ -369,3 +371,15 @@ def test_a_time_budget_that_ranks_hung_through_is_not_said_to_be_too_short(quiet
     assert "in which earlier runs count, is spent; a larger --time-budget goes on" in session._too_little_time(
         30.0, tmp_path, time.time()
     )
+
+
+def test_a_working_directory_that_was_removed_is_named(monkeypatch, capsys):
+    """It was an error of autotune itself."""
+
+    def gone():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    monkeypatch.setattr(os, "getcwd", gone)
+    with pytest.raises(SystemExit) as end:
+        app.main()
+    assert end.value.code == 2 and "autotune: the working directory was removed; change to" in capsys.readouterr().err

@@ -114,9 +114,16 @@ class StudyReport:
             said = f"no configuration fits the device memory: {ran_out}"
             long = f"; samples reach a length of {longest:,}, {times:.1f} times the average: {FOR_LONG_SAMPLES}"
             return said + (long if times >= LONG_TIMES else "")
-        if not ends["complete"]:
+        complete = [trial for trial in self.trials if trial["outcome"] == "complete"]
+        if not complete:
             return "no configuration completed"
-        return f"{ends['complete']} configurations completed, but none keeps every constraint and passed its checks"
+        held = [trial for trial in complete if trial.get("feasible") is not False]
+        doubtful, n = next((trial for trial in held if trial.get("doubt")), None), len(complete)
+        why = "yields every objective" if held else "keeps every constraint"
+        if doubtful is not None:
+            why = f"{'' if len(held) == n else 'that keeps every constraint '}passed its checks"
+            why += f" (trial {doubtful['trial']}: {doubtful['doubt']})"
+        return f"{n} configuration{'s' * (n > 1)} completed, but none {why}"
 
     @property
     def _longest(self) -> tuple[int, float]:

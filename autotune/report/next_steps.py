@@ -142,12 +142,13 @@ def _without_answer(report: StudyReport, again: str) -> list[str]:
             sizes = f"{format_bytes(stated)} a rank, which may have {format_bytes(own)} here"
             found.append(f"Or state a higher limit: `--device-memory` allows {sizes}.")
         return found
+    bounded = any(trial["outcome"] == "complete" and trial.get("feasible") is False for trial in report.trials)
     if ends["complete"] and _exhausted(report):
-        return [f"{_nothing_left(report, again).capitalize()}: {LOOSEN}."]
+        return [f"{_nothing_left(report, again).capitalize()}{f': {LOOSEN}' * bounded}."]
     if ends["complete"] and report.trials_left:
-        return [f"Or {LOOSEN}."]
+        return [f"Or {LOOSEN}."] * bounded
     if ends["complete"]:
-        return [f"Look further: `{again} {_more(report)}`; or {LOOSEN}."]
+        return [f"Look further: `{again} {_more(report)}`{f'; or {LOOSEN}' * bounded}."]
     return [
         "Mend the target: the reasons are in the table of trials, the whole output in each trial's folder (`rank-0.log`);"
         f" then `{again} --fresh` starts over.",

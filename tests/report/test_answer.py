@@ -181,7 +181,8 @@ def test_a_search_that_its_time_budget_ended_goes_on_with_more_time():
     ):  # fmt: skip
         step = next_steps(replace(report, study=stopped | {"ended": ended}))[0]
         assert said in step and "looks further" not in step
-    unfit = replace(over, recommended={"picks": {}, "baseline": base})
+    over_bounds = [trial | {"feasible": False} for trial in report.trials]
+    unfit = replace(over, recommended={"picks": {}, "baseline": base}, trials=over_bounds)
     assert next_steps(unfit)[0].startswith("Nothing is left to try in this search space: loosen the constraints")
     last = stopped | {"trials_wanted": 30}
     assert "--stop-below 0 --trials 60 --time-budget 7m` looks further" in next_steps(replace(report, study=last))[0]
@@ -295,6 +296,26 @@ def test_other_constraints_are_advised_with_what_lets_the_study_begin_anew(repor
     trials = [trial | {"feasible": False} for trial in report.trials]
     said = " ".join(next_steps(replace(report, recommended={"picks": {}}, front=[], trials=trials)))
     assert "loosen the constraints and begin anew with --fresh" in said
+
+
+def test_why_nothing_is_recommended_names_constraints_only_where_one_is_broken(report):
+    """Nine trials that ran out of memory when they were measured again were told to loosen constraints that there were none of."""
+    complete = [trial for trial in report.trials if trial["outcome"] == "complete"][:3]
+    doubt = "it ran out of memory when it was measured again"
+    over, doubtful = [{"feasible": False}], [{"feasible": True, "doubt": doubt}]
+    for changes, why in (
+        (over * 3, "3 configurations completed, but none keeps every constraint"),
+        (doubtful * 3, f"3 configurations completed, but none passed its checks (trial 0: {doubt})"),
+        (
+            over * 2 + doubtful,
+            "3 configurations completed, but none that keeps every constraint passed its checks (trial",
+        ),
+        (over, "1 configuration completed, but none keeps every constraint"),
+    ):
+        trials = [trial | change for trial, change in zip(complete, changes, strict=False)]
+        empty = replace(report, recommended={"picks": {}}, front=[], trials=trials)
+        assert empty.why_nothing.startswith(why)
+        assert ("loosen" in " ".join(next_steps(empty))) is ("constraint" in why)
 
 
 def test_a_study_that_another_process_runs_is_not_said_to_be_stopped():

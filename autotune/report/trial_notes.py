@@ -2,12 +2,13 @@
 
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from autotune.errors import printable
 from autotune.scoring.measured import set_apart
-from autotune.trial.result import FAILURES, MACHINE_BUSY, Outcome
+from autotune.trial.result import FAILURES, MACHINE_BUSY, RAN, Outcome
 
 Data: TypeAlias = Mapping[str, Any]
 # Characters of a failed trial's reason that are shown beside the answer: of its begin, and of its end, which says what to do.
@@ -22,7 +23,8 @@ PLACES = {
 def of(trials: Sequence[Data]) -> list[str]:
     """The notes on a study's trials, which are rows of its report."""
     return [
-        *_baseline_over(trials), *_failures(trials), *_failures_again(trials), *_set_apart(trials), *_slowed(trials),
+        *_baseline_over(trials), *_out_of_memory(trials), *_failures(trials), *_failures_again(trials), *_set_apart(trials),
+        *_slowed(trials),
     ]  # fmt: skip
 
 
@@ -35,6 +37,18 @@ def _baseline_over(trials: Sequence[Data]) -> list[str]:
             if doubt := trial.get("doubt"):
                 return [f"others are compared with the baseline, but it cannot be recommended: {doubt}"]
     return []
+
+
+def _out_of_memory(trials: Sequence[Data]) -> list[str]:
+    """The trials that ran out of memory, where they are why the baseline is all that was measured."""
+    own, *others = trials or [{}]
+    ends = Counter(trial.get("outcome") for trial in others)
+    ran_out, more = ends[Outcome.OOM], ends[Outcome.PREDICTED_OOM]
+    if own.get("outcome") != Outcome.COMPLETE or not ran_out + more or any(ends[outcome] for outcome in RAN):
+        return []
+    are = "is" if more == 1 else "are"
+    said = f"{ran_out or more} of {len(others)} other trials {'ran' if ran_out else f'{are} predicted to run'} out of memory"
+    return [said + (f", {more} more {are} predicted to" if ran_out and more else "")]
 
 
 def checks(point: Data) -> str:

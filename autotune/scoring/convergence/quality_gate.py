@@ -85,7 +85,7 @@ class GateVerdict:
         level = float(np.mean(self.losses[self.n_steps // 2 :])) if self.losses else math.nan
         share = f" ({100 * self.limit / abs(level):.2g} % of the loss)" if math.isfinite(level) and level else ""
         fallen = float(np.mean(self.losses[: max(1, self.n_steps // 8)])) - level if self.losses else math.inf
-        little = ", and that is more than the loss fell, so these steps show little" if self.limit > fallen else ""
+        little = ", and the loss fell by no more than that, so these steps show little" if self.limit >= fallen else ""
         apart = f"{abs(self.excess):.2g} {'above' if self.excess > 0 else 'below'}" if self.excess else "equal to"
         return (
             f"over {self.n_steps} steps {whose} is {apart} the reference's;"

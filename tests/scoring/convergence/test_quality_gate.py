@@ -131,7 +131,9 @@ def test_a_pass_says_which_difference_it_could_have_seen_and_where_that_is_littl
     assert "the loss is equal to the reference's;" in same.compared  # it was 0 below it
     flat, *others = (list(2.0 + np.random.default_rng(n).standard_normal(STEPS)) for n in range(4))
     wild = judge(flat, others[0], others[1:])
-    assert wild.passed and "more than the loss fell, so these steps show little" in wild.compared
+    assert wild.passed and "the loss fell by no more than that, so these steps show little" in wild.compared
+    still = judge([0.0] * STEPS, [0.0] * STEPS, [[0.0] * STEPS] * 2)  # nothing trains
+    assert still.passed and "so these steps show little" in still.compared
 
 
 def smooth(steps: int, lag: float = 0.0) -> np.ndarray:

@@ -149,9 +149,11 @@ class PhysicsSampler(LegalSampler):
         """What the most promising candidate is expected to improve the answer by, as a share."""
         return self.guide.outlook(self.told(study), list(self._known(study))).next_gain
 
-    def rivals(self, study: Study, candidate: Candidate, measured: Sequence[Measured]) -> tuple[TrialToBeat, ...]:
-        """Whom a trial of the candidate is compared with while it runs."""
-        return stopping.bounds_to_beat(self.guide, self.told(study), candidate, measured, self._default)
+    def rivals(
+        self, study: Study, candidate: Candidate, measured: Sequence[Measured], noise_sd: float
+    ) -> tuple[TrialToBeat, ...]:
+        """Whom a trial of the candidate is compared with while it runs; `noise_sd` is that of one reading's logarithm."""
+        return stopping.bounds_to_beat(self.guide, self.told(study), candidate, measured, self._default, noise_sd)
 
     def _as_told(self, trial: FrozenTrial) -> Observation:
         candidate, attrs = self._candidate_of(trial), trial.user_attrs

@@ -8,7 +8,7 @@ from functools import cached_property
 from autotune.scoring.convergence.quality_gate import keeps_numerics
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import GOODPUT, of_kind
-from autotune.scoring.quantiles import Z90
+from autotune.scoring.quantiles import Z90, Z95
 from autotune.search.model import Beliefs
 from autotune.search.observation import Observation
 from autotune.search.optimizer import HOPELESS, CandidateOptimizer, RemainingCandidates, chance_needed
@@ -18,8 +18,8 @@ from autotune.system.units import format_bytes
 from autotune.trial.profile import Floats
 from autotune.trial.request import TrialToBeat
 
-# Two runs of one configuration differ by a few per cent, and by as much as the interval of the rival's own reading says:
-# a rival must be better by more, within these factors.
+# Two runs of one configuration differ by a few per cent, by as much as the interval of the rival's own reading says, and by
+# what 95 % of two readings of this study differ by: a rival must be better by more, within these factors.
 RIVAL_MARGIN, WIDEST_MARGIN = 1.05, 1.5
 MOST_RIVALS = 32
 # What a search says that has nothing to propose although candidates are left.
@@ -83,11 +83,15 @@ def bounds_to_beat(
     candidate: Candidate,
     measured: Sequence[Measured],
     baseline: Candidate,
+    noise_sd: float,
 ) -> tuple[TrialToBeat, ...]:
     """Whom a trial of the candidate is compared with while it runs; empty where an objective cannot be foretold from its steps.
 
     A candidate with the baseline's global batch and numerics may be the drop-in pick, so only such ones are its rivals;
     one with its batch alone needs no branch, so only such are rivals of that. What can be no answer is no rival.
+
+    Args:
+        noise_sd: Standard deviation of the logarithm of one reading of a step time, as far as the study knows it.
     """
     world, batch = guide.world_size, candidate.global_batch_size(guide.world_size)
     usable = [m for m in measured if m.usable and not m.barred and not m.unreproducible and m.candidate != candidate]
@@ -100,7 +104,7 @@ def bounds_to_beat(
         return ()
     believed = guide.beliefs(told, [candidate])
     hoped = _ExpectedSamples(batch, believed)
-    found = [rival for m in usable if (rival := _rival(m, guide.metrics, hoped)) is not None]
+    found = [rival for m in usable if (rival := _rival(m, guide.metrics, hoped, noise_sd)) is not None]
     found.sort(key=lambda rival: (rival.step_time_s, rival.peak_memory_bytes or 0.0))
     needed: list[TrialToBeat] = []
     for rival in found:  # one that is easier to lose against in both ways says all that the other says
@@ -129,7 +133,7 @@ def _low(mean: Floats, sd: Floats) -> float:
     return math.exp(min(float(mean[0]) - 2 * float(sd[0]), 700.0))
 
 
-def _rival(measured: Measured, metrics: Sequence[str], hoped: _ExpectedSamples) -> TrialToBeat | None:
+def _rival(measured: Measured, metrics: Sequence[str], hoped: _ExpectedSamples, noise_sd: float) -> TrialToBeat | None:
     step_time_s, peak = 0.0, None
     for metric in metrics:
         value = measured.metrics.get(metric)
@@ -142,7 +146,8 @@ def _rival(measured: Measured, metrics: Sequence[str], hoped: _ExpectedSamples) 
     if not math.isfinite(step_time_s):
         return None
     low, high = measured.ci95.get("samples_per_s", (1.0, 1.0))
-    margin = min(max(RIVAL_MARGIN, math.sqrt(high / low) if 0 < low <= high else 1.0), WIDEST_MARGIN)
+    own = math.log(high / low) / 2 if 0 < low <= high else 0.0
+    margin = min(max(RIVAL_MARGIN, math.exp(max(own, math.sqrt(2) * Z95 * noise_sd))), WIDEST_MARGIN)
     return TrialToBeat(trial=measured.trial, step_time_s=step_time_s * margin, peak_memory_bytes=peak)
 
 

@@ -181,6 +181,11 @@ class Teller:
         )
         self._events.ended(event)
 
+    @property
+    def noise_sd(self) -> float:
+        """Standard deviation of the logarithm of one reading of a step time, as of the last trial that was told."""
+        return self._stood[3] or self._standing()[3]
+
     def _set_apart(self, result: TrialResult) -> str:
         """Says of a complete trial that it cannot be recommended, whatever it measured; empty if it can."""
         if result.outcome is not Outcome.COMPLETE:

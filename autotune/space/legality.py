@@ -210,6 +210,9 @@ RULES: tuple[Rule, ...] = (
          "ZeRO stage {zero_stage}: the script goes backward several times before the step() that updates"
          " the weights, where DeepSpeed's stages 1 and 2 lose gradients, so it would not train as the baseline does",
          ("zero_stage", "gradient_accumulation_steps")),
+    Rule(lambda c, k, s: c.zero_stage > 1 and s.unsynced,
+         "ZeRO stage {zero_stage}: DeepSpeed refuses `engine.no_sync()` there, in which the script adds up gradients",
+         ("zero_stage",)),
     Rule(lambda c, k, s: heeded(c, s) != s.heeded,
          "ZeRO stage {zero_stage}, {precision}: what the script changes itself of gradients or weights takes effect at ZeRO 0 alone"
          " (of weights without 16-bit ones), so it would not train as the baseline does",

@@ -34,6 +34,7 @@ class Setting:
         scales: It scales that loss by `engine.scale`, as fp16 needs.
         passes: Backward passes of a micro-batch before the call of `step()` that DeepSpeed takes for the last of a step.
         counts_itself: The script calls that once for all micro-batches of a step.
+        unsynced: It adds up gradients within `engine.no_sync()`.
         merged_passes: The passes of a step of the baseline of which DeepSpeed loses gradients, as `merged_passes` counts them.
         by_hand: What the script changes itself between DeepSpeed's calls: `gradients`, `weights`.
         heeded: Of that, what DeepSpeed heeds in the baseline, as `heeded` finds it.
@@ -82,6 +83,7 @@ class Setting:
     scales: bool = False
     passes: int = 1
     counts_itself: bool = False
+    unsynced: bool = False
     merged_passes: int = 1
     by_hand: tuple[str, ...] = ()
     heeded: tuple[str, ...] = ()

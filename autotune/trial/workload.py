@@ -192,6 +192,7 @@ class Probed:
         initialized_at: File and line where the script calls `deepspeed.initialize`; empty where a framework does.
         configured_accumulation: Micro-batches per step in the engine's configuration; None if it was not read.
         counts_itself: It counts the micro-batches of a step itself, and DeepSpeed divides the loss by a number that stays.
+        unsynced: It adds up their gradients within `engine.no_sync()`.
         model_parallel_size: Ranks that train one copy of the model together.
         pipeline_stages: Stages of a `PipelineModule`; 0 for another model.
         expert_parallel: Experts are spread over ranks, as in DeepSpeed's mixtures of experts.
@@ -224,6 +225,7 @@ class Probed:
     moved_by: tuple[str, ...] = ()
     configured_accumulation: int | None = None
     counts_itself: bool = False
+    unsynced: bool = False
     model_parallel_size: int = 1
     pipeline_stages: int = 0
     expert_parallel: bool = False

@@ -222,6 +222,7 @@ ILLEGAL = [
     ({"zero_stage": 2, "gradient_accumulation_steps": 4}, Setting(counts_itself=True), "lose gradients"),
     ({"zero_stage": 3}, Setting(passes=2, merged_passes=2), "not train as the baseline does"),
     ({"zero_stage": 1}, Setting(sparse="Embedding"), "those of Embedding are sparse; use 0"),
+    ({"zero_stage": 3}, Setting(unsynced=True), "refuses `engine.no_sync()` there"),
     ({"zero_stage": 1}, Setting(by_hand=("gradients",), heeded=("gradients",)), "takes effect at ZeRO 0 alone"),
     ({"zero_stage": 0}, Setting(by_hand=("gradients",)), "takes effect at ZeRO 0 alone"),
     ({"precision": "bf16"}, Setting(by_hand=("weights",), heeded=("weights",)), "of weights without 16-bit ones"),

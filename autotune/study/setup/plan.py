@@ -260,9 +260,8 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
     if target.kind == "script":
         workload = with_movable(spec, executor, trials / "moved", workload, baseline, world_size)
         space = space.pinned(frozen_knobs(spec, workload, baseline))
-        assert workload.script is not None
-        script = workload.script
-        setting = replace(setting, passes=script.passes, counts_itself=script.counts_itself, by_hand=script.by_hand)
+        found = {name: getattr(workload.script, name) for name in ("passes", "counts_itself", "unsynced", "by_hand")}
+        setting = replace(setting, **found)
         setting = replace(setting, merged_passes=merged_passes(baseline, setting), heeded=heeded(baseline, setting))
     if spec.global_batch == "keep":
         space = space.keeping(baseline, setting.world_size)

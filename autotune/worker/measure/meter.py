@@ -32,6 +32,7 @@ class Meter:
     Attributes:
         data_parallel: Ranks that are fed different data; the stages of a pipeline share theirs.
         passes_at_boundary: The most backward passes of a step each of which DeepSpeed takes for the step's last.
+        unsynced: The script has gone backward within `engine.no_sync()`, to add up gradients itself.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Meter:
         self._beside, self._n_beside, self._updates = list[int](), 0, False
         self._others = register_optimizer_step_post_hook(self._note_other) if request.script is not None else None
         self.passes_at_boundary = self._n_at_boundary = 0
+        self.unsynced = False
         texts = batches.texts
         watch.lengths, watch.rows, watch.row = texts.lengths, batches.rows, lambda: texts.row
         watch.accumulation = self.candidate.gradient_accumulation_steps
@@ -126,7 +128,11 @@ class Meter:
     def backward(self) -> None:
         """Notes that a micro-batch went backward."""
         self.batches.backward()
-        self._n_at_boundary += self.engine.is_gradient_accumulation_boundary()
+        if self.engine.is_gradient_accumulation_boundary():
+            # There DeepSpeed leaves gradients to a pass that follows.
+            apart = getattr(self.engine, "inside_no_sync_ctxt", False)
+            self._n_at_boundary += not apart
+            self.unsynced |= apart and not getattr(self.engine.optimizer, "_coalesce_grad_reduction", False)
         if self.noise is not None:
             self.noise.backward()
         if self.gradients is not None:

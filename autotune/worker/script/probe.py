@@ -95,6 +95,7 @@ def _probed(
         configured_accumulation=engine.gradient_accumulation_steps(),
         counts_itself=counts_itself,
         passes=meter.passes_at_boundary // ((seen.gradient_accumulation_steps or 1) if counts_itself else 1),
+        unsynced=meter.unsynced,
         model_parallel_size=context.request.world_size
         // (meter.data_parallel * _degree(prepared.own_config, described)),
         pipeline_stages=getattr(engine, "num_stages", 0),

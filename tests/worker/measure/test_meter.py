@@ -167,3 +167,25 @@ def test_busy_cores_disturb_ranks_on_a_cpu_and_not_on_a_device_whose_use_nobody_
     monkeypatch.setattr(Meter, "_cores_used_by_others", lambda _: 7.0)
     meter.conclude()
     assert any("7.0 cores" in caveat for caveat in meter.report.caveats) is busy
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("apart", "coalesced", "passes", "unsynced"),
+    [(False, False, 3, False), (True, False, 1, True), (True, True, 1, False)],
+)
+def test_passes_without_reduction_are_none_of_those_that_deepspeed_loses(apart, coalesced, passes, unsynced):
+    """In `engine.no_sync()`, and in `coalesce_grad_reduction`, which has the same mark: a loss as at ZeRO 0 was said to lack gradients."""
+    meter = Meter.__new__(Meter)
+    meter.batches, meter._rates = SimpleNamespace(backward=lambda: None), [0.0] * 9
+    meter.noise = meter.gradients = meter._others = None
+    meter.passes_at_boundary, meter._n_at_boundary, meter.unsynced = 0, 0, False
+    optimizer = SimpleNamespace(_coalesce_grad_reduction=coalesced)
+    meter.engine = engine = SimpleNamespace(
+        is_gradient_accumulation_boundary=lambda: True, optimizer=optimizer, global_steps=0
+    )
+    for inside in (apart, apart, False):
+        engine.inside_no_sync_ctxt = inside
+        meter.backward()
+    meter.update(lambda: vars(engine).update(global_steps=1))
+    assert (meter.passes_at_boundary, meter.unsynced) == (passes, unsynced)

@@ -322,10 +322,7 @@ class BatchObserver:
         self._settle()
         self.n_updates = self._engine.global_steps
         micro = tuple(self._micro)
-        self._every_fits = self._every_fits and self._n_every in (
-            self._draws.n_samples - self._latest_draw,
-            self._draws.n_samples,
-        )
+        self._every_fits &= self._n_every in (self._draws.n_samples - self._latest_draw, self._draws.n_samples)
         way = self._way(micro)
         samples = sum(getattr(one, way) for one in micro)
         ragged = Ragged.NO if self.uneven else self._ragged(samples, {getattr(one, way) for one in micro})
@@ -405,12 +402,15 @@ class BatchObserver:
 
     def _ragged(self, samples: int, sizes: set[int]) -> Ragged:
         """Returns how a step's samples, and the sizes of its micro-batches, compare with those of others."""
-        if self._forgiving and self._draws_vary and max(len(sizes), len({samples} | self.samples_per_step)) > 1:
-            return Ragged.VARIES
         has_loader, was_pending = self.draw_size > 0, self._pending
         at_end = self._epoch_ended or 0 < self._draws.last < self.draw_size
         # Of a draw that is cut up something may be left over each time, which ends no epoch.
         smaller = self._forgiving and (at_end or not self.parts) and samples < max(self.samples_per_step, default=0)
+        # Loaders in turns, each of another size, make steps of unlike micro-batches, or larger ones than the first.
+        explained = smaller or self._epoch_ended or (has_loader and self._draws.missing)
+        differ = max(len(sizes), len({samples} | self.samples_per_step)) > 1
+        if self._forgiving and differ and (self._draws_vary or not explained):
+            return Ragged.VARIES
         self._pending = smaller and not at_end
         # A loader says at the latest with its next draw that it had ended; in a loop without one, an end stands alone.
         varies = was_pending and (not self._epoch_ended if has_loader else smaller)

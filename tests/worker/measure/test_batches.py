@@ -332,6 +332,18 @@ def test_smaller_draws_after_which_no_loader_ends_vary():
     assert [step.ragged for step in loop.steps][:6] == [NO, END, NO, UNSAID, NO, UNSAID]
 
 
+@pytest.mark.parametrize(
+    ("accumulation", "sizes", "ragged"),
+    [(3, (8, 16, 4), [VARIES] * 4), (1, (4, 8), [NO, VARIES, NO, VARIES]), (2, (8, 8), [NO] * 4)],
+)
+def test_loaders_of_unlike_sizes_in_turns_make_steps_that_vary(accumulation, sizes, ragged):
+    """As those of several tasks: steps of 28 samples each were refused as varying, with the advice to make them the same."""
+    loop = Loop(accumulation=accumulation)
+    for n in sizes * 4 * accumulation:
+        loop.train(loop.draw(n, 3))
+    assert [step.ragged for step in loop.steps[:4]] == ragged
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_batches_of_varying_sizes_count_as_they_come(packed):
     engine = FakeEngine(accumulation=2)

@@ -14,7 +14,7 @@ DESTINATIONS = {
 # Further flags whose names say that they hold samples of a micro-batch, such as `--batch` and `--images_per_gpu`.
 BATCH = re.compile(
     r"^(?!(.*_)?(eval|valid|validation|val|test|dev|global|total|effective|max|min|num|n|log|save|workers)(_|$))"
-    r"((.*_)?((micro)?batch|bsz|bs|mbs)(_.*)?|(.*_)?per_(gpu|device|rank))$"
+    r"((.*_)?((micro)?batch|bsz|bs|mbs)(_.*)?|(.*_)?per_(gpu|device|rank)|(.*_)?micro)$"
 )
 # Further flags whose names say that they count micro-batches, such as `--accumulate`, `--accum-iter` and `--n-accum`.
 ACCUMULATION = re.compile(
@@ -24,12 +24,13 @@ FURTHER = {"micro_batch_size": BATCH, "gradient_accumulation_steps": ACCUMULATIO
 
 
 def known_names(field: str, names: Iterable[str]) -> list[str]:
-    """Returns the names that may hold a field, common ones first.
+    """Returns the names that may hold a field, common ones first, then those of a micro-batch: a script may also count prompts.
 
     Args:
         names: What there is, of which further names are taken.
     """
-    return [*DESTINATIONS[field], *filter(FURTHER[field].search, names)]
+    further = filter(FURTHER[field].search, names)
+    return [*DESTINATIONS[field], *sorted(further, key=lambda name: "micro" not in name)]
 
 
 def word_that_holds(field: str, value: int, arguments: Sequence[str]) -> str:

@@ -14,6 +14,9 @@ from autotune.trial.flags import word_that_holds
         ("--lr 4 --Batch-Size 4", "--Batch-Size"),
         ("--images-per-gpu=4 --micro_batch_size=4", "--micro_batch_size"),  # the commoner name
         ("--batch_size=8 --eval_batch_size=4 --n_layer=4", ""),
+        ("--prompts-per-rank=4 --group=4 --micro-batch=4", "--micro-batch"),  # rather than what a step generates from
+        ("--micro=4 --lr=4", "--micro"),
+        ("--micro_steps=4", ""),
         ("batch_size 4 --fast 4", ""),
         ("--batch_size", ""),
     ],

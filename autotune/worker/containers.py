@@ -1,10 +1,13 @@
 """Tensors in nested containers: find them, replace them, move them to a device; and the elements of a parameter."""
 
+import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 # Floating-point types, by the names of precisions.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,24 +67,50 @@ def number_in(tensor: Tensor) -> Tensor | float:
     return tensor.detach().reshape(()) if tensor.device.type != "cpu" else tensor.item()
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Returns a copy of nested mappings and sequences with every tensor changed; mappings become dicts."""
+def map_tensors(value: Any, change: Callable[[Tensor], Any], *, objects: bool = False) -> Any:
+    """Returns a copy of nested mappings and sequences with every tensor changed; mappings become dicts.
+
+    Args:
+        objects: Also of batches in classes of their own; see `held_by`.
+    """
     if isinstance(value, Tensor):
         return change(value)
+    again = functools.partial(map_tensors, change=change, objects=objects)
     if isinstance(value, Mapping):
-        return {key: map_tensors(inner, change) for key, inner in value.items()}
+        return {key: again(inner) for key, inner in value.items()}
+    if isinstance(value, PackedSequence):  # which has its sizes on the host
+        return type(value)(again(value.data), value.batch_sizes, *map(again, value[2:]))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(inner, change) for inner in value))
+        return type(value)(*map(again, value))
     if isinstance(value, list | tuple):
-        return type(value)(map_tensors(inner, change) for inner in value)
-    return value
+        return type(value)(map(again, value))
+    return _with_changed(value, change) if objects and held_by(value) else value
 
 
-def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Returns a batch on a device; floating-point tensors also become `dtype`, which 16-bit weights need."""
+def _with_changed(batch: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Returns a copy of a batch in a class that is no container, with the tensors that it holds changed."""
+    copied = copy.copy(batch)
+    for name, inner in held_by(copied).items():
+        changed = map_tensors(inner, change)
+        # As in graphs of PyG.
+        if isinstance(inner, Mapping) and not isinstance(inner, dict):
+            store = copy.copy(inner)
+            for key, value in changed.items():
+                store[key] = value  # type: ignore[index]
+            changed = store
+        object.__setattr__(copied, name, changed)
+    return copied
+
+
+def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None, *, objects: bool = True) -> Any:
+    """Returns a batch on a device; floating-point tensors also become `dtype`, which 16-bit weights need.
+
+    Args:
+        objects: As of `map_tensors`.
+    """
 
     def move(tensor: Tensor) -> Tensor:
         tensor = tensor.to(device, non_blocking=True)
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
-    return map_tensors(batch, move)
+    return map_tensors(batch, move, objects=objects)

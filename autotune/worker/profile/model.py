@@ -149,7 +149,7 @@ class _Subject:
     def _own(self, batch: Any) -> Any:
         if self.fake is None:
             return batch
-        return map_tensors(batch, self.fake.from_tensor)
+        return map_tensors(batch, self.fake.from_tensor, objects=True)
 
 
 def _batches(loader: Loader, sizes: tuple[int, int]) -> tuple[list[Any], Table]:

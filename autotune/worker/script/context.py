@@ -202,7 +202,8 @@ class ScriptContext:
             return None
         name = str(dtype).removeprefix("torch.")
         self.changed(f"Inputs: cast floating-point inputs to `{name}` before the engine's forward.")
-        cast: tuple[Any, Any] = to_device((args, kwargs), torch.device(engine.device), dtype)
+        # What a script passes in a class may be no batch: a cache that the model adds to must not be copied.
+        cast: tuple[Any, Any] = to_device((args, kwargs), torch.device(engine.device), dtype, objects=False)
         return cast
 
     @contextlib.contextmanager

@@ -1,0 +1,53 @@
+"""Batches in classes of their own, as they move to a device."""
+
+import collections
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+from autotune.worker.containers import to_device
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Graphs:
+    x: torch.Tensor
+    edges: torch.Tensor
+    names: tuple = ("a",)
+
+
+class Store(collections.UserDict):
+    """Has attributes besides what it maps, as graphs of PyG."""
+
+
+def test_a_batch_in_a_class_of_its_own_moves_as_one_in_a_dict_does():
+    """On a GPU it stayed behind, and bf16 crashed for want of a cast."""
+    batch = Graphs(torch.zeros(3, 2), torch.zeros(2, 5, dtype=torch.long))
+    moved = to_device({"graphs": [batch, None, "text"]}, META, torch.bfloat16)["graphs"][0]
+    assert isinstance(moved, Graphs) and moved.names == ("a",) and moved.x.device == moved.edges.device == META
+    assert (moved.x.dtype, moved.edges.dtype, batch.x.dtype) == (torch.bfloat16, torch.long, torch.float32)
+    assert batch.x.device == CPU
+
+
+def test_a_class_that_keeps_its_tensors_in_a_mapping_keeps_it():
+    held = Store(x=torch.zeros(3))
+    moved = to_device(SimpleNamespace(store=held, whole=object), META, None)
+    assert type(moved.store) is Store and moved.store["x"].device == META and held["x"].device == CPU
+    assert moved.whole is object
+
+
+def test_packed_sequences_keep_their_sizes_on_the_host():
+    """torch refuses others; so each batch of them failed on a GPU."""
+    for sorted_before in (True, False):
+        packed = pack_sequence([torch.zeros(3, 4), torch.zeros(2, 4)], enforce_sorted=sorted_before)
+        moved = to_device((packed,), META, torch.bfloat16)[0]
+        assert (moved.data.device, moved.data.dtype, moved.batch_sizes.device) == (META, torch.bfloat16, CPU)
+        assert (moved.sorted_indices is None) == sorted_before
+
+
+def test_what_holds_no_tensors_stays_the_same_object():
+    batch = SimpleNamespace(name="text", n=3)
+    assert to_device([batch], META, torch.bfloat16)[0] is batch

@@ -7,7 +7,9 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from autotune.errors import UserError
 from autotune.space.deepspeed import DTYPES, ZERO, DsConfig, at_path, precision_of, without_auto
 from autotune.worker.containers import n_elements, tensors_in
 from autotune.worker.script.context import ScriptContext
-from autotune.worker.script.patching import after_import, patch, users_caller
+from autotune.worker.script.patching import after_import, patch, patch_everywhere, users_caller
 
 SAVERS = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
 # Only offline is known to both of Neptune's clients, and to ClearML.
@@ -69,6 +71,7 @@ class Isolation:
         patch(os, "mkdir", self._make_folder)
         writer = "torch.utils.tensorboard.writer"
         after_import(writer, lambda module: patch(module.SummaryWriter, "__init__", self._summary_writer))
+        after_import("torch.distributed.checkpoint.state_dict_saver", self.on_sharded_saver)
         sys.addaudithook(self._audit)
         self._context.at_end.append(self.close)
 
@@ -86,6 +89,18 @@ class Isolation:
             self._context.once(
                 f"the script itself writes files, as in every trial: {named}{f' and {n_more} more' * (n_more > 0)}"
             )
+
+    def on_sharded_saver(self, module: ModuleType) -> None:
+        """Patches what saves a model in shards, a file for each rank, and perhaps over those of an earlier training."""
+        names = ("save", "async_save")
+        save, async_save = (self._context.saver(f"torch.distributed.checkpoint.{name}") for name in names)
+
+        def saved_later(*args: Any, **kwargs: Any) -> Future[Any]:
+            done = Future[Any]()
+            done.set_result(async_save(*args, **kwargs))
+            return done
+
+        patch_everywhere(module, {"save": save, "async_save": saved_later})
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Saves into the scratch folder, where `_load` finds it; drops weights, which cost time and space."""

@@ -2,8 +2,9 @@
 
 import os
 import shutil
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -159,6 +160,24 @@ def test_tensorboards_writer_gets_its_other_arguments_by_position_or_name(tmp_pa
         lambda *a, **k: calls.append(made(*a, **k)), None, log_dir="runs", comment="mine", purge_step=7
     )
     assert calls == [(str(tmp_path / "trial" / "scratch" / "tensorboard"), "mine", 7)] * 3
+
+
+def test_a_checkpoint_in_shards_is_not_saved(tmp_path):
+    """Trials wrote theirs over that of an earlier training, within their timed steps."""
+    found, said = rank(tmp_path), []
+    found._context.saver = lambda name: lambda *_args, **_kwargs: said.append(name)
+    module = ModuleType("saver")
+    module.save = module.async_save = lambda *_args, **_kwargs: pytest.fail("it was saved")
+    importer = ModuleType("importer")
+    importer.save = module.save
+    sys.modules["importer"] = importer
+    try:
+        found.on_sharded_saver(module)
+    finally:
+        del sys.modules["importer"]
+    importer.save({}, checkpoint_id="latest")
+    assert module.async_save({}, checkpoint_id="latest").done()
+    assert said == ["torch.distributed.checkpoint.save", "torch.distributed.checkpoint.async_save"]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")

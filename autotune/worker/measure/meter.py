@@ -1,6 +1,7 @@
 """The measurement of one engine in a rank, for a `model.py` and for a training script."""
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,12 @@ from autotune.worker.measure.recorder import Recorder
 
 # Steps whose learning rates show how fast a schedule goes.
 N_RATES = 2
+# Steps whose sizes never fall by chance, and by how much the last one is larger where a curriculum makes them grow.
+FEWEST_GROWING, GROWN = 8, 1.1
+GROWS = (
+    "batches grow from step to step, as in a curriculum: the answer is that of the first steps, of which a faster trial comes to larger"
+    " ones; start the training at the size that most of its steps have"
+)
 
 
 class Meter:
@@ -110,6 +117,8 @@ class Meter:
         report.other_cores, report.alloc_retries = self._cores_used_by_others(), memory.alloc_retries
         if (why := report.disturbed) and (report.rank == 0 or not memory.on_cpu):
             report.caveats.append(f"{MACHINE_BUSY}: {why} while this trial was timed")
+        if _grows(report.taken_in.get("elements", ())):
+            report.caveats.append(GROWS)
         self._note_lengths()
 
     def _note_lengths(self) -> None:
@@ -220,3 +229,9 @@ class Meter:
         highest = torch.tensor(float(value), dtype=torch.float64, device=self.device)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
         return float(highest)
+
+
+def _grows(sizes: Sequence[int]) -> bool:
+    """Returns whether no step took in less than the one before, and the last ones clearly more than the first."""
+    rises = all(before <= after for before, after in itertools.pairwise(sizes))
+    return len(sizes) >= FEWEST_GROWING and rises and sizes[-1] > GROWN * sizes[0]

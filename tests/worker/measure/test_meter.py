@@ -10,7 +10,7 @@ from support.zoo import STEPS
 from autotune.trial import folder
 from autotune.trial.result import Outcome, RankReport
 from autotune.worker.measure.ledger import NotApplied
-from autotune.worker.measure.meter import Meter
+from autotune.worker.measure.meter import GROWS, Meter
 
 pytestmark = pytest.mark.process
 
@@ -155,18 +155,29 @@ def test_another_batch_than_asked_for_is_memory_that_ran_out_where_it_did_since_
     assert asked == [refusals]
 
 
+@pytest.fixture
+def concluded(monkeypatch):
+    """The caveats of a trial that ends, on busy cores."""
+
+    def conclude(*, alloc_retries, on_cpu=False, taken_in=None):
+        meter = Meter.__new__(Meter)
+        meter.report, meter.noise = RankReport(rank=0, taken_in=taken_in or {}), None
+        meter.memory = SimpleNamespace(device_watch=None, on_cpu=on_cpu, alloc_retries=alloc_retries)
+        for name in ("check_applied", "_note_lengths"):
+            monkeypatch.setattr(Meter, name, lambda *_: None)
+        monkeypatch.setattr(Meter, "_cores_used_by_others", lambda _: 7.0)
+        meter.conclude()
+        return meter.report.caveats
+
+    return conclude
+
+
 @pytest.mark.unit
 @pytest.mark.parametrize(("retries", "busy"), [(0, False), (None, True)])
-def test_busy_cores_disturb_ranks_on_a_cpu_and_not_on_a_device_whose_use_nobody_tells(monkeypatch, retries, busy):
+def test_busy_cores_disturb_ranks_on_a_cpu_and_not_on_a_device_whose_use_nobody_tells(concluded, retries, busy):
     """Without NVIDIA's library; only the device's allocator has retries to tell."""
-    meter, nothing = Meter.__new__(Meter), lambda *_: None
-    meter.report, meter.noise = RankReport(rank=0), None
-    meter.memory = SimpleNamespace(device_watch=None, on_cpu=retries is None, alloc_retries=retries)
-    for name in ("check_applied", "_note_lengths"):
-        monkeypatch.setattr(Meter, name, nothing)
-    monkeypatch.setattr(Meter, "_cores_used_by_others", lambda _: 7.0)
-    meter.conclude()
-    assert any("7.0 cores" in caveat for caveat in meter.report.caveats) is busy
+    caveats = concluded(alloc_retries=retries, on_cpu=retries is None)
+    assert any("7.0 cores" in caveat for caveat in caveats) is busy
 
 
 @pytest.mark.unit
@@ -189,3 +200,19 @@ def test_passes_without_reduction_are_none_of_those_that_deepspeed_loses(apart, 
         meter.backward()
     meter.update(lambda: vars(engine).update(global_steps=1))
     assert (meter.passes_at_boundary, meter.unsynced) == (passes, unsynced)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ([64 + 16 * (i // 2) for i in range(10)], True),
+        ([64] * 10, False),
+        ([64, 96] * 5, False),
+        ([64, 80, 96], False),
+        ([100, *[101] * 9], False),
+    ],
+)
+def test_batches_that_grow_step_by_step_are_told(concluded, sizes, told):
+    """As in a curriculum of the script's own: a faster trial timed longer sequences, and nothing said so."""
+    assert (GROWS in concluded(alloc_retries=0, taken_in={"elements": sizes})) is told

@@ -38,8 +38,7 @@ class Environment:
         capability: CUDA compute capability, or AMD's architecture; empty on a CPU.
         each: The visible devices in the order of the ranks; none on a CPU.
         uuid: Identifier of the first device; of a part of a card (MIG), the part's.
-        free_bytes: Free memory of each visible device, in the order of the ranks that have them, before the target ran;
-            empty on a CPU.
+        free_bytes: Free memory of each visible device before the target ran; empty on a CPU.
         missing_ops: DeepSpeed's ops that cannot be compiled here, each with the reason and the remedy.
         remarks: Sentences for the user: a device that is not used, an accelerator that was never tested.
     """
@@ -389,8 +388,7 @@ class Workload:
         batch_norm: Class of its layers that are trained by the statistics of a micro-batch; empty without any.
         client_optimizer: The target defines `optimizer`.
         sparse: Classes of its modules that give sparse gradients; empty without any.
-        updates: Classes of modules in a script's blocks that change a buffer as they go forward, and again when they are
-            recomputed, as the running range of a quantiser; empty without any.
+        updates: Classes of modules in a script's blocks that change a buffer in each forward, also a recomputed one; empty without any.
         optimizer: Class of that optimizer, if it could be made without data.
         learning_rates: Rates that its parameter groups begin with.
         script: Findings of the probe, for a training script.

@@ -178,7 +178,7 @@ class ReplayExecutor(Executor):
         for n in range(1, len(times)):
             rival = step_times.beaten_by(request.rivals, times[:n], peak)
             if rival is not None:
-                why = f"worse than trial {rival.trial} on every objective"
+                why = f"worse than trial {rival.trial} had read on every objective"
                 cut = replace(whole, step_times_s=times[:n], cpu_times_s=times[:n], losses=whole.losses[:n])
                 return replace(cut, outcome=Outcome.STOPPED_EARLY, reason=why, phase="measure")
         return whole

@@ -256,9 +256,8 @@ class StepLedger:
         timed = self.report.step_times_s[step_times.SETUP_STEPS :]
         memory = f" and at least {self.peak_bytes / 2**20:.0f} MiB" if rival.peak_memory_bytes is not None else ""
         self.report.outcome = Outcome.STOPPED_EARLY
-        self.report.reason = (
-            f"at best {format_seconds(min(timed))} a step{memory}: worse than trial {rival.trial} on every objective"
-        )
+        took = f"at best {format_seconds(min(timed))} a step"
+        self.report.reason = f"{took}{memory}: worse than trial {rival.trial} had read on every objective"
         return True
 
     def _precise(self) -> bool:

@@ -30,7 +30,7 @@ def test_a_beaten_trial_is_stopped_on_all_ranks_and_keeps_what_it_showed(zoo):
         "gpt_tiny", zero_stage=2, gradient_accumulation_steps=2, budget_s=30.0, min_samples=10**9, rivals=(UNBEATABLE,)
     )
     assert result.outcome is Outcome.STOPPED_EARLY
-    assert "worse than trial 7 on every objective" in result.reason and "MiB" in result.reason
+    assert "worse than trial 7 had read on every objective" in result.reason and "MiB" in result.reason
     assert_stopped_as_soon_as_may_be(result.step_times_s)
     assert result.steps is not None and result.steps.median_s > 0 and (result.peak_memory_bytes or 0) > 0
     assert result.observed is not None and result.observed.zero_stage == 2

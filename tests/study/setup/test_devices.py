@@ -1,25 +1,127 @@
-"""The devices of a trial, where a machine has unlike ones."""
+"""What a study makes of the devices that it finds: ranks, types, memory, the default optimizer, notes, and disjoint shares of them."""
 
 import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from support.instant import WORKLOAD
+from support.instant import ENVIRONMENT, SPACE, WORKLOAD, plan_of, spec_of
 from support.paths import MODELS
 
 from autotune.errors import UserError
+from autotune.executors.local import LocalExecutor
+from autotune.study import parallel
 from autotune.study.setup import plan as planning
 from autotune.study.setup.devices import of_ranks
 from autotune.study.spec.spec import StudySpec
-from autotune.system.device import Device
+from autotune.system import device
+from autotune.trial.workload import Environment
 
 GIB = 2**30
-LARGE = Device(name="RTX 4090", capability="8.9", memory_bytes=24 * GIB)
-DISPLAY = Device(name="GTX 1050", capability="6.1", memory_bytes=4 * GIB)
+GPUS = replace(
+    ENVIRONMENT,
+    accelerator="cuda",
+    device_name="NVIDIA H100 80GB HBM3",
+    n_devices=4,
+    device_memory_bytes=80 << 30,
+    fp16=True,
+    capability="9.0",
+)
+LARGE = device.Device(name="RTX 4090", capability="8.9", memory_bytes=24 * GIB)
+DISPLAY = device.Device(name="GTX 1050", capability="6.1", memory_bytes=4 * GIB)
 HERE = replace(
     WORKLOAD.environment, accelerator="cuda", n_devices=2, each=(LARGE, DISPLAY), capability="8.9", bf16=True, remarks=("slow",),
 )  # fmt: skip
+
+
+@pytest.fixture
+def planned(monkeypatch, tmp_path):
+    """Returns the plan of a study on a machine with these devices."""
+
+    def make(environment: Environment, **changes):
+        workload = replace(WORKLOAD, environment=environment)
+        monkeypatch.setattr(planning, "inspect_workload", lambda *_: workload)
+        (tmp_path / "model.py").write_text((MODELS / "ok.py").read_text().partition("def optimizer")[0])
+        spec = StudySpec.of(tmp_path / "model.py", {"name": "s", "space": [SPACE], **changes})
+        executor = SimpleNamespace(cold_reason="", turn=lambda _: contextlib.nullcontext())
+        return planning.plan(spec, executor, tmp_path)
+
+    return make
+
+
+def test_a_study_takes_all_devices_and_never_more(planned):
+    assert planned(GPUS).world_size == 4
+    said = "--ranks asks for 5 ranks: this machine has 4 devices; ask for fewer, or set DS_ACCELERATOR=cpu"
+    with pytest.raises(UserError, match=said):
+        planned(GPUS, ranks=5)
+    with pytest.raises(UserError, match="each of the 2 machines has 4 devices"):
+        planned(GPUS, ranks=10, executor="slurm", nodes=2)
+
+
+def test_devices_without_a_rank_are_counted_since_deepspeed_takes_them_for_ranks(planned):
+    assert planned(GPUS, ranks=2).setting.idle_devices == 2
+    assert planned(GPUS, ranks=8, executor="slurm", nodes=2).setting.idle_devices == 0
+    assert planned(ENVIRONMENT, ranks=2).setting.idle_devices == 0
+
+
+@pytest.mark.parametrize(("environment", "fused"), [(GPUS, True), (replace(GPUS, accelerator="xpu"), None)])
+def test_the_default_optimizer_is_fused_where_that_is_known_to_help(planned, environment, fused):
+    params = planned(environment).base_config["optimizer"]["params"]
+    assert params["torch_adam"] is True and params.get("fused") is fused
+
+
+def test_a_cpu_says_that_ranks_share_cores_and_that_bf16_is_slow(planned, monkeypatch):
+    monkeypatch.setattr(planning, "why_bf16_is_slow", lambda: "this processor has no fast bf16")
+    notes = " ".join(planned(ENVIRONMENT, ranks=4).notes)
+    assert "4 ranks share 2 cores" in notes and "no fast bf16" in notes
+    assert planned(GPUS).notes == []
+
+
+def test_slots_have_disjoint_devices_by_the_users_names_or_disjoint_cores(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,MIG-a,1,0")
+    found = replace(plan_of(spec_of(space=[SPACE])), workload=replace(WORKLOAD, environment=GPUS), world_size=2)
+    assert parallel.device_shares(found, 2) == [["3", "MIG-a"], ["1", "0"]]
+    with pytest.raises(
+        UserError, match=r"--parallel 3: trials of 2 rank.s. need disjoint devices, and this machine has 4"
+    ):
+        parallel.device_shares(found, 3)
+    slot = parallel.SlicedExecutor(found, ["1", "0"], None)
+    assert slot._own["CUDA_VISIBLE_DEVICES"] == "1,0" and slot._cores == []
+    monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: {0, 2, 5})
+    on_cpu = replace(found, workload=WORKLOAD)
+    assert parallel.device_shares(on_cpu, 3) == [["0"], ["2"], ["5"]]
+    assert parallel.SlicedExecutor(on_cpu, ["2"], None)._cores == [2]
+    with pytest.raises(UserError, match="disjoint cores, and this machine has 3"):
+        parallel.device_shares(on_cpu, 4)
+
+
+def test_the_servers_of_slots_import_at_the_same_time(monkeypatch, tmp_path):
+    """Each takes seconds, and a node may have eight."""
+    called = []
+    for name in ("launch", "start", "close"):
+        monkeypatch.setattr(LocalExecutor, name, lambda self, name=name: called.append(name))
+    spec = spec_of(space=[SPACE], parallel=2, overlap=True)
+    found = replace(plan_of(spec), workload=replace(WORKLOAD, environment=GPUS), world_size=2)
+    with parallel.executors_for(found, LocalExecutor([], tmp_path / "log"), tmp_path, called.append) as slots:
+        assert len(slots) == 2 and called[:4] == ["launch", "launch", "start", "start"]
+    assert called[-2:] == ["close", "close"]
+
+
+@pytest.mark.parametrize(
+    ("stated", "found", "set_to"),
+    [
+        ({}, device.Devices(), "cpu"),
+        ({}, device.Devices(problem="the driver is too old"), None),  # a rank asks again, and says so
+        ({}, device.Devices(accelerator="cuda", each=(device.Device(name="x"),)), None),
+        ({"DS_ACCELERATOR": ""}, device.Devices(), "cpu"),
+        ({"DS_ACCELERATOR": "xpu"}, device.Devices(accelerator="xpu"), "xpu"),
+    ],
+)
+def test_trials_are_told_the_cpu_only_where_nothing_else_is_there(monkeypatch, tmp_path, stated, found, set_to):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr(device, "here", lambda *_: found)
+    executor = parallel.LocalExecutor([], tmp_path / "log", stated)
+    assert executor._environment().get("DS_ACCELERATOR") == set_to
 
 
 def test_a_card_behind_those_of_the_ranks_takes_neither_memory_nor_types_from_a_trial():

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -91,15 +91,20 @@ def _with_changed(batch: Any, change: Callable[[Tensor], Any]) -> Any:
     """Returns a copy of a batch in a class that is no container, with the tensors that it holds changed."""
     copied = copy.copy(batch)
     for name, inner in held_by(copied).items():
-        changed = map_tensors(inner, change)
-        # As in graphs of PyG.
-        if isinstance(inner, Mapping) and not isinstance(inner, dict):
-            store = copy.copy(inner)
-            for key, value in changed.items():
-                store[key] = value  # type: ignore[index]
-            changed = store
-        object.__setattr__(copied, name, changed)
+        object.__setattr__(copied, name, _as_held(inner, change))
     return copied
+
+
+def _as_held(inner: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Returns what a batch holds with its tensors changed; mappings keep their class, also within a dict, as PyG's graphs have them."""
+    if not isinstance(inner, Mapping):
+        return map_tensors(inner, change)
+    changed = {key: _as_held(value, change) for key, value in inner.items()}
+    if isinstance(inner, dict) or not isinstance(inner, MutableMapping):
+        return changed
+    store = copy.copy(inner)
+    store.update(changed)
+    return store
 
 
 def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None, *, objects: bool = True) -> Any:

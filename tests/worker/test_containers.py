@@ -32,10 +32,12 @@ def test_a_batch_in_a_class_of_its_own_moves_as_one_in_a_dict_does():
     assert batch.x.device == CPU
 
 
-def test_a_class_that_keeps_its_tensors_in_a_mapping_keeps_it():
+def test_a_class_that_keeps_its_tensors_in_a_mapping_or_in_several_keeps_them():
+    """Those of each kind of node, in a graph of several kinds, became dicts, of which the model found no attribute."""
     held = Store(x=torch.zeros(3))
-    moved = to_device(SimpleNamespace(store=held, whole=object), META, None)
-    assert type(moved.store) is Store and moved.store["x"].device == META and held["x"].device == CPU
+    moved = to_device(SimpleNamespace(store=held, kinds={"user": held}, whole=object), META, None)
+    for store in (moved.store, moved.kinds["user"]):
+        assert type(store) is Store and store["x"].device == META and held["x"].device == CPU
     assert moved.whole is object
 
 

@@ -232,6 +232,9 @@ class Meter:
 
 
 def _grows(sizes: Sequence[int]) -> bool:
-    """Returns whether no step took in less than the one before, and the last ones clearly more than the first."""
+    """Returns whether no step took in less than the one before, some twice more, and the last clearly more than the first.
+
+    Batches that are padded to one of two lengths rise once by chance.
+    """
     rises = all(before <= after for before, after in itertools.pairwise(sizes))
-    return len(sizes) >= FEWEST_GROWING and rises and sizes[-1] > GROWN * sizes[0]
+    return len(sizes) >= FEWEST_GROWING and rises and len({*sizes}) > 2 and sizes[-1] > GROWN * sizes[0]

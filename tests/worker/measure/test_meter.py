@@ -211,6 +211,7 @@ def test_passes_without_reduction_are_none_of_those_that_deepspeed_loses(apart, 
         ([64, 96] * 5, False),
         ([64, 80, 96], False),
         ([100, *[101] * 9], False),
+        ([448, *[512] * 9], False),  # padded to a multiple of 64, and mostly cut
     ],
 )
 def test_batches_that_grow_step_by_step_are_told(concluded, sizes, told):

@@ -12,7 +12,7 @@ UNLIKE = "the devices of a trial differ"
 
 
 def of_ranks(environment: Environment, ranks: int) -> Environment:
-    """Returns the environment of trials with this number of ranks on a machine: they can do what all their devices can.
+    """Returns the environment of trials that have this number of ranks on a machine at a time: they can do what all their devices can.
 
     Rank n has device n; a display's card behind them is none of theirs.
     """

@@ -248,7 +248,8 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
         workload = inspect_workload(spec, executor, trials / "inspect", world_size, doing)
     check_devices(spec, environment, world_size)
     on_each = world_size // spec.nodes_for(world_size)
-    environment = of_ranks(workload.environment, on_each)
+    in_use = on_each * (1 if spec.runs_elsewhere else spec.parallel)  # trials at a time have devices side by side here
+    environment = of_ranks(workload.environment, in_use)
     workload = replace(workload, environment=environment)
     base_config, baseline, setting = grounds(spec, target, workload, world_size)
     space = spec.space
@@ -270,13 +271,17 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
     pruned = feasibility.pruned(space, baseline, setting)
     if not feasibility.holds_another(pruned, baseline, setting):
         refused = feasibility.dead_values(space, baseline, setting).values()
-        kept = f", with its global batch of {baseline.global_batch_size(world_size)} kept (--global-batch free lets it vary)"
+        kept = f", with its global batch of {baseline.global_batch_size(setting.world_size)} kept (--global-batch free lets it vary)"
         why = next(iter(refused), "only the baseline itself can" + kept * (spec.global_batch == "keep"))
         raise UserError(f"no candidate of the search space can run here: {why}")
     later = batch_changes.notes(target.path if target.kind == "script" else None, base_config)
     workload = replace(workload, caveats=[*workload.caveats, *later])
-    notes = [*environment.remarks, *held_by_others(environment, on_each), *workload.caveats]
-    notes += own_tuner.notes(base_config)
+    notes = [
+        *environment.remarks,
+        *held_by_others(environment, in_use),
+        *workload.caveats,
+        *own_tuner.notes(base_config),
+    ]
     if environment.n_cores < on_each and environment.accelerator == "cpu":
         notes.append(f"{on_each} ranks share {environment.n_cores} cores: step times will read slow and noisy")
     sixteen = {"bf16", "torch_autocast"} & {

@@ -1,6 +1,7 @@
 """What a plan makes of settings that both the user's configuration states and the space tunes."""
 
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from autotune.errors import UserError
 from autotune.space.candidate import Candidate
 from autotune.study.setup import plan as planning
 from autotune.study.spec.spec import StudySpec
+from autotune.trial.workload import Probed
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
@@ -38,8 +40,8 @@ def test_a_comment_makes_no_other_target(tmp_path, text, same):
 def planned(monkeypatch, tmp_path):
     """Returns the plan of a study of two ranks on a CPU with this configuration and space."""
 
-    def make(base, space):
-        monkeypatch.setattr(planning, "inspect_workload", lambda *_: WORKLOAD)
+    def make(base, space, workload=WORKLOAD):
+        monkeypatch.setattr(planning, "inspect_workload", lambda *_: workload)
         (tmp_path / "model.py").write_text((MODELS / "ok.py").read_text())
         base = {"train_micro_batch_size_per_gpu": 8, "optimizer": ADAM, **base}
         spec = StudySpec.of(tmp_path / "model.py", {"name": "s", "ranks": 2, "base_config": base, "space": space})
@@ -94,3 +96,6 @@ def test_where_the_kept_global_batch_leaves_nothing_to_tune_what_frees_it_is_sai
     """A configuration that states its batch keeps it, and no larger micro-batch does; the reason was not said."""
     with pytest.raises(UserError, match=r"its global batch of 16 kept \(--global-batch free lets it vary\)"):
         planned({}, {"micro_batch_size": [8, 16, 32]})
+    both = Probed(ds_config={}, micro_batch_size=8, gradient_accumulation_steps=1, model_parallel_size=2)
+    with pytest.raises(UserError, match="its global batch of 8 kept"):  # both ranks train one copy of the model
+        planned({}, {"micro_batch_size": [8, 16, 32]}, replace(WORKLOAD, script=both))

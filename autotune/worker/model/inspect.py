@@ -131,7 +131,9 @@ def _module_classes(model: torch.nn.Module) -> tuple[str, ...]:
 
 def _with_sparse_gradients(model: torch.nn.Module) -> str:
     """Returns the classes of embeddings that are trained by sparse gradients."""
-    trained = (m for m in model.modules() if isinstance(m, EMBEDDINGS) and m.sparse and m.weight.requires_grad)
+    # A subclass may lack it.
+    sparse = (m for m in model.modules() if isinstance(m, EMBEDDINGS) and getattr(m, "sparse", False))
+    trained = (m for m in sparse if any(p.requires_grad for p in m.parameters(recurse=False)))
     return ", ".join(sorted({type(module).__name__ for module in trained}))
 
 

@@ -1,6 +1,7 @@
 """The description of a `model.py`."""
 
 import pytest
+import torch
 from support.instant import WORKLOAD
 from torch import nn
 
@@ -54,6 +55,18 @@ def test_embeddings_count_that_are_trained_by_sparse_gradients():
     some = nn.ModuleList([frozen, nn.Embedding(4, 2), nn.EmbeddingBag(4, 2, sparse=True), nn.Linear(2, 2)])
     assert workload_of(some, [], n_samples=None, client_optimizer=False).sparse == "EmbeddingBag"
     assert workload_of(some[:2], [], n_samples=None, client_optimizer=False).sparse == ""
+
+
+class Shared(nn.Embedding):
+    """Makes a table as it likes, as those do that share it out over ranks."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.table = nn.Parameter(torch.zeros(4, 2))
+
+
+def test_an_embedding_that_is_made_otherwise_is_described():
+    assert workload_of(Shared(), [], n_samples=None, client_optimizer=False).sparse == ""
 
 
 def test_layers_count_that_train_by_the_statistics_of_a_micro_batch_and_no_frozen_ones():

@@ -264,9 +264,12 @@ def _backend() -> str:
 
 def set_seed(seed: int) -> None:
     """Seeds the generators of Python, NumPy and torch."""
+    from deepspeed.accelerator import get_accelerator
+
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    if torch.accelerator.is_available():
+    # DeepSpeed is asked, since torch 2.6 may start CUDA to tell whether it is there, also in a trial on the CPU.
+    if get_accelerator().device_name() != "cpu":
         torch.manual_seed(seed)
     else:  # which would note the stack, with its source lines, for each kind of accelerator that may yet appear: 15 ms
         torch.default_generator.manual_seed(seed)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.torch import TorchBackend
 
 from autotune.errors import UserError
@@ -173,3 +174,17 @@ def test_pinned_memory_that_the_host_lacks_is_not_taken_for_the_devices(monkeypa
     told = [rank.classify(error) for error in (pinning, other, RuntimeError(THREAD))]
     assert {outcome for outcome, _ in told} == {Outcome.OOM}
     assert [means_host_memory(reason) for _, reason in told] == [True, False, free > 8 << 30]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_devices_are_seeded_where_deepspeed_has_some_and_torch_is_not_asked_for_any(monkeypatch, device):
+    """torch 2.6 starts CUDA to answer, also in a trial on the CPU, whose memory that would be."""
+    seeded = []
+    monkeypatch.setattr(type(get_accelerator()), "device_name", lambda *_: device)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: pytest.fail("torch was asked"))
+    monkeypatch.setattr(torch, "manual_seed", seeded.append)
+    torch.default_generator.manual_seed(7)
+    expected = torch.rand(1)
+    rank.set_seed(7)
+    assert (seeded == [7]) is (device == "cuda")
+    assert seeded or torch.rand(1) == expected

@@ -19,7 +19,7 @@ from autotune.scoring.convergence.quality_gate import trains_alike
 from autotune.space import data as data_knobs
 from autotune.space import feasibility, own_tuner
 from autotune.space.candidate import Candidate, from_deepspeed
-from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, at_path, check_retired, drop_path, set_path
+from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, Scalar, at_path, check_retired, drop_path, set_path
 from autotune.space.degree import EXPERT_DEGREE, EXPERTS_SPLIT, PIPELINE_DEGREE, configured_degrees, ranks_per_replica
 from autotune.space.installed import pins_by_default
 from autotune.space.legality import heeded, inherited_settings, merged_passes, why_illegal
@@ -282,23 +282,29 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
         *workload.caveats,
         *own_tuner.notes(base_config),
     ]
-    if environment.n_cores < on_each and environment.accelerator == "cpu":
-        notes.append(f"{on_each} ranks share {environment.n_cores} cores: step times will read slow and noisy")
-    sixteen = {"bf16", "torch_autocast"} & {
-        *(pruned["precision"].all_values() if "precision" in pruned else ()),
-        baseline.precision,
-    }
-    if environment.accelerator == "cpu" and not spec.runs_elsewhere and sixteen and (slow := why_bf16_is_slow()):
-        are = f"{' and '.join(sorted(sixteen))} {'are' if len(sixteen) > 1 else 'is'}"
-        notes.append(
-            f"{slow}, so {are} emulated and slow; a search tries what is predicted to be over 3x slower at most once"
-        )
+    if environment.accelerator == "cpu":
+        tried = pruned["precision"].all_values() if "precision" in pruned else ()
+        notes += _cpu_notes(spec, environment.n_cores, on_each, {*tried, baseline.precision})
     if executor.cold_reason:
         notes.append(executor.cold_reason)
     return Plan(
         spec=spec, target=target, workload=workload, world_size=world_size, base_config=base_config, baseline=baseline,
         space=pruned, full_space=space, setting=setting, notes=notes,
     )  # fmt: skip
+
+
+def _cpu_notes(spec: StudySpec, n_cores: int, on_each: int, precisions: set[Scalar]) -> list[str]:
+    """Returns why trials on a CPU will be slow: few cores for the ranks of a machine, precisions that it emulates."""
+    notes = []
+    if n_cores < on_each:
+        notes.append(f"{on_each} ranks share {n_cores} cores: step times will read slow and noisy")
+    sixteen = {"bf16", "torch_autocast"} & precisions
+    if sixteen and not spec.runs_elsewhere and (slow := why_bf16_is_slow()):
+        are = f"{' and '.join(sorted(sixteen))} {'are' if len(sixteen) > 1 else 'is'}"
+        notes.append(
+            f"{slow}, so {are} emulated and slow; a search tries what is predicted to be over 3x slower at most once"
+        )
+    return notes
 
 
 def grounds(

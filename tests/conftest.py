@@ -27,9 +27,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # DeepSpeed's compiled ops and the like; git-ignored.
 os.environ.setdefault("AUTOTUNE_CACHE", str(ROOT / ".cache" / "autotune"))
 
-# A shell's background job ignores Ctrl-C, and so would all that the tests start and interrupt.
+# A shell's background job ignores Ctrl-C, one of nohup a lost terminal, and so would all that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # How long examples take is up to the machine.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])

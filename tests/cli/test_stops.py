@@ -32,7 +32,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(("stop", "status"), [(KeyboardInterrupt, 130), (Terminated, 143)])
+@pytest.mark.parametrize(("stop", "status"), [(KeyboardInterrupt(), 130), (Terminated(signal.SIGTERM), 143)])
 def test_a_second_stop_of_a_run_says_how_to_go_on_too(place, monkeypatch, stop, status):
     """It said only `stopped`."""
 

@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pandas
 import pytest
@@ -52,13 +51,6 @@ def test_a_reason_with_commas_and_lines_stays_one_cell(report):
     trials = [report.trials[0] | {"reason": 'a, "b"\nc'}, *report.trials[1:]]
     text = files.as_csv(replace(report, trials=trials))
     assert next(csv.DictReader(io.StringIO(text)))["reason"] == 'a, "b"\nc'
-
-
-def test_the_threads_of_a_rank_are_its_share_of_its_own_machine():
-    """A study on several machines said that each rank had the cores of one machine divided by the ranks of all."""
-    cores = replace(WORKLOAD, environment=replace(WORKLOAD.environment, n_cores=8))
-    shared = [SimpleNamespace(workload=cores, world_size=4, fingerprint={"nodes": nodes}) for nodes in (1, 2)]
-    assert [load._threads(kept) for kept in shared] == [2, 4]
 
 
 def test_a_text_in_the_csv_is_no_formula_for_a_spreadsheet(report):

@@ -57,11 +57,13 @@ def test_ranks_of_a_host_share_its_memory():
     assert not held_by_others(ENVIRONMENT, 2)
 
 
-def test_the_threads_of_a_rank_are_told_of_studies_on_a_cpu_alone():
-    kept = [
-        SimpleNamespace(workload=replace(WORKLOAD, environment=each), world_size=2) for each in (ENVIRONMENT, DEVICE)
-    ]
-    assert [_threads(each) for each in kept] == [1, None]
+@pytest.mark.parametrize(
+    ("environment", "nodes", "threads"), [(ENVIRONMENT, 1, 1), (ENVIRONMENT, 2, 2), (DEVICE, 1, None)]
+)
+def test_the_threads_of_a_rank_are_told_of_studies_on_a_cpu_alone(environment, nodes, threads):
+    """Of a study on several machines each rank had the cores of one machine divided by the ranks of all."""
+    workload = replace(WORKLOAD, environment=environment)
+    assert _threads(SimpleNamespace(workload=workload, world_size=2, fingerprint={"nodes": nodes})) == threads
 
 
 def test_a_check_names_the_devices_with_capability_and_memory():

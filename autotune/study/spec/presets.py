@@ -79,7 +79,7 @@ def find_preset(kind: Kind, name_or_path: str, relative_to: Path, where: str) ->
                 " autotune whole"
             )
         for file in (f"{name_or_path}.yaml", f"{kind}/{name_or_path}.yaml"):
-            if (relative_to / file).is_file():
+            if os.path.isfile(relative_to / file):  # also of what can be no name, as one that is too long
                 raise SpecError(f"{where}: {name_or_path!r} is no preset; name your file by its path, {file}")
         listed = "spaces" if kind == "search_spaces" else kind
         raise SpecError(

@@ -82,3 +82,8 @@ def test_a_file_that_is_not_plain_data_is_refused(tmp_path, data, said):
     with pytest.raises(SpecError, match=said) as error:
         read_yaml(tmp_path / "x.yaml")
     assert "x.yaml" in str(error.value)
+
+
+def test_a_name_that_can_be_no_file_is_no_preset(tmp_path):
+    with pytest.raises(SpecError, match="--space"):
+        find_preset("search_spaces", "a" * 5000, tmp_path, "--space")

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from autotune.system.units import format_bytes
 
 # Probability from which a configuration counts as fitting, and the quantile of a normal there. Of what is said to fit by
-# it, up to 2.7 % of our measurements do not (`benchmarks/forecast.py`); 1.5 % of all published runs are said to fit and
+# it, up to 1.6 % of our measurements do not (`benchmarks/forecast.py`); 1.5 % of all published runs are said to fit and
 # ran out of memory (`benchmarks/published.py`).
 SURE, SURE_Z = 0.9, 1.2816
 # By the name of the largest term of the step time.

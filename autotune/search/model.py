@@ -41,9 +41,8 @@ Bound = tuple[str, Literal["min", "max"], float]
 HINGE_AT, HINGE_SD, HINGE_SQUARE_SD, HINGE_END = 0.85, 2.0, 10.0, 0.3
 # A value that followed from another accumulation's trial: besides that trial's noise, per doubling.
 DERIVED_SD = 0.03
-# Rows beside its own that the accumulations of one trial are worth, and the trials, newest first, that get them: cost
-# is cubic.
-MOST_DERIVED, DERIVED_TRIALS = 2, 50
+# Trials, the newest, that have rows of other accumulations beside their own: cost is cubic.
+DERIVED_TRIALS = 50
 # What the first trial alone reads beyond its forecast is laid to the machine as a whole, by this deviation of its scale: with the
 # prior's own a twentieth of it each went to the levels of the baseline's knobs, and every other level seemed faster.
 OPEN_SCALE = 2.0
@@ -403,24 +402,17 @@ def _priced(
         return own
     steps = t.candidate.gradient_accumulation_steps
     scale = seconds / ((steps - 1) * t.inner_s + t.boundary_s)
-    others = sorted(
-        (
-            k
-            for k in catalogue.accumulations
-            if k != steps and replace(t.candidate, gradient_accumulation_steps=k) in catalogue.row
-        ),
-        key=lambda k: abs(math.log2(k / steps)),
-    )
-    for other in _ends(others, steps):
+    others = [
+        k
+        for k in catalogue.accumulations
+        if k != steps and replace(t.candidate, gradient_accumulation_steps=k) in catalogue.row
+    ]
+    lowest, highest = min(others, default=steps), max(others, default=steps)
+    for other in [lowest] * (lowest < steps) + [highest] * (highest > steps):
         distance = abs(math.log2(other / steps))
         derived = scale * ((other - 1) * t.inner_s + t.boundary_s)
         own.append((replace(t.candidate, gradient_accumulation_steps=other), derived, DERIVED_SD * distance))
     return own
-
-
-def _ends(others: Sequence[int], steps: int) -> list[int]:
-    below, above = [k for k in others if k < steps], [k for k in others if k > steps]
-    return [k for side in (below, above) for k in side[-1:]][:MOST_DERIVED]
 
 
 def _distrust(catalogue: FeatureTable, told: Sequence[Observation]) -> Floats:

@@ -121,11 +121,12 @@ class Expectations:
         """Logarithms of the metrics of candidates, as means and standard deviations; objectives where a trial told them."""
         said = self._guide.beliefs(self.told, candidates)
         batch = np.log([candidate.global_batch_size(self._setting.world_size) for candidate in candidates])
-        (time, time_sd), (samples, samples_sd) = said.log_step_time, said.log_samples
+        time, time_sd = said.log_step_time
+        (samples, samples_sd), (useful, useful_sd) = map(said.log_count, ("time_to_loss_s", GOODPUT))
         more = {
             **{rate: (batch - time + math.log(each), time_sd) for rate, each in said.per_sample.items()},
             "time_to_loss_s": (time + samples - batch, np.hypot(time_sd, samples_sd)),
-            GOODPUT: (batch - time - said.log_useful[0], np.hypot(time_sd, said.log_useful[1])),
+            GOODPUT: (batch - time - useful, np.hypot(time_sd, useful_sd)),
             **said.log_extra,
         }
         wanted = [*(o.metric for o in self.objectives), *(metric for metric, _, _ in self._bounds)]

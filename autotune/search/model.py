@@ -30,7 +30,7 @@ from autotune.forecast.regression import (
 )
 from autotune.scoring.metrics import METRICS, of_kind
 from autotune.search.observation import Observation
-from autotune.search.sample_counts import BelievedCounts, SampleCounts
+from autotune.search.sample_counts import SampleCounts
 from autotune.space.candidate import Candidate
 from autotune.trial.profile import Floats
 from autotune.trial.result import FAILURES, RAN, Outcome
@@ -52,10 +52,12 @@ RATES, COUNTED, PER_SAMPLE = of_kind("rate"), of_kind("count"), of_kind("per_sam
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beliefs(BelievedCounts):
+class Beliefs:
     """What is believed of candidates, one entry each.
 
     Attributes:
+        samples: The counts of samples that the trials tell.
+        batches: What of the candidates they rest on.
         log_step_time: Logarithm of the step time that a trial would measure, as (mean, standard deviation).
         log_memory: The same for the peak memory.
         per_sample: By rate what of it a sample holds, as tokens.
@@ -70,6 +72,12 @@ class Beliefs(BelievedCounts):
     log_extra: Mapping[str, tuple[Floats, Floats]]
     fits: Floats
     sized: bool
+    samples: SampleCounts
+    batches: Design
+
+    def log_count(self, metric: str) -> tuple[Floats, Floats]:
+        """Logarithm of the samples that a metric counts, as (mean, standard deviation)."""
+        return self.samples.of(metric).predict(self.batches)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.forecast.features import FeatureTable
-from autotune.forecast.regression import CalibratedGP, Data, Design, fit
+from autotune.forecast.regression import CalibratedGP, Data, fit
 from autotune.scoring.metrics import GOODPUT
 from autotune.search.observation import Observation
-from autotune.trial.profile import Floats
 
 # A count is a constant and a part that grows with the batch; how far each of the two may be off.
 SPREAD = np.array([4.0, 4.0])
@@ -56,26 +55,3 @@ class SampleCounts:
     def _data(self, some: Sequence[Observation], y: Sequence[float], extra: Sequence[float] | None = None) -> Data:
         rows: NDArray[np.intp] = np.array([self.catalogue.row[t.candidate] for t in some], dtype=np.intp)
         return Data.of(self.catalogue.samples.take(rows), y, extra)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BelievedCounts:
-    """What is believed of the samples that candidates need, one entry each, as logarithms.
-
-    Attributes:
-        samples: The counts that the trials tell.
-        batches: What of the candidates they rest on.
-    """
-
-    samples: SampleCounts
-    batches: Design
-
-    @property
-    def log_samples(self) -> tuple[Floats, Floats]:
-        """Those to the target, as (mean, standard deviation)."""
-        return self.samples.to_target.predict(self.batches)
-
-    @property
-    def log_useful(self) -> tuple[Floats, Floats]:
-        """The same for those that a useful one costs."""
-        return self.samples.useful.predict(self.batches)

@@ -1,17 +1,14 @@
 """When to stop: why a candidate is not run, what a running trial must be able to beat, and why a study may end."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 
 from autotune.scoring.convergence.quality_gate import keeps_numerics
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import GOODPUT, of_kind
 from autotune.scoring.quantiles import Z90, Z95
-from autotune.search.model import Beliefs
 from autotune.search.observation import Observation
-from autotune.search.optimizer import HOPELESS, CandidateOptimizer, RemainingCandidates, chance_needed
+from autotune.search.optimizer import HOPELESS, MEMORY, CandidateOptimizer, RemainingCandidates, chance_needed
 from autotune.space.candidate import Candidate
 from autotune.space.space import EXHAUSTED
 from autotune.system.units import format_bytes
@@ -100,11 +97,11 @@ def bounds_to_beat(
         alike = candidate.other_numerics == baseline.other_numerics
         if alike and keeps_numerics(candidate.to_deepspeed(), baseline.to_deepspeed()):
             usable = [m for m in usable if m.numerics_kept]
-    if not usable or any(metric not in _STEP_TIME_FOR and metric != "peak_memory_bytes" for metric in guide.metrics):
+    if not usable or of_kind("per_step", "per_sample").intersection(guide.metrics):
         return ()
     believed = guide.beliefs(told, [candidate])
-    hoped = _ExpectedSamples(batch, believed)
-    found = [rival for m in usable if (rival := _rival(m, guide.metrics, hoped, noise_sd)) is not None]
+    fewest = {metric: _low(*believed.log_count(metric)) for metric in of_kind("count").intersection(guide.metrics)}
+    found = [rival for m in usable if (rival := _rival(m, guide.metrics, batch, fewest, noise_sd)) is not None]
     found.sort(key=lambda rival: (rival.step_time_s, rival.peak_memory_bytes or 0.0))
     needed: list[TrialToBeat] = []
     for rival in found:  # one that is easier to lose against in both ways says all that the other says
@@ -113,57 +110,35 @@ def bounds_to_beat(
     return tuple(needed[:MOST_RIVALS])
 
 
-@dataclass(frozen=True)
-class _ExpectedSamples:
-    """A candidate's global batch, and the fewest samples that it may need: to the target, and for one that is useful."""
-
-    batch: int
-    believed: Beliefs
-
-    @cached_property
-    def to_target(self) -> float:
-        return _low(*self.believed.log_samples)
-
-    @cached_property
-    def for_useful(self) -> float:
-        return _low(*self.believed.log_useful)
-
-
 def _low(mean: Floats, sd: Floats) -> float:
     return math.exp(min(float(mean[0]) - 2 * float(sd[0]), 700.0))
 
 
-def _rival(measured: Measured, metrics: Sequence[str], hoped: _ExpectedSamples, noise_sd: float) -> TrialToBeat | None:
-    step_time_s, peak = 0.0, None
-    for metric in metrics:
-        value = measured.metrics.get(metric)
-        if value is None or not value > 0:
-            return None
-        if metric == "peak_memory_bytes":
-            peak = value
-        else:
-            step_time_s = max(step_time_s, _STEP_TIME_FOR[metric](measured.metrics, hoped))
+def _rival(
+    measured: Measured, metrics: Sequence[str], batch: int, fewest: Mapping[str, float], noise_sd: float
+) -> TrialToBeat | None:
+    """A trial as one to beat, by a candidate of a global batch that needs at least the `fewest` samples by each metric that counts them."""
+    values = measured.metrics
+    if any(not values.get(metric, 0.0) > 0 for metric in metrics):
+        return None
+    step_time_s = max(
+        (_step_time_for(metric, values, batch, fewest) for metric in metrics if metric != MEMORY), default=0.0
+    )
     if not math.isfinite(step_time_s):
         return None
     low, high = measured.ci95.get("samples_per_s", (1.0, 1.0))
     own = math.log(high / low) / 2 if 0 < low <= high else 0.0
     margin = min(max(RIVAL_MARGIN, math.exp(max(own, math.sqrt(2) * Z95 * noise_sd))), WIDEST_MARGIN)
+    peak = values[MEMORY] if MEMORY in metrics else None
     return TrialToBeat(trial=measured.trial, step_time_s=step_time_s * margin, peak_memory_bytes=peak)
 
 
-def _rate_step_time(metrics: Mapping[str, float], hoped: _ExpectedSamples) -> float:
-    """By samples, as what a sample holds of anything else is the data's."""
-    return hoped.batch / metrics["samples_per_s"] if metrics.get("samples_per_s") else math.inf
-
-
-# The step time at which a trial is only as good as what was measured, by objective.
-_STEP_TIME_FOR: dict[str, Callable[[Mapping[str, float], _ExpectedSamples], float]] = {
-    "step_time_s": lambda metrics, _: metrics["step_time_s"],
-    **dict.fromkeys(of_kind("rate"), _rate_step_time),
-    "time_to_loss_s": lambda metrics, hoped: (
-        metrics["time_to_loss_s"] * hoped.batch / hoped.to_target if hoped.to_target else math.inf
-    ),
-    GOODPUT: lambda metrics, hoped: (
-        hoped.batch / (metrics[GOODPUT] * hoped.for_useful) if hoped.for_useful else math.inf
-    ),
-}
+def _step_time_for(metric: str, values: Mapping[str, float], batch: int, fewest: Mapping[str, float]) -> float:
+    """The step time at which a trial is only as good as what was measured, by an objective."""
+    if metric == "step_time_s":
+        return values[metric]
+    if metric not in fewest:  # a rate, by samples: what a sample holds of anything else is the data's
+        return batch / values["samples_per_s"] if values.get("samples_per_s") else math.inf
+    if not fewest[metric]:
+        return math.inf
+    return batch / (values[metric] * fewest[metric]) if metric == GOODPUT else values[metric] * batch / fewest[metric]

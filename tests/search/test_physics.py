@@ -506,7 +506,7 @@ def test_goodput_follows_from_step_time_and_what_a_useful_sample_costs():
         c = guide.suggest(told) if told else DEFAULT
         told.append(Observation(candidate=c, metrics={**metrics_of(c), "goodput_samples_per_s": goodput(c)}))
     assert max(map(goodput, (t.candidate for t in told))) >= 0.98 * max(map(goodput, every))
-    mean, _ = guide.beliefs(told, every).log_useful
+    mean, _ = guide.beliefs(told, every).log_count("goodput_samples_per_s")
     assert np.median(np.abs(mean - [math.log((phi + c.global_batch_size(2)) / (phi + base)) for c in every])) < 0.05
 
 

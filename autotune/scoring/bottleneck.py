@@ -382,7 +382,9 @@ def _rates(evidence: Evidence, ranks: Mapping[int, Mapping[str, float]]) -> list
     stage = int(evidence.seen.candidate.get("zero_stage") or 0)
     if update > 0 and evidence.optimizer_bytes:
         moved = evidence.optimizer_bytes / (evidence.world_size if stage >= 1 else 1)
-        of = f", {moved / update / card.memory_bytes_per_s:.0%} of its bandwidth" if card else ""
+        of = f", {moved / update / card.memory_bytes_per_s:.0%} of the device's bandwidth" if card else ""
+        if evidence.seen.candidate.get("offload_optimizer", "none") != "none":
+            of = ", on the host"
         what = f"{moved / update / 1e9:,.1f} GB/s of gradients, weights and its states"
         notes.append(f"the optimizer step moves about {what}{of}")
     return notes

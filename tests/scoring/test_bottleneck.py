@@ -270,3 +270,11 @@ def test_convolutions_may_pass_the_peak_of_fp32_where_torch_has_them_take_tensor
     ):
         notes = diagnose(evidence({}, knobs=knobs, **given), []).notes
         assert said in next(note for note in notes if "FLOP/s over the whole step" in note)
+
+
+def test_an_offloaded_optimizer_is_not_held_against_the_devices_bandwidth():
+    """Its 5 GB/s, of the host's memory, read as 0 % of what an H100 moves."""
+    given = {"device_name": "NVIDIA H100 80GB HBM3", "optimizer_bytes": 2e8}
+    for offload, said in (("none", "of the device's bandwidth"), ("cpu", "on the host")):
+        notes = diagnose(evidence(knobs={"zero_stage": 2, "offload_optimizer": offload}, **given), []).notes
+        assert next(note for note in notes if "optimizer step moves" in note).endswith(said)

@@ -140,9 +140,8 @@ class Scale:
 def candidates(base: Candidate, ranks: Sequence[int], mode: Mode) -> dict[int, Candidate]:
     """The configuration for each rank count.
 
-    Weak: every rank does what it did, so the global batch grows with the ranks. Strong: the global batch is the same
-        for all,
-    that of the most ranks; fewer ranks accumulate more micro-batches, so that a rank's memory stays the same.
+    Weak: every rank does what it did, so the global batch grows with the ranks. Strong: the global batch is the same for all, that
+    of the most ranks; fewer ranks accumulate more micro-batches, so that a rank's memory stays the same.
 
     Args:
         base: The configuration of the most ranks.
@@ -277,7 +276,7 @@ def _same_loss(own: Iterable[Run], reference: Iterable[Run], noise_samples: floa
     )
     if batch == first_batch:
         return step_s / first_s
-    if noise_samples is None or not math.isfinite(noise_samples):
+    if noise_samples is None:
         return None
     return step_s / first_s * (1 + noise_samples / batch) / (1 + noise_samples / first_batch)
 

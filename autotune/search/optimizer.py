@@ -27,7 +27,7 @@ __all__ = ["Beliefs", "Bound", "CandidateOptimizer", "Observation", "Outlook", "
 
 MEMORY = "peak_memory_bytes"
 FIRST_FITS, TINY = 0.9, 1e-12
-# Lowest chance to fit that is worth a trial when all remaining candidates may run out of memory.
+# Lowest chance to fit that is worth a trial when all remaining candidates may run out of memory; `chance_needed` is always more.
 LAST_RESORT = 0.3
 # Accepted chance to run out of memory: 0.6 at first, multiplied by 0.35 after each trial that did.
 RISK, LESS_RISK = 0.6, 0.35
@@ -179,7 +179,7 @@ class CandidateOptimizer:
             rows = rows if untried is not None else _hopeful(state, rows)
             fits = np.concatenate([np.zeros(0), *(state.fits(part) for part in _parts(rows))])
         if not (fits >= least).any():
-            least = min(least, LAST_RESORT)
+            least = LAST_RESORT
         rows, fits = rows[fits >= least], np.maximum(fits[fits >= least], TINY)
         if not len(rows):
             return None
@@ -202,9 +202,7 @@ class CandidateOptimizer:
         fits = np.concatenate([state.fits(part) for part in _parts(rows)])
         least = min(float(state.memory.predict(self.catalogue.memory.take(part))[0].min()) for part in _parts(rows))
         return RemainingCandidates(
-            n_open=len(rows),
-            n_fit=int((fits >= min(chance_needed(told), LAST_RESORT)).sum()),
-            least_memory_bytes=math.exp(least),
+            n_open=len(rows), n_fit=int((fits >= LAST_RESORT).sum()), least_memory_bytes=math.exp(least)
         )
 
     def beliefs(self, told: Sequence[Observation], candidates: Sequence[Candidate]) -> Beliefs:
@@ -274,7 +272,7 @@ class CandidateOptimizer:
                 quick=self.quick,
             )  # fmt: skip
         fits = state.fits(rows)
-        n_left = int((fits >= min(chance_needed(told), LAST_RESORT)).sum())
+        n_left = int((fits >= LAST_RESORT).sum())
         allowed = fits * state.held(rows) * state.completes(rows)
         explored = not pool.needed(state, self.shares, rows, allowed, held).any()
         seen, unseen, hopeful = _draw(state, self.shares, rows, held, rng, priced=self.quick)

@@ -145,12 +145,10 @@ def efficiency(noise_samples: float, batch: float, baseline_batch: float) -> flo
     each.
 
     Args:
-        noise_samples: phi, in samples; with an infinite one every sample counts in full.
+        noise_samples: phi, in samples; with an `ENDLESS` one every sample counts in full.
         batch: B, samples of an optimizer step.
         baseline_batch: B0.
     """
-    if math.isinf(noise_samples):
-        return 1.0
     return (noise_samples + baseline_batch) / (noise_samples + batch)
 
 

@@ -80,7 +80,6 @@ def test_gradients_that_are_not_finite_resolve_nothing() -> None:
 def test_the_baseline_has_efficiency_one_and_larger_batches_less(phi: float, batch: float, base: float) -> None:
     assert efficiency(phi, base, base) == pytest.approx(1)
     assert (efficiency(phi, batch, base) <= 1) == (batch >= base)
-    assert efficiency(math.inf, batch, base) == 1
 
 
 @given(POSITIVE, POSITIVE, POSITIVE)

@@ -63,9 +63,9 @@ bench-peers: $(STAMP) ## DeepSpeed's autotuner and autotune on three trainings, 
 bench: engines ## measure the figures and write their table (NAME=ask: only that one; all take hours on an idle machine)
 	@PYTHONPATH=. $(RUN) benchmarks/figures.py run $(NAME) $(NAMES)
 
-PAGES := docs/develop/figures.md docs/develop/comparison.md docs/clusters.md
+PAGES := docs/develop/figures.md docs/develop/comparison.md docs/develop/gpu.md docs/clusters.md
 
-pages: $(STAMP) ## write the tables of docs/develop/figures.md, docs/clusters.md and docs/develop/comparison.md from benchmarks/results
+pages: $(STAMP) ## write the tables of figures.md, comparison.md and gpu.md in docs/develop, and of docs/clusters.md, from benchmarks/results
 	@$(RUN) benchmarks/figures.py
 
 pages-current: $(STAMP) ## fail if `make pages` changes a page

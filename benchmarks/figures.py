@@ -39,6 +39,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.095 or share == 0 else f"{100 * share:.1f} %"
 
 
+def on_another_page(_: Results) -> Rows:
+    """No row: the table of `TABLES` says it."""
+    return []
+
+
 def startup(found: Results) -> Rows:
     what = "start-up of a 2-rank ZeRO-1 trial, warm server against `torchrun` of the same trial"
     return [(what, f"{found['warm_s']:.2f} s against {found['torchrun_s']:.1f} s, {found['ratio']:.0f}x")]
@@ -50,19 +55,6 @@ def demo(found: Results) -> Rows:
     if "probe_and_checks_share" in found:
         share = percent(found["probe_and_checks_share"])
         rows.append(("of it the probe of the noise scale, the quality gate and branches", share))
-    return rows
-
-
-def peers(found: Results) -> Rows:
-    rows = []
-    for name, tracks in found["trainings"].items():
-        for track, by in tracks.items():
-            own, base = by.get("autotune", {}), by.get("deepspeed", {})
-            if "sooner" in own:
-                what = f"`autotune run --quick` beside DeepSpeed's autotuner, {name}, {track} batch, {own['runs']} runs of each on"
-                what += f" {own['on']}: seconds to the answer; sooner; throughput of the answer"
-                value = f"{own['wall_s']:.0f} and {base['wall_s']:.0f} s; {_ratio(own['sooner'])}; {_ratio(own['faster'], 2)}"
-                rows.append((what, value))
     return rows
 
 
@@ -89,19 +81,6 @@ def forecast(found: Results) -> Rows:
             what += ". A forecast that knew every mean, against the same medians"
             value += f". {percent(perfect['time_error_median'])}; {perfect['time_kendall_tau']:.2f}"
         rows.append((what, value))
-    return rows
-
-
-def search(found: Results) -> Rows:
-    rows = []
-    for table, kinds in found["tables"].items():
-        for n in ("10", "30"):
-            samplers = ("physics", "physics, wrong prior", "tpe", "nsga2", "random")
-            shown = {kind: kinds[kind][n]["hypervolume"] for kind in samplers if n in kinds.get(kind, {})}
-            if shown:
-                what = f"share of the true front's hypervolume after {n} trials on the {table} table"
-                value = "; ".join(f"{kind} {share:.2f}" for kind, share in shown.items())
-                rows.append((f"{what}, median of {found['seeds']} studies", value))
     return rows
 
 
@@ -420,8 +399,8 @@ LONGER = "python benchmarks/search.py --name search_longer --longer 8 --seeds 16
 BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "startup": ("python benchmarks/overhead.py startup", startup),
     "demo": ("python benchmarks/demo.py", demo),
-    "peers": ("make bench-peers", peers),
-    "search": ("python benchmarks/search.py", search),
+    "peers": ("make bench-peers", on_another_page),
+    "search": ("python benchmarks/search.py", on_another_page),
     "search_advice": (ADVICE, search_advice),
     "search_longer": (f'{LONGER} physics "physics, no trial stopped"', search_longer),
     "forecast-code-gpt": (SCORE + "code-gpt.csv.gz", forecast),

@@ -330,10 +330,7 @@ NAMES: dict[str, tuple[Callable[[], frozenset[str]], bool]] = {
         for path, wire in TYPES.items()
     },
 }
-SECTIONS = (
-    *SECTION_KEYS, "optimizer", "scheduler", "optimizer.params", "scheduler.params", "pipeline", "autotuning",
-    "zero_optimization.offload_optimizer", "zero_optimization.offload_param",
-)  # fmt: skip
+SECTIONS = (*SECTION_KEYS, "optimizer.params", "scheduler.params", "pipeline", "autotuning")
 
 
 def read_config(text: str, where: str) -> DsConfig:

@@ -49,23 +49,13 @@ def schedulers() -> frozenset[str]:
 @functools.cache
 def bounds() -> Mapping[str, Mapping[str, float]]:
     """Bounds of DeepSpeed's numbers by path; the keys of each are those of `COMPARE`."""
-    found = dict(OTHER_BOUNDS)
-    for section, (module, model) in MODELS.items():
-        for node in _body(module):
-            if isinstance(node, ast.ClassDef) and node.name == model:
-                found |= {f"{section}.{name}": limits for name, limits in _fields(node)}
-    return found
+    return OTHER_BOUNDS | {path: limits for path, _, limits in _fields() if limits}
 
 
 @functools.cache
 def kinds() -> Mapping[str, str]:
     """Kinds of the settings of `MODELS` by path: `bool`, `int` or `float`; settings of other kinds are left out."""
-    found = dict[str, str]()
-    for section, (module, model) in MODELS.items():
-        for node in _body(module):
-            if isinstance(node, ast.ClassDef) and node.name == model:
-                found |= {f"{section}.{name}": kind for name, kind in _annotated(node) if kind in KIND_WORDS}
-    return found
+    return {path: kind for path, kind, _ in _fields() if kind in KIND_WORDS}
 
 
 def needed_instead(path: str, value: Any) -> str:
@@ -85,16 +75,6 @@ def needed_instead(path: str, value: Any) -> str:
     return "" if fits else KIND_WORDS[kind]
 
 
-def _annotated(model: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    """Yields the fields of a pydantic model, by alias where they have one, with the name of their type (`int` of `Optional[int]`)."""
-    for node in model.body:
-        match node:
-            case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation, value=value):
-                said = value.keywords if isinstance(value, ast.Call) else []
-                alias = [k.value.value for k in said if k.arg == "alias" and isinstance(k.value, ast.Constant)]
-                yield str([*alias, name][0]), ast.unparse(annotation).removeprefix("Optional[").removesuffix("]")
-
-
 @functools.cache
 def pins_by_default() -> bool:
     """Whether DeepSpeed pins what it offloads to the host unless told otherwise, as it began to do in 2026."""
@@ -105,17 +85,24 @@ def pins_by_default() -> bool:
     return False
 
 
-def _fields(model: ast.ClassDef) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yields the bounded fields of a pydantic model, by alias where they have one."""
-    for node in model.body:
+def _fields() -> Iterator[tuple[str, str, dict[str, float]]]:
+    """Yields the settings of `MODELS` by path, by alias where they have one, with their type (`int` of `Optional[int]`) and bounds."""
+    nodes = [
+        (section, node)
+        for section, (module, model) in MODELS.items()
+        for known in _body(module)
+        if isinstance(known, ast.ClassDef) and known.name == model
+        for node in known.body
+    ]
+    for section, node in nodes:
         match node:
-            case ast.AnnAssign(target=ast.Name(id=name), value=ast.Call(keywords=keywords)):
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation, value=value):
+                keywords = value.keywords if isinstance(value, ast.Call) else []
                 said: dict[str | None, Any] = {
                     k.arg: k.value.value for k in keywords if isinstance(k.value, ast.Constant)
                 }
-                limits = {sign: said[sign] for sign in SIGNS if sign in said}
-                if limits:
-                    yield said.get("alias", name), limits
+                kind = ast.unparse(annotation).removeprefix("Optional[").removesuffix("]")
+                yield f"{section}.{said.get('alias', name)}", kind, {sign: said[sign] for sign in SIGNS if sign in said}
 
 
 def _texts(module: str, name: str) -> frozenset[str]:

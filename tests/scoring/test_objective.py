@@ -139,16 +139,7 @@ def test_the_time_to_loss_of_a_thousand_steps_takes_no_time():
     assert (time.process_time() - start) / 5 < 0.1
 
 
-def test_the_odd_loss_that_is_not_finite_is_bridged():
-    reference = Reference.of(training(16, 100))
-    gaps = training(16, 120)
-    gaps.losses[0] = gaps.losses[50] = None
-    assert time_to_loss(gaps, reference).value == pytest.approx(
-        time_to_loss(training(16, 120), reference).value, rel=0.02
-    )
-
-
-@pytest.mark.parametrize("losses", [[], [None] * 30, [3.0] * 10 + [None] * 20, [3.0] * 29 + [None]])
+@pytest.mark.parametrize("losses", [[], [3.0] * 29 + [None]])
 def test_losses_that_are_missing_give_no_time_to_loss(losses):
     assert time_to_loss(trial(losses=losses), Reference.of(training(16, 100))) is None
 

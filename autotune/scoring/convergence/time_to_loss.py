@@ -114,13 +114,9 @@ def time_to_loss(result: TrialResult, reference: Reference | None) -> Estimate |
 
 
 def _losses(result: TrialResult) -> Floats | None:
-    """The trial's losses with the odd gap filled in; None if there are none, or more than a tenth is missing."""
+    """The trial's losses; None without any, and where the last one, at which a trial ends then, is not finite."""
     found = np.array(result.losses, dtype=float)  # None becomes NaN
-    good = np.isfinite(found)
-    if not good.any() or not good[-1] or (~good).sum() > len(found) / 10:
-        return None
-    index = np.arange(len(found))
-    return np.asarray(np.interp(index, index[good], found[good]), dtype=float)
+    return found if len(found) and np.isfinite(found).all() else None
 
 
 def _smoothed(losses: Floats, batch: int, window: float) -> tuple[Floats, Floats]:

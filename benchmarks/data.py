@@ -130,19 +130,10 @@ def replayed(corpus: Corpus, seed: int) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    errors = {name: [abs(row[name] - 1) for row in rows] for name in ("claim_over_rate", "own_steps_over_rate")}
     return {
         "late_oom": sum(row["late_oom"] for row in rows),
         "late_oom_without_tail": sum(row["late_oom_without_tail"] for row in rows),
         "worst_tail_error": round(max(abs(row["tail_over_peak"] - 1) for row in rows), 4),
-        "claim_error": {
-            "worst": round(max(errors["claim_over_rate"]), 4),
-            "median": round(statistics.median(errors["claim_over_rate"]), 4),
-        },
-        "own_steps_error": {
-            "worst": round(max(errors["own_steps_over_rate"]), 4),
-            "median": round(statistics.median(errors["own_steps_over_rate"]), 4),
-        },
     }
 
 

@@ -192,7 +192,6 @@ def engines(root: Path) -> Iterator[dict[str, tuple[Executor, int]]]:
 
 def executors(folder: Path, rounds: int) -> Figures:
     """`engine_s` is the wall time less the time that the ranks ran; `beyond_steps_s` less the training steps only."""
-    goals_s = {"local": 0.6, "slurm": 3.0, "ray": 3.0}
     figures: Figures = {}
     with engines(folder) as found:
         # One Ray group fits the cluster at a time, so the two ways of carrying files come one after the other.
@@ -216,12 +215,7 @@ def executors(folder: Path, rounds: int) -> Figures:
                 # The first trial waits until the machines are there and have imported torch.
                 figures[name] = {key: statistics.median(trial[key] for trial in each[1:]) for key in each[0]}
                 figures[name] |= {"first_s": each[0]["engine_s"], "rounds": each[1:]}
-    goals = {
-        name: {"wanted_s": goal_s, "met": figures[name]["engine_s"] < goal_s}
-        for name, goal_s in goals_s.items()
-        if name in figures
-    }
-    return {"engines": figures, "targets": goals}
+    return {"engines": figures}
 
 
 def driver(folder: Path, rounds: int, samplers: Sequence[str] = tuple(SAMPLERS)) -> Figures:

@@ -429,10 +429,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "estimates": ("python benchmarks/estimates.py", estimates),
     "stopping": ("python benchmarks/stopping.py --seeds 5", stopping),
     "quick": ("python benchmarks/stopping.py --quick --seeds 5", quick),
-    "search_simulated": (
-        'python benchmarks/search_simulated.py --only physics "formulas known" --seeds 4',
-        search_simulated,
-    ),
+    "search_simulated": ("python benchmarks/search_simulated.py --seeds 4", search_simulated),
     "retune": ("python benchmarks/retune.py --seeds 3", retune),
     "chaos": ("python tests/support/chaos.py", chaos),
     "outages": ("python tests/support/outages.py slurm", outages),

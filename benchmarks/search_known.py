@@ -92,7 +92,7 @@ class KnownMachine:
         return at, np.concatenate([np.stack(of_rates, axis=2), of_levels], axis=2)
 
 
-def rows_of_study(table: Table, seed: int, n_trials: int, noise: Noise) -> list[int]:
+def rows_of_known(table: Table, seed: int, n_trials: int, noise: Noise) -> list[int]:
     """The candidates that such a study tries, in order; all of them fit."""
     machine, rng = KnownMachine(table, noise), np.random.default_rng((seed, 11))
     tried = [table.row[table.world.default]]

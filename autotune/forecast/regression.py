@@ -9,6 +9,7 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
+from autotune.scoring import posterior
 from autotune.scoring.quantiles import Z90, Z95
 from autotune.trial.profile import Floats
 
@@ -212,10 +213,7 @@ class CalibratedGP:
             ]
         )
         covariance = fixed @ fixed.T + np.diag(data.extra_sd**2 + JITTER) + np.tensordot(GRID_VARIANCES, parts, axes=1)
-        lower = np.linalg.cholesky(covariance)
-        white = np.linalg.solve(lower, np.broadcast_to(target[:, None], (len(lower), len(target), 1)))[:, :, 0]
-        determinants = np.log(np.diagonal(lower, axis1=1, axis2=2)).sum(axis=1)
-        return np.asarray(-0.5 * (white**2).sum(axis=1) - determinants, dtype=float)
+        return posterior.log_likelihoods(target, covariance)
 
     def _shared(self, data: Data) -> Floats:
         """Which rows share the noise of a trial, and how much more of it than others an outlying trial has."""
@@ -309,9 +307,8 @@ class CalibratedGP:
         """Joint draws of the logarithm in each row, without a trial's noise: `n` rows, a column for each row of the design."""
         centre, features, explained = self._conditioned(design)
         covariance = features @ features.T + self._unexplained(design, design) - explained.T @ explained
-        values, vectors = np.linalg.eigh(covariance)
-        scale = vectors * np.sqrt(np.maximum(values, 0.0))
-        return np.asarray(centre + self._wider * rng.standard_normal((n, len(values))) @ scale.T, dtype=float)
+        scale = posterior.root(covariance)
+        return np.asarray(centre + self._wider * rng.standard_normal((n, len(scale))) @ scale.T, dtype=float)
 
     def _conditioned(self, design: Design) -> tuple[Floats, Floats, Floats]:
         """Expected logarithm and features of each row, and the factor of what the observations explain, a column for each row."""

@@ -131,10 +131,7 @@ class _Model:
 
     def log_likelihoods(self, points: Sequence[_Scales]) -> Floats:
         """Logarithms of the marginal likelihood, up to a constant."""
-        lower = np.linalg.cholesky(self.covariances(points))
-        white = np.linalg.solve(lower, np.broadcast_to(self.y[:, None], (len(lower), len(self.y), 1)))[:, :, 0]
-        determinants = np.log(np.diagonal(lower, axis1=1, axis2=2)).sum(axis=1)
-        return np.asarray(-0.5 * (white**2).sum(axis=1) - determinants, dtype=float)
+        return log_likelihoods(self.y, self.covariances(points))
 
     def surprise(self, scales: _Scales) -> tuple[Floats, Floats]:
         """Each reading less what all others foretell, in standard deviations and as it is."""
@@ -154,6 +151,20 @@ class _Model:
         mean = self.prior_mean + across @ solved[:, 0]
         cov = level + prior + mean_state_var - across @ solved[:, 1:]
         return mean, cov
+
+
+def log_likelihoods(y: Floats, covariances: Floats) -> Floats:
+    """Logarithms of the likelihood of some values under a normal of each covariance, up to a constant."""
+    lower = np.linalg.cholesky(covariances)
+    white = np.linalg.solve(lower, np.broadcast_to(y[:, None], (len(lower), len(y), 1)))[:, :, 0]
+    determinants = np.log(np.diagonal(lower, axis1=1, axis2=2)).sum(axis=1)
+    return np.asarray(-0.5 * (white**2).sum(axis=1) - determinants, dtype=float)
+
+
+def root(covariance: Floats) -> Floats:
+    """A factor of a covariance, which is that times its own transpose."""
+    values, vectors = np.linalg.eigh(covariance)
+    return np.asarray(vectors * np.sqrt(np.maximum(values, 0.0)), dtype=float)
 
 
 def fit(readings: Readings) -> Posterior:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autotune.scoring import posterior
 from autotune.scoring.estimates import Estimates, timed_share
 from autotune.scoring.measured import Measured, log_gain
 from autotune.scoring.objective import Objective
@@ -132,9 +133,8 @@ def _losses(trials: Sequence[Measured], gains: dict[int, float], share: float, e
     means = np.array([gains[m.trial] for m in trials])
     if len(trials) < 2 or not share:
         return np.zeros(1)
-    values, vectors = np.linalg.eigh(share**2 * estimates.covariance(trials))
     drawn = np.random.default_rng(0).standard_normal((DRAWS, len(trials)))
-    drawn = means + (drawn * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
+    drawn = means + drawn @ posterior.root(share**2 * estimates.covariance(trials)).T
     return np.asarray(drawn.max(axis=1) - drawn[:, int(np.argmax(means))])
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.forecast.features import FeatureTable, Prior, knobs_of
-from autotune.scoring import pareto
+from autotune.scoring import pareto, posterior
 from autotune.scoring.measured import Foretold
 from autotune.search import acquisition, pool
 from autotune.search.model import Beliefs, Bound, CostModel, Rows, TransferredCorrections, learn, timed
@@ -224,11 +224,9 @@ class CandidateOptimizer:
     def foretold(self, told: Sequence[Observation]) -> list[Foretold | None]:
         """What the calibrated model foretells of each trial's log step time, but for what it read; None where it read none."""
         groups, mean, covariance = self._learn(told).time.joint()
-        values, vectors = np.linalg.eigh(covariance)
-        factor = vectors * np.sqrt(np.maximum(values, 0.0))
         by_group = {
             int(group): Foretold(float(m), tuple(row))
-            for group, m, row in zip(groups, mean, factor.tolist(), strict=True)
+            for group, m, row in zip(groups, mean, posterior.root(covariance).tolist(), strict=True)
         }
         found = {id(t): by_group.get(n) for n, t in enumerate(timed(told, self.world_size))}
         return [found.get(id(t)) for t in told]

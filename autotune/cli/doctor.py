@@ -211,9 +211,8 @@ def _trial(folder: Path, *, build: bool) -> Iterator[Finding]:
 def _devices(here: Environment) -> list[Finding]:
     """Findings about the device: what it is, how much of it is free, what speaks against it."""
     capability = f", capability {here.capability}" if here.capability else ""
-    name = f"{here.n_devices} x {here.accelerator}: {here.device_name}{capability}" + (
-        f", {here.uuid}" if here.uuid else ""
-    )
+    uuid = f", {here.each[0].uuid}" if here.each and here.each[0].uuid else ""
+    name = f"{here.n_devices} x {here.accelerator}: {here.device_name}{capability}{uuid}"
     found = [Finding("ok", "device", name), *(Finding("warn", "device", remark) for remark in here.remarks)]
     if here.free_bytes:
         free, held = min(here.free_bytes), here.held_by_others_bytes(here.n_devices)

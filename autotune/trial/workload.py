@@ -37,7 +37,6 @@ class Environment:
         versions: Version of each library that a measurement depends on.
         capability: CUDA compute capability, or AMD's architecture; empty on a CPU.
         each: The visible devices in the order of the ranks; none on a CPU.
-        uuid: Identifier of the first device; of a part of a card (MIG), the part's.
         free_bytes: Free memory of each visible device before the target ran; empty on a CPU.
         missing_ops: DeepSpeed's ops that cannot be compiled here, each with the reason and the remedy.
         remarks: Sentences for the user: a device that is not used, an accelerator that was never tested.
@@ -54,7 +53,6 @@ class Environment:
     omp_num_threads: str | None = None
     capability: str = ""
     each: tuple[Device, ...] = ()
-    uuid: str = ""
     free_bytes: tuple[int, ...] = ()
     missing_ops: dict[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ from autotune.cli.doctor import _devices
 from autotune.report.load import _threads
 from autotune.space.candidate import Candidate
 from autotune.study.setup.devices import held_by_others
+from autotune.system.device import Device
 from autotune.trial.request import TrialRequest
 from autotune.trial.workload import ACCELERATE, CUDA_CONTEXT_BYTES, NCCL_BYTES, Probed
 
@@ -72,7 +73,8 @@ def test_a_check_names_the_devices_with_capability_and_memory():
 
 
 def test_the_doctor_names_the_devices_their_free_memory_and_what_speaks_against_them():
-    held = replace(DEVICE, uuid="GPU-1", remarks=("the devices differ",), free_bytes=(79 * GIB, 30 * GIB))
+    each = (Device(name=DEVICE.device_name, uuid="GPU-1"), Device(name=DEVICE.device_name, uuid="GPU-2"))
+    held = replace(DEVICE, each=each, remarks=("the devices differ",), free_bytes=(79 * GIB, 30 * GIB))
     found = [(each.verdict, each.detail) for each in _devices(held)]
     assert found == [
         ("ok", "2 x cuda: NVIDIA H100 80GB HBM3, capability 9.0, GPU-1"),

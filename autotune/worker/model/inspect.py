@@ -180,7 +180,6 @@ def _environment() -> Environment:
         versions=versions(cuda=devices.accelerator == "cuda"),
         capability=first.capability if first else "",
         each=devices.each,
-        uuid=first.uuid if first else "",
         missing_ops=ops.missing(),
         remarks=tuple(filter(None, [devices.problem, devices.untested])),
     )

@@ -276,8 +276,9 @@ class Probed:
         if self.pipeline_stages:
             config = recomputing_in_runs(config, candidate, self.checkpoint_every)
         by_script = self.family not in (TRAINER, ACCELERATE, LIGHTNING)  # these fill it in
-        if by_script and isinstance(self.ds_config.get(TOTAL), int) and self.replicas:
-            config[TOTAL] = self.replicas * config[MICRO] * config[STEPS]  # it may read it, as to make its batches
+        if by_script and isinstance(self.ds_config.get(TOTAL), int) and self.replicas:  # it may make its batches by it
+            replicas = self.replicas * max(1, self.pipeline_stages) // candidate.pipeline_degree
+            config[TOTAL] = replicas * config[MICRO] * config[STEPS]
         return config
 
 

@@ -94,14 +94,21 @@ def test_a_script_whose_micro_batch_nothing_moves_keeps_the_number_that_it_state
     assert probed.completed(candidate.to_deepspeed(), candidate)["train_micro_batch_size_per_gpu"] == 8
 
 
-@pytest.mark.parametrize(("family", "total"), [("raw DeepSpeed", 256), (ACCELERATE, None)])
-def test_a_global_batch_that_the_script_states_follows_the_candidate(family, total):
-    """A script that read it ended in a KeyError in its baseline; frameworks fill it in themselves."""
+@pytest.mark.parametrize(
+    ("family", "own_stages", "stages", "total"),
+    [("raw DeepSpeed", 0, 1, 256), (ACCELERATE, 0, 1, None), ("a pipeline", 2, 4, 128), ("a pipeline", 2, 1, 512)],
+)
+def test_a_global_batch_that_the_script_states_follows_the_candidate(family, own_stages, stages, total):
+    """A script that read it ended in a KeyError in its baseline; frameworks fill it in themselves.
+
+    DeepSpeed refused each other number of stages, on which the data-parallel ranks depend.
+    """
     probed = Probed(
         ds_config={"train_batch_size": 8}, micro_batch_size=8, gradient_accumulation_steps=2,
-        replicas=2, family=family,
+        replicas=2, family=family, pipeline_stages=own_stages,
     )  # fmt: skip
-    candidate = Candidate(micro_batch_size=32, gradient_accumulation_steps=4)
+    config = (("pipeline.stages", stages),) if stages > 1 else ()
+    candidate = Candidate(micro_batch_size=32, gradient_accumulation_steps=4, config=config)
     found = probed.completed(candidate.to_deepspeed(probed.ds_config), candidate)
     assert found.get("train_batch_size") == total
 

@@ -67,7 +67,6 @@ def packed(batches: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
                 rows.setdefault(name, []).append(value[:, real])
         rows.setdefault("position_ids", []).append(torch.arange(len(real), device=ids.device)[None])
         if "labels" in rows and len(real):
-            rows["labels"][-1] = rows["labels"][-1].clone()
             rows["labels"][-1][:, 0] = IGNORED
     return {name: torch.cat(parts, dim=1) for name, parts in rows.items()}
 

@@ -181,6 +181,7 @@ class Loader:
         arguments: dict[str, Any] = {name: self._changes[name] for name in OF_LOADER if name in self._changes}
         if not arguments.get("num_workers") and not arguments.get("pin_memory"):
             return None
+        arguments["collate_fn"] = list  # torch's default makes lists of a batch's tuples, and tensors of its arrays
         steps = _Draws(self)
         return iter(torch.utils.data.DataLoader(steps, batch_size=None, sampler=range(ENDLESS), **arguments))
 

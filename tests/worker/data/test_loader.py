@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -122,6 +123,17 @@ def test_workers_load_the_same_batches_in_the_same_order():
     finally:
         witness.watch.loader = None
         background.close()
+
+
+def test_a_loader_hands_on_batches_as_the_collate_function_makes_them():
+    """Torch's default turned tuples into lists and arrays into tensors, which a model.py's own loss need not take."""
+    target = SimpleNamespace(
+        path=Path("model.py"), data=lambda: DATA, batch=None, collate=lambda samples: (len(samples), np.zeros(2))
+    )
+    for changes in ({}, {"pin_memory": True}):
+        one = Loader(target, micro_batch_size=2, rank=0, world_size=1, seed=0, changes=changes)
+        batch = one.next()[0]
+        assert type(batch) is tuple and type(batch[1]) is np.ndarray and (one.workers is None) == (not changes)
 
 
 def test_a_setting_that_did_not_act_is_told(monkeypatch):

@@ -28,9 +28,13 @@ class Texts:
         lengths: Of each micro-batch the lengths of its rows, and the length that they are padded to.
         row: The arguments of the latest forward call with a single row, and its tokens.
         keeps_row: Whether rows are noted; not while steps are timed.
+
+    Args:
+        shards: Ranks over which each row is split.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, shards: int = 1) -> None:
+        self._shards = shards
         self.lengths: list[tuple[Tensor | list[int], int]] = []
         self.row: tuple[tuple[Any, ...], Mapping[str, Any], Tensor] | None = None
         self.keeps_row = True
@@ -53,7 +57,7 @@ class Texts:
         if rows is None:
             return tokens.numel(), tokens.numel()
         if first and len(self.lengths) < N_LENGTHS:
-            self.lengths.append((rows if rows.device.type != "cpu" else rows.tolist(), tokens.shape[1]))
+            self.lengths.append((rows if rows.device.type != "cpu" else rows.tolist(), tokens.shape[1] * self._shards))
         return tokens.numel(), number_in(rows.sum())
 
 

@@ -211,7 +211,7 @@ class BatchObserver:
         # A forward call with gradients in evaluation mode, and its draw: training where it goes backward.
         self._unsure: tuple[tuple[Any, ...], dict[str, Any], list[Draw]] | None = None
         self.trains_in_evaluation_mode = False
-        self.texts = Texts(getattr(engine, "module", None))
+        self.texts = Texts(getattr(engine, "module", None), shards)
         engine.register_forward_pre_hook(self._on_forward, with_kwargs=True)
         self._calls = Calls(engine)
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from autotune.worker.data import witness
+from autotune.worker.data.padding import Texts
 from autotune.worker.data.witness import why_mixed
 
 TOKENS, POSITIONS = torch.tensor([[5, 6, 7, 8, 9, 4]]), torch.tensor([[0, 1, 2, 0, 1, 2]])
@@ -34,6 +35,15 @@ def test_a_model_whose_samples_see_one_another_in_a_row_is_told(by_name):
     args, kwargs = ((), {"input_ids": TOKENS, "position_ids": POSITIONS}) if by_name else ((TOKENS, POSITIONS), {})
     assert "see one another" in why_mixed(engine(apart=False), args, kwargs, TOKENS)
     assert why_mixed(engine(apart=True), args, kwargs, TOKENS) is None
+
+
+def test_rows_that_are_split_over_ranks_are_padded_as_the_batch_is(monkeypatch):
+    """Batches of 192 tokens, half of them on each of two ranks, were no multiples of 64."""
+    texts = Texts(None, shards=2)
+    texts.note(torch.ones(2, 96, dtype=torch.long), (), {"attention_mask": torch.ones(2, 96)}, first=True)
+    monkeypatch.setattr(witness.watch, "lengths", texts.lengths)
+    assert witness.witness("pad_to_multiple_of")(None, 64) is None
+    assert witness.witness("pad_to_multiple_of")(None, 128) == "a batch is padded to 192 tokens"
 
 
 def test_a_row_of_one_sample_tells_nothing():

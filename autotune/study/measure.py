@@ -108,11 +108,11 @@ class TrialMeasurer:
             learning_rate_factor=rate.factor(batch),
             changed_from=self._changed_from(candidate),
             rivals=self._bounds_to_beat(candidate) if role == "search" else (),
-            tail=self._tail_check(role),
+            tail=self._tail_check(role, candidate),
             lengths=plan.workload.data.table if plan.workload.data is not None else (),
         )
 
-    def _tail_check(self, role: str) -> TailCheck | None:
+    def _tail_check(self, role: str, candidate: Candidate) -> TailCheck | None:
         """The check of the worst batch: in each trial where lengths vary, with evaluation and saving in those that come last."""
         spec, data = self._state.spec, self._state.plan.workload.data
         # The finalists', where each is surely measured again.
@@ -123,7 +123,9 @@ class TrialMeasurer:
         if not varies and not any(more.values()):
             return None
         positions = data.longest_at if data is not None else ()
-        return TailCheck(longest_at=positions, length=stated if stated > seen else 0, **more)
+        length = stated if stated > seen else 0
+        limit = candidate.data_changes.get("max_length", length)  # that it cuts all samples to
+        return TailCheck(longest_at=positions, length=min(length, int(str(limit))), **more)
 
     def _changed_from(self, candidate: Candidate) -> dict[str, Scalar]:
         """The baseline's values of the knobs in which a candidate differs from it."""

@@ -72,6 +72,14 @@ def test_an_evaluation_that_must_fit_is_tried_also_where_nothing_is_measured_aga
     assert where == "trials" or not tried & set(asked)
 
 
+def test_samples_that_a_trial_cuts_are_not_stretched_to_the_stated_length(tmp_path):
+    """A stream's batches are stretched after they were cut, so that such trials ran out of memory in their check."""
+    runner, _, _ = run(tmp_path, trials=1, finalists=0, max_length=4096)
+    for config, length in (((), 4096), ((("data.max_length", 512),), 512)):
+        candidate = replace(runner.state.plan.baseline, config=config)
+        assert runner._measurer.request(candidate, "search").tail.length == length
+
+
 def test_where_the_trials_are_spent_it_is_said_what_a_further_one_may_gain(tmp_path):
     short, _, watcher = run(
         tmp_path, sampler="physics", objectives=["throughput"], stop_below=0.01, trials=1, finalists=0

@@ -157,9 +157,8 @@ def samples_in(batch: Any) -> int | None:
 
 
 def _is_row(value: Any) -> bool:
-    return (isinstance(value, Tensor) and value.dim() == 1) or (
-        isinstance(value, list) and bool(value) and isinstance(value[0], int)
-    )
+    ints = isinstance(value, list) and bool(value) and isinstance(value[0], int)
+    return ints or getattr(value, "ndim", 0) == 1
 
 
 def _fields(value: Any, name: str) -> Iterator[tuple[str, tuple[int, ...], str]]:

@@ -3,6 +3,7 @@
 import textwrap
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,8 +51,9 @@ def test_a_mapped_data_set_is_read_whole_and_knows_where_its_longest_samples_are
     assert found.table == ((3.0, 1), (5.0, 1), (7.0, 1), (9.0, 1))
 
 
-def test_tokens_that_a_mask_leaves_out_do_not_count():
-    assert length_of({"input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0]}) == 2
+@pytest.mark.parametrize("made", [list, torch.tensor, np.array])
+def test_tokens_that_a_mask_leaves_out_do_not_count(made):
+    assert length_of({"input_ids": made([5, 6, 0, 0]), "attention_mask": made([1, 1, 0, 0])}) == 2
     assert length_of((torch.zeros(7, 3), 1)) == 7
 
 

@@ -17,103 +17,39 @@ from autotune.trial.result import Outcome
 
 DEVICE_MEMORY_OUT = """\
 CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB of which 8.31 MiB is free.
-CUDA error: out of memory\\nCUDA kernel errors might be asynchronously reported at some other API call
 HIP out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 63.98 GiB
 XPU out of memory. Tried to allocate 512.00 MiB
-CUDA driver error: out of memory
-NPU out of memory. Tried to allocate 1.20 GiB (NPU 0; 32.00 GiB total capacity)
 CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`
-CUDA error: CUSOLVER_STATUS_ALLOC_FAILED when calling `cusolverDnCreate(handle)`
-cuSPARSE error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate`
-cuDNN error: CUDNN_STATUS_ALLOC_FAILED
-HIP error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`
 rocblas error: Cannot allocate memory
-cudaErrorMemoryAllocation: the API call failed because it was unable to allocate enough memory
 NCCL WARN Failed to CUDA calloc 6291456 bytes
-NCCL error: unhandled cuda error\\nLast error:\\nFailed to CUDA calloc async 608 bytes
 NCCL error: unhandled cuda error\\nLast error:\\nCuda failure 2 'out of memory'
 RuntimeError in pin memory thread: CUDA error: out of memory
 JAX RESOURCE_EXHAUSTED: failed to allocate request for 4.00GiB
 Triton Error [CUDA]: out of memory
 oneDNN: could not create a memory object: bad allocation
-torch.AcceleratorError: CUDA error: out of memory
 cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY
-CUDNN_BACKEND_EXECUTION_PLAN: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
 rocBLAS error: rocblas_status_memory_error
 MIOpen Error: miopenStatusAllocFailed
 HIP error: hipErrorMemoryAllocation
 level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)
 Native API failed. Native API returns: -5 (PI_ERROR_OUT_OF_RESOURCES)
-Allocation is out of device memory on current platform.
 aclrtMalloc: ACL_ERROR_RT_MEMORY_ALLOCATION, error code is 207001
-FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::268435456 (256)MB
-MPS backend out of memory (MPS allocated: 17.9 GB, other allocations: 384.00 KB)
-NCCL error: unhandled cuda error\\nLast error:\\nFailed to CUDA malloc 4194304 bytes
-EL0004: Failed to allocate memory. Possible Cause: Available memory is insufficient.
-[ERROR] RUNTIME: rtMalloc execute failed, reason=[driver error:out of memory]
-cupy.cuda.memory.OutOfMemoryError: Out of memory allocating 8,589,934,592 bytes (allocated so far: 17,179,869,184 bytes).
-CUDA error: hipErrorOutOfMemory
 HSA_STATUS_ERROR_OUT_OF_RESOURCES: The runtime failed to allocate the necessary resources.
-synapse: synStatus 26 [Generic failure] Graph compile failed. workspace allocation of 12884901888 failed
 Error in memory allocation: requested 12.5 GiB, available 3.1 GiB
 CUDA error: an attempt was made to use more memory than is available on the device
 cudaMallocAsync failed: out of memory
 torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB (GPU 0; 23.69 GiB total capacity; 20.12
-torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 256.00 MiB. GPU 3 has a total capacity of 79.10 GiB of
-torch.OutOfMemoryError: Allocation on device 0 would exceed allowed memory. (out of memory) Currently allocated :
-misc/cudawrap.cc:182 NCCL WARN Cuda failure 2 'out of memory'
-transport/p2p.cc:275 NCCL WARN Cuda failure 'out of memory'
-NCCL WARN cuMem failed to allocate 4194304 bytes
-init.cc:421 NCCL WARN Failed to CUDA calloc async 24 bytes
-include/alloc.h:178 NCCL WARN Cuda failure 'out of memory'\\ninclude/alloc.h:185 NCCL WARN Failed to CUDA calloc
-NCCL WARN Cuda failure 'memory allocation error'
-RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasLtMatmul( ltHandle,
-RuntimeError: cuDNN error: CUDNN_STATUS_ALLOC_FAILED\\nYou can try to repro this exception using the following code
 RuntimeError: cuDNN Frontend error: [cudnn_frontend] Error: Unable to allocate workspace of 3221225472 bytes
-Error: cuMemAlloc failed: out of memory
 pycuda._driver.MemoryError: cuMemAlloc failed: out of memory
-torch._inductor.exc.InductorError: OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB
-cudaErrorMemoryAllocation (2): out of memory
-CUDA error (/opt/xformers/attention.cu:45): out of memory
-CUDA error 2 [/tmp/torchsnapshot/x.cu, 92]: out of memory
-Error out of memory at line 381 in file /mmfs1/bitsandbytes/csrc/pythonInterface.c
-bitsandbytes: cudaErrorMemoryAllocation out of memory at line 81 in file /src/csrc/ops.cu
-CUDA exception! Error code: out of memory
-Caught RuntimeError in pin memory thread for device 0.\\nOriginal Traceback\\nRuntimeError: CUDA error: out of memory
 hipErrorOutOfMemory: out of memory
-RuntimeError: HIP error: out of memory\\nHIP kernel errors might be asynchronously reported at some other API call
-ROCm: hipBLASLt error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasLtCreate(&handle)`
-MIOpen(HIP): Error [AllocateBuffersAndMakeHandle] hipMalloc failed: out of memory
 MIOpen Error: /MIOpen/src/hip/handlehip.cpp:101: Memory not available to allocate buffer: 2147483648
-RuntimeError: Native API failed. Native API returns: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)
-torch.OutOfMemoryError: XPU out of memory. Tried to allocate 32.00 GiB. GPU 0 has a total capacity of 47.98 GiB.
-ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY
 zeMemAllocDevice failed with error 0x70000003
-could not create a primitive: out_of_memory
-oneDNN error: status code: 1 (dnnl_out_of_memory)
-RuntimeError: NPU out of memory. Tried to allocate 4.00 GiB (NPU 0; 60.97 GiB total capacity; 53.01 GiB already
 RuntimeError: The Inner error is reported as above. Error code is 207001, [Error]: Failed to apply for memory.
-[ERROR] EE9999: Inner Error! rtMalloc failed, runtime result = 207001
 aclrtMallocAlign32 failed, error code 207018: device memory limit exceeded; memory allocation error
-HCCL error: EJ0001 EI0007: Failed to allocate resource[hccl ccl buffer] with info [size:200MB]. Reason: Memory
-[Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::1073741824 (1024)MB
-RuntimeError: synStatus=26 [Generic failure] Failed to allocate workspace memory
-RuntimeError: MPS backend out of memory (MPS allocated: 9.05 GB)
-RuntimeError: Resource exhausted: Out of memory while trying to allocate 9663676416 bytes.
-jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate
-CUDA error: CUDA_ERROR_OUT_OF_MEMORY
 CUDA driver error: 2
-cupyx: cudaErrorMemoryAllocation: out of memory
-transformer_engine/common/util/cuda_driver: CUDA Error: out of memory
 cuBLAS Error: an internal resource allocation failed
-FlashAttention: CUDA error (/flash-attention/csrc/flash_attn/src/flash_bwd_launch_template.h:98): out of memory
-ucx: cuda_copy: cuMemAlloc_v2() failed: out of memory
-UCX ERROR failed to allocate memory
-NVSHMEM: nvshmem_malloc failed: out of memory
 torch.cuda.OutOfMemoryError
-CUDACachingAllocator: expandable segment could not be mapped: CUDA_ERROR_OUT_OF_MEMORY
 ValueError: Some modules are dispatched on the CPU or the disk. Make sure you have enough GPU RAM to fit the quantized
-RuntimeError: Alloc: CL_MEM_OBJECT_ALLOCATION_FAILURE
 ERR00006 PTA memory error
 RuntimeError: FATAL ERROR :: MODULE:PT_DEVMEM Workspace Allocation Of Size ::61203283968 Failed!
 MemoryError: std::bad_alloc: out_of_memory: CUDA error at: /rmm/mr/device/cuda_memory_resource.hpp:70
@@ -121,59 +57,41 @@ std::bad_alloc: cudaErrorMemoryAllocation: out of memory
 GPU memory exhausted
 CUDA memory allocation of 268435456 bytes failed
 RuntimeError: Invalid buffer size: 24.00 GB
-could not create a memory
-[Rank:3] FATAL ERROR :: MODULE:SYNHELPER workspace Allocation of size ::12345678 failed!
 OutOfMemoryError()
 """.splitlines()
 HOST_MEMORY_OUT = """\
 NCCL error: unhandled system error\\nLast error:\\nFailed to CUDA host alloc 4194304 bytes
-CUDA error: cudaHostAlloc failed for 1073741824 bytes
 cudaMallocHost failed: could not pin 4096 MiB
 DeepSpeed: unable to allocate pinned memory of 2147483648 bytes
 std::bad_alloc
-terminate called after throwing an instance of 'std::bad_alloc'\\n  what():  std::bad_alloc
 [enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes
-DefaultCPUAllocator: not enough memory: you tried to allocate 137438953472 bytes
 [Errno 12] Cannot allocate memory
 Unable to allocate 14.9 GiB for an array with shape (2000000000,) and data type float64
 unable to mmap 1610612736 bytes from file </dev/shm/torch_1>: Cannot allocate memory (12)
 OpenMP: could not allocate memory for its threads
 hipHostMalloc failed with code 2
 MemoryError: Unable to allocate internal buffer
-NCCL error: unhandled system error\\nLast error:\\nCall to ibv_reg_mr failed: Cannot allocate memory
 slurmstepd: error: Detected 1 oom_kill event in StepId=123.0. Some of the step tasks have been OOM Killed.
 slurmstepd: error: Exceeded job memory limit at some point.
 Memory cgroup out of memory: Killed process 4321 (python)
 ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.
 Error allocating pinned buffer of 2147483648 bytes
-posix_memalign failed with error 12
 [Errno 12] mmap failed
-level_zero backend failed with error: 38 (UR_RESULT_ERROR_OUT_OF_HOST_MEMORY)
 Call to posix_memalign failed : Cannot allocate memory
 RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED
-DeepSpeed: [deepspeed_aio] posix_memalign failed to allocate 1073741824 bytes
-RuntimeError: unable to allocate 34359738368 bytes of pinned memory
 RuntimeError: CUDA error: cudaHostAlloc(&ptr, size, flags) returned out of memory
 RuntimeError: [enforce fail at alloc_cpu.cpp:114] data. DefaultCPUAllocator: not enough memory: you tried to
-RuntimeError: [enforce fail at CPUAllocator.cpp:68] . DefaultCPUAllocator: can't allocate memory: you tried to
 ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY
-OSError: [Errno 12] Cannot allocate memory
 numpy._core._exceptions._ArrayMemoryError: Unable to allocate 1.46 TiB for an array with shape (200000000000,)
 pyarrow.lib.ArrowMemoryError: malloc of size 17179869184 failed
 tcmalloc: large alloc 2147483648 bytes == (nil)
 libgomp: Out of memory allocating 128 bytes
 <jemalloc>: Error in malloc(): out of memory
-mmap: Cannot allocate memory
-RuntimeError: unable to mmap 8388608000 bytes from file </model.safetensors>: Cannot allocate memory (12)
-safetensors_rust.SafetensorError: Error while deserializing header: memory allocation of 1073741824 bytes failed
 memory allocation of 4294967296 bytes failed
 srun: error: node07: task 3: Out Of Memory
-slurmstepd: error: Step 77.0 exceeded memory limit (135000000 > 134217728), being killed
 Killed process 22187 (python3) total-vm:98123456kB, anon-rss:62345678kB, oom_score_adj:1000
-Out of memory: Killed process 22187 (python3)
 Command terminated with exit code 137: container was OOMKilled
 safetensors: Cannot allocate memory (os error 12)
-malloc(): could not allocate 4096 bytes
 mlock failed: Cannot allocate memory
 ibv_create_cq failed: Cannot allocate memory
 PBS: job killed: mem 131072000kb exceeded limit 125829120kb
@@ -184,118 +102,52 @@ systemd-oomd: Killed /user.slice due to memory pressure: out of memory
 """.splitlines()
 FULL_DEVICE = """\
 CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`
-cuDNN error: CUDNN_STATUS_NOT_INITIALIZED
 cuDNN error: CUDNN_STATUS_INTERNAL_ERROR
-CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasLtMatmulAlgoGetHeuristic`
-FIND was unable to find an engine to execute this computation
 GET was unable to find an engine to execute this computation
 Unable to find a valid cuDNN algorithm to run convolution
-CUDA error: CUSOLVER_STATUS_INTERNAL_ERROR when calling `cusolverDnSgetrf`
-HIP error: HIPBLAS_STATUS_NOT_INITIALIZED when calling `hipblasCreate(handle)`
 cuFFT error: CUFFT_INTERNAL_ERROR
 NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/CUDACachingAllocator.cpp":1016, please report a bug
-RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtMatmulAlgoGetHeuristic( ltHandle, ...`
 cublasLt ran into an error! CUBLAS_STATUS_INTERNAL_ERROR
-RuntimeError: GET was unable to find an engine to execute this computation
-RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE
 RuntimeError: cuDNN Frontend error: [cudnn_frontend] Error: No execution plans support the graph.
-CUDA error: cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`
 miopenStatusUnknownError
 Unable to create cuSPARSELt workspace: CUSPARSE_STATUS_INSUFFICIENT_RESOURCES
 cublasLt ran into an error! status: 3 shapeA=torch.Size([4096, 1024])
 """.splitlines()
 SOMETHING_ELSE = """\
-CUDA error: device-side assert triggered
 CUDA error: an illegal memory access was encountered
 CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`
-CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx`
 cuDNN error: CUDNN_STATUS_BAD_PARAM
-CUDA error: no kernel image is available for execution on the device
 NCCL error: unhandled system error\\nLast error:\\nError while creating shared memory segment /dev/shm/nccl-1 (size 9637888)
-mat1 and mat2 shapes cannot be multiplied (8x16 and 32x16)
-Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!
 cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned
-index 50304 is out of bounds for dimension 0 with size 50304
 [Errno 28] No space left on device
 cannot allocate port 29500 to rank 0
-CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasSgemm`
 triton OutOfResources: out of resource: shared memory, Required: 147456, Hardware limit: 101376
 DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that its workers are out of shared memory
 CUDA error: cudaErrorHostMemoryAlreadyRegistered
 unsupported memory format option Preserve
-cuDNN error: CUDNN_STATUS_NOT_SUPPORTED
 /lib/libtorch.so: cannot allocate memory in static TLS block
 module 'torch' has no attribute 'OutOfMemoryError'
 out_of_memory_policy must be one of raise, skip
 allocation of 12 ranks to 8 devices failed
 Unrecognized CachingAllocator option: expandable
-cudaMemcpyAsync failed: invalid argument
 Cannot allocate a negative number of samples
 CUDA error: unspecified launch failure
-CUDA-capable device(s) is/are busy or unavailable
 unable to open shared memory object </torch_12_3> in read-write mode: Too many open files (24)
-NCCL error: internal error\\nLast error:\\nBootstrap : no socket interface found
-Trying to backward through the graph a second time; saved intermediate values have been freed
 input of size 511 is out of range of the memory format
 mmap() failed: Invalid argument
-can't start new thread
-Disk quota exceeded
 No module named 'memory_profiler'
 memory_efficient_linear must be a bool
-RuntimeError: CUDA error: an illegal memory access was encountered\\nCUDA kernel errors might be asynchronously
-RuntimeError: CUDA error: misaligned address
-RuntimeError: CUDA error: uncorrectable ECC error encountered
-RuntimeError: CUDA error: too many resources requested for launch
-triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 180224, Hardware limit: 101376.
-triton.compiler.errors.OutOfResources: out of resource: threads, Required: 2048, Hardware limit: 1024
-No valid triton configs. OutOfResources: out of resource: shared memory, Required: 163840, Hardware limit: 101376
-RuntimeError: DataLoader worker (pid 1234) is killed by signal: Bus error. It is possible that dataloader's workers
-ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).
-Error while creating shared memory segment /dev/shm/nccl-YyVr7T (size 33030528), error: No space left on device (28)
 NCCL WARN Call to posix_fallocate failed : No space left on device
-RuntimeError: [enforce fail at inline_container.cc:595] . unexpected pos 576 vs 470 PytorchStreamWriter failed
-OSError: [Errno 28] No space left on device: '/scratch/huggingface'
-OSError: [Errno 24] Too many open files
-RuntimeError: received 0 items of ancdata
-OSError: [Errno 122] Disk quota exceeded
-OSError: [Errno 23] Too many open files in system
-RuntimeError: can't start new thread
 BlockingIOError: [Errno 11] Resource temporarily unavailable
 OpenBLAS blas_thread_init: pthread_create failed for thread 12 of 64: Resource temporarily unavailable
-RuntimeError: CUDA error: peer access is not supported between these two devices
-RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False
-AssertionError: Torch not compiled with CUDA enabled
 Memory access fault by GPU node-1 (Agent handle: 0x55d) on address 0x7f. Reason: Page not present or supervisor
-HIP error: an illegal memory access was encountered
-RuntimeError: nvrtc: error: invalid value for --gpu-architecture (-arch)
-DataLoader worker (pid(s) 4212) exited unexpectedly
-OverflowError: cannot serialize a bytes object larger than 4 GiB
-RuntimeError: Tensor on device cuda:0 is not on the expected device meta!
-RuntimeError: The size of tensor a (4096) must match the size of tensor b (2048) at non-singleton dimension 1
-CUDA error: the provided PTX was compiled with an unsupported toolchain
 torch._dynamo.exc.Unsupported: out of memory_format support
-ValueError: memory_format must be one of torch.contiguous_format
-OSError: [Errno 116] Stale file handle
-KeyError: 'memory'
-RuntimeError: NCCL error: remote process exited or there was a network error
-RuntimeError: unable to open shared memory object </torch_87_1> in read-write mode: No space left on device (28)
-CUDA error: invalid device ordinal
-cudaErrorNoKernelImageForDevice
-Segmentation fault (core dumped)
-RuntimeError: expandable_segments not supported on this platform
-cuDNN error: CUDNN_STATUS_VERSION_MISMATCH
-CUBLAS_STATUS_ARCH_MISMATCH
-CUDA error: CUDA driver version is insufficient for CUDA runtime version
 RuntimeError: Pin memory thread exited unexpectedly
 warning: memory allocation statistics could not be read
-ValueError: The model's max seq len is larger than the maximum number of tokens that can be stored in KV cache
 AttributeError: 'NoneType' object has no attribute 'max_memory_allocated'
 IndexError: list index out of range; memory bank 3
 KeyError: 'out_of_memory'
-RuntimeError: Cannot re-initialize CUDA in forked subprocess
-UR_RESULT_ERROR_DEVICE_LOST
 AssertionError: expert allocation failed: 8 experts do not divide 3 ranks
-Native API failed. Native API returns: -30 (PI_ERROR_INVALID_VALUE)
 """.splitlines()
 
 

@@ -217,7 +217,6 @@ class DeviceLoad:
         max_sm_clock_mhz: Their highest clock.
         throttled_by: What kept the clock down.
         power_w: Mean power over the timed steps, summed over ranks.
-        temperature_c: Temperature at their end; of several ranks the highest.
     """
 
     uuid: str = ""
@@ -228,7 +227,6 @@ class DeviceLoad:
     max_sm_clock_mhz: int | None = None
     throttled_by: tuple[str, ...] = ()
     power_w: float | None = None
-    temperature_c: int | None = None
 
     @classmethod
     def of_all(cls, each: "Sequence[DeviceLoad]") -> "DeviceLoad | None":
@@ -244,7 +242,7 @@ class DeviceLoad:
             uuid=",".join(load.uuid for load in each),
             throttled_by=tuple(dict.fromkeys(why for load in each for why in load.throttled_by)),
             **{name: over(name, min) for name in ("free_bytes", "sm_clock_mhz", "max_sm_clock_mhz")},
-            **{name: over(name, max) for name in ("n_others", "used_by_others", "temperature_c")},
+            **{name: over(name, max) for name in ("n_others", "used_by_others")},
             power_w=over("power_w", sum),
         )
 

@@ -1,4 +1,4 @@
-"""Readings of a rank's device by NVIDIA's management library: others on it, clocks, throttling, power, energy, heat."""
+"""Readings of a rank's device by NVIDIA's management library: others on it, clocks, throttling, power."""
 
 import contextlib
 import os
@@ -79,7 +79,6 @@ class DeviceWatch:
             max_sm_clock_mhz=self._read(lambda nvml: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)),
             throttled_by=self._throttled([mask for mask, _ in samples]),
             power_w=watts,
-            temperature_c=self._read(lambda n: n.nvmlDeviceGetTemperature(handle, n.NVML_TEMPERATURE_GPU)),
         )
 
     def _energy_j(self) -> float | None:

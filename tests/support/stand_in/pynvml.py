@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 from sitecustomize import GIVEN, TAKEN, load_driver, uuid
 
-NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
+NVML_CLOCK_SM = 1
 nvmlClocksThrottleReasonSwPowerCap = 4
 WATTS = 350.0
 
@@ -72,7 +72,3 @@ def nvmlDeviceGetTotalEnergyConsumption(handle):
 
 def nvmlDeviceGetPowerUsage(handle):
     return 1e3 * WATTS
-
-
-def nvmlDeviceGetTemperature(handle, sensor):
-    return 61

@@ -20,14 +20,14 @@ def nvml(monkeypatch):
     """A library that knows one device, and its clock; attributes may be replaced."""
     clock = types.SimpleNamespace(now=10.0)
     found = types.SimpleNamespace(
-        clock=clock, NVML_CLOCK_SM=1, NVML_TEMPERATURE_GPU=0, nvmlClocksThrottleReasonSwPowerCap=4,
+        clock=clock, NVML_CLOCK_SM=1, nvmlClocksThrottleReasonSwPowerCap=4,
         nvmlClocksThrottleReasonHwSlowdown=8, nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 1,
         nvmlDeviceGetHandleByIndex=lambda _: "handle", nvmlDeviceGetHandleByUUID=lambda _: "handle",
         nvmlDeviceGetUUID=lambda _: b"GPU-a", nvmlDeviceGetMemoryInfo=lambda _: types.SimpleNamespace(free=70 << 30),
         nvmlDeviceGetComputeRunningProcesses=lambda _: [1, 2],
         nvmlDeviceGetUtilizationRates=lambda _: types.SimpleNamespace(gpu=40),
         nvmlDeviceGetClockInfo=lambda *_: 1200, nvmlDeviceGetMaxClockInfo=lambda *_: 1980,
-        nvmlDeviceGetCurrentClocksThrottleReasons=lambda _: 4 | 8, nvmlDeviceGetTemperature=lambda *_: 61,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda _: 4 | 8,
         nvmlDeviceGetTotalEnergyConsumption=lambda _: 1e3 * 300 * clock.now, nvmlDeviceGetPowerUsage=lambda _: 450e3,
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "pynvml", found)
@@ -53,7 +53,7 @@ def test_power_is_the_mean_over_the_timed_steps_and_others_are_those_before_the_
     nvml.clock.now += 2.0
     load = watch.end()
     assert (load.uuid, load.free_bytes, load.n_others, load.used_by_others) == ("GPU-a", 70 << 30, 2, 0.4)
-    assert load.power_w == pytest.approx(300) and load.temperature_c == 61
+    assert load.power_w == pytest.approx(300)
     assert (load.sm_clock_mhz, load.max_sm_clock_mhz, load.throttled_by) == (
         1200,
         1980,
@@ -126,11 +126,11 @@ def test_alone_on_a_device_nobody_keeps_it_busy(nvml):
 
 
 def test_of_a_part_of_a_card_what_is_not_told_stays_unknown(nvml):
-    for name in ("ClockInfo", "UtilizationRates", "CurrentClocksThrottleReasons", "Temperature"):
+    for name in ("ClockInfo", "UtilizationRates", "CurrentClocksThrottleReasons"):
         setattr(nvml, f"nvmlDeviceGet{name}", refused)
     load = watched(nvml, "MIG-b")
     assert (load.uuid, load.free_bytes, load.n_others, load.used_by_others) == ("MIG-b", None, None, None)
-    assert (load.sm_clock_mhz, load.temperature_c, load.throttled_by) == (None, None, ())
+    assert (load.sm_clock_mhz, load.throttled_by) == (None, ())
 
 
 @pytest.mark.parametrize("without", ["library", "driver", "uuid", "handle"])

@@ -7,7 +7,7 @@ from typing import Any
 from autotune.scoring import step_times
 from autotune.space.candidate import AUTOCAST
 from autotune.trial.failures import means_lost_peer, means_other_dtype
-from autotune.trial.lengths import added, longest
+from autotune.trial.lengths import longest
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import OOM_EXIT_CODE, PHASES, TAIL_PHASES, DeviceLoad, Exit, Outcome, RankReport, TrialResult
 
@@ -88,7 +88,6 @@ def merge(
         result,
         **{name: getattr(lead, name) for name in OF_RANK_0},
         taken_in=_in_short(lead.taken_in),
-        lengths=added(report.lengths for report in every),
         steps=steps if steps.n_steps else None,
         cpu_s_per_step=cpu_s if steps.n_steps else None,
         samples_per_step=lead.observed.samples_per_step,

@@ -103,8 +103,9 @@ def _exact(amount: Callable[[TrialResult], float | None]) -> Callable[[TrialResu
 
 
 def _peak(result: TrialResult) -> float | None:
-    """Peak memory; None of a trial that was stopped before its longest batch, where samples differ in length."""
-    cut_short = result.outcome is Outcome.STOPPED_EARLY and len(result.lengths) > 1 and not result.tail
+    """Peak memory; None of a trial that was stopped before its longest batch, where batches differ in size."""
+    differ = len(result.taken_in.get("elements", ())) > 1
+    cut_short = result.outcome is Outcome.STOPPED_EARLY and differ and not result.tail
     return None if cut_short else result.peak_memory_bytes
 
 

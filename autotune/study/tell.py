@@ -319,7 +319,6 @@ def _measured_data(result: TrialResult, score: Score) -> dict[str, Any]:
         "side_changes": result.side_changes,
         "unreproducible": result.unreproducible,
         "tail": _tail(result),
-        "lengths": result.lengths,
         "padding": result.padding,
         "unwitnessed": _unwitnessed(result),
     }

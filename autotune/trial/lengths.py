@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -22,14 +22,6 @@ def edge(length: int) -> int:
 def histogram(lengths: Iterable[int]) -> dict[str, int]:
     """Returns how many lengths fall into each class, by upper edge."""
     counts = Counter(map(edge, lengths))
-    return {str(top): counts[top] for top in sorted(counts)}
-
-
-def added(tables: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Returns the sum of histograms."""
-    counts: Counter[int] = Counter()
-    for table in tables:
-        counts.update({int(top): n for top, n in table.items()})
     return {str(top): counts[top] for top in sorted(counts)}
 
 

@@ -295,7 +295,6 @@ class Measurements:
         unreproducible: Those side changes that no flag, constant or line of the user's can make.
         flags: Flags that carried a candidate field (or `ds_config`), by all their names.
         tail: The worst micro-batch, where it was trained on: its `samples`, their `length`, its `elements`.
-        lengths: Histogram of the lengths of the samples that were trained on, by upper edge; of a trial over all ranks.
         expected: What a step takes in on average over the whole data set, by the names in `taken_in`; empty where
             padding does not follow from the lengths.
         noise: Gradient sizes, if requested.
@@ -321,7 +320,6 @@ class Measurements:
     unreproducible: list[str] = field(default_factory=list)
     flags: dict[str, list[str]] = field(default_factory=dict)
     tail: dict[str, int] = field(default_factory=dict)
-    lengths: dict[str, int] = field(default_factory=dict)
     expected: dict[str, float] = field(default_factory=dict)
     noise: NoiseTerms | None = None
     gradient: GradientCheck | None = None

@@ -102,11 +102,6 @@ def padding_id(module: Any) -> int | None:
     return next((m.padding_idx for m in modules if isinstance(m, nn.Embedding) and m.padding_idx is not None), None)
 
 
-def histogram(seen: Sequence[tuple[Tensor | list[int], int]]) -> dict[str, int]:
-    """Returns how many rows have lengths in each class."""
-    return lengths.histogram(_rows(seen).tolist())
-
-
 def _rows(seen: Sequence[tuple[Tensor | list[int], int]]) -> np.ndarray:
     """Returns the lengths of all rows of some micro-batches."""
     if not seen:

@@ -119,15 +119,13 @@ class Meter:
             report.caveats.append(f"{MACHINE_BUSY}: {why} while this trial was timed")
         if _grows(report.taken_in.get("elements", ())):
             report.caveats.append(GROWS)
-        self._note_lengths()
+        self._note_expected()
 
-    def _note_lengths(self) -> None:
-        """Notes the lengths of the samples, and what a step takes in on average over the data set."""
+    def _note_expected(self) -> None:
+        """Notes what a step takes in on average over the data set."""
         seen, candidate = self.batches.texts.lengths, self.candidate
         # A script's own sampler decides what comes together.
         unknown = self.batches.uneven and "token_budget" not in candidate.data_changes
-        # A flattened micro-batch is a row that no sample has the length of.
-        self.report.lengths = {} if self.batches.flattened else padding.histogram(seen)
         own = padding.expected(
             () if unknown else self.request.lengths, seen, candidate.micro_batch_size, candidate.gradient_accumulation_steps,
             candidate.data_changes, watch.grouped, flattened=self.batches.flattened, per_row=watch.per_row,

@@ -163,7 +163,7 @@ def concluded(monkeypatch):
         meter = Meter.__new__(Meter)
         meter.report, meter.noise = RankReport(rank=0, taken_in=taken_in or {}), None
         meter.memory = SimpleNamespace(device_watch=None, on_cpu=on_cpu, alloc_retries=alloc_retries)
-        for name in ("check_applied", "_note_lengths"):
+        for name in ("check_applied", "_note_expected"):
             monkeypatch.setattr(Meter, name, lambda *_: None)
         monkeypatch.setattr(Meter, "_cores_used_by_others", lambda _: 7.0)
         meter.conclude()

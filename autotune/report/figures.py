@@ -16,6 +16,7 @@ from autotune.report.series import level_text, rounded
 from autotune.report.timeline import LANES, Run
 from autotune.scoring.metrics import METRICS
 from autotune.system.units import Scale
+from autotune.trial import lengths as lengths_of
 
 Figure: TypeAlias = dict[str, Any]
 Trace: TypeAlias = dict[str, Any]
@@ -209,10 +210,9 @@ def step_traces(report: StudyReport, curve: series.StepCurve, color: str) -> lis
 
 def lengths(report: StudyReport) -> Figure:
     """The share of the data set's samples by length."""
-    shares = (report.workload.get("data") or {}).get("lengths") or {}
-    edges = sorted(map(int, shares))
-    bar: Trace = {"type": "bar", "name": "samples", "x": [f"to {each:,}" for each in edges]}
-    bar |= {"y": [rounded(100 * shares[str(each)]) for each in edges], "marker": {"color": BLUE}}
+    shares = lengths_of.shares(report.workload["data"]["table"])
+    bar: Trace = {"type": "bar", "name": "samples", "x": [f"to {each:,}" for each in shares]}
+    bar |= {"y": [rounded(100 * share) for share in shares.values()], "marker": {"color": BLUE}}
     bar["hovertemplate"] = "%{y:.3g} %<extra></extra>"
     return figure([bar], axis("length of a sample") | {"type": "category"}, axis("share of the samples (%)"))
 

@@ -19,6 +19,7 @@ from autotune.study.storage.records import StudyRecord
 from autotune.system import device
 from autotune.system.machine import processor_name
 from autotune.system.units import format_bytes
+from autotune.trial.lengths import shares
 from autotune.trial.workload import Workload
 
 # Share of samples in another class of lengths from which the lengths count as changed.
@@ -254,7 +255,8 @@ def _known(workload: Workload, world_size: int, asked: Mapping[str, Any]) -> dic
     if rates := (workload.script.learning_rates if workload.script else workload.learning_rates):
         values["learning rate"] = list(rates)
     if workload.data is not None:
-        values |= {"samples": list(workload.data.fields), "lengths": dict(workload.data.lengths)}
+        lengths = {str(edge): share for edge, share in shares(workload.data.table).items()}
+        values |= {"samples": list(workload.data.fields), "lengths": lengths}
     # A stated limit stands for the device's own.
     values = {name: value for name, value in values.items() if value is not None or name == "threads"}
     if asked.get("device_memory_bytes"):

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,15 +14,17 @@ MOST_CLASSES = 256
 N_SIMULATED, MOST_DRAWN = 2000, 2_000_000
 
 
-def edge(length: int) -> int:
+def edge(length: float) -> int:
     """Returns the upper edge of the class that a length falls into; there are two classes per doubling."""
     return math.ceil(2 ** (math.ceil(2 * math.log2(length)) / 2) - 1e-9) if length > 1 else 1
 
 
-def histogram(lengths: Iterable[int]) -> dict[str, int]:
-    """Returns how many lengths fall into each class, by upper edge."""
-    counts = Counter(map(edge, lengths))
-    return {str(top): counts[top] for top in sorted(counts)}
+def shares(known: Table) -> dict[int, float]:
+    """Returns the share of the samples in each class of lengths, by upper edge, ascending."""
+    counts: Counter[int] = Counter()
+    for length, n in known:
+        counts[edge(length)] += n
+    return {top: n / counts.total() for top, n in counts.items()}
 
 
 def table(lengths: Sequence[int]) -> Table:

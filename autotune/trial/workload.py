@@ -89,11 +89,10 @@ class DataShape:
 
     Attributes:
         fields: Each tensor of a sample: name, type and shape, with `*` for a size that varies between samples.
-        lengths: Histogram of the samples' lengths (tokens that count, else the largest dimension): share by upper edge,
-            two bins per doubling.
-        n_seen: Samples in the histogram.
+        n_seen: Samples in the table.
         n_samples: Samples in the data set; None for a stream.
-        table: Lengths with the number of samples that have them, ascending; see `lengths.table`.
+        table: Lengths (tokens that count, else the largest dimension) with the number of samples that have them, ascending; see
+            `lengths.table`.
         longest_at: Positions of the longest samples, longest first; empty for a stream.
         loader: Arguments of the target's own DataLoader, where it has one.
         cannot: Settings of the data that the target cannot follow, each with the reason.
@@ -101,7 +100,6 @@ class DataShape:
     """
 
     fields: tuple[str, ...]
-    lengths: dict[str, float]
     n_seen: int
     n_samples: int | None = None
     table: lengths_of.Table = ()

@@ -24,7 +24,7 @@ BEFORE = replace(
     optimizer="AdamW",
     learning_rates=(0.01,),
     structure="a",
-    data=DataShape(fields=("int64[*]",), lengths={"128": 0.7, "256": 0.3}, n_seen=100),
+    data=DataShape(fields=("int64[*]",), table=((128.0, 70), (256.0, 30)), n_seen=100),
 )
 
 
@@ -85,7 +85,7 @@ def test_nothing_changed_is_nothing_to_say():
         (of(device_memory_bytes=2**33), "memory limit", "memory limit: 16.0 GiB, now 8.00 GiB"),
         (of(space={**SPACE, "zero_stage": [0, 1]}), "space", "search space: new: zero_stage"),
         (
-            of(replace(BEFORE, data=DataShape(fields=("int64[*]",), lengths={"128": 0.2, "512": 0.8}, n_seen=100))),
+            of(replace(BEFORE, data=DataShape(fields=("int64[*]",), table=((128.0, 20), (512.0, 80)), n_seen=100))),
             "lengths",
             "lengths of the samples: 70% up to 128, 30% up to 256, now 80% up to 512, 20% up to 128",
         ),
@@ -106,7 +106,7 @@ def test_what_an_earlier_version_did_not_know_is_no_change():
 
 
 def test_a_slightly_other_sample_of_lengths_is_no_change():
-    near = replace(BEFORE, data=DataShape(fields=("int64[*]",), lengths={"128": 0.65, "256": 0.35}, n_seen=100))
+    near = replace(BEFORE, data=DataShape(fields=("int64[*]",), table=((128.0, 65), (256.0, 35)), n_seen=100))
     assert changes(of(), of(near)) == []
 
 

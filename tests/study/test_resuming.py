@@ -121,8 +121,8 @@ def test_another_study_of_that_name_is_refused_and_what_differs_is_named(tmp_pat
         ({"structure": "a"}, {"structure": "b"}, "the structure of the model"),
         ({"n_samples": 512}, {"n_samples": 300}, r"the number of samples \(300 instead of 512\)"),
         (
-            {"data": DataShape(fields=("0 int64[32]",), lengths={}, n_seen=300)},
-            {"data": DataShape(fields=("0 int64[48]",), lengths={}, n_seen=300)},
+            {"data": DataShape(fields=("0 int64[32]",), n_seen=300)},
+            {"data": DataShape(fields=("0 int64[48]",), n_seen=300)},
             r"the samples \(0 int64\[48\] instead of 0 int64\[32\]\)",
         ),
     ],
@@ -163,14 +163,8 @@ def test_a_machine_that_is_not_what_it_was_is_said_where_a_study_goes_on(tmp_pat
         # Batches of a script that were padded to their longest sample, and two samples of a slow data set.
         *[
             (
-                {
-                    "script": script,
-                    "data": DataShape(fields=("0 int64[2, 57]",), lengths={}, n_seen=n_seen, n_samples=900),
-                },
-                {
-                    "script": script,
-                    "data": DataShape(fields=("0 int64[2, *]",), lengths={}, n_seen=n_seen, n_samples=900),
-                },
+                {"script": script, "data": DataShape(fields=("0 int64[2, 57]",), n_seen=n_seen, n_samples=900)},
+                {"script": script, "data": DataShape(fields=("0 int64[2, *]",), n_seen=n_seen, n_samples=900)},
             )
             for script, n_seen in (
                 (Probed(ds_config={}, micro_batch_size=8, gradient_accumulation_steps=1), 900),

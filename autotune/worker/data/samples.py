@@ -73,7 +73,6 @@ def _read(samples: Any, cannot: Mapping[str, str], collate: Callable[[list[Any]]
     longest = np.argsort(np.asarray(lengths), kind="stable")[::-1][:N_LONGEST]
     return DataShape(
         fields=tuple(f"{name}{dtypes[name]}[{_common(shapes)}]" for name, shapes in sorted(kinds.items())),
-        lengths={top: n / len(lengths) for top, n in lengths_of.histogram(lengths).items()},
         n_seen=len(lengths),
         n_samples=len(samples) if mapped else None,
         table=lengths_of.table(lengths),

@@ -106,7 +106,7 @@ def test_a_model_that_fails_whole_speaks_against_no_degree(phase, compared, tmp_
 
 def test_stages_need_one_shape_of_data_or_a_module_that_takes_any():
     one = Pipeline(stages=1, partition="parameters", partitions=("parameters", "uniform"), unfit={"4 uniform": "empty"})
-    lengths = DataShape(fields=(), lengths={}, n_seen=2, table=((8, 1), (16, 1)))
+    lengths = DataShape(fields=(), n_seen=2, table=((8, 1), (16, 1)))
 
     def refusal(pipeline, data=None, **knobs):
         facts = degrees.facts(replace(WORKLOAD, pipeline=pipeline, data=data, splitting=LLAMA), {}, 4)

@@ -10,6 +10,7 @@ import torch
 from autotune.executors import base
 from autotune.trial import folder
 from autotune.trial.folder import TrialDir
+from autotune.trial.lengths import shares
 from autotune.trial.request import TrialRequest
 from autotune.trial.workload import Workload
 from autotune.worker.data.samples import describe, length_of
@@ -20,7 +21,7 @@ def test_a_size_that_differs_is_a_star_and_lengths_are_counted_in_classes():
     found = describe(iter(drawn))
     assert found is not None
     assert found.fields == ("input_ids int64[*]", "label int64[]")
-    assert found.lengths == {"128": 0.75, "512": 0.25}
+    assert shares(found.table) == {128: 0.75, 512: 0.25}
 
 
 def test_plain_lists_and_tuples_are_samples_too():

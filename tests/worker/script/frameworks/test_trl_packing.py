@@ -13,7 +13,7 @@ TABLE = ((10.0, 90), (110.0, 10))
 
 
 def shape(table=TABLE, n_samples=100):
-    return DataShape(fields=(), lengths={}, n_seen=100, n_samples=n_samples, table=table)
+    return DataShape(fields=(), n_seen=100, n_samples=n_samples, table=table)
 
 
 def trainer(collator=SimpleNamespace(padding_free=False), **own):  # noqa: B008

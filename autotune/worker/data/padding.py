@@ -102,28 +102,21 @@ def padding_id(module: Any) -> int | None:
     return next((m.padding_idx for m in modules if isinstance(m, nn.Embedding) and m.padding_idx is not None), None)
 
 
-def _rows(seen: Sequence[tuple[Tensor | list[int], int]]) -> np.ndarray:
-    """Returns the lengths of all rows of some micro-batches."""
-    if not seen:
-        return np.array([], dtype=int)
-    return torch.cat([torch.as_tensor(rows) for rows, _ in seen]).cpu().numpy().astype(int)
-
-
 def expected(
     known: lengths.Table,
     seen: Sequence[tuple[Tensor | list[int], int]],
     micro: int,
-    accumulation: int,
     changes: Mapping[str, Scalar],
     grouped: int = 1,
     *,
     flattened: bool = False,
     per_row: float = 0.0,
 ) -> dict[str, float]:
-    """Returns the tokens that a rank's optimizer step takes in on average over the data set, by name in `taken_in`.
+    """Returns the tokens that a micro-batch takes in on average over the data set, by name in `taken_in`.
 
-    Empty where the batches that were seen do not follow from the lengths of the samples: they are not padded to the
-    longest of a micro-batch, or the samples are others than those whose lengths are known.
+    Where a token budget or packed rows decide how many samples it has, also these. Empty where the batches that were seen do
+    not follow from the lengths of the samples: they are not padded to the longest of a micro-batch, or the samples are others
+    than those whose lengths are known.
 
     Args:
         known: Lengths of the data set's samples.
@@ -133,56 +126,40 @@ def expected(
         per_row: Samples of a row on average, where rows are packed beforehand.
     """
     known = lengths.cut(known, int(str(changes["max_length"]))) if "max_length" in changes else known
-    rows = _rows(seen)
+    if len(known) < 2 or len(seen) < 2:
+        return {}
+    rows = torch.cat([torch.as_tensor(each) for each, _ in seen]).cpu().numpy().astype(int)
     if per_row:
-        found = _expected_packed(known, rows, per_row, accumulation)
-        return found and {"samples": per_row * accumulation, **found}
-    if changes.get("token_budget"):
-        return _expected_of_budget(known, seen, micro, accumulation, changes)
+        found = _packed(known, rows, per_row)
+        return found and {"samples": per_row, **found}
     if flattened:
-        return _expected_packed(known, rows, micro, accumulation)
-    if len(known) < 2 or len(rows) < 2 or any(len(each) != micro for each, _ in seen):
+        return _packed(known, rows, micro)
+    filled = bool(changes.get("token_budget"))
+    # Where samples of one length come together, a micro-batch tells hardly more than one of them.
+    if not _alike(known, rows, len(seen) if filled or grouped > 1 else len(rows)):
         return {}
-    # Samples of one length come together, so that a micro-batch tells hardly more than one of them.
-    if not _alike(known, rows, len(seen) if grouped > 1 else len(rows)):
-        return {}
+    if filled:
+        widths = token_budget.padded(known, changes)
+        mean = token_budget.filled(widths, token_budget.tokens_for(widths, micro), micro)
+        real = mean.samples * lengths.expected(known)
+        return {"samples": mean.samples, "tokens": mean.tokens, "real_tokens": real}
     highest = np.array([float(torch.as_tensor(each).max()) for each, _ in seen])
-    padded = np.array([float(width) for _, width in seen])
-    excess = padded - highest
-    if (excess < 0).any() or (excess >= MOST_ROUNDED).any() or excess.mean() > MOST_EXCESS * highest.mean():
+    excess = np.array([float(width) for _, width in seen]) - highest
+    rounded = (excess >= 0).all() and (excess < MOST_ROUNDED).all() and excess.mean() <= MOST_EXCESS * highest.mean()
+    if not rounded or any(len(each) != micro for each, _ in seen):
         return {}
-    real = micro * accumulation * lengths.expected(known)
-    width = lengths.mean_width(known, micro, grouped)
-    return {"tokens": micro * accumulation * (width + float(excess.mean())), "real_tokens": real}
+    width = lengths.mean_width(known, micro, grouped) + float(excess.mean())
+    return {"tokens": micro * width, "real_tokens": micro * lengths.expected(known)}
 
 
-def _expected_of_budget(
-    known: lengths.Table,
-    seen: Sequence[tuple[Tensor | list[int], int]],
-    micro: int,
-    accumulation: int,
-    changes: Mapping[str, Scalar],
-) -> dict[str, float]:
-    """The same of batches that a token budget fills, with the samples of a step, which vary."""
-    # Samples of one length come together, so that a micro-batch tells hardly more than one of them.
-    if len(known) < 2 or len(seen) < 2 or not _alike(known, _rows(seen), len(seen)):
-        return {}
-    widths = token_budget.padded(known, changes)
-    mean = token_budget.filled(widths, token_budget.tokens_for(widths, micro), micro)
-    found = {"samples": mean.samples, "tokens": mean.tokens, "real_tokens": mean.samples * lengths.expected(known)}
-    return {name: accumulation * each for name, each in found.items()}
-
-
-def _expected_packed(known: lengths.Table, rows: np.ndarray, micro: float, accumulation: int) -> dict[str, float]:
+def _packed(known: lengths.Table, rows: np.ndarray, micro: float) -> dict[str, float]:
     """The same of batches in one row, if their lengths may be sums of samples of the known lengths."""
-    if len(known) < 2 or len(rows) < 2:
-        return {}
     values, counts = np.array(known, dtype=float).T
     mean = lengths.expected(known)
     sd = math.sqrt(micro * float(np.square(values - mean) @ counts / counts.sum()) / len(rows))
     if abs(rows.mean() - micro * mean) > WITHIN_SDS * sd + WITHIN_SHARE * micro * mean:
         return {}
-    return dict.fromkeys(("tokens", "real_tokens"), micro * accumulation * mean)
+    return dict.fromkeys(("tokens", "real_tokens"), micro * mean)
 
 
 def _alike(known: lengths.Table, rows: np.ndarray, n: int) -> bool:

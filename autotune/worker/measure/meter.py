@@ -127,10 +127,11 @@ class Meter:
         # A script's own sampler decides what comes together.
         unknown = self.batches.uneven and "token_budget" not in candidate.data_changes
         own = padding.expected(
-            () if unknown else self.request.lengths, seen, candidate.micro_batch_size, candidate.gradient_accumulation_steps,
-            candidate.data_changes, watch.grouped, flattened=self.batches.flattened, per_row=watch.per_row,
+            () if unknown else self.request.lengths, seen, candidate.micro_batch_size, candidate.data_changes, watch.grouped,
+            flattened=self.batches.flattened, per_row=watch.per_row,
         )  # fmt: skip
-        self.report.expected = {name: each * self.data_parallel for name, each in own.items()}
+        n_micro = candidate.gradient_accumulation_steps * self.data_parallel
+        self.report.expected = {name: each * n_micro for name, each in own.items()}
 
     def backward(self) -> None:
         """Notes that a micro-batch went backward."""

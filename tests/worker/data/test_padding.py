@@ -79,22 +79,22 @@ RARE = lengths.table([64] * 499 + [2048])
 
 def test_the_mean_step_follows_from_the_data_set_although_a_trial_saw_no_long_sample():
     seen = [(torch.full((4,), 64), 64)] * 20
-    found = expected(RARE, seen, 4, 2, {})
-    assert found["real_tokens"] == pytest.approx(8 * (64 * 499 + 2048) / 500)
-    assert found["tokens"] == pytest.approx(8 * (64 + (1 - 0.998**4) * (2048 - 64)))
+    found = expected(RARE, seen, 4, {})
+    assert found["real_tokens"] == pytest.approx(4 * (64 * 499 + 2048) / 500)
+    assert found["tokens"] == pytest.approx(4 * (64 + (1 - 0.998**4) * (2048 - 64)))
 
 
 def test_rows_that_a_script_flattens_itself_are_told_by_the_sum_of_their_samples():
     known = lengths.table([16] * 50 + [64] * 50)
     rows = [(torch.tensor([4 * 40 + n]), 4 * 40 + n) for n in (-8, 0, 8)]
-    assert expected(known, rows, 4, 2, {}, flattened=True) == {"tokens": 8 * 40, "real_tokens": 8 * 40}
-    assert expected(known, rows, 4, 2, {}) == {}
+    assert expected(known, rows, 4, {}, flattened=True) == {"tokens": 4 * 40, "real_tokens": 4 * 40}
+    assert expected(known, rows, 4, {}) == {}
 
 
 def test_grouped_samples_are_padded_less():
     known = lengths.table([16] * 50 + [64] * 50)
     seen = list(batches(known, 50, 4))
-    plain, grouped = (expected(known, seen, 4, 4, {}, n) for n in (1, 4))
+    plain, grouped = (expected(known, seen, 4, {}, n) for n in (1, 4))
     assert grouped["tokens"] < 0.85 * plain["tokens"] and grouped["real_tokens"] == plain["real_tokens"]
 
 
@@ -102,7 +102,7 @@ def test_nothing_is_expected_where_padding_does_not_follow_from_the_lengths():
     known = lengths.table([16] * 50 + [64] * 50)
     fixed = list(batches(known, 50, 4, width=lambda _: 512))
     characters = lengths.table([80] * 50 + [320] * 50)
-    assert expected(known, fixed, 4, 1, {}) == {} == expected(characters, list(batches(known, 50, 4)), 4, 1, {})
+    assert expected(known, fixed, 4, {}) == {} == expected(characters, list(batches(known, 50, 4)), 4, {})
 
 
 @pytest.mark.parametrize("two", [(30, 400), (16, 512)])
@@ -115,7 +115,7 @@ def test_the_rate_of_a_token_budget_holds_for_the_long_run_although_a_trial_saw_
     sizes = np.array([len(batch) * max(batch) for batch in batches], dtype=float)
     times = 0.02 + 1e-4 * sizes * rng.lognormal(0, 0.03, len(sizes))
     seen = [(torch.tensor(batch), max(batch)) for batch in batches[:30]]
-    mean = expected(known, seen, 8, 1, {"token_budget": True})
+    mean = expected(known, seen, 8, {"token_budget": True})
     claim = total_rate(as_expected(times[:30], sizes[:30], mean["tokens"]), [mean["samples"]] * 30)
     assert claim.value == pytest.approx(sum(map(len, batches)) / times.sum(), rel=0.05)
     assert sum(map(len, batches[:30])) / times[:30].sum() != pytest.approx(claim.value, rel=0.05)

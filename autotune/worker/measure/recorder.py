@@ -24,7 +24,7 @@ class Recorder:
 
     def __init__(self, folder: TrialDir, rank: int) -> None:
         self.folder = folder
-        self.report = RankReport(rank=rank, outcome=Outcome.CRASHED, phase="start")
+        self.report = RankReport(rank=rank)
         self.check_memory: Callable[[], object] = lambda: None
         self.began_s = self._entered = time.monotonic()
         self._lock = threading.Lock()

@@ -1,13 +1,13 @@
 """Collectives of the step that is taken apart, and counts of the calls of DeepSpeed's functions."""
 
-import functools
-import inspect
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from autotune.worker.containers import tensors_in
+from autotune.worker.script.patching import patch
 
 
 class Wire:
@@ -44,14 +44,10 @@ class Calls:
 
     def watch(self, owner: Any, name: str) -> None:
         """Wraps the function in its module or class; call it before the model runs."""
-        if self._watching:
-            return
-        self._watching, original = True, getattr(owner, name)
-        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        if not self._watching:
+            self._watching = True
+            patch(owner, name, self._count)
 
-        @functools.wraps(original)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            return original(*args, **kwargs)
-
-        setattr(owner, name, staticmethod(counted) if is_static else counted)
+    def _count(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return original(*args, **kwargs)

@@ -1,6 +1,7 @@
 """Processor time that other processes take while a trial is timed."""
 
 import contextlib
+import os
 import platform
 import resource
 import time
@@ -26,7 +27,7 @@ def own_cpu_s() -> float:
 
 
 class Busyness:
-    """CPU time of other processes since this object was made."""
+    """CPU time of other processes, on the cores that this one may use, since this object was made."""
 
     def __init__(self) -> None:
         self._start = self._read()
@@ -39,6 +40,8 @@ class Busyness:
 
     @staticmethod
     def _read() -> tuple[float, float]:
-        times = psutil.cpu_times()
+        each, own = psutil.cpu_times(percpu=True), os.sched_getaffinity(0)
+        # Those that are offline are missing, and then a place in the list is no core's number.
+        mine = [each[core] for core in own] if len(each) > max(own) else each
         names = ("user", "nice", "system", "irq", "softirq", "steal")
-        return sum(getattr(times, name, 0.0) for name in names), time.monotonic()
+        return sum(getattr(times, name, 0.0) for times in mine for name in names), time.monotonic()

@@ -7,6 +7,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from support.zoo import wait_until
@@ -193,6 +194,16 @@ def test_what_a_process_started_is_its_own_load():
         running.kill()
     subprocess.run([sys.executable, "-c", spin.format(0)], check=True)
     assert machine_load.own_cpu_s() - before > 0.6
+
+
+def test_what_others_do_on_cores_that_a_trial_may_not_use_is_no_load(monkeypatch):
+    """On a node that a scheduler shares out, each trial on CPUs was measured again."""
+    busy = [0.0, 0.0, 0.0, 0.0]
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: [SimpleNamespace(user=each) for each in busy])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2})
+    load = machine_load.Busyness()
+    busy[:] = [1.0, 9.0, 2.0, 9.0]
+    assert load._read()[0] == 3.0
 
 
 def test_the_machine_s_busy_time_grows():

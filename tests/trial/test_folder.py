@@ -69,15 +69,6 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         read_record(tmp_path / "x.json", Exit)
 
 
-def test_the_fields_of_a_result_stand_side_by_side_as_in_older_folders(tmp_path: Path) -> None:
-    flat = {"outcome": "complete", "phase": "done", "candidate": {"micro_batch_size": 4}, "losses": [2.0, None]}
-    (tmp_path / "result.json").write_text(json.dumps(flat))
-    found = read_record(tmp_path / "result.json", TrialResult)
-    assert (found.outcome, found.phase, found.losses) == (Outcome.COMPLETE, "done", [2.0, None])
-    write_record(tmp_path / "result.json", found)
-    assert flat.items() <= json.loads((tmp_path / "result.json").read_text()).items()
-
-
 def test_reports_that_are_missing_or_torn_are_left_out(tmp_path: Path) -> None:
     folder = TrialDir(tmp_path)
     write_record(folder.report(0), DONE)

@@ -101,9 +101,8 @@ def stretched(batch: Any, rows: int, length: int) -> Any:
             longer, lambda t: t.transpose(0, 1).contiguous() if t.dim() > 1 and t.shape[0] == rows else t
         )
     n = max(int(tensor.shape[1]) for tensor in wide)
-    real = _real_columns(batch, rows, n)
+    longest, real = _longest_row(batch, rows, n)
     index = real[_count(max(n, length)) % len(real)] if len(real) else _count(n)
-    longest = _longest_row(batch, rows, n)
 
     def change(tensor: Tensor) -> Tensor:
         if tensor.dim() == 0 or tensor.shape[0] != rows:
@@ -117,7 +116,7 @@ def stretched(batch: Any, rows: int, length: int) -> Any:
 
 def first_rows(batch: Any, rows: int, n: int) -> Any:
     """Returns the first n samples of a batch of `rows` rows, the longest one among them."""
-    longest = _longest_row(batch, rows, max((int(tensor.shape[1]) for tensor in _wide(batch, rows)), default=0))
+    longest, _ = _longest_row(batch, rows, max((int(tensor.shape[1]) for tensor in _wide(batch, rows)), default=0))
     kept = [longest, *(row for row in range(rows) if row != longest)][:n]
     return map_tensors(batch, lambda t: t[kept] if t.dim() and t.shape[0] == rows else t)
 
@@ -126,20 +125,13 @@ def _wide(batch: Any, rows: int) -> list[Tensor]:
     return [tensor for tensor in tensors_in(batch) if tensor.dim() > 1 and tensor.shape[0] == rows]
 
 
-def _mask(batch: Any, rows: int, n: int) -> Tensor | None:
-    if not isinstance(batch, Mapping):
-        return None
-    return samples.real_mask(batch, (rows, n))
-
-
-def _longest_row(batch: Any, rows: int, n: int) -> int:
-    mask = _mask(batch, rows, n)
-    return int(mask.sum(dim=1).argmax()) if mask is not None else 0
-
-
-def _real_columns(batch: Any, rows: int, n: int) -> Tensor:
-    mask = _mask(batch, rows, n)
-    return _count(n) if mask is None else mask[_longest_row(batch, rows, n)].nonzero().flatten().cpu()
+def _longest_row(batch: Any, rows: int, n: int) -> tuple[int, Tensor]:
+    """Returns the row with the most tokens, and the columns of these."""
+    mask = samples.real_mask(batch, (rows, n)) if isinstance(batch, Mapping) else None
+    if mask is None:
+        return 0, _count(n)
+    longest = int(mask.sum(dim=1).argmax())
+    return longest, mask[longest].nonzero().flatten().cpu()
 
 
 def rows_of(batch: Any) -> int:

@@ -155,18 +155,24 @@ class _Subject:
 def _batches(loader: Loader, sizes: tuple[int, int]) -> tuple[list[Any], Table]:
     """Returns a batch of each size, and the lengths of the samples where batches are padded to their longest.
 
-    Batches are then those of the longest samples: two of other lengths would tell nothing of a sample's share.
+    Batches are then those of the longest samples, or of a stream one and a part of it: two of other lengths would tell nothing
+    of a sample's share.
     """
     drawn = []
     for loader.micro_batch_size in sizes:
         drawn.append(loader.next()[0])
     data = samples.describe(loader.samples(), collate=loader.collate)
-    if data is None or not data.varies:
+    known = data.table if data is not None and data.varies else ()
+    if data is None or not data.longest_at:
+        part = worst.first_rows(drawn[1], sizes[1], sizes[0])
+        alike = worst.size_of(part) in (worst.size_of(drawn[0]), worst.size_of(drawn[1]))
+        return (drawn, ()) if alike else ([part, drawn[1]], known)
+    if not known:
         return drawn, ()
     high = []
     for loader.micro_batch_size in sizes:
         high.append(loader.worst(data.longest_at, 0))
-    return (high, data.table) if worst.size_of(high[0]) > worst.size_of(drawn[0]) else (drawn, ())
+    return (high, known) if worst.size_of(high[0]) > worst.size_of(drawn[0]) else (drawn, ())
 
 
 class _Autocast(nn.Module):

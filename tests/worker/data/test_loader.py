@@ -14,6 +14,7 @@ from autotune.worker.data.change import Collate, packed, why_not
 from autotune.worker.data.loader import Loader
 from autotune.worker.data.samples import describe
 from autotune.worker.model.model_file import WorkloadError
+from autotune.worker.profile.model import _batches
 
 DATA = [{"input_ids": torch.arange(1, n + 1)} for n in (3, 9, 5, 7, 2, 8, 6, 4)]
 
@@ -213,6 +214,14 @@ def test_the_worst_batch_is_of_the_longest_samples_and_changed_like_others():
     stream = loader(data=iter(DATA))
     stream.next()
     assert stream.worst((), 12)["input_ids"].shape == (2, 12)
+
+
+@pytest.mark.parametrize("made", [list, iter])
+def test_batches_that_a_profile_compares_are_as_long_as_one_another(made):
+    """Of a stream both were one batch, so that no byte and no operation came with a further sample."""
+    batches, known = _batches(loader(data=made(DATA)), (2, 4))
+    (few, width), (many, other) = (batch["input_ids"].shape for batch in batches)
+    assert (few, many) == (2, 4) and width == other and len(known) > 1
 
 
 def test_packing_needs_rows_of_tokens():

@@ -30,6 +30,7 @@ from autotune.study import warm_start
 from autotune.study.events import Broadcast, EventSink
 from autotune.study.runner import Runner
 from autotune.study.setup.plan import Plan
+from autotune.study.state import forget_runs
 from autotune.study.storage import analysed, records
 from autotune.study.storage.history import GoneError, History
 from autotune.study.storage.records import StudyRecord
@@ -176,7 +177,10 @@ class Retuning:
         decided = "replacing" in self.evidence  # which stays, whatever has changed since: the answer may be the new one
         if not decided and self.evidence.get("fingerprint", now.digest()) != now.digest():
             self.observer.say("the machine or the target changed since it was interrupted, so it starts again")
-            shutil.rmtree(self.path, ignore_errors=True)
+            # Not the whole folder: in it the engine, which is at work, and its agents exchange their files.
+            forget_runs(executor, self.path)
+            for role in ("check", "duel"):
+                shutil.rmtree(self.path / role, ignore_errors=True)
             records.delete_study(self.storage, records.generation_name(self.name, self.generation))
             self.evidence = {"attempts": self.evidence.get("attempts", 1)}
         if not decided:

@@ -255,6 +255,22 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path, replaced, at):
     assert len(executor.ran) - replaced.n_ran <= 2  # at most the round under way is measured again
 
 
+def test_one_that_was_interrupted_on_another_machine_starts_again_and_leaves_the_engine_its_files(tmp_path, replaced):
+    """The orders to the agents of a cluster were removed while these waited, and the re-tuning for ever with them."""
+    executor = Instant(slow_bf16)
+    executor.stop_at = 9
+    with pytest.raises(KeyboardInterrupt):
+        retune(tmp_path, executor)
+    orders = tmp_path / "s" / "retunes" / "0001" / "trials" / "agents" / "spool" / "orders.json"
+    orders.parent.mkdir(parents=True)
+    orders.write_text("[]")
+    plan, again = plan_of(spec_of(**STUDY)), Instant(slow_bf16)
+    newer = replace(plan, workload=replace(WORKLOAD, environment=replace(ENVIRONMENT, device_name="another")))
+    decision = retune(tmp_path, again, newer)
+    assert decision.verdict is RetuneVerdict.IMPROVED and orders.exists()
+    assert len(again.ran) == replaced.n_ran  # nothing of the other machine's counts
+
+
 def test_one_that_was_killed_while_it_replaced_the_files_finishes_that(tmp_path, monkeypatch):
 
     def killed(*_):

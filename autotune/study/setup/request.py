@@ -1,6 +1,7 @@
 """What a run is asked to do, and its engine, which gets ready while the driver imports the rest."""
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,9 @@ class StudyRequest:
 def studies_folder(target: Path) -> Path:
     """Returns the folder of all studies: `studies` around the study's file, else in the working directory."""
     around = target.absolute().parent.parent
-    return around if around.name == "studies" and is_yaml(target) else Path("studies").absolute()
+    # A launch command may end in the name of such a file.
+    states_one = around.name == "studies" and is_yaml(target) and os.path.isfile(target)
+    return around if states_one else Path("studies").absolute()
 
 
 def _check_not_renamed(target: Path, folder: Path) -> None:

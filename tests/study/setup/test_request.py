@@ -12,7 +12,7 @@ from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.study.lock import study_lock
-from autotune.study.setup.request import requested
+from autotune.study.setup.request import requested, studies_folder
 from autotune.study.setup.script import inspect_workload
 from autotune.study.storage.records import RECORD_FILE
 from autotune.trial.result import Outcome, TrialResult
@@ -45,6 +45,12 @@ def test_the_engine_is_launched_and_not_waited_for_and_closed_before_the_lock_is
     assert said == ["launch", "close"]
     with study_lock(asked.folder):
         pass
+
+
+def test_a_command_that_ends_in_a_yaml_file_below_another_folder_of_studies_has_its_study_in_the_working_directory():
+    """Its folder was one of that folder's, with the whole command for a name."""
+    command = Path("torchrun train.py --config conf/studies/a/ds.yaml")
+    assert studies_folder(command) == Path("studies").absolute()
 
 
 def test_no_engine_begins_for_a_study_that_another_process_runs(said):

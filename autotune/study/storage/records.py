@@ -363,12 +363,12 @@ def study_folder(name: str, studies: Path, url: str) -> Path:
     Raises:
         StoreError: The name is no plain folder name, so it may come from another program and lead anywhere.
     """
+    base, generation = generation_of(name)
     try:
-        check_name(name)
+        check_name(base)
     except ValueError as error:
         raise StoreError(str(error)) from None
     beside = Path(url.removeprefix(SQLITE)).parent if url.startswith(SQLITE) else studies
-    base, generation = generation_of(name)
     own = retuning_path(Path(base), generation) if generation else Path(name)
     return next((folder / own for folder in (studies, beside) if (folder / own).is_dir()), studies / own)
 

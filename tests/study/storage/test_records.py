@@ -17,6 +17,7 @@ from autotune.scoring.objective import Objective
 from autotune.search.observation import MEASURED_ATTR
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.rule import Setting
+from autotune.study.spec.spec import LONGEST_NAME
 from autotune.study.storage import analysed, database, records
 from autotune.study.storage.records import SearchRecord, StoreError, StudyRecord
 from autotune.trial.folder import write_record
@@ -391,3 +392,5 @@ def test_a_folder_beside_the_named_database_is_found(tmp_path):
     (here / "s").mkdir(parents=True)
     assert records.study_folder("s", here, records.default_url(there)) == here / "s"
     assert records.study_folder("new", here, "postgresql://h/d") == here / "new"
+    longest = "n" * LONGEST_NAME
+    assert records.study_folder(f"{longest}.retune-1", here, "postgresql://h/d") == here / longest / "retunes" / "0001"

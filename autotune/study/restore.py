@@ -99,4 +99,4 @@ def _tell(state: StudyState, proposer: Proposer, teller: Teller, asked: Trial, r
     candidate, role = Candidate.of(result.candidate), "search" if asked.number else "baseline"
     if CANDIDATE_ATTR not in asked.user_attrs:
         proposer.describe(asked, candidate, role)
-    teller.tell(asked, candidate, role, teller.explained(candidate, result), quiet=True, earlier=True)
+    teller.tell(asked, candidate, role, result, quiet=True, earlier=True)

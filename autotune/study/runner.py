@@ -226,7 +226,7 @@ class Runner:
             self.state.create()
             asked = self.leases.claim(self.state.study)
             self.proposer.describe(asked, baseline, "baseline")
-            self._teller.tell(asked, baseline, "baseline", self._teller.explained(baseline, result), earlier=True)
+            self._teller.tell(asked, baseline, "baseline", result, earlier=True)
         self._baseline.leave_out_batches()
 
     def _search(self) -> str:
@@ -286,8 +286,7 @@ class Runner:
     def _tell(self, ended: Iterable[tuple[ClaimedTrial, TrialResult]]) -> None:
         for claim, result in ended:
             with undisturbed():
-                explained = self._teller.explained(claim.candidate, result)
-                self._teller.tell(claim.asked, claim.candidate, claim.role, explained)
+                self._teller.tell(claim.asked, claim.candidate, claim.role, result)
 
     def _run(
         self, claim: ClaimedTrial, request: TrialRequest | None, executor: Executor, tick: Callable[[], None]

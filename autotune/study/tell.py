@@ -71,7 +71,7 @@ class Teller:
             quiet: Do not say how far the study is.
             earlier: It ran before now, as the baseline, which runs before its study has a row in the database.
         """
-        state, result = self._state, placement.like_with_like(self._state.folder, result)
+        state, result = self._state, placement.like_with_like(self._state.folder, self.explained(candidate, result))
         # The loss curve of a trial that was stopped early does not show the time to the target.
         reference = state.reference if result.outcome is not Outcome.STOPPED_EARLY else None
         score = objective.score(result, state.objectives, state.spec.constraints, reference)

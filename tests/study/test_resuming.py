@@ -231,7 +231,9 @@ def dead_run(folder, *, with_result):
     if with_result:
         write_record(
             TrialDir(path).result,
-            result.TrialResult(outcome=Outcome.OOM, reason="it was told on disk", candidate=candidate.values()),
+            result.TrialResult(
+                outcome=Outcome.CRASHED, reason="[Errno 28] No space left on device", candidate=candidate.values()
+            ),
         )
     return candidate
 
@@ -243,11 +245,12 @@ def test_a_trial_that_was_running_when_the_driver_was_killed_is_retried(tmp_path
     assert states(runner) == ["COMPLETE", "COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
 
 
-def test_a_trial_that_ended_just_before_the_driver_was_killed_is_told_and_not_retried(tmp_path):
+def test_a_trial_that_ended_just_before_the_driver_was_killed_is_told_with_what_to_do_and_not_retried(tmp_path):
     candidate = dead_run(tmp_path, with_result=True)
     runner, executor, _ = run(tmp_path, trials=4, finalists=0)
     assert candidate not in executor.ran
-    assert [m.outcome for m in runner.state.measured()][2] is Outcome.OOM
+    told = records.told_data(records.told_trials(runner.study)[2])
+    assert told["outcome"] == Outcome.CRASHED and "A disk is full" in told["reason"]
     assert len(executor.ran) == 1
 
 

@@ -1,5 +1,6 @@
 """Fingerprint of what a study's answer depends on (device, libraries, model, data, ranks, space) and its changes."""
 
+import copy
 import hashlib
 import json
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.space.candidate import differing
-from autotune.space.deepspeed import Scalar
+from autotune.space.deepspeed import DsConfig, Scalar, drop_path
 from autotune.space.parameter import Parameter
 from autotune.space.space import SearchSpace
 from autotune.study.setup.plan import Plan, target_digest
@@ -31,6 +32,11 @@ SHARDING = ("zero_stage", "zero_optimization.", "offload_", "communication_data_
 NUMERICS = ("precision", "bf16.", "fp16.", "data_types.", "torch_autocast.")
 MEMORY = (*BATCH, *SHARDING, *NUMERICS, "checkpoint_every")
 EVERYTHING = ("",)
+# Sections and settings of a DeepSpeed configuration that candidates change, or that change no time.
+OF_CANDIDATES = (
+    "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization", "bf16", "fp16", "torch_autocast",
+    "data_types", "scheduler", "optimizer.params.lr",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +247,7 @@ def _known(workload: Workload, world_size: int, asked: Mapping[str, Any]) -> dic
         "data size": workload.n_samples,
         "space": asked.get("space"),
         "objectives": {each["name"]: _stated(each) for each in asked.get("objectives") or ()},
-        "base configuration": asked.get("base_config") or {},
+        "base configuration": _base_config(asked),
         "target": asked.get("target"),
     } | {name: value for name, value in environment.versions.items() if name in PARTS}
     if environment.accelerator == "cpu":
@@ -262,6 +268,18 @@ def _known(workload: Workload, world_size: int, asked: Mapping[str, Any]) -> dic
     if asked.get("device_memory_bytes"):
         values.pop("device memory")
     return values
+
+
+def _base_config(asked: Mapping[str, Any]) -> DsConfig:
+    """The baseline's configuration; of a script, whose file may have changed, as far as no candidate changes it.
+
+    To put the answer into that file changes no reason for the answer.
+    """
+    script = asked.get("script") or {}
+    config: DsConfig = copy.deepcopy(script.get("base_config") or asked.get("base_config") or {})
+    for path in (*OF_CANDIDATES, *asked["space"]) if script else ():
+        drop_path(config, path)
+    return config
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

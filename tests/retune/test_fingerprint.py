@@ -97,6 +97,20 @@ def test_a_change_is_told_in_words(now, part, words):
     assert lines(found) == [words]
 
 
+def test_of_a_scripts_configuration_counts_what_no_candidate_changes():
+    """A script's JSON is read anew each time, and no change in it was told."""
+
+    def script(**config):
+        return of(script={"base_config": {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, **config}})
+
+    adopted = script(bf16={"enabled": True}, zero_optimization={"stage": 2}, train_micro_batch_size_per_gpu=4)
+    assert changes(script(), adopted) == []
+    found = changes(script(), script(gradient_clipping=1.0, optimizer={"type": "Lion"}))
+    assert lines(found) == [
+        "the baseline's configuration: optimizer.type Adam, now Lion; gradient_clipping not set, now 1.0"
+    ]
+
+
 def test_a_build_of_the_same_version_and_a_few_bytes_of_memory_are_no_change():
     assert changes(of(), of(environment(versions={"deepspeed": "0.19.8+cpu"}, device_memory_bytes=2**34 - 2**20))) == []
 

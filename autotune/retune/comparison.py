@@ -52,9 +52,9 @@ class Reading:
         return self.outcome is Outcome.COMPLETE and "step_time_s" in self.metrics
 
     @property
-    def failure(self) -> str:
-        """How it ended, if it did not complete."""
-        return f"does not run any more ({self.outcome}: {self.reason})"
+    def end(self) -> str:
+        """How it ended, with the reason if it did not complete."""
+        return f"{self.outcome}: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,9 +209,10 @@ def check_drift(then: EarlierRatio | None, rounds: Rounds) -> DriftCheck:
         taken = rounds(n)
         incumbent, baseline = taken["incumbent"], taken["baseline"]
         if not incumbent.completed:
-            return DriftCheck.cannot_run(f"what is in use {incumbent.failure}")
+            return DriftCheck.cannot_run(f"what is in use does not run any more ({incumbent.end})")
         if not baseline.completed:
-            return DriftCheck(moved=True, reason=f"the baseline {baseline.failure}", n_rounds=n)
+            any_more = " any more" * (then is not None)
+            return DriftCheck(moved=True, reason=f"the baseline does not run{any_more} ({baseline.end})", n_rounds=n)
         logs.append(math.log(incumbent.metrics["step_time_s"] / baseline.metrics["step_time_s"]))
         base_s.append(baseline.metrics["step_time_s"])
         peaks.append(incumbent.metrics.get("peak_memory_bytes", 0.0))
@@ -221,7 +222,7 @@ def check_drift(then: EarlierRatio | None, rounds: Rounds) -> DriftCheck:
         if n >= FEWEST and (then is None or then.across or _se(logs, then.logs) <= ENOUGH_SE):
             break
     if then is None:
-        return DriftCheck(moved=True, reason="the baseline is another one than in the study", n_rounds=len(logs))
+        return DriftCheck(moved=True, reason="the baseline did not run then, or was another one", n_rounds=len(logs))
     machine = math.log(statistics.median(base_s) / then.step_time_s) if then.step_time_s else None
     known = then.peak_memory_bytes if min(peaks) > 0 else None
     grown = math.log(statistics.median(peaks) / known) if known else 0.0
@@ -304,11 +305,11 @@ def compare(
         taken = rounds(n)
         challenger, incumbent = taken["challenger"], taken["incumbent"]
         if not challenger.completed:
-            return Comparison(gain=None, n_rounds=n, failed=f"{challenger.outcome}: {challenger.reason}")
+            return Comparison(gain=None, n_rounds=n, failed=challenger.end)
         if not incumbent.completed:
             failed += 1
             if failed == FAILURES_THAT_TELL:
-                return Comparison.walkover(f"what is in use {incumbent.failure}")
+                return Comparison.walkover(f"what is in use does not run any more ({incumbent.end})")
             continue
         gains.append(_gain(objectives, both, challenger.metrics, incumbent.metrics))
         rates.append(math.log(challenger.metrics["samples_per_s"] / incumbent.metrics["samples_per_s"]))

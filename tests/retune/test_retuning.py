@@ -371,6 +371,15 @@ def test_a_machine_that_became_slower_altogether_has_moved_nothing():
     assert any("the baseline itself is 40% slower than it was" in line for line in standing.lines())
 
 
+def test_a_baseline_that_has_never_run_is_not_said_to_run_no_more():
+    """Where the baseline runs out of memory each re-tuning said that of it, or that it was another one."""
+    gone = Reading(outcome=Outcome.OOM, reason="no room")
+    for then, said in (None, "does not run (oom: no room)"), (THEN, "does not run any more (oom: no room)"):
+        standing = comparison.check_drift(then, lambda n: turns(lambda n: 0.5, lambda n: 1.0)(n) | {"baseline": gone})
+        assert standing.moved and standing.reason == f"the baseline {said}"
+    assert "did not run then" in comparison.check_drift(None, turns(lambda n: 0.5, lambda n: 1.0)).reason
+
+
 def test_a_large_change_is_told_as_a_factor():
     standing = comparison.check_drift(THEN, turns(lambda n: 1.35 + 0.001 * (n % 2), lambda n: 1.0))
     assert "2.7 times slower than it was" in standing.reason

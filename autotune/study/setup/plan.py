@@ -248,7 +248,9 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
         workload = inspect_workload(spec, executor, trials / "inspect", world_size, doing)
     check_devices(spec, environment, world_size)
     on_each = world_size // spec.nodes_for(world_size)
-    in_use = on_each * (1 if spec.runs_elsewhere else spec.parallel)  # trials at a time have devices side by side here
+    in_use = on_each * (
+        spec.parallel if spec.overlap and not spec.runs_elsewhere else 1
+    )  # side by side only where they may
     environment = of_ranks(workload.environment, in_use)
     workload = replace(workload, environment=environment)
     base_config, baseline, setting = grounds(spec, target, workload, world_size)

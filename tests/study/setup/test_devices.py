@@ -149,6 +149,8 @@ def test_a_study_is_planned_for_the_devices_of_its_ranks_and_names_the_one_that_
         UserError, match=r"does not compute in bfloat16; .*differ \(RTX 4090, GTX 1050\): .*CUDA_VISIBLE"
     ):
         planning.plan(own.model_copy(update={"ranks": 2}), executor, tmp_path)
+    in_turns = own.model_copy(update={"parallel": 2})  # without --overlap trials run one at a time here
+    assert planning.plan(in_turns, executor, tmp_path).memory_limit_bytes > 20 * GIB
     side_by_side = own.model_copy(update={"parallel": 2, "overlap": True})
     with pytest.raises(UserError, match=r"does not compute in bfloat16; .*differ"):
         planning.plan(side_by_side, executor, tmp_path)

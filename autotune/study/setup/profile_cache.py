@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from autotune.executors import base
 from autotune.executors.base import Executor
+from autotune.executors.ssh import read_hostfile
 from autotune.study.spec.spec import StudySpec
 from autotune.system import device
 from autotune.system.machine import CPU_VARIABLES, cache_dir, processor_name
@@ -57,8 +58,8 @@ HERE = Place()
 
 def place_of(spec: StudySpec, world_size: int, workload: Workload) -> Place:
     """Returns the machines of a study."""
-    device = workload.environment.device_name
-    engine = (spec.executor, sorted(spec.executor_options.items()), str(spec.hostfile), device)
+    hosts = list(read_hostfile(spec.hostfile)) if spec.hostfile is not None else None  # an edited file names others
+    engine = (spec.executor, sorted(spec.executor_options.items()), hosts, workload.environment.device_name)
     return Place(spec.nodes_for(world_size), engine if spec.runs_elsewhere else ())
 
 

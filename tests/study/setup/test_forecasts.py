@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.commands import autotune as autotune_command
 from support.commands import called, one_sentence
-from support.instant import WORKLOAD, Instant, report, runner_of
+from support.instant import WORKLOAD, Instant, report, runner_of, spec_of
 from support.paths import MODELS
 from support.zoo import ADAMW
 
@@ -406,3 +406,13 @@ def test_what_a_target_names_belongs_to_its_key(tmp_path, monkeypatch):
         monkeypatch.setenv("WIDTH", width)
         keys.append(profile_cache.workload_key(target))
     assert len(set(keys)) == 4
+
+
+def test_the_rates_of_other_machines_than_a_hostfile_named_are_not_those_of_its_machines(tmp_path):
+    """After an edit of the file the rates between the machines before were assumed."""
+    hostfile, keys = tmp_path / "hosts", set[str]()
+    spec = spec_of().model_copy(update={"hostfile": hostfile})
+    for second in ("b", "c"):
+        hostfile.write_text(f"a\n{second}  # another comment\n")
+        keys.add(profile_cache.machine_key(2, profile_cache.place_of(spec, 2, WORKLOAD).where))
+    assert len(keys) == 2

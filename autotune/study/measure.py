@@ -15,7 +15,7 @@ from autotune.study.budget import Budget
 from autotune.study.events import CHECKS, EventSink
 from autotune.study.setup.script import compiling
 from autotune.study.state import StudyState
-from autotune.trial.folder import result_in
+from autotune.trial.folder import TrialDir, result_in, write_record
 from autotune.trial.request import TailCheck, TrialRequest, TrialToBeat
 from autotune.trial.result import Outcome, TrialResult
 
@@ -189,7 +189,9 @@ class TrialMeasurer:
             self._events.waiting()
 
         if reason := why_illegal(candidate, self._state.plan.setting, OP_RULES):
-            return TrialResult(outcome=Outcome.CRASHED, reason=reason, candidate=candidate.values())
+            result = TrialResult(outcome=Outcome.CRASHED, reason=reason, candidate=candidate.values())
+            write_record(TrialDir(path).result, result)  # as of any other trial: what left no result is measured again
+            return result
         self._budget.measures()
         number = next((int(part) for part in (path.name, path.parent.name) if part.isdigit()), 0)
         compared = role in ("baseline", "repeat", "round")

@@ -4,13 +4,14 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from support.instant import Instant, failed, plan_of, report, runner_of, spec_of
+from support.instant import Instant, Watcher, failed, plan_of, report, runner_of, spec_of
 from support.studies import run, states
 
 from autotune.errors import UserError
 from autotune.report import load
 from autotune.report.expectations import Expectations
 from autotune.space.candidate import Candidate
+from autotune.study import measure
 from autotune.study.events import EventSink
 from autotune.study.setup.script import remedy
 from autotune.study.storage import records
@@ -113,6 +114,24 @@ def test_a_crash_of_a_re_measurement_is_followed_by_one_more_try_and_said(tmp_pa
     notes = load.read(runner.study, tmp_path / "s").caveats()
     said = f"trial {m.trial} ended badly when it was measured again: crashed: RuntimeError: no such share"
     assert (said in notes) == (not n_again)
+
+
+def test_a_re_measurement_whose_op_can_no_longer_be_built_has_failed_and_is_not_tried_for_ever(tmp_path, monkeypatch):
+    """Where the study went on without the compiler of before, it left no result, and was begun again and again."""
+
+    class Ended(Watcher):
+        def emit(self, event):
+            super().emit(event)
+            assert len(self.said) < 30
+
+    changes = {"space": [{"precision": ["fp32", "bf16"]}], "trials": 2}
+    run(tmp_path, finalists=0, **changes)
+    monkeypatch.setattr(measure, "why_illegal", lambda *_: "cpu_adam cannot be built: no compiler")
+    executor = Instant()
+    runner = runner_of(tmp_path, executor, watcher=Ended(), finalists=1, repeats=1, **changes)
+    runner.run()
+    best = next(m for m in runner.state.measured() if m.trial)
+    assert best.failed_again == "crashed: cpu_adam cannot be built: no compiler" and not executor.ran
 
 
 @pytest.mark.parametrize("end", [Outcome.OOM, Outcome.CRASHED])

@@ -54,6 +54,7 @@ class StudyState:
         self.reference: Reference | None = None
         self.objectives: list[Objective] = list(plan.spec.objectives)
         self.learning_rate: LearningRate = plan.learning_rate()
+        self._fingerprint = plan.fingerprint  # of the target with which the run began, which may be edited meanwhile
         self._study: Study | None = None
         self._reading = analysed.Reading()
 
@@ -106,7 +107,7 @@ class StudyState:
 
         That is settings, the text of the target, and what was found in it: model and data may come from other files.
         """
-        found = list(_differences(kept.fingerprint, json.loads(json.dumps(self.plan.fingerprint))))
+        found = list(_differences(kept.fingerprint, json.loads(json.dumps(self._fingerprint))))
         named = [f"the text of {self.spec.target.name}" if name == "target" else name for name in found]
         return [*named, *_found_otherwise(kept.workload, self.plan.workload)]
 
@@ -185,7 +186,7 @@ class StudyState:
         """The record that is kept with the study."""
         plan = self.plan
         return StudyRecord(
-            fingerprint=plan.fingerprint,
+            fingerprint=self._fingerprint,
             target=os.path.relpath(plan.spec.target, self.folder),
             world_size=plan.world_size,
             base_config=plan.base_config,

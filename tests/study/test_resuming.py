@@ -114,6 +114,20 @@ def test_another_study_of_that_name_is_refused_and_what_differs_is_named(tmp_pat
             run(tmp_path, trials=3, finalists=0, **change)
 
 
+def test_a_target_that_was_edited_while_the_baseline_ran_is_another_one_than_its(tmp_path):
+    """The record of the study had the text as it was after the baseline, so that the study went on with it."""
+    target = shutil.copy(MODELS / "ok.py", tmp_path / "model.py")
+    planned = {"spec": spec_of(finalists=0, trials=2).model_copy(update={"target": target})}
+
+    def edits(candidate):
+        target.write_text("def model(): ...\n")
+        return report(candidate)
+
+    run(tmp_path, Instant(edits), planned=planned)
+    with pytest.raises(UserError, match=r"differs in the text of model\.py"):
+        run(tmp_path, planned=planned)
+
+
 @pytest.mark.parametrize(
     ("before", "now", "named"),
     [

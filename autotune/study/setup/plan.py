@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import hashlib
 import io
 import math
@@ -162,9 +161,9 @@ class Plan:
             deadline_s=spec.trial_deadline_s, device_memory_bytes=spec.device_memory_bytes, script=self.script(candidate),
         )  # fmt: skip
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal in two runs of one study, without secrets; read once, so of the target with which the run began."""
+        """What must be equal in two runs of one study, without secrets; the target is read for it."""
         spec = self.spec
         return redaction.redact(
             {

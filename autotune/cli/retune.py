@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,9 +64,9 @@ def changes(
         shutil.rmtree(look, ignore_errors=True)
         found = fingerprint.changes(Fingerprint.of(kept), now)
     if as_json:
-        print(json.dumps([change.to_data() for change in found], indent=1))
+        print(json.dumps(list(map(asdict, found)), indent=1))
         return
-    print("\n".join(fingerprint.lines(found)) or f"nothing has changed that study {study!r} depends on")
+    print("\n".join(change.words for change in found) or f"nothing has changed that study {study!r} depends on")
 
 
 def retune(

@@ -132,7 +132,7 @@ def status(
         print(json.dumps(data, indent=1) if as_json else plain)
         return 0
     held = {lease.name: _holder(lease) for lease in leases.leases(opened.storage, name)}
-    changed = fingerprint.lines(fingerprint.quick_changes(opened.record, opened.target))
+    changed = [change.words for change in fingerprint.quick_changes(opened.record, opened.target)]
     data = {**load.status_data(report, len(records.running(opened.study))), "process": pid}
     data |= {"held": held, "changed": changed}
     if as_json:

@@ -87,16 +87,10 @@ class DriftCheck:
 
     moved: bool
     reason: str
-    runs: bool = True
     shift: float | None = None
     shift_ci95: tuple[float, float] | None = None
     n_rounds: int = 0
     machine: float | None = None
-
-    @classmethod
-    def cannot_run(cls, reason: str) -> "DriftCheck":
-        """The configuration in use no longer runs."""
-        return cls(moved=True, runs=False, reason=reason)
 
     def lines(self) -> list[str]:
         """The check for people."""
@@ -132,11 +126,6 @@ class Comparison:
     n_rounds: int = 0
     failed: str = ""
     won: bool = False
-
-    @classmethod
-    def walkover(cls, reason: str) -> "Comparison":
-        """A win because the configuration in use cannot run."""
-        return cls(gain=None, won=True, failed=reason)
 
     def decides(self, min_gain: float) -> bool:
         """Whether the challenger replaces the other."""
@@ -209,7 +198,7 @@ def check_drift(then: EarlierRatio | None, rounds: Rounds) -> DriftCheck:
         taken = rounds(n)
         incumbent, baseline = taken["incumbent"], taken["baseline"]
         if not incumbent.completed:
-            return DriftCheck.cannot_run(f"what is in use does not run any more ({incumbent.end})")
+            return DriftCheck(moved=True, reason=f"what is in use does not run any more ({incumbent.end})")
         if not baseline.completed:
             any_more = " any more" * (then is not None)
             return DriftCheck(moved=True, reason=f"the baseline does not run{any_more} ({baseline.end})", n_rounds=n)
@@ -309,7 +298,8 @@ def compare(
         if not incumbent.completed:
             failed += 1
             if failed == FAILURES_THAT_TELL:
-                return Comparison.walkover(f"what is in use does not run any more ({incumbent.end})")
+                failure = f"what is in use does not run any more ({incumbent.end})"
+                return Comparison(gain=None, won=True, failed=failure)
             continue
         gains.append(_gain(objectives, both, challenger.metrics, incumbent.metrics))
         rates.append(math.log(challenger.metrics["samples_per_s"] / incumbent.metrics["samples_per_s"]))

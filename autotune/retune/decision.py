@@ -68,7 +68,7 @@ class Decision:
         if self.check:
             found += [f"  {line}" for line in self.check.lines()]
         if self.changes:
-            found += ["changed since it was found:", *(f"  {line}" for line in fingerprint.lines(self.changes))]
+            found += ["changed since it was found:", *(f"  {change.words}" for change in self.changes)]
         if self.differences:
             found += ["old against new configuration:"]
             width = max(len(each.knob) for each in self.differences)

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -112,10 +112,6 @@ class Change:
     part: str
     before: Any
     after: Any
-
-    def to_data(self) -> dict[str, Any]:
-        """The change for programs."""
-        return asdict(self)
 
     @property
     def words(self) -> str:
@@ -226,11 +222,6 @@ def here(kept: StudyRecord, target: Path) -> Fingerprint:
 def quick_changes(kept: StudyRecord, target: Path) -> list[Change]:
     """Changes since a study that show without loading torch or the model; for `autotune status`."""
     return changes(Fingerprint.of(kept), here(kept, target))
-
-
-def lines(found: Iterable[Change]) -> list[str]:
-    """Changes for people, one a line."""
-    return [change.words for change in found]
 
 
 def _known(workload: Workload, world_size: int, asked: Mapping[str, Any]) -> dict[str, Any]:

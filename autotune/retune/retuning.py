@@ -70,11 +70,6 @@ class RetuneRequest:
     trials: int | None = None
     on_change: str = ""
 
-    @property
-    def forced(self) -> bool:
-        """Whether to search although nothing moved."""
-        return self.cause == "forced"
-
 
 @dataclass(frozen=True)
 class Rounds:
@@ -221,7 +216,7 @@ class Retuning:
         opens = fingerprint.opened(news)
         # The noise scale grows during training, so larger batches may pay.
         later = found.spec.from_checkpoint is not None
-        if not standing.moved and not opens and not later and not self.asked.forced:
+        if not standing.moved and not opens and not later and self.asked.cause != "forced":
             return Decision(verdict=RetuneVerdict.UNCHANGED, reason=f"{standing.reason}; no search was started", **made)
         asked = "the training has gone on" if later else "--force asks for it"
         why = standing.reason if standing.moved else "something better may exist now" if opens else asked
@@ -246,8 +241,7 @@ class Retuning:
             return Decision(
                 verdict=RetuneVerdict.UNCHANGED, reason="what is in use is still the best that was found", **made
             )
-        illegal = why_illegal(self.incumbent, runner.state.plan.setting)
-        outcome = Comparison.walkover(CANNOT_RUN.format(illegal)) if illegal else self._duel(runner, challenger)
+        outcome = self._duel(runner, challenger)
         changed = [Difference(*each) for each in differences(challenger.values(), self.incumbent.values())]
         made |= {"duel": outcome, "differences": changed}
         if not outcome.decides(self.asked.min_gain):
@@ -309,9 +303,8 @@ class Retuning:
     def _standing(self, runner: Runner) -> DriftCheck:
         """Measure the configuration in use and the baseline in turns, until it is clear whether their ratio changed."""
         plan = runner.state.plan
-        reason = why_illegal(self.incumbent, plan.setting)
-        if reason is not None:
-            return DriftCheck.cannot_run(CANNOT_RUN.format(reason))
+        if (reason := why_illegal(self.incumbent, plan.setting)) is not None:
+            return DriftCheck(moved=True, reason=CANNOT_RUN.format(reason))
         then = comparison.earlier_ratio(
             analysed.measured(self.current, self._current_folder, self.kept), self.incumbent, plan.baseline
         )
@@ -320,6 +313,8 @@ class Retuning:
         return comparison.check_drift(then, self._rounds(runner, "check", sides))
 
     def _duel(self, runner: Runner, challenger: Candidate) -> Comparison:
+        if (reason := why_illegal(self.incumbent, runner.state.plan.setting)) is not None:
+            return Comparison(gain=None, won=True, failed=CANNOT_RUN.format(reason))
         self.observer.say(f"measuring {challenger.describe()} against what is in use, in turns")
         assert runner.study is not None
         measured = {m.candidate: m for m in runner.state.measured()}

@@ -6,7 +6,7 @@ import pytest
 from support.instant import ENVIRONMENT, SPACE, WORKLOAD
 
 from autotune.retune import fingerprint
-from autotune.retune.fingerprint import Fingerprint, changes, lines, narrowed, opened, touched
+from autotune.retune.fingerprint import Fingerprint, changes, narrowed, opened, touched
 from autotune.space.space import SearchSpace
 from autotune.system.device import Device, Devices
 from autotune.system.machine import processor_name
@@ -94,7 +94,7 @@ def test_nothing_changed_is_nothing_to_say():
 def test_a_change_is_told_in_words(now, part, words):
     found = changes(of(), now)
     assert [change.part for change in found] == [part]
-    assert lines(found) == [words]
+    assert [change.words for change in found] == [words]
 
 
 def test_of_a_scripts_configuration_counts_what_no_candidate_changes():
@@ -106,7 +106,7 @@ def test_of_a_scripts_configuration_counts_what_no_candidate_changes():
     adopted = script(bf16={"enabled": True}, zero_optimization={"stage": 2}, train_micro_batch_size_per_gpu=4)
     assert changes(script(), adopted) == []
     found = changes(script(), script(gradient_clipping=1.0, optimizer={"type": "Lion"}))
-    assert lines(found) == [
+    assert [change.words for change in found] == [
         "the baseline's configuration: optimizer.type Adam, now Lion; gradient_clipping not set, now 1.0"
     ]
 

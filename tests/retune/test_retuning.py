@@ -428,7 +428,7 @@ def test_a_baseline_in_use_is_compared_with_nothing():
 def test_a_decision_reads_back_as_it_was_written(tmp_path):
     decision = Decision(
         verdict=RetuneVerdict.IMPROVED, reason="b replaces a", generation=2, folder=tmp_path,
-        changes=[Change(part="cores", before=4, after=8)], duel=Comparison.walkover("it cannot run"),
+        changes=[Change(part="cores", before=4, after=8)], duel=Comparison(gain=None, won=True, failed="it cannot run"),
         check=comparison.check_drift(THEN, turns(lambda n: 0.6, lambda n: 1.0)),
         differences=[Difference("precision", "bf16", "fp32")], explained=["so"], n_trials=8, notes=["a note"],
     )  # fmt: skip

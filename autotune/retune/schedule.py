@@ -5,6 +5,7 @@ import datetime
 import logging
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -36,6 +37,9 @@ NICKNAMES = {
     "@hourly": "0 * * * *", "@daily": "0 0 * * *", "@midnight": "0 0 * * *", "@weekly": "0 0 * * 0",
     "@monthly": "0 0 1 * *", "@yearly": "0 0 1 1 *", "@annually": "0 0 1 1 *",
 }  # fmt: skip
+DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat")
+# A part of a crontab's field of weekdays: all, one, or from one to another, each or every n-th.
+WEEKDAYS = re.compile(r"(?:\*|(DAY)(?:-(DAY))?)(?:/([1-9]))?".replace("DAY", "|".join(["[0-7]", *DAYS])))
 RETRY_S = 300.0  # until a run that could not begin, for example because its study is being run, is tried again
 RETUNE = (sys.executable, "-m", "autotune.cli", "retune")
 EXITS = {
@@ -147,7 +151,7 @@ def _checked_cron(cron: str) -> str:
     try:
         if len(fields) != 5 or len(cron) > LONGEST_CRON:
             raise ValueError(f"{len(fields)} fields")
-        trigger = CronTrigger.from_crontab(_days_by_name(" ".join(fields)))
+        trigger = _trigger(" ".join(fields))
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
         raise ValueError(
             f'{error}; it takes minute, hour, day, month and weekday, as in "0 3 * * 0", or @daily'
@@ -167,7 +171,7 @@ def next_after(every_s: float | None, cron: str | None, now: float) -> float:
     if every_s is not None:
         return now + every_s
     assert cron is not None
-    trigger = CronTrigger.from_crontab(_days_by_name(cron))
+    trigger = _trigger(cron)
     found = trigger.get_next_fire_time(None, datetime.datetime.fromtimestamp(now + 1).astimezone())
     while found is not None and found.fold and cron.split()[1] != "*":  # an hour that clocks show twice counts once
         after = datetime.datetime.fromtimestamp(found.timestamp() + 1).astimezone()
@@ -175,30 +179,24 @@ def next_after(every_s: float | None, cron: str | None, now: float) -> float:
     return float(found.timestamp()) if found is not None else now + 366 * 86400.0
 
 
-def _days_by_name(cron: str) -> str:
-    """Replace the numbers of weekdays by names: APScheduler counts from Monday, crontab from Sunday (0 and 7)."""
-    fields = cron.split()
-    names = ("sun", "mon", "tue", "wed", "thu", "fri", "sat", "sun")
-    parts = []
-    for part in fields[4].split(","):
-        span, slash, step = part.partition("/")
-        bounds = (["0", "6"] if span == "*" else span.split("-")) if slash else []
-        if step.isdigit() and int(step) and len(bounds) == 2 and all(end.isdigit() and int(end) < 8 for end in bounds):
-            parts += [names[day] for day in range(int(bounds[0]), int(bounds[1]) + 1, int(step))]
-            continue
-        ends = [names[int(end)] if end.isdigit() and int(end) < 8 else end for end in span.split("-")]
-        if ends[0] == "sun" and len(ends) == 2:  # a week of APScheduler's ends with Sunday
-            parts += ["sun", f"mon-{ends[1]}"] if ends[1] != "sun" else ["*"]
-        else:
-            parts.append("-".join(ends) + slash + step)
-    return " ".join([*fields[:4], ",".join(parts)])
+def _trigger(cron: str) -> CronTrigger:
+    """A rule for APScheduler, which counts weekdays from Monday, and crontab from Sunday (0 and 7): here they have names."""
+    *fields, days = cron.split()
+    names = days if days == "*" else ",".join(DAYS[day] for day in weekdays(cron))
+    return CronTrigger.from_crontab(" ".join([*fields, names]))
 
 
 def weekdays(cron: str) -> list[int]:
     """The weekdays that a rule allows, by crontab's numbers, from Sunday, which is 0."""
-    field = next(each for each in CronTrigger.from_crontab(_days_by_name(cron)).fields if each.name == "day_of_week")
-    week = [datetime.date(2023, 1, 1) + datetime.timedelta(days=n) for n in range(7)]  # from a Sunday on
-    return [n for n, day in enumerate(week) if field.get_next_value(day) == day.weekday()]
+    allowed = set[int]()
+    for part in cron.lower().split()[4].split(","):
+        if (found := WEEKDAYS.fullmatch(part)) is None:
+            raise ValueError(f"{part!r} is no weekday")
+        first, last, step = found.groups()
+        ends = first or "0", last or (first if first and not step else "6")
+        start, end = (DAYS.index(day) if day in DAYS else int(day) for day in ends)
+        allowed |= {day % 7 for day in range(start, end + 1 + 7 * (end < start), int(step or 1))}
+    return sorted(allowed)
 
 
 def due(history: History, study: str, now: float | None = None) -> list[Schedule]:

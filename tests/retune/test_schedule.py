@@ -110,6 +110,7 @@ def test_an_interval_or_five_fields_of_a_crontab():
         (None, "0 3 * *", "4 fields"),
         (None, "61 3 * * *", "--cron"),
         (None, "0 3 1 * 1", "a day of the month or a weekday"),
+        *((None, f"0 3 * * {day}", f"'{day}' is no weekday") for day in ("8", "sunday", "1-", "1-5/0", "1-2-3", "/2")),
     ],
 )
 def test_what_is_no_rule_is_refused_in_words(every, cron, said):
@@ -130,18 +131,24 @@ def test_what_is_no_rule_is_refused_in_words(every, cron, said):
         ("0 3 * * */2", (2026, 11, 22, 3, 0)),  # Sunday, Tuesday, Thursday, Saturday: APScheduler counts from Monday
         ("0 3 * * 1-5/2", (2026, 11, 23, 3, 0)),
         ("0 3 * * 2-6/3", (2026, 11, 24, 3, 0)),
+        ("0 3 * * mon-fri/3", (2026, 11, 23, 3, 0)),
+        ("0 3 * * 1-1", (2026, 11, 23, 3, 0)),
     ],
 )
 def test_the_next_run_is_the_one_that_cron_means(cron, then):
     assert schedule.next_after(None, cron, at(2026, 11, 21, 12, 0)) == at(*then)  # a Saturday
 
 
-def test_a_step_of_weekdays_is_not_lost_and_counts_from_sunday():
+@pytest.mark.parametrize(
+    ("weekday", "expected"),
+    [("0-6/2", "Sun Tue Thu Sat"), ("sun-thu/2", "Sun Tue Thu"), ("0-0", "Sun"), ("sat-1", "Sun Mon Sat")],
+)
+def test_a_step_of_weekdays_is_not_lost_and_counts_from_sunday(weekday, expected):
     days, now = [], at(2026, 11, 21, 12, 0)
-    for _ in range(4):
-        now = schedule.next_after(None, "0 3 * * 0-6/2", now)
+    for _ in expected.split():
+        now = schedule.next_after(None, f"0 3 * * {weekday}", now)
         days.append(datetime.datetime.fromtimestamp(now).strftime("%a"))
-    assert days == ["Sun", "Tue", "Thu", "Sat"]
+    assert days == expected.split()
 
 
 # What is due.

@@ -115,6 +115,7 @@ def submit(
         log=studies_folder(Path(target)).absolute() / wanted.name / "driver.log",
         options=options,
         nodes=wanted.n_nodes,
+        at_once=wanted.parallel,
         ranks=wanted.stated_ranks,
         files=[wanted.target.absolute()],
     )

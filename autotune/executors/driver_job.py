@@ -17,6 +17,8 @@ class DriverJob:
     Attributes:
         arguments: What `autotune run` gets.
         folder: Working directory, on a file system that the machines share.
+        nodes: Machines of a trial.
+        at_once: Trials that run at once.
         ranks: Ranks of a trial; None for one per GPU.
         files: Files of the user's that the machines must see.
         id: A text that no other submission has.
@@ -28,6 +30,7 @@ class DriverJob:
     log: Path
     options: Mapping[str, str]
     nodes: int = 1
+    at_once: int = 1
     ranks: int | None = None
     files: Sequence[Path] = ()
     id: str = field(default_factory=lambda: uuid.uuid4().hex)

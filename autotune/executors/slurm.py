@@ -184,41 +184,56 @@ class Slurm(Engine):
         counts = [int(n or 1) for line in lines for n in re.findall(GPUS, line.partition(" ")[2])]
         return (self.ranks_per_node or min(counts)) if counts else 0
 
-    def _script(self, spool: Spool, nodes: str = '"$SLURM_JOB_NUM_NODES"') -> str:
-        """Returns the batch script: it finds the first node's address and starts an agent on every node."""
+    def _script(self, spool: Spool, nodes: str = '"$SLURM_JOB_NUM_NODES"', lines: str = "1,$") -> str:
+        """Returns the batch script: it finds the first node's address and starts an agent on every node.
+
+        Args:
+            lines: Those of the nodes, in the list of the job's, as sed takes them.
+        """
         python = self.options.get("python", sys.executable)
         command = f"{shlex.quote(python)} -m autotune.executors.node_agent {shlex.quote(str(spool.path))}"
         agent = f"{self.options.get('container', '')} {command}".strip()
         return f"""#!/bin/sh
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n '{lines}p')
+first=$(echo "$hosts" | head -n 1)
 address=$(scontrol show node --oneliner "$first" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
 unset {" ".join(FOR_EACH_TASK)}
 exec srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \\
+  --nodelist="$(echo "$hosts" | paste -s -d , -)" \\
   --mpi=none --input=none --overlap {agent} --address "${{address:-$first}}"
 """
 
 
 class Steps(Slurm):
-    """The engine inside an allocation that the user has (`SLURM_JOB_ID`): agents are steps of that job."""
+    """The engine inside an allocation that the user has (`SLURM_JOB_ID`): agents are steps of that job.
 
-    def __init__(self, options: dict[str, str], ranks_per_node: int | None, job_name: str) -> None:
+    Args:
+        slot: Which of the trials at once it runs, counted from 0: each has its own nodes.
+    """
+
+    def __init__(self, options: dict[str, str], ranks_per_node: int | None, job_name: str, slot: int = 0) -> None:
         super().__init__(options, ranks_per_node, job_name)
-        self.hold, self._job = True, os.environ["SLURM_JOB_ID"]
+        self.hold, self._job, self._slot = True, os.environ["SLURM_JOB_ID"], slot
         self._steps: dict[str, subprocess.Popen[bytes]] = {}
 
-    def launch(self, spool: Spool, nodes: int) -> str:
-        """Starts a step on nodes of the allocation; returns its name. Raises `Refused` where it has fewer nodes."""
+    def check(self, nodes: int) -> None:
+        """Checks that Slurm answers, and that the allocation has nodes for each of the trials at once."""
+        super().check(nodes)
         there = int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
-        if nodes > there:
-            raise Refused(
-                f"{nodes} nodes are needed, and job {self._job}, inside of which this runs, has {there};"
+        if (needed := (self._slot + 1) * nodes) > there:
+            at_once = f" for {self._slot + 1} trials at once" * bool(self._slot)
+            raise UserError(
+                f"--executor slurm: {needed} nodes are needed{at_once}, and job {self._job}, inside of which this runs, has {there};"
                 " --executor-option allocation=new asks for other ones"
             )
+
+    def launch(self, spool: Spool, nodes: int) -> str:
+        """Starts a step on its nodes of the allocation; returns its name."""
+        script = self._script(spool, str(nodes), f"{self._slot * nodes + 1},{(self._slot + 1) * nodes}")
         with open(spool.path / "job.log", "ab") as log:
             step = subprocess.Popen(
-                ["sh", "-c", self._script(spool, str(nodes))], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
+                ["sh", "-c", script], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
         name = f"{self._job}-{step.pid}"
         self._steps[name], self._logs[name] = step, spool.path / "job.log"
         return name

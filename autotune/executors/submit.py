@@ -26,7 +26,8 @@ def to_slurm(job: DriverJob) -> str:
     engine = Slurm(
         {"python": sys.executable, **job.options}, job.ranks and job.ranks // job.nodes, f"autotune-{job.name}"
     )
-    engine.check(job.nodes)
+    nodes = job.at_once * job.nodes
+    engine.check(nodes)
     script = f"""#!/bin/sh
 cd {shlex.quote(str(job.folder))} || exit
 trap 'kill -TERM "$driver" 2>/dev/null' TERM
@@ -38,7 +39,7 @@ while kill -0 "$driver" 2>/dev/null; do wait "$driver"; s=$?; done
 [ "$s" -eq {TEMPORARY} ] && scontrol requeue "$SLURM_JOB_ID"
 exit "$s"
 """
-    number = engine.submit(script, job.log, job.nodes, "--requeue", "--signal=B:TERM@60")
+    number = engine.submit(script, job.log, nodes, "--requeue", "--signal=B:TERM@60")
     return f"slurm: job {number} runs study {job.name}; its output: {job.log}; it ends with: scancel {number}"
 
 

@@ -170,7 +170,7 @@ def executors_for(
     elif found.spec.executor != "local":
         # Each asks the engine for its own machines, and waits in the engine's queue until there are some.
         with contextlib.ExitStack() as stack:
-            others = [engine.executor_of(found.spec, folder / "trials" / f"slot-{n}", say) for n in range(1, wanted)]
+            others = [engine.executor_of(found.spec, folder / "trials" / f"slot-{n}", say, n) for n in range(1, wanted)]
             for other in others:
                 stack.callback(other.close)
                 other.start()

@@ -17,10 +17,9 @@ from autotune.cli.app import app
 from autotune.cli.run import run_arguments
 from autotune.errors import UserError
 from autotune.executors import kubernetes, submit
-from autotune.executors.cluster import Refused
 from autotune.executors.driver_job import SUBMISSION, DriverJob
 from autotune.executors.node_agent import Spool
-from autotune.executors.slurm import Steps
+from autotune.executors.slurm import Slurm, Steps
 from autotune.study.storage import records
 
 # In place of the interpreter: notes where it runs, ends with status 75 the first time and with 0 the second.
@@ -234,18 +233,34 @@ def test_a_run_in_a_pod_is_local_and_other_engines_are_told_what_submit_was() ->
     assert run_arguments(["m.py", "--executor", "ray"], "ray") == ["m.py", "--executor", "ray"]
 
 
-def test_an_allocation_that_is_too_small_says_how_to_get_another(tmp_path, monkeypatch) -> None:
+def test_an_allocation_that_is_too_small_says_how_to_get_another(monkeypatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
-    with pytest.raises(Refused, match="job 7, inside of which this runs, has 1; --executor-option allocation=new"):
-        Steps({}, 1, "x").launch(Spool(tmp_path), 2)
+    monkeypatch.setattr(Slurm, "check", lambda *_: None)
+    with pytest.raises(UserError, match=r"2 nodes are needed, and job 7, .* has 1; --executor-option allocation=new"):
+        Steps({}, 1, "x").check(2)
+    Steps({}, 1, "x").check(1)
+    with pytest.raises(UserError, match="2 nodes are needed for 2 trials at once, and job 7"):
+        Steps({}, 1, "x", slot=1).check(1)
+
+
+def test_a_batch_job_has_nodes_for_each_of_the_trials_at_once(job, monkeypatch) -> None:
+    """All ran on the nodes of one."""
+    asked: list[object] = []
+    monkeypatch.setattr(Slurm, "check", lambda _, nodes: asked.append(nodes))
+    monkeypatch.setattr(Slurm, "submit", lambda self, *given: asked.append((given[2], self.ranks_per_node)) or "7")
+    submit.to_slurm(replace(job, nodes=2, ranks=8, at_once=3))
+    assert asked == [6, (6, 4)]
 
 
 @pytest.mark.process
 def test_what_an_allocation_gives_each_of_its_tasks_does_not_bound_the_one_agent_of_a_node(
     tmp_path, monkeypatch
 ) -> None:
-    for name, text in {"srun": "env > srun.env", "scontrol": "echo n1"}.items():
+    for name, text in {
+        "srun": 'env > srun.env; echo "$@" > srun.given',
+        "scontrol": r"printf 'n1\nn2\nn3\nn4\n'",
+    }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.chdir(tmp_path)
@@ -257,3 +272,8 @@ def test_what_an_allocation_gives_each_of_its_tasks_does_not_bound_the_one_agent
     engine._steps[engine.launch(Spool(tmp_path), 1)].wait(30)
     given = dict(line.partition("=")[::2] for line in (tmp_path / "srun.env").read_text().splitlines())
     assert given["SLURM_JOB_ID"] == "7" and not per_task.keys() & given.keys()
+    # Trials at once have nodes of their own; all were on the first ones.
+    beside = Steps({}, 8, "x", slot=1)
+    beside._steps[beside.launch(Spool(tmp_path), 2)].wait(30)
+    srun = (tmp_path / "srun.given").read_text()
+    assert "--nodelist=n3,n4 " in srun and srun.endswith("--address n3\n")

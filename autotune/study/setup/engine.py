@@ -15,12 +15,15 @@ from autotune.executors.ssh import read_hostfile
 from autotune.study.spec.spec import StudySpec
 
 
-def executor_of(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] = lambda _: None) -> Executor:
+def executor_of(
+    spec: StudySpec, folder: Path, on_queue: Callable[[str], None] = lambda _: None, slot: int = 0
+) -> Executor:
     """Returns the executor of a study, not yet started.
 
     Args:
         folder: The study's folder; other machines must see it under the same path.
         on_queue: Called with the reason why a trial waits for machines.
+        slot: Which of the trials at once it runs, counted from 0.
     """
     target = spec.inspected
     environment = dict(spec.how().fixed_environment) if target.kind == "script" else {}
@@ -34,7 +37,8 @@ def executor_of(spec: StudySpec, folder: Path, on_queue: Callable[[str], None] =
 
             check_names(spec.executor, options, slurm.OPTIONS)
             inside = "SLURM_JOB_ID" in os.environ and options.get("allocation", "auto") == "auto"
-            engine = (slurm.Steps if inside else slurm.Slurm)(options, ranks_per_node, f"autotune-{spec.name}")
+            shape = options, ranks_per_node, f"autotune-{spec.name}"
+            engine = slurm.Steps(*shape, slot) if inside else slurm.Slurm(*shape)
         case "ray":
             from autotune.executors import ray
 

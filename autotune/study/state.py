@@ -25,6 +25,7 @@ from autotune.space.space import SearchSpace
 from autotune.study.setup.plan import Plan
 from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import analysed, project, records
+from autotune.study.storage.database import StoreMissing
 from autotune.study.storage.leases import StudyLeases
 from autotune.study.storage.optuna_tables import trial_id, write_failed
 from autotune.study.storage.records import SearchRecord, StudyRecord
@@ -85,7 +86,7 @@ class StudyState:
         name = self.spec.name
         try:
             study = records.load_study(self.storage, name)
-        except records.StoreError:
+        except StoreMissing:
             return False
         project.check_own(study, records.studies_of(name, self.folder))
         kept = records.record(study)

@@ -218,6 +218,18 @@ def test_more_trials_another_sampler_or_more_time_are_no_other_study(tmp_path):
     assert len(run(tmp_path, trials=3, finalists=0, sampler="grid", time_budget_s=600)[1].ran) == 1
 
 
+def test_a_study_that_cannot_be_read_is_not_taken_for_one_that_is_not_there(tmp_path, monkeypatch):
+    """It was begun anew from what its folder held."""
+    run(tmp_path, trials=2, finalists=0)
+
+    def garbled(*_):
+        raise records.StoreError("a value of the study cannot be read; restore a copy")
+
+    monkeypatch.setattr(records, "load_study", garbled)
+    with pytest.raises(records.StoreError, match="restore a copy"):
+        runner_of(tmp_path, Instant(), trials=2, finalists=0).open()
+
+
 def test_a_study_that_somebody_else_made_is_refused(tmp_path):
     study = records.create_study(records.open_storage(records.default_url(tmp_path)), "s", ["minimize"], ["m"])
     study.tell(study.ask(), 1.0)

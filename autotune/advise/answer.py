@@ -18,7 +18,7 @@ from autotune.forecast.prediction import Interval
 from autotune.forecast.words import BINDS, SURE, memory_by_part, verdict
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DTYPES, DsConfig
-from autotune.system.units import format_bytes, format_duration, format_seconds
+from autotune.system.units import format_bytes, format_count, format_duration, format_seconds
 
 # Keys of the DeepSpeed configuration that the words of an advice leave out: always, or at this value.
 ALWAYS_SET = ("overlap_comm", "allgather_bucket_size", "sub_group_size")
@@ -262,12 +262,7 @@ class Advice:
 
 def amount(number: float) -> str:
     """A number of parameters or tokens in short, as the field writes it: `8.19B`."""
-    if number >= 1e15:
-        return f"{number / 1e12:,.0f}T"
-    factor, letter = next(
-        (unit for unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")) if number >= unit[0]), (1.0, "")
-    )
-    return f"{number / factor:.3g}{letter}"
+    return format_count(number, "TBMk").replace(" ", "")
 
 
 def in_words(choice: Choice) -> str:

@@ -13,7 +13,6 @@ BYTE_UNITS = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "K
 # Bandwidths are decimal, as vendors state them.
 BANDWIDTH_UNITS = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s"))
 FLOP_UNITS = ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1e3, "kFLOP/s"), (1.0, "FLOP/s"))
-COUNT_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 LADDERS = {"s": TIME_UNITS, "B": BYTE_UNITS, "B/s": BANDWIDTH_UNITS, "FLOP/s": FLOP_UNITS}
 DURATION_UNITS = ((31_557_600, "y"), (86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 # From this number of a unit on, the next larger unit reads better, even if the smallest value is then below one.
@@ -102,10 +101,12 @@ def format_duration(seconds: float) -> str:
     return f"{whole // length:,} {name}" + (f" {rest} {shorter_name}" if rest else "")
 
 
-def format_count(number: float) -> str:
-    """Returns a number in short: 3,312,384 is `3.31 M`."""
-    factor, letter = next((unit for unit in COUNT_UNITS if number >= unit[0]), COUNT_UNITS[-1])
-    return f"{number / factor:.3g} {letter}" if letter else f"{number:g}"
+def format_count(number: float, letters: str = "TGMk") -> str:
+    """Returns a number in short: 3,312,384 is `3.31 M`; `letters` are those of 1e12, 1e9, 1e6 and 1e3."""
+    for letter, factor in zip(letters, (1e12, 1e9, 1e6, 1e3), strict=True):
+        if (short := number / factor) >= 0.9995:  # else it is at most 999 of the next smaller unit
+            return f"{short:.3g} {letter}" if short < 999.5 else f"{short:,.0f} {letter}"
+    return f"{number:g}"
 
 
 BYTES = {"B": 1}

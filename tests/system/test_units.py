@@ -36,7 +36,10 @@ def test_a_duration_has_two_units(seconds: float, shown: str) -> None:
     assert units.format_duration(seconds) == shown
 
 
-@pytest.mark.parametrize(("number", "shown"), [(12, "12"), (0.5, "0.5"), (3_312_384, "3.31 M"), (124e9, "124 G")])
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [(12, "12"), (0.5, "0.5"), (999, "999"), (3_312_384, "3.31 M"), (999_885_952, "1 G"), (124e9, "124 G"), (2e15, "2,000 T")],
+)  # fmt: skip
 def test_a_count_is_short(number: float, shown: str) -> None:
     assert units.format_count(number) == shown
 

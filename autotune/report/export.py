@@ -159,15 +159,14 @@ def export(
     return FORMATS[format](pick, base, world_size, started, file)
 
 
-def deepspeed_config(pick: Data, base: Data, family: str = "") -> DsConfig:
-    """The complete DeepSpeed configuration of a pick: what was measured, and the user's sections that trials leave out.
+def deepspeed_config(measured: DsConfig, base: Data, family: str = "") -> DsConfig:
+    """The complete DeepSpeed configuration of a trial: what was measured, and the user's sections that trials leave out.
 
     It states the ZeRO stage even where that is DeepSpeed's default: Accelerate and transformers refuse a file without
     it. `train_batch_size` is left to DeepSpeed, so that the file is right for any number of ranks, unless the user's own
     states it. DeepSpeed's own tuner is off in it, with which a training ends. For Lightning (`family`) it leaves the
     accumulation out, which Lightning refuses beside its own `accumulate_grad_batches`.
     """
-    measured = pick.get("ds_config") or Candidate.of(pick["candidate"]).to_deepspeed(base)
     left_out = {key: base[key] for key in sorted(SIDE_EFFECT_KEYS) if key in base and key not in measured}
     config = own_tuner.off(without_auto(copy.deepcopy({**measured, **left_out})))
     if family == LIGHTNING:
@@ -175,12 +174,11 @@ def deepspeed_config(pick: Data, base: Data, family: str = "") -> DsConfig:
     return {**config, "zero_optimization": {"stage": 0, **config.get("zero_optimization", {})}}
 
 
-def _deepspeed(pick: Data, base: Data, _: int, started: Started | None, __: str) -> str:
-    config = deepspeed_config(pick, base, started.family if started else "")
-    return json.dumps(config, indent=2, allow_nan=False) + "\n"
+def _deepspeed(pick: Data, *_: Any) -> str:
+    return json.dumps(pick["ds_config"], indent=2, allow_nan=False) + "\n"
 
 
-def _accelerate(pick: Data, base: Data, world_size: int, started: Started | None, file: str) -> str:
+def _accelerate(pick: Data, _: Data, world_size: int, started: Started | None, file: str) -> str:
     """`accelerate launch --config_file`, with the JSON inside.
 
     `deepspeed_config_file` takes a path, or the JSON itself (accelerate.utils.deepspeed.HfDeepSpeedConfig). Beside it
@@ -188,12 +186,12 @@ def _accelerate(pick: Data, base: Data, world_size: int, started: Started | None
     states. What else the config of the tuned command says, as on devices, ports and machines, stays.
     """
     _check_family(started, "accelerate", "no Accelerate config")
-    config = deepspeed_config(pick, base)
+    config = pick["ds_config"]
     inner = json.dumps(config, indent=2, allow_nan=False).replace("\n", "\n    ")
     usual, script = (
         (started.free_name(ACCELERATE_CONFIG), started.called) if started else (ACCELERATE_CONFIG, "train.py")
     )
-    comments = "".join(f"# {text}\n" for text in notes(pick, base, "accelerate", started))
+    comments = "".join(f"# {text}\n" for text in notes(pick, "accelerate", started))
     own = started.own_accelerate_config if started else {}
     settings = {name: value for name, value in own.items() if name not in REPLACED_BY_DEEPSPEED}
     settings = MACHINE | settings | {"distributed_type": "DEEPSPEED", "num_processes": world_size, "use_cpu": False}
@@ -270,12 +268,12 @@ def _with_training_flags(
     for name in SWITCHES:
         arguments = without_flag(arguments, flags.get(name, ()))
     in_rows = "token_budget" in Candidate.of(pick["candidate"]).data_changes  # then a micro-batch is one row
-    for flag, *rest in _training_flags(Candidate.of(pick["candidate"]), deepspeed_config(pick, base), started):
+    for flag, *rest in _training_flags(Candidate.of(pick["candidate"]), pick["ds_config"], started):
         field = TRAINING_FIELDS.get(flag, "")
         stays = started.baseline.get(field) == values.get(field, "") and not (in_rows and rest == ["1"])
         if not stays or has_flag(arguments, (flag,)):
             arguments = with_flag(arguments, (flag,), rest[0] if rest else None)
-    rate = training_rate(deepspeed_config(pick, base))
+    rate = training_rate(pick["ds_config"])
     if rate != training_rate(dict(base)):  # transformers refuses a JSON that differs from the flag
         arguments = with_flag(arguments, flags.get("learning_rate") or (RATE_FLAG,), str(rate))
     return arguments
@@ -288,16 +286,14 @@ def _check_family(started: Started | None, form: str, what: str) -> None:
         raise UserError(f"the script reads {what}, since it trains with {started.family}; {alternatives}")
 
 
-def _hf_args(pick: Data, base: Data, _: int, started: Started | None, __: str) -> str:
+def _hf_args(pick: Data, _: Data, __: int, started: Started | None, ___: str) -> str:
     """Flags for a script that parses transformers' TrainingArguments, one a line, quoted for a shell.
 
     `torch_autocast` and fp32 need no flag: --bf16 would have transformers switch DeepSpeed's own bf16 on.
     """
     _check_family(started, "hf-args", "no TrainingArguments")
-    candidate = Candidate.of(pick["candidate"])
-    config = deepspeed_config(pick, base)
-    flags = _training_flags(candidate, config, started)
-    flags += [(f"--{name}", str(value)) for name, value in _hf_twins(config)]
+    flags = _training_flags(Candidate.of(pick["candidate"]), pick["ds_config"], started)
+    flags += [(f"--{name}", str(value)) for name, value in _hf_twins(pick["ds_config"])]
     if started is None or not started.sets_config_itself(pick.get("script_side_changes", ())):
         flags.append(("--deepspeed", started.exported if started else EXPORTED_CONFIG))
     return "\n".join(shlex.join(flag) for flag in flags) + "\n"
@@ -351,13 +347,13 @@ FORMATS: dict[str, Callable[[Data, Data, int, Started | None, str], str]] = {
 }
 
 
-def notes(pick: Data, base: Data, format: str, started: Started | None = None, named: str = "") -> list[str]:  # noqa: A002
+def notes(pick: Data, format: str, started: Started | None = None, named: str = "") -> list[str]:  # noqa: A002
     """What someone who uses the exported text has to know and cannot read in it.
 
     Args:
         named: The words of `autotune export` that name study and pick, with a blank after them.
     """
-    config, candidate = deepspeed_config(pick, base), Candidate.of(pick["candidate"])
+    config, candidate = pick["ds_config"], Candidate.of(pick["candidate"])
     every, scheduler = candidate.checkpoint_every, at_path(config, "scheduler.params") or {}
     loader = f"The DataLoader needs batch_size={candidate.micro_batch_size}: the JSON states it and does not set it."
     recompute = f"Recompute the activations of {every_nth(every)} block in the script: no key of this file does."
@@ -416,7 +412,7 @@ def export_pick(
     changes = [] if form == "command" else chosen.get("script_side_changes", [])  # its comments say so
     return Exported(
         text=text,
-        notes=[*_warnings(chosen), *notes(chosen, base, form, begun, named), *changes],
+        notes=[*_warnings(chosen), *notes(chosen, form, begun, named), *changes],
         tuned=base,
         own_files=begun.own_files if begun else frozenset(),
     )

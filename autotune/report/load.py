@@ -81,7 +81,7 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
         raise StoreError(f"study {name!r} holds no trial yet; the command that began it begins it anew")
     estimates = estimate([_with_changes(m, kept) for m in raw])
     found = recommend.recommend(estimates, kept.objectives, kept.data_parallel)
-    trials = _trials(study, estimates, folder if series else None)
+    trials = [_dropped_in(row, kept) for row in _trials(study, estimates, folder if series else None)]
     if (best := found.picks.get("recommended")) is not None:
         for row, seen in zip(trials, estimates.measured, strict=True):
             others = seen.outcome is Outcome.COMPLETE and seen.trial != best.measured.trial
@@ -105,10 +105,10 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
     return report
 
 
-def _dropped_in(point: Data, kept: StudyRecord) -> Data:
+def _dropped_in(point: Data, kept: StudyRecord) -> dict[str, Any]:
     """A point with its configuration as the script's framework reads it."""
     family = kept.workload.script.family if kept.workload.script else ""
-    return {**point, "ds_config": deepspeed_config(point, kept.base_config, family)}
+    return {**point, "ds_config": deepspeed_config(point["ds_config"], kept.base_config, family)}
 
 
 def _facts(study: Study, kept: StudyRecord, folder: Path, *, n_trials: int) -> dict[str, Any]:
@@ -169,11 +169,10 @@ def _threads(kept: StudyRecord) -> int | None:
 
 def _with_changes(measured: Measured, kept: StudyRecord) -> Measured:
     baseline = Candidate.from_key(kept.baseline)
-    point = {"candidate": measured.candidate.values(), "ds_config": measured.ds_config}
     script = kept.workload.script
     return replace(
         measured,
-        ds_config=deepspeed_config(point, kept.base_config),
+        ds_config=deepspeed_config(measured.ds_config, kept.base_config),
         # The user's own configuration takes no change, though it was measured with DeepSpeed (see `caveats`).
         script_side_changes=[]
         if measured.candidate == baseline
@@ -222,7 +221,7 @@ def _trials(study: Study, estimates: Estimates, folder: Path | None) -> list[dic
         data, verdict = records.told_data(told), seen.verdict
         result = result_in(records.trial_path(folder, told.number)) if folder else None
         row: dict[str, Any] = {"trial": told.number, "role": told.user_attrs.get(records.ROLE_ATTR, "search")}
-        row |= {"outcome": str(seen.outcome), "candidate": seen.candidate.values()}
+        row |= {"outcome": str(seen.outcome), "candidate": seen.candidate.values(), "ds_config": seen.ds_config}
         row |= {name: data[name] for name in TOLD}
         row |= {"feasible": seen.feasible, "unreproducible": list(seen.unreproducible)}
         row |= {"unwitnessed": list(seen.unwitnessed), "failed_again": seen.failed_again}

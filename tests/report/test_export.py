@@ -58,7 +58,8 @@ STARTED = Started(
 def pick(values: dict, base: dict = BASE) -> dict:
     """A pick as `recommended.json` has it; trials leave out what writes files."""
     candidate = Candidate.of(values)
-    ds_config = {key: value for key, value in candidate.to_deepspeed(base).items() if key != "tensorboard"}
+    measured = {key: value for key, value in candidate.to_deepspeed(base).items() if key != "tensorboard"}
+    ds_config = deepspeed_config(measured, base)
     return {"trial": 7, "candidate": candidate.values(), "ds_config": ds_config, "metrics": {}, "ci95": {}}
 
 
@@ -91,17 +92,12 @@ def test_the_deepspeed_json_does_not_end_the_training_as_deepspeeds_own_tuner_ha
     assert section["enabled"]
 
 
-def test_a_trial_without_its_json_is_exported_from_its_candidate():
-    bare = {"trial": 3, "candidate": Candidate.of(CANDIDATES[1]).values()}
-    assert deepspeed_config(bare, BASE) == deepspeed_config(pick(CANDIDATES[1]), BASE)
-
-
 def test_exporting_changes_neither_the_pick_nor_the_base():
     chosen = pick(CANDIDATES[0])
     before = json.dumps([chosen, BASE])
     for form in FORMATS:
         export(chosen, BASE, form, 2, STARTED)
-    deepspeed_config(chosen, BASE)["optimizer"]["params"]["lr"] = 0
+    deepspeed_config(chosen["ds_config"], BASE)["optimizer"]["params"]["lr"] = 0
     assert json.dumps([chosen, BASE]) == before
 
 
@@ -198,14 +194,14 @@ def test_an_unknown_format_is_refused_with_the_known_ones():
 
 
 def test_notes_say_what_the_exported_text_cannot():
-    assert any("batch_size=16" in note for note in notes(pick(CANDIDATES[3]), BASE, "accelerate"))
-    assert any("every second" in note for note in notes(pick(CANDIDATES[3]), BASE, "accelerate"))
-    assert any("DummyOptim" in note for note in notes(pick(CANDIDATES[0]), BASE, "accelerate"))
-    assert any("transformers 5" in note for note in notes(pick(CANDIDATES[3]), BASE, "hf-args"))
-    assert notes(pick(CANDIDATES[3]), BASE, "deepspeed") == []
+    assert any("batch_size=16" in note for note in notes(pick(CANDIDATES[3]), "accelerate"))
+    assert any("every second" in note for note in notes(pick(CANDIDATES[3]), "accelerate"))
+    assert any("DummyOptim" in note for note in notes(pick(CANDIDATES[0]), "accelerate"))
+    assert any("transformers 5" in note for note in notes(pick(CANDIDATES[3]), "hf-args"))
+    assert notes(pick(CANDIDATES[3]), "deepspeed") == []
     own = pick(CANDIDATES[0])
     stated = {**own, "ds_config": {**own["ds_config"], "train_batch_size": 8}}
-    assert any("another number of ranks" in note for note in notes(stated, BASE, "deepspeed"))
+    assert any("another number of ranks" in note for note in notes(stated, "deepspeed"))
 
 
 # The command to paste.
@@ -359,7 +355,7 @@ def test_no_flag_names_the_json_of_a_trainer_whose_code_sets_another():
     own = replace(STARTED, family=TRAINER, flags={"deepspeed": ["--deepspeed"], "bf16": ["--bf16"]})
     for form in ("command", "hf-args"):
         text = export(pick(CANDIDATES[1]), BASE, form, 2, own)
-        said = [text, *notes(pick(CANDIDATES[1]), BASE, form, own)]
+        said = [text, *notes(pick(CANDIDATES[1]), form, own)]
         assert "--deepspeed " not in text and any('pass `deepspeed="ds_config.json"` to `Tr' in line for line in said)
     without = pick(CANDIDATES[1]) | {"script_side_changes": ["DeepSpeed: the script is run without it; add ..."]}
     told = replace(own, invocation=replace(own.invocation, arguments=("--deepspeed", "ds.json")))
@@ -532,10 +528,8 @@ def test_a_script_of_accelerate_that_used_no_deepspeed_is_launched_so_that_it_do
 
 def test_the_json_for_lightning_leaves_the_accumulation_to_its_trainer():
     """`DeepSpeedStrategy` ends a training whose configuration states it."""
-    stated = {
-        family: json.loads(export(pick(CANDIDATES[1]), BASE, "deepspeed", 2, replace(STARTED, family=family)))
-        for family in ("Lightning", "")
-    }
+    measured = pick(CANDIDATES[1])["ds_config"]
+    stated = {family: deepspeed_config(measured, BASE, family) for family in ("Lightning", "")}
     assert "gradient_accumulation_steps" in stated[""]
     assert "gradient_accumulation_steps" not in stated["Lightning"]
 
@@ -626,6 +620,20 @@ def test_a_trial_that_is_no_pick_is_exported_with_what_is_wrong_with_it(tmp_path
     assert any("`autotune export s --trial 1 -o ds_config.json`" in note for note in flags)
     text = export_pick(found, None, 1, "accelerate", Path("some/name.yaml")).text
     assert text.startswith("# Use: accelerate launch --config_file some/name.yaml train.py\n")
+
+
+def test_a_trial_that_is_no_pick_is_exported_with_the_learning_rate_that_it_ran_with(tmp_path):
+    """Its JSON stated the baseline's, beside the note that it states another one."""
+    base = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    changes = {"space": [{"micro_batch_size": [8, 16], "checkpoint_every": [0, 1]}], "global_batch": "free"}
+    changes |= {"learning_rate_rule": "linear", "sampler": "grid", "trials": 4, "finalists": 0}
+    runner_of(tmp_path, Instant(), planned={"base_config": base}, **changes).run()
+    found = load("s", records.default_url(tmp_path), tmp_path / "s")
+    shown = {point["trial"] for point in (*found.picks.values(), *found.front)}
+    larger = {row["trial"] for row in found.trials if row["candidate"]["micro_batch_size"] == 16}
+    exported = export_pick(found, None, min(larger - shown), "deepspeed")
+    assert json.loads(exported.text)["optimizer"]["params"]["lr"] == 2e-3
+    assert any("the JSON states 2 times your learning rate" in note for note in exported.notes)
 
 
 @pytest.mark.parametrize("said", ["drop_in", "drop-in", "Drop-in", "lowest memory", "baseline"])

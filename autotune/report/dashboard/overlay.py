@@ -16,8 +16,6 @@ import optuna
 
 from autotune.report import figures, fronts, readme
 from autotune.report.data import Data, StudyReport, measured, words
-from autotune.report.export import deepspeed_config
-from autotune.report.started import started
 from autotune.report.trial_notes import end_words
 from autotune.scoring.metrics import METRICS
 from autotune.study.lock import run_under_way
@@ -89,9 +87,9 @@ def overlay(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UU
         files[artifact] = file
         return artifact
 
-    picks = [add("picks", config_file(report, f"{report.name}-{name}", pick)) for name, pick in report.picks.items()]
+    picks = [add("picks", config_file(f"{report.name}-{name}", pick)) for name, pick in report.picks.items()]
     for row in report.trials:
-        path, found = records.trial_path(folder, row["trial"]), [config_file(report, "ds_config", row)]
+        path, found = records.trial_path(folder, row["trial"]), [config_file("ds_config", row)]
         found += [_log(log, folder) for log in _files(path, "rank-*.log", folder)]
         traces = _files(path, "profile/trace-rank-*.json.gz", folder)
         found += [_file(trace, folder, "application/gzip") for trace in traces]
@@ -118,13 +116,11 @@ def _values(report: StudyReport, number: int) -> list[float] | None:
     return [found[name] for name in report.objectives] if all(name in found for name in report.objectives) else None
 
 
-def config_file(report: StudyReport, name: str, point: Data) -> File:
+def config_file(name: str, point: Data) -> File:
     """The complete DeepSpeed configuration of a pick or a trial as a JSON file."""
 
     def read() -> bytes:
-        begun = started(report)
-        config = deepspeed_config(point, report.study.get("base_config") or {}, begun.family if begun else "")
-        return (json.dumps(config, indent=2, allow_nan=False) + "\n").encode()
+        return (json.dumps(point["ds_config"], indent=2, allow_nan=False) + "\n").encode()
 
     return File(name=f"{name}.json", mimetype="application/json", read=read)
 

@@ -261,7 +261,7 @@ class Application:
             points, label = dict(report.picks), name
         else:
             points, label = {str(row["trial"]): row for row in report.trials}, f"trial-{name}"
-        return config_file(report, f"{report.name}-{label}", points[name]) if name in points else None
+        return config_file(f"{report.name}-{label}", points[name]) if name in points else None
 
 
 def _send(

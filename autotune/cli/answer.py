@@ -148,7 +148,7 @@ def diagnose(
         reason = f": {row['reason']}" if row["reason"] else ""
         ended = f"trial {row['trial']} did not complete ({row['outcome']}{reason})"
         raise UserError(f"diagnose: {ended}, so there is no step to take apart")
-    folder = Path(report.study["folder"])
+    folder = Path(report.study["stored_in"])
     if profile:
         environment = report.invocation.fixed_environment if report.invocation else {}
         with ProgressView() as view:

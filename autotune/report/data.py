@@ -44,8 +44,8 @@ class StudyReport:
     """A study as plain data: the one input of everything in this package.
 
     Attributes:
-        study: `name`, `target`, `ranks`, `objectives` (names of metrics, in order), `n_trials`, `wall_s`, and what else
-            is worth showing.
+        study: `name`, `folder`, `target`, `ranks`, `objectives` (names of metrics, in order), `n_trials`, `wall_s`, and what
+            else is worth showing. Where a re-tuning replaced the answer, `stored_as` and `stored_in` are its name and folder.
         recommended: The content of `recommended.json`: `picks` by name, and `baseline`.
         front: The content of `front.json`.
         trials: Every trial: `trial`, `role`, `outcome`, `reason`, `phase`, `candidate`, `wall_s`, `caveats`, what

@@ -82,7 +82,7 @@ class Evidence:
     """
 
     def __init__(self, study: Study, report: StudyReport) -> None:
-        self.expected = Expectations(study, Path(report.study["folder"]))
+        self.expected = Expectations(study, Path(report.study["stored_in"]))
         self.report = report
         self.trials = [trial for trial in report.trials if trial["metrics"] or trial["outcome"] != Outcome.COMPLETE]
         pick = report.picks.get("recommended")

@@ -61,7 +61,8 @@ def from_storage(storage: Storage, name: str, folder: Path) -> StudyReport:
         found = read(records.load_study(storage, later), folder / "retunes" / f"{generation:04d}")
     under_way = _is_under_way(folder)
     retuned = under_way and History(storage.engine).interrupted(name) is not None
-    return replace(found, study={**found.study, "name": name, "under_way": under_way, "retuned": retuned})
+    own = {"name": name, "folder": str(folder), "under_way": under_way, "retuned": retuned}
+    return replace(found, study={**found.study, **own})
 
 
 def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
@@ -118,6 +119,7 @@ def _facts(study: Study, kept: StudyRecord, folder: Path, *, n_trials: int) -> d
         "name": study.study_name,
         "stored_as": study.study_name,
         "folder": str(folder),
+        "stored_in": str(folder),
         "target": kept.target,
         "ranks": kept.world_size,
         "nodes": kept.fingerprint.get("nodes", 1),
@@ -257,7 +259,8 @@ def _with_curve(result: TrialResult | None, seen: Measured, folder: Path | None)
 def status_data(report: StudyReport, n_running: int) -> dict[str, Any]:
     """How far a study is, for programs."""
     picks = report.recommended["picks"]
-    study = {name: value for name, value in report.study.items() if name not in ("base_config", "baseline", "folder")}
+    left_out = ("base_config", "baseline", "folder", "stored_in")
+    study = {name: value for name, value in report.study.items() if name not in left_out}
     return {
         **study,
         "outcomes": dict(Counter(row["outcome"] for row in report.trials)),

@@ -129,7 +129,7 @@ class Retuning:
     @property
     def _current_folder(self) -> Path:
         """Folder of the study that holds the answer."""
-        return Path(self.report.study["folder"])
+        return Path(self.report.study["stored_in"])
 
     def begin(self) -> None:
         """Begin, or continue an interrupted re-tuning; an AttemptsError if it was killed `MOST_ATTEMPTS` times."""

@@ -24,6 +24,7 @@ from support.instant import (
 )
 
 from autotune.report import files, load
+from autotune.report.results import StudyResult
 from autotune.retune import comparison, fingerprint
 from autotune.retune import retuning as retuning_module
 from autotune.retune.comparison import Comparison, EarlierRatio, Reading
@@ -166,6 +167,9 @@ def test_after_a_replacement_the_study_answers_with_the_new_configuration(replac
     found = load.load("s", records.default_url(studies), studies / "s")
     assert found.picks["recommended"]["candidate"]["precision"] == "fp32"
     assert found.name == "s" and found.picks["recommended"]["ds_config"] == config(studies)
+    assert (
+        StudyResult(found).folder == studies / "s"
+    )  # where it is loaded from, and its page goes; its trials lie below retunes
     assert retune(studies, Instant(slow_bf16)).verdict is RetuneVerdict.UNCHANGED
 
 

@@ -46,11 +46,8 @@ PICK_NOTES = {
     "lowest_memory": "the least memory at its peak",
     "out_of_reach": "the best of what only a trial can run",
 }
-# Fields of the study that the page shows elsewhere or that only programs need.
-HIDDEN_FIELDS = (
-    "name", "target", "wall_s", "folder", "stored_as", "trials_wanted", "time_budget_s", "max_length", "under_way", "retuned",
-    "unchecked_s", "deepspeed_added", "device_memory_bytes",
-)  # fmt: skip
+# Fields of the study that the page lists; others stand elsewhere, or only programs need them.
+STUDY_FIELDS = ("ranks", "nodes", "data_parallel", "goal", "n_trials", "threads_per_rank", "quick", "ended")
 # Cards and rows beyond these are in the JSON only.
 MOST_GATED, MOST_KNOBS, MOST_LEVELS = 8, 8, 6
 # Least widths of the table's columns; the configuration's is the style sheet's, as it depends on the screen.
@@ -341,8 +338,8 @@ def _facts(report: StudyReport) -> dict[str, dict[str, Any]]:
         "bf16": environment.get("bf16"),
         "fp16": environment.get("fp16"),
     }
-    shown = {name.replace("_", " ").removeprefix("n "): value for name, value in study.items()
-             if isinstance(value, str | int | float) and value != "" and name not in HIDDEN_FIELDS}  # fmt: skip
+    stated = {name: study[name] for name in STUDY_FIELDS if study.get(name, "") != ""}
+    shown = {name.replace("_", " ").removeprefix("n "): value for name, value in stated.items()}
     limit_bytes = study.get("device_memory_bytes")
     own = {
         "memory limit": format_bytes(limit_bytes) if limit_bytes else None,

@@ -85,7 +85,6 @@ class NotebookView(EventSink):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._under_way.clear()
         self._doing = ""
         self._draw()
 
@@ -98,7 +97,7 @@ class NotebookView(EventSink):
                 self._doing, self._since = redaction.redact(event.text), time.monotonic()
             case Kind.TRIAL_STARTED:
                 event.note_under_way(self._under_way)
-                self._since = time.monotonic()
+                self._doing, self._since = "; ".join(self._under_way.values()), time.monotonic()
             case Kind.TRIAL_ENDED if event.progress is not None:
                 self._end(event.progress)
         if time.monotonic() - self._drawn >= LEAST_S:
@@ -106,6 +105,7 @@ class NotebookView(EventSink):
 
     def _end(self, ended: Progress) -> None:
         self._under_way.pop(ended.number, None)
+        self._doing = "; ".join(self._under_way.values()) or self._doing
         self._progress = ended
         outcome, why = end_words({"outcome": str(ended.outcome), "reason": ended.reason})
         figures = (
@@ -133,9 +133,7 @@ class NotebookView(EventSink):
         return f"{now.n_told} of {now.n_trials} trials in {took}{left}{best}"
 
     def _repr_html_(self) -> str:
-        doing = "; ".join(self._under_way.values()) or self._doing
-        if doing:
-            doing += f" ({time.monotonic() - self._since:.0f} s)"
+        doing = f"{self._doing} ({time.monotonic() - self._since:.0f} s)" if self._doing else ""
         now = self._progress
         found = {
             "n_told": now.n_told if now else 0,

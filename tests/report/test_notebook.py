@@ -14,6 +14,7 @@ from autotune.report import notebook
 from autotune.report.data import pick_words
 from autotune.report.progress import ProgressView
 from autotune.report.results import StudyResult
+from autotune.study.events import EventSink, Kind
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,21 @@ def test_a_run_has_one_output_that_holds_the_last_state(kernel, tmp_path):
         runner_of(tmp_path, Instant(), watcher=view, trials=4).run()
     assert len(kernel.outputs) == 1
     assert "4 of 4 trials" in kernel.outputs[0] and "3</td>" in kernel.outputs[0] and " left" not in kernel.outputs[0]
+
+
+def test_between_two_trials_the_profiling_before_the_first_is_not_said_to_go_on(kernel, tmp_path):
+    seen = []
+
+    class Journal(EventSink):
+        def emit(self, event):
+            view.emit(event)
+            if event.kind is Kind.TRIAL_ENDED:
+                seen.append(view._repr_html_())
+
+    with notebook.viewer(True) as view:
+        view.doing("profiling the model and the machine, once")
+        runner_of(tmp_path, Instant(), watcher=Journal(), trials=2, finalists=0).run()
+    assert len(seen) == 2 and not any("profiling" in page for page in seen)
 
 
 def test_outside_of_a_notebook_progress_is_told_to_standard_error(study):

@@ -46,19 +46,22 @@ def load(name: str, storage_url: str, folder: Path) -> StudyReport:
     return from_storage(records.open_storage(storage_url, create=False), name, folder)
 
 
-def from_storage(storage: Storage, name: str, folder: Path) -> StudyReport:
+def from_storage(storage: Storage, name: str, folder: Path, *, today: bool = True) -> StudyReport:
     """Works out what a study in an open database found so far.
+
+    Args:
+        today: Of a study whose answer a re-tuning has replaced, read that re-tuning's.
 
     Raises:
         StoreError: There is no such study, or autotune did not make it.
     """
     study = records.load_study(storage, name)
-    later = records.current(study)
+    later = records.current(study) if today else name
     if later == name:
         found = read(study, folder)
     else:
-        generation = records.generation_of(later)[1]
-        found = read(records.load_study(storage, later), folder / "retunes" / f"{generation:04d}")
+        where = records.retuning_path(folder, records.generation_of(later)[1])
+        found = read(records.load_study(storage, later), where)
     under_way = _is_under_way(folder)
     retuned = under_way and History(storage.engine).interrupted(name) is not None
     own = {"name": name, "folder": str(folder), "under_way": under_way, "retuned": retuned}
@@ -120,6 +123,7 @@ def _facts(study: Study, kept: StudyRecord, folder: Path, *, n_trials: int) -> d
         "stored_as": study.study_name,
         "folder": str(folder),
         "stored_in": str(folder),
+        "replaced_by": later if (later := records.current(study)) != study.study_name else "",
         "target": kept.target,
         "ranks": kept.world_size,
         "nodes": kept.fingerprint.get("nodes", 1),

@@ -22,6 +22,8 @@ LOOSEN = "loosen the constraints and begin anew with --fresh"
 def next_steps(report: StudyReport) -> list[str]:
     """The next steps, the first one first; commands stand in backticks."""
     name, pick = shlex.quote(report.name), report.picks.get("recommended")
+    if later := report.study.get("replaced_by"):
+        return [f"A re-tuning has replaced this answer by that of {later}; `autotune status {name}` shows it."]
     if report.study.get("retuned"):
         said = f"A re-tuning runs now, and this answer stands until it ends; `autotune status {name}` follows it."
         return [said, *([] if pick is None or report.is_baseline(pick) else _with_answer(report, name))]

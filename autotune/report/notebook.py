@@ -59,7 +59,8 @@ def headline(report: StudyReport) -> str:
         return f"Nothing to recommend: {report.why_nothing}."
     names = report.picked_for(pick)
     said, head = pick_words(report, names, pick), titles(names)
-    return f"{head[0].upper()}{head[1:]}: trial {pick['trial']}, {words(pick['candidate'])}; {said}."
+    later = f" Replaced by the answer of {later}." if (later := report.study.get("replaced_by")) else ""
+    return f"{head[0].upper()}{head[1:]}: trial {pick['trial']}, {words(pick['candidate'])}; {said}.{later}"
 
 
 class NotebookView(EventSink):

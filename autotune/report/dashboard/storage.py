@@ -148,10 +148,10 @@ class DashboardStorage(BaseStorage):
         return kept.look()
 
     def report(self, study_id: int) -> StudyReport | None:
-        """The report of a study with every series; None if autotune did not make it or it has no trial yet."""
+        """The study's own report with every series; None if autotune did not make it or it has no trial yet."""
         name = self._base.get_study_name_from_id(study_id)
         try:
-            return load.from_storage(self._base, name, self._folder_of(name))
+            return load.from_storage(self._base, name, self._folder_of(name), today=False)
         except UserError:
             return None
 

@@ -6,19 +6,21 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from html import unescape
 from http import HTTPStatus
 
 import plotly.graph_objects as go
 import pytest
 from support.dashboard import EVIL, ask, overlay_of
-from support.instant import Instant, finished, runner_of
+from support.instant import Instant, Watcher, finished, plan_of, runner_of, spec_of
 
 from autotune.report import load, readme
 from autotune.report.dashboard import storage
 from autotune.report.dashboard.server import Application
 from autotune.report.notebook import headline
 from autotune.study.lock import study_lock
+from autotune.study.runner import Runner
 from autotune.study.storage import records
 
 pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed: pip install -e '.[dashboard]'")
@@ -294,3 +296,25 @@ def test_what_is_refused_is_not_offered(app):
     style = ask(app, "/dashboard").text
     for hidden in ("rename study", "delete study", "delete artifact", "AddBoxIcon", "UploadFileIcon"):
         assert hidden in style
+
+
+def test_a_study_whose_answer_was_replaced_says_so_on_every_page(tmp_path):
+    """Its note and the first page recommended the old answer, and the report beside them showed the new one."""
+    finished(tmp_path, "s", trials=2, finalists=0)
+    plan = plan_of(spec_of(trials=4, finalists=0))
+    later = replace(plan, spec=plan.spec.model_copy(update={"name": "s.retune-1"}))
+    url = records.default_url(tmp_path)
+    Runner(later, Instant(), records.retuning_path(tmp_path / "s", 1), url, Watcher()).run()
+    records.succeed(records.load_study(records.open_storage(url), "s"), "s.retune-1")
+    app = Application(overlay_of(tmp_path), "127.0.0.1", None)
+    first = unescape(ask(app, "/").text)
+    assert first.count("Replaced by the answer of s.retune-1.") == 1
+    number = next(s["study_id"] for s in ask(app, "/api/studies").json["study_summaries"] if s["study_name"] == "s")
+    note, page = (
+        ask(app, f"/api/studies/{number}").json["note"]["body"],
+        ask(app, f"/autotune/{number}/report.html").text,
+    )
+    for text in (note, page):
+        assert (
+            "replaced this answer by that of s.retune-1" in text and "2 trials" in text and "Train with it" not in text
+        )

@@ -10,6 +10,7 @@ from autotune.report.started import started
 from autotune.search.stopping import ALL_SLOW, NONE_FITS
 from autotune.space.space import EXHAUSTED
 from autotune.study.events import DECIDING_SHARE, STOPPED, UNFINISHED, n_spent
+from autotune.study.storage.records import generation_of
 from autotune.system.units import format_bytes
 from autotune.trial.command import EXPORTED_CONFIG
 
@@ -22,6 +23,10 @@ LOOSEN = "loosen the constraints and begin anew with --fresh"
 def next_steps(report: StudyReport) -> list[str]:
     """The next steps, the first one first; commands stand in backticks."""
     name, pick = shlex.quote(report.name), report.picks.get("recommended")
+    base, generation = generation_of(report.name)
+    if generation:  # as the dashboard shows it; no command goes on with this search
+        holds = f"`autotune status {shlex.quote(base)}` shows the answer that holds today"
+        return [f"This is the search of re-tuning {generation} of study {base}: {holds}."]
     if later := report.study.get("replaced_by"):
         return [f"A re-tuning has replaced this answer by that of {later}; `autotune status {name}` shows it."]
     if report.study.get("retuned"):
@@ -57,7 +62,8 @@ def next_steps(report: StudyReport) -> list[str]:
 
 def reproduce(report: StudyReport) -> str:
     """The command that runs the study again."""
-    return shlex.join(["autotune", "run", f"studies/{report.name}/study.yaml"])
+    base, generation = generation_of(report.name)
+    return shlex.join(["autotune", *(["retune", base] if generation else ["run", f"studies/{base}/study.yaml"])])
 
 
 def _more(report: StudyReport) -> str:

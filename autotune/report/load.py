@@ -77,6 +77,11 @@ def read(study: Study, folder: Path, *, series: bool = True) -> StudyReport:
     Raises:
         StoreError: autotune did not make it, or it holds no trial.
     """
+    with records.snapshot(study):  # a trial that ends meanwhile is in all parts of the report, or in none
+        return _read(study, folder, series=series)
+
+
+def _read(study: Study, folder: Path, *, series: bool) -> StudyReport:
     name, kept = study.study_name, records.record(study)
     if kept is None:
         raise StoreError(f"study {name!r} in this database was not made by autotune, or holds no trial yet")

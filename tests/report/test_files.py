@@ -122,6 +122,22 @@ def test_the_answer_of_a_script_is_as_its_framework_reads_it(tmp_path, family, u
     assert use in (tmp_path / "s" / "README.md").read_text()
 
 
+def test_a_trial_that_ends_while_its_study_is_read_is_in_the_next_report(tmp_path, monkeypatch):
+    """`autotune status` beside a run ended in an error of autotune itself."""
+    runner_of(tmp_path, Instant(), trials=2, finalists=0).run()
+    estimated = load.estimate
+
+    def slowly(raw):
+        runner_of(tmp_path, Instant(), trials=3, finalists=0).run()
+        return estimated(raw)
+
+    monkeypatch.setattr(load, "estimate", slowly)
+    found = load.load("s", records.default_url(tmp_path), tmp_path / "s")
+    assert len(found.trials) == found.study["n_trials"] == 2
+    monkeypatch.undo()
+    assert len(load.load("s", records.default_url(tmp_path), tmp_path / "s").trials) == 3
+
+
 def test_a_configuration_that_autotune_did_not_write_stays(report, tmp_path):
     (tmp_path / "ds_config.json").write_text("{}")
     list(files.write_answer(replace(report, recommended={"picks": {}}), tmp_path))

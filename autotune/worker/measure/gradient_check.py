@@ -169,16 +169,15 @@ def draw_otherwise(engine: Any, replicate: int) -> None:
             torch.manual_seed((torch.initial_seed() + REPLICATE_SEEDS * replicate) % 2**63)
             hook.remove()
 
-    hook = engine.register_forward_pre_hook(seed)
+    hook = engine.module.register_forward_pre_hook(seed)  # an engine of a pipeline is not called itself
 
 
 def perturb(model: nn.Module, replicate: int) -> None:
-    """Changes the weights by rounding errors, the same on all ranks."""
+    """Changes the weights by rounding errors, the same on all ranks; of weights that are shared out each rank its own part."""
     generator = torch.Generator().manual_seed(replicate)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.is_floating_point():
-                share = torch.rand(parameter.shape, generator=generator, device="cpu").to(
-                    parameter.device, parameter.dtype
-                )
-                parameter.mul_(1 + ROUNDING * (2 * share - 1))
+            own = getattr(parameter, "ds_tensor", parameter)
+            if own.is_floating_point():
+                share = torch.rand(own.shape, generator=generator, device="cpu").to(own.device, own.dtype)
+                own.mul_(1 + ROUNDING * (2 * share - 1))

@@ -128,6 +128,8 @@ class EngineHooks:
         if prepared is not None:
             self._tell_count(own)
             self._first, config = (source, prepared.own_config), context.config(own)
+            if context.request.replicate:
+                perturb(given["model"], context.request.replicate)
         else:
             config = self._beside(source, own)
         config = {key: value for key, value in config.items() if key not in SIDE_EFFECT_KEYS}
@@ -221,8 +223,6 @@ class EngineHooks:
             weights.load(model, Path(request.weights))
         if candidate is not None and candidate.checkpoint_every != self._context.script.checkpoint_every:
             self._recompute(model, blocks, candidate.checkpoint_every)
-        if request.replicate:
-            perturb(model, request.replicate)
 
     def _widen(self, model: nn.Module) -> None:
         """Gives a model that was loaded in 16 bits the 32-bit weights that the candidate needs."""

@@ -6,10 +6,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from autotune.space.candidate import Candidate, from_deepspeed
 from autotune.trial.workload import Script
 from autotune.worker import project
+from autotune.worker.measure import gradient_check
 from autotune.worker.script import context, engine, patching, run
 
 CALLER = "def run(checkpoint):\n    return checkpoint(lambda x: x + 1, 2, use_reentrant=False)\n"
@@ -49,6 +51,23 @@ def test_recomputation_that_the_script_asks_for_is_the_users_to_take_out(skippin
     monkeypatch.setattr(project, "_roots", [])
     project.settle(tmp_path / "train.py")
     assert caller_in(tmp_path)(checkpoint) == 3 and report.unreproducible == []
+
+
+def test_a_replicate_differs_also_where_weights_are_shared_out_and_where_the_engine_is_not_called():
+    """It was the original run itself, without a difference by chance, where ZeRO 3 makes the model in shards."""
+    model, steps = torch.nn.Linear(4, 4), SimpleNamespace(global_steps=0)
+    model.weight.ds_tensor, own = model.weight.detach().clone(), model.weight.detach().clone()
+    model.weight.data = torch.empty(0)
+    gradient_check.perturb(model, 1)
+    assert not model.weight.ds_tensor.equal(own) and model.weight.ds_tensor.allclose(own, rtol=1e-2)
+    model.weight.data, steps.module = own, model
+    gradient_check.draw_otherwise(steps, 1)
+    drawn = []
+    for steps.global_steps in (0, 1):
+        torch.manual_seed(0)
+        model(torch.ones(4))
+        drawn.append(torch.rand(1))
+    assert drawn[0] != drawn[1]
 
 
 @pytest.mark.parametrize(

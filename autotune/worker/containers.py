@@ -68,7 +68,7 @@ def number_in(tensor: Tensor) -> Tensor | float:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any], *, objects: bool = False) -> Any:
-    """Returns a copy of nested mappings and sequences with every tensor changed; mappings become dicts.
+    """Returns a copy of nested mappings and sequences with every tensor changed; mappings that can be copied keep their class.
 
     Args:
         objects: Also of batches in classes of their own; see `held_by`.
@@ -77,7 +77,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any], *, objects: bool = 
         return change(value)
     again = functools.partial(map_tensors, change=change, objects=objects)
     if isinstance(value, Mapping):
-        return {key: again(inner) for key, inner in value.items()}
+        changed = {key: again(inner) for key, inner in value.items()}
+        return _as(value, changed) if isinstance(value, MutableMapping) and type(value) is not dict else changed
     if isinstance(value, PackedSequence):  # which has its sizes on the host
         return type(value)(again(value.data), value.batch_sizes, *map(again, value[2:]))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -87,24 +88,20 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any], *, objects: bool = 
     return _with_changed(value, change) if objects and held_by(value) else value
 
 
+def _as(mapping: MutableMapping[Any, Any], changed: Mapping[Any, Any]) -> MutableMapping[Any, Any]:
+    """Returns a copy of a mapping of some class with other values: its `update` may refuse, as that of transformers' outputs."""
+    copied = copy.copy(mapping)
+    for key, inner in changed.items():
+        copied[key] = inner
+    return copied
+
+
 def _with_changed(batch: Any, change: Callable[[Tensor], Any]) -> Any:
     """Returns a copy of a batch in a class that is no container, with the tensors that it holds changed."""
     copied = copy.copy(batch)
     for name, inner in held_by(copied).items():
-        object.__setattr__(copied, name, _as_held(inner, change))
+        object.__setattr__(copied, name, map_tensors(inner, change))
     return copied
-
-
-def _as_held(inner: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Returns what a batch holds with its tensors changed; mappings keep their class, also within a dict, as PyG's graphs have them."""
-    if not isinstance(inner, Mapping):
-        return map_tensors(inner, change)
-    changed = {key: _as_held(value, change) for key, value in inner.items()}
-    if isinstance(inner, dict) or not isinstance(inner, MutableMapping):
-        return changed
-    store = copy.copy(inner)
-    store.update(changed)
-    return store
 
 
 def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None, *, objects: bool = True) -> Any:

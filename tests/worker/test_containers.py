@@ -1,9 +1,11 @@
 """Batches in classes of their own, as they move to a device."""
 
 import collections
+import types
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
@@ -39,6 +41,23 @@ def test_a_class_that_keeps_its_tensors_in_a_mapping_or_in_several_keeps_them():
     for store in (moved.store, moved.kinds["user"]):
         assert type(store) is Store and store["x"].device == META and held["x"].device == CPU
     assert moved.whole is object
+
+
+class Attributes(dict):
+    """A dict whose entries are attributes, too, and may not be added to, as outputs of transformers' models."""
+
+    __getattr__ = dict.__getitem__
+    update = None
+
+
+@pytest.mark.parametrize("kind", [Store, Attributes, dict, types.MappingProxyType])
+def test_a_batch_in_a_class_that_maps_keeps_its_class(kind):
+    """It became a dict, so that a loss that reads `batch.input_ids`, as of transformers' tokenizers, crashed each trial."""
+    batch = kind({"input_ids": torch.zeros(2, 3)})
+    moved = to_device(batch, META, torch.bfloat16)
+    assert type(moved) is (dict if kind is types.MappingProxyType else kind)
+    assert moved["input_ids"].device == META and batch["input_ids"].device == CPU
+    assert kind is not Attributes or moved.input_ids.device == META
 
 
 def test_packed_sequences_keep_their_sizes_on_the_host():

@@ -48,9 +48,9 @@ def _is_users(path: str) -> bool:
 @functools.cache
 def _is_library(folder: Path, root: Path) -> bool:
     """Returns whether a folder in the project belongs to an environment, an installation folder or a framework there."""
-    if folder == root.parent:
+    if folder == root:  # also one that is an environment itself, as after `python -m venv .`
         return False
-    framework = folder.name in FRAMEWORKS and folder != root and (folder / "__init__.py").exists()
+    framework = folder.name in FRAMEWORKS and (folder / "__init__.py").exists()
     if framework or folder.name in ("site-packages", "dist-packages") or (folder / "pyvenv.cfg").exists():
         return True
     installed = any(folder.glob("*.dist-info"))  # made by `pip install --target`

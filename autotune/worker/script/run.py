@@ -80,7 +80,9 @@ def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: i
         steps.script_ended()
     except (ScriptError, TooFewSteps) as error:
         caught = f"; it caught an exception of the engine's: {context.raised}" if context.raised else ""
-        raise type(error)(f"{error}{why}{caught}") from error
+        context.abort(type(error)(f"{error}{why}{caught}"))
+    except BaseException as error:
+        context.abort(error)
 
 
 def _place(end: SystemExit) -> str | None:

@@ -5,7 +5,6 @@ import ctypes
 import functools
 import gc
 import importlib
-import importlib.abc
 import importlib.util
 import itertools
 import json
@@ -16,10 +15,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, Self
+from types import SimpleNamespace
+from typing import Any
 
 from autotune.system.device import CHOOSE
 from autotune.trial import folder
@@ -162,21 +160,21 @@ def preload(modules: Sequence[str], parts: Mapping[str, str]) -> Preloaded:
 def _preload(modules: Sequence[str], parts: Mapping[str, str]) -> Preloaded:
     before = _traces()
     try:
-        with _Watch() as watch:
-            with _capability_from_a_fork():
-                import deepspeed
+        with _capability_from_a_fork():
+            import deepspeed
 
-                # Probing the ops compiles and links a libaio test program, which takes 0.3 s; forked ranks keep the result.
-                deepspeed.ops.__compatible_ops__  # noqa: B018
-            import_rank_modules()
+            # Probing the ops compiles and links a libaio test program, which takes 0.3 s; forked ranks keep the result.
+            deepspeed.ops.__compatible_ops__  # noqa: B018
+        import_rank_modules()
     except Exception as error:
         return Preloaded(f"DeepSpeed could not be imported ahead: {type(error).__name__}: {error}")
+    found = _what_did("deepspeed", before)
     culprits = _import_all(modules)
     cold = _unsafe_to_fork(parts)
     if cold and before:
         cold = f"Python itself, as it is set up here, {_listed(before.values())}"
-    elif cold and (watch.found or culprits):
-        cold = ", ".join([*watch.found, *dict.fromkeys(culprits.values())])
+    elif cold and (found or culprits):
+        cold = ", ".join(filter(None, [found, *dict.fromkeys(culprits.values())]))
     if not cold:
         _freeze()
     return Preloaded(cold, culprits)
@@ -242,16 +240,21 @@ def _freeze() -> None:
 
 
 def _import_all(items: Sequence[str]) -> dict[str, str]:
-    """Imports items; returns what does not survive a fork, by the item that did it, and names the module at fault."""
+    """Imports items; returns those that did what does not survive a fork, and what that was."""
     culprits = {}
-    with _Watch() as watch, uncollected():
+    with uncollected():
         for item in items:
-            n_found = len(watch.found)
+            before = _traces()
             _import_for_target(item)
-            watch.note(item.partition(":")[0])
-            if watch.found[n_found:]:
-                culprits[item] = ", ".join(watch.found[n_found:])
+            if what := _what_did(item.partition(":")[0], before):
+                culprits[item] = what
     return culprits
+
+
+def _what_did(name: str, before: Mapping[int, str]) -> str:
+    """Returns what the import of a module left that does not survive a fork, in words; empty without any."""
+    left = [words for trace, words in _traces().items() if trace not in before]
+    return f"importing `{name}` {_listed(left)}" if left else ""
 
 
 def _import_for_target(item: str) -> None:
@@ -270,56 +273,6 @@ def _is_users(package: str) -> bool:
     """Returns whether a package is of the user's project, to which the working folder belongs."""
     spec = importlib.util.find_spec(package) if package not in sys.modules else None
     return spec is not None and any(map(project.holds, [spec.origin or "", *(spec.submodule_search_locations or ())]))
-
-
-class _Watch(importlib.abc.MetaPathFinder):
-    """Finds the modules whose import starts a thread or initialises CUDA.
-
-    It looks after each module that is executed, so that the innermost one is named.
-
-    Attributes:
-        found: What each of them did, in words.
-    """
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
-        self._seen = _traces()
-
-    def __enter__(self) -> Self:
-        sys.meta_path.insert(0, self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.meta_path.remove(self)
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Lets the other finders find a module, and looks after its execution."""
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next((found for finder in others if (found := finder.find_spec(name, path, target)) is not None), None)
-        loader = spec.loader if spec is not None else None
-        if loader is None or isinstance(loader, type) or not hasattr(loader, "exec_module"):
-            return spec
-        execute = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            with contextlib.suppress(AttributeError):
-                del loader.exec_module  # the module keeps its loader
-            try:
-                execute(module)
-            finally:
-                self.note(name)
-
-        with contextlib.suppress(AttributeError):
-            loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-    def note(self, name: str) -> None:
-        """Notes what happened since the last look, as the doing of a module."""
-        now = _traces()
-        what = [words for trace, words in now.items() if trace not in self._seen]
-        if what:
-            self.found.append(f"importing `{name}` {_listed(what)}")
-        self._seen |= now
 
 
 def _traces() -> dict[int, str]:

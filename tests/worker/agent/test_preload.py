@@ -119,7 +119,7 @@ def test_a_module_that_starts_a_thread_is_named_and_left_out_and_ranks_are_forke
     )
     answer = json.loads(done.stdout)
     assert answer["warm"], done.stderr
-    assert "importing `native` started the native thread" in answer["reason"] and "outer" not in answer["reason"]
+    assert answer["reason"].count("importing `outer` started the native thread") == 1
 
 
 @pytest.mark.process

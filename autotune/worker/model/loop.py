@@ -231,7 +231,10 @@ class _Trainer:
         """Trains on the worst micro-batch, while the gradients of an earlier one are held if the candidate accumulates."""
         meter, check = self.meter, self.meter.request.tail
         tail = Tail.of(meter)
-        if tail is None or check is None or self.stages is not None:
+        if tail is None or check is None:
+            return
+        if self.stages is not None:
+            tail.finish(lambda: self.engine.eval_batch(data_iter=self.stages))
             return
         for _ in range(tail.n_micro - 1):
             self.engine.backward(self.loss(self.engine, self._draw()))

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autotune.worker.data import worst
 from autotune.worker.measure.batches import counted_tensor
 from autotune.worker.measure.tail import Tail
 from autotune.worker.script.context import ScriptContext
@@ -41,10 +42,10 @@ class ScriptTail:
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Notes a forward call of the engine."""
         tensor = counted_tensor(args, kwargs)
-        if self._shape is None or tensor is None or tuple(tensor.shape[1:]) != self._shape:
-            return
-        self._n_seen += 1
-        self._inputs, self._rows = (args, kwargs), int(tensor.shape[0])
+        is_worst = self._shape is not None and tensor is not None and tuple(tensor.shape[1:]) == self._shape
+        self._n_seen += is_worst
+        if is_worst or not self._n_seen:
+            self._inputs, self._rows = (args, kwargs), int(tensor.shape[0]) if tensor is not None else 0
 
     def reached(self) -> bool:
         """Returns whether all ranks have trained on the worst batch, with the gradients of an earlier one where there are.
@@ -70,18 +71,19 @@ class ScriptTail:
         """Returns the samples of the worst batch: as many as were drawn where they are one row."""
         assert self._context.meter is not None
         batches = self._context.meter.batches
-        return batches.draw_size if batches.flattened and not batches.uneven else self._rows
+        flat = batches.flattened and not batches.uneven
+        return batches.draw_size if flat else self._rows or worst.rows_of(self._batch)
 
     def finish(self) -> None:
         """Ends the check; all ranks take part."""
-        seen = self._least_seen()  # what follows has collectives, which one rank must not leave
-        if seen:
+        request, engine = self._context.request, self._tail.engine
+        args, kwargs = self._inputs
+        if self._least_seen():
             self._tail.trained(self._batch, self._samples())
-        elif self._context.request.tail is not None and self._context.request.lengths:
+        elif len(request.lengths) > 1 or (request.tail is not None and request.tail.length):
             self._context.once(
                 "the longest batch did not reach the engine as its loader yielded it, so whether it fits was not tried"
             )
-        args, kwargs = self._inputs
-        engine = self._tail.engine
-        if seen:
-            self._tail.finish(lambda: engine(*args, **kwargs) if args or kwargs else None)
+        else:  # the script makes its batches by hand, all alike
+            self._tail.trained(self._inputs, self._samples())
+        self._tail.finish(lambda: engine(*args, **kwargs) if args or kwargs else None)

@@ -5,6 +5,7 @@ import torch
 from support.paths import MODELS
 from torch import nn
 
+from autotune.trial.request import TailCheck
 from autotune.trial.result import Outcome
 from autotune.worker.measure.ledger import NotApplied
 from autotune.worker.model import model_file, split
@@ -46,13 +47,15 @@ def test_a_split_is_compared_with_the_whole_model(zoo, degree):
 def test_a_pipeline_in_two_stages_trains_as_one_with_all_layers(zoo):
     whole = zoo.run("staged", zero_stage=1, **LONG)
     in_two = {"micro": 4, "gradient_accumulation_steps": 2, "zero_stage": 1, STAGES: 2}
-    parted = zoo.run("staged", changed_from={STAGES: None}, **in_two, **LONG)
+    more = TailCheck(evaluate=True, save=True)
+    parted = zoo.run("staged", changed_from={STAGES: None}, tail=more, **in_two, **LONG)
     assert whole.outcome is parted.outcome is Outcome.COMPLETE, whole.reason or parted.reason
     assert parted.losses == pytest.approx(whole.losses, abs=1e-3) and len(parted.losses) >= 10
     assert parted.samples_per_step == whole.samples_per_step == 8
     groups, before = parted.observed.groups, whole.observed.groups
     assert (groups.pipeline, groups.data, before.pipeline, before.data) == (2, 1, 1, 2)
     assert groups.held_parameters < 0.7 * before.held_parameters
+    assert {"evaluate", "save"} <= parted.memory_by_phase_bytes.keys(), "neither was tried"
 
 
 def test_experts_that_are_shared_out_over_two_ranks_train_as_in_every_rank(zoo):

@@ -6,6 +6,7 @@ import pytest
 from support.bench import losses_without_hooks
 
 from autotune.space.legality import why_illegal
+from autotune.trial.request import TailCheck
 
 pytestmark = pytest.mark.process
 
@@ -65,8 +66,9 @@ def test_recomputing_is_a_matter_of_the_json_and_changes_no_loss(bench):
 def test_a_replicate_of_a_pipeline_differs_by_rounding(bench):
     """It was the original run itself, whose chance differences the gate then took for none."""
     found = bench.plan("pipeline.py", "--stages", "2", ranks=2)
-    own, other = (bench.measure(found, replicate=n).losses for n in (0, 1))
-    assert own != other == pytest.approx(own, rel=5e-3)
+    own, other = (bench.measure(found, replicate=n, tail=TailCheck(save=True)) for n in (0, 1))
+    assert own.losses != other.losses == pytest.approx(own.losses, rel=5e-3)
+    assert own.tail["samples"] == 8 and "save" in own.memory_by_phase_bytes  # it read "0 x 16"
 
 
 @pytest.mark.system

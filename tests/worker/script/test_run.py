@@ -591,6 +591,13 @@ def test_a_script_that_ends_on_one_rank_before_the_others_is_told_from_one_that_
         bench.plan("exits.py", "--uneven", ranks=2, trial_budget_s=1, trial_deadline_s=4)
 
 
+def test_a_script_that_makes_its_batches_by_hand_evaluates_and_saves_where_that_is_asked_for(bench):
+    """Without a loader to yield the longest batch both were left out without a word."""
+    result = bench.measure(bench.plan("hand_made.py"), tail=TailCheck(evaluate=True, save=True))
+    assert {"evaluate", "save"} <= result.memory_by_phase_bytes.keys()
+    assert result.tail == {"samples": 8, "length": 16, "elements": 128}
+
+
 def test_too_few_steps_are_no_measurement(bench):
     found = bench.plan("dict_config.py", "--steps", "8")
     result = bench.measure(found, steps=100, gradient_accumulation_steps=2)

@@ -10,6 +10,7 @@ from typing import Any
 
 from autotune.errors import UserError
 from autotune.space.deepspeed import DsConfig
+from autotune.worker.script.patching import syntax_of
 
 ACCUMULATION = "gradient_accumulation_steps"
 # What DeepSpeed computes with; it takes "auto" elsewhere for its default.
@@ -113,13 +114,9 @@ def places(frame: FrameType | None) -> tuple[str, str]:
     """
     if frame is None:
         return "", ""
-    path, line = Path(frame.f_code.co_filename), frame.f_lineno
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return f"{path.name}:{line}", ""
-    found = _dict_line(tree, line)
-    return f"{path.name}:{line}", f"{path.name}:{found}" if found else ""
+    file, line = Path(frame.f_code.co_filename).name, frame.f_lineno
+    found = _dict_line(syntax_of(frame), line)
+    return f"{file}:{line}", f"{file}:{found}" if found else ""
 
 
 def _dict_line(tree: ast.Module, line: int) -> int:
@@ -149,11 +146,8 @@ def accumulation_in_code(frame: FrameType | None) -> str:
     Args:
         frame: The script's frame at the call of `deepspeed.initialize`; None if a framework calls.
     """
-    try:
-        tree = ast.parse(Path(frame.f_code.co_filename).read_bytes()) if frame is not None else ast.Module([], [])
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return ""
-    found = {ast.unparse(value) for value in _values_of(tree, ACCUMULATION) if not isinstance(value, ast.Constant)}
+    values = _values_of(syntax_of(frame), ACCUMULATION)
+    found = {ast.unparse(value) for value in values if not isinstance(value, ast.Constant)}
     return found.pop() if len(found) == 1 else ""
 
 

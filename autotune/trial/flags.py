@@ -14,7 +14,7 @@ DESTINATIONS = {
 # Further flags whose names say that they hold samples of a micro-batch, such as `--batch` and `--images_per_gpu`.
 BATCH = re.compile(
     r"^(?!(.*_)?(eval|valid|validation|val|test|dev|global|total|effective|max|min|num|n|log|save|workers)(_|$))"
-    r"((.*_)?((micro)?batch|bsz|bs|mbs)(_.*)?|(.*_)?per_(gpu|device|rank)|(.*_)?micro)$"
+    r"((.*_)?((micro|mini)?batch|bsz|bs|mbs)(_.*)?|(.*_)?per_(gpu|device|rank)|(.*_)?micro)$"
 )
 # Further flags whose names say that they count micro-batches, such as `--accumulate`, `--accum-iter` and `--n-accum`.
 ACCUMULATION = re.compile(

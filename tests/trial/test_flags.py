@@ -16,6 +16,7 @@ from autotune.trial.flags import word_that_holds
         ("--batch_size=8 --eval_batch_size=4 --n_layer=4", ""),
         ("--prompts-per-rank=4 --group=4 --micro-batch=4", "--micro-batch"),  # rather than what a step generates from
         ("--micro=4 --lr=4", "--micro"),
+        ("--num-minibatches=4 --minibatch-size=4 --num-envs=4", "--minibatch-size"),  # of PPO
         ("--micro_steps=4", ""),
         ("batch_size 4 --fast 4", ""),
         ("--batch_size", ""),

@@ -116,9 +116,7 @@ class _Search:
         self.template = space.template(default)
         self.rules = [(rule, *_scope(space, rule)) for rule in RULES]
         self.alike = _alike(space)
-        self.parents = {
-            p.name: [knob for name in p.when if (knob := space.knob(name)) in space] for p in space.parameters
-        }
+        self.parents = {p.name: [knob for name in p.when for knob in space.knobs(name)] for p in space.parameters}
         # Knobs that a rule reads together, or that a condition connects.
         tied = [named | some for _, named, some in self.rules]
         tied += [{name, *parents} for name, parents in self.parents.items()]
@@ -186,7 +184,7 @@ class _Search:
         """The values of a parameter's parents, and theirs, with which it is active; without parents that may be off."""
         found: dict[str, list[Scalar]] = {}
         for name, allowed in parameter.when.items():
-            if self.space.knob(name) == name and name in self.space:
+            if self.space.knobs(name) == (name,):
                 parent = self.space[name]
                 if not (parent.when and self.space.inactive(name, self.default) in allowed):
                     found |= self._needed(parent) | {name: [value for value in allowed if parent.contains(value)]}
@@ -268,7 +266,7 @@ class _Search:
     def _missing(self, parameter: Parameter) -> str | None:
         """The condition of a parameter that the space cannot fulfil, in words."""
         for parent, allowed in parameter.when.items():
-            if self.space.knob(parent) != parent:
+            if parent == "gradient_accumulation_steps" and self.space.samples_per_rank is not None:
                 continue
             needed = f"needs {parent} {' or '.join('default' if value is None else str(value) for value in allowed)}"
             if parent not in self.space:
@@ -294,17 +292,17 @@ def _short(parameter: Parameter) -> Sequence[Scalar]:
 
 def _scope(space: SearchSpace, rule: Rule) -> tuple[set[str], set[str]]:
     """The knobs of a space that a rule names, and those of which it only asks whether they are set."""
-    named = {space.knob(name) for name in rule.reads if not name.endswith("*")}
+    named = {knob for name in rule.reads if not name.endswith("*") for knob in space.knobs(name)}
     prefixes = tuple(name[:-1] for name in rule.reads if name.endswith("*"))
     some = {p.name for p in space.parameters if prefixes and p.name.startswith(prefixes)}
-    return {name for name in named if name in space}, some
+    return named, some
 
 
 def _alike(space: SearchSpace) -> dict[str, list[Sequence[Scalar]]]:
     """The values of each knob in groups that no rule or condition tells apart; without long ranges that rules read."""
     scopes = [_scope(space, rule) for rule in RULES]
     named = {name for scope, _ in scopes for name in scope}
-    named |= {space.knob(parent) for p in space.parameters for parent in p.when}
+    named |= {knob for p in space.parameters for parent in p.when for knob in space.knobs(parent)}
     some = {name for _, scope in scopes for name in scope}
     found: dict[str, list[Sequence[Scalar]]] = {}
     for parameter in space.parameters:

@@ -192,18 +192,17 @@ class SearchSpace:
     def holds(self, parameter: Parameter, known: Mapping[str, Scalar], default: Candidate) -> bool:
         """Whether the conditions of a parameter hold, given the values of those before it."""
         return all(
-            (self.knob(parent) in known or self.knob(parent) not in self)
-            and self._value(parent, known, default) in allowed
+            all(knob in known for knob in self.knobs(parent)) and self._value(parent, known, default) in allowed
             for parent, allowed in parameter.when.items()
         )
 
-    def knob(self, name: str) -> str:
-        """The knob that a field follows from: the micro-batch for the accumulation, where the global batch is kept."""
+    def knobs(self, name: str) -> tuple[str, ...]:
+        """The knobs of the space that decide one: of the accumulation micro-batch and degrees, where the global batch is kept."""
         derived = name == "gradient_accumulation_steps" and self.samples_per_rank is not None
-        return "micro_batch_size" if derived else name
+        return tuple(knob for knob in (("micro_batch_size", *REPLICA_DEGREES) if derived else (name,)) if knob in self)
 
     def _value(self, name: str, known: Mapping[str, Scalar], default: Candidate) -> Scalar:
-        if self.knob(name) != name and self.samples_per_rank is not None:
+        if name == "gradient_accumulation_steps" and self.samples_per_rank is not None:
             micro = int(known.get("micro_batch_size", default.micro_batch_size) or 1)
             return _accumulation(self.samples_per_rank, micro, {**dict(default.config), **known})
         value: Scalar = known[name] if name in known else getattr(default, name)
@@ -258,9 +257,7 @@ def _accumulation(samples_per_rank: float, micro_batch_size: int, values: Mappin
 
 def _structures(space: SearchSpace, default: Candidate) -> Iterator[tuple[dict[str, Scalar], list[Parameter]]]:
     """Every choice for the parameters that others depend on, with the active ones that nothing depends on."""
-    parents = {parent for parameter in space.parameters for parent in parameter.when}
-    if space.samples_per_rank is not None and "gradient_accumulation_steps" in parents:
-        parents |= {"micro_batch_size", *(name for name in REPLICA_DEGREES if name in space)}
+    parents = {knob for parameter in space.parameters for parent in parameter.when for knob in space.knobs(parent)}
     branches = [parameter for parameter in space.parameters if parameter.name in parents]
     leaves = [parameter for parameter in space.parameters if parameter.name not in parents]
 

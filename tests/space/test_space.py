@@ -389,6 +389,21 @@ def test_a_pruned_space_is_read_back_with_conditions_on_values_that_it_has_lost(
     assert SearchSpace.stored(json.loads(json.dumps(pruned.to_data())), "record") == pruned
 
 
+@pytest.mark.parametrize(
+    "knob", [{"data.group_by_length": [None, True]},
+             {"gradient_clipping": {"choices": [0.5, 1.0], "when": {"gradient_accumulation_steps": [2]}}}],
+    ids=["rule", "condition"],
+)  # fmt: skip
+def test_what_rests_on_the_accumulation_rests_on_the_degree_that_it_follows(knob):
+    """Grouping by length, which takes two micro-batches, was said to be impossible where only two ranks a sequence make them."""
+    baseline = Candidate(micro_batch_size=1)
+    kept = space(**knob, sequence_parallel_size=[1, 2], micro_batch_size=[1]).keeping(baseline, 2)
+    setting = replace(CPU, heads=4, kv_heads=4, lengths=(1, 9))
+    able = [c for c in kept.candidates(baseline) if why_illegal(c, setting) is None]
+    assert feasibility.dead_values(kept, baseline, setting) == {}
+    assert feasibility.count_legal(kept, baseline, setting) == (len(able), True) == (3, True)
+
+
 def test_a_kept_batch_follows_the_degree_by_accumulation():
     tensor = "tensor_parallel.autotp_size"
     kept = space(**{tensor: [1, 2, 4], "micro_batch_size": [4, 16, 32]}).keeping(Candidate(micro_batch_size=8), 4)

@@ -8,7 +8,6 @@ PYTEST_ARGS ?=
 PIP_ARGS ?=
 # Workers of the tests; two trials share two cores, and more than eight workers only share memory.
 WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); test $$n -lt 8 && echo $$n || echo 8)
-# A folder for each script, so that no answer to another one is judged with them.
 
 RUN := .venv/bin/python
 # The checksum of path and torch: an editable install holds its path, so a tree that was moved or copied installs itself again.

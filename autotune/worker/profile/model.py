@@ -163,16 +163,15 @@ def _batches(loader: Loader, sizes: tuple[int, int]) -> tuple[list[Any], Table]:
         drawn.append(loader.next()[0])
     data = samples.describe(loader.samples(), collate=loader.collate)
     known = data.table if data is not None and data.varies else ()
-    if data is None or not data.longest_at:
-        part = worst.first_rows(drawn[1], sizes[1], sizes[0])
-        alike = worst.size_of(part) in (worst.size_of(drawn[0]), worst.size_of(drawn[1]))
-        return (drawn, ()) if alike else ([part, drawn[1]], known)
-    if not known:
-        return drawn, ()
-    high = []
-    for loader.micro_batch_size in sizes:
-        high.append(loader.worst(data.longest_at, 0))
-    return (high, known) if worst.size_of(high[0]) > worst.size_of(drawn[0]) else (drawn, ())
+    part = worst.first_rows(drawn[1], sizes[1], sizes[0])
+    part = part if worst.size_of(part) < worst.size_of(drawn[1]) else drawn[0]  # samples are not its rows
+    high = [part, drawn[1]]
+    if data is not None and data.longest_at:
+        high = []
+        for loader.micro_batch_size in sizes:
+            high.append(loader.worst(data.longest_at, 0))
+    differ = len({worst.size_of(batch) for batch in (drawn[0], part, high[0])}) > 1
+    return (high, known) if differ else (drawn, ())
 
 
 class _Autocast(nn.Module):
@@ -293,6 +292,7 @@ def _assemble(subject: _Subject, passes: dict[str, Pass], **found: Any) -> Profi
     batch = subject.batches[0]
     mixed = experts.facts(model) or Experts()
     counted = counted_tensor((), batch) if isinstance(batch, Mapping) else counted_tensor((batch,), {})
+    sizes = tuple(counted.shape[1:]) if counted is not None else ()
     return Profile(
         n_parameters=n_parameters,
         n_trainable=sum(p.numel() for p in parameters if p.requires_grad),
@@ -300,7 +300,8 @@ def _assemble(subject: _Subject, passes: dict[str, Pass], **found: Any) -> Profi
         activation_bytes_per_sample=plain.kept_bytes[1],
         checkpointed_bytes_per_sample=again.kept_bytes[1],
         n_blocks=len(blocks),
-        sequence=int(counted.shape[1]) if counted is not None and counted.dim() > 1 else 1,
+        # Where lengths are known they are those of the largest dimension, as of a picture.
+        sequence=int(max(sizes) if subject.lengths else sizes[0]) if sizes else 1,
         of_tokens=counted is not None and are_tokens(counted),
         block_share=sum(p.numel() for p in in_blocks) / max(1, n_parameters),
         passes=passes,

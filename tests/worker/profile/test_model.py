@@ -88,6 +88,27 @@ def test_convolutions_hugging_face_models_and_two_kinds_of_block_are_followed(zo
     assert plain.kept_bytes[0] <= 0.2 * plain.kept_bytes[1]  # what is kept grows with the batch
 
 
+def test_pictures_of_several_sizes_are_as_long_as_what_their_lengths_count(zoo, write_model):
+    """Their channels stood for it, so that the largest of them were forecast to take twenty times the memory."""
+    target = write_model("""
+        import torch
+        from torch import nn
+
+        def model():
+            return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+
+        def data():
+            return [(torch.zeros(3, 16, 16 + n), n % 2) for n in range(40)]
+
+        def collate(samples):
+            widest = max(picture.shape[2] for picture, _ in samples)
+            padded = [nn.functional.pad(picture, (0, widest - picture.shape[2])) for picture, _ in samples]
+            return torch.stack(padded), torch.tensor([label for _, label in samples])
+    """)
+    found = profile_of(zoo, target)
+    assert found.sequence == found.longest == 55 and len(found.lengths) == 40
+
+
 def test_a_model_that_looks_at_its_values_is_profiled_by_real_steps(zoo, write_model):
     target = write_model("""
         import torch

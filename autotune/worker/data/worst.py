@@ -147,9 +147,9 @@ def size_of(batch: Any) -> int:
 
 
 def length_in(shape: tuple[int, ...], samples: int) -> int:
-    """Returns the length of each sample of a batch: packed in one row, sequence-first, or in rows."""
+    """Returns the length of each sample of a batch: packed in one row, sequence-first, or in rows, as pictures of several sizes."""
     if len(shape) < 2:
         return 0
     if shape[0] == 1:
         return shape[1] // max(1, samples)
-    return shape[0] if shape[1] == samples != shape[0] else shape[1]
+    return shape[0] if shape[1] == samples != shape[0] else max(shape[1:])

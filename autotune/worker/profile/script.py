@@ -228,7 +228,7 @@ class ForwardProfile:
             n_parameters=workload.n_parameters, n_trainable=workload.n_trainable,
             flops_per_sample=max(1.0, plain.flops[1]), activation_bytes_per_sample=plain.kept_bytes[1],
             checkpointed_bytes_per_sample=passes.get("fp32/1", plain).kept_bytes[1],
-            n_blocks=workload.n_blocks, sequence=length_in(self._shape, micro_batch_size) or 1, of_tokens=self._of_tokens,
+            n_blocks=workload.n_blocks, sequence=length_in(self._shape[:2], micro_batch_size) or 1, of_tokens=self._of_tokens,
             block_share=workload.block_share,
             optimizer_bytes=state, optimizer_scratch=scratch, scratch_for_all=for_all,
             passes=passes, sizes=tuple(sorted(sizes.items())), n_frozen=sum(not p.requires_grad for p in parameters),

@@ -54,7 +54,8 @@ def test_a_batch_in_a_class_of_its_own_is_as_large_as_what_it_holds():
 
 
 def test_the_length_of_a_batch_is_that_of_its_samples_in_rows_packed_or_sequence_first():
-    assert [worst.length_in(shape, 4) for shape in ((4, 100), (1, 400), (100, 4), (4,))] == [100, 100, 100, 0]
+    shapes = (4, 100), (1, 400), (100, 4), (4,), (4, 3, 90, 100)
+    assert [worst.length_in(shape, 4) for shape in shapes] == [100, 100, 100, 0, 100]
 
 
 def test_the_largest_batch_of_a_sampler_that_fills_a_token_budget_is_one_that_it_makes():

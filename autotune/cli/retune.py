@@ -164,7 +164,6 @@ def _retuned(opened: OpenStudy, asked: RetuneRequest, overrides: Mapping[str, An
 
 
 def _decided(run: Retuning, wanted: StudySpec, view: EventSink) -> Decision:
-    from autotune.executors.base import MachinesGone
     from autotune.study.setup.engine import executor_for
     from autotune.study.setup.plan import plan, profiled
     from autotune.study.storage import records
@@ -175,10 +174,10 @@ def _decided(run: Retuning, wanted: StudySpec, view: EventSink) -> Decision:
         with executor_for(wanted, run.path) as executor:
             found = profiled(plan(wanted, executor, run.path), executor, run.path, view.waiting)
             return run.run(found, executor)
-    except (MachinesGone, KeyboardInterrupt):  # only what was killed counts as an attempt
-        run.excuse()
+    except (records.StoreError, GoneError):  # neither is a decision, nor can the database note it
         raise
-    except (Unavailable, records.StoreError, GoneError):  # none of them is a decision
+    except (Unavailable, KeyboardInterrupt):  # only what was killed counts as an attempt
+        run.excuse()
         raise
     except UserError as error:
         return run.fail(str(error))

@@ -159,7 +159,7 @@ class Retuning:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def excuse(self) -> None:
-        """Do not count this attempt: its machines were taken away, or the user stopped it."""
+        """Do not count this attempt: machines were away or taken away, or the user stopped it."""
         self._note(attempts=int(self.evidence.get("attempts", 1)) - 1)
 
     def run(self, found: Plan, executor: Executor) -> Decision:

@@ -19,7 +19,7 @@ from autotune.cli.history import delete
 from autotune.cli.history import history as list_history
 from autotune.cli.retune import changes, retune
 from autotune.cli.schedule import schedule_add, schedule_export, schedule_list, schedule_remove
-from autotune.errors import UserError
+from autotune.errors import Unavailable, UserError
 from autotune.retune import fingerprint
 from autotune.study.lock import study_lock
 from autotune.study.setup import engine
@@ -209,6 +209,20 @@ def test_one_that_the_user_stops_goes_on_with_the_same_options_however_often(stu
         assert retune("s", force=True, trials=3) == 130
         assert "goes on where it was with: autotune retune s --force --trials 3\n" in capsys.readouterr().err
     assert len(known(studies).decisions("s")) == 1 and known(studies).interrupted("s") is not None
+
+
+def test_one_whose_engine_is_away_goes_on_however_often(studies, monkeypatch):
+    """After three times it had failed, as if it had been killed."""
+
+    def away(*_, **__):
+        raise Unavailable("Slurm does not answer")
+
+    monkeypatch.setattr(session.OpenStudy, "spec", lambda *_: None)
+    monkeypatch.setattr(engine, "executor_for", away)
+    for _ in range(5):
+        with pytest.raises(Unavailable, match="does not answer"):
+            retune("s")
+    assert known(studies).interrupted("s") is not None
 
 
 def test_a_look_at_what_changed_that_is_stopped_leaves_nothing(studies, monkeypatch):

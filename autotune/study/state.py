@@ -245,12 +245,12 @@ class StudyState:
 
 
 def forget_runs(executor: Executor, folder: Path, kept: Path | None = None) -> None:
-    """Removes what a study ran: trials, and the references and weights that checks would read again.
+    """Removes what a study ran: trials, and the references, weights and baselines elsewhere that would be read again.
 
     Args:
         kept: A trial's folder that stays; None removes all of them.
     """
-    for pattern in ("[0-9]*", "reference-*", "noise", "warm"):
+    for pattern in ("[0-9]*", "baseline-*", "reference-*", "noise", "warm"):
         for path in (folder / "trials").glob(pattern):
             if path != kept:
                 base.forget(executor, path)

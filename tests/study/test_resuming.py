@@ -297,10 +297,10 @@ def test_a_run_killed_between_record_and_baseline_begins_anew(tmp_path):
 
 
 def test_a_study_that_is_forgotten_leaves_no_reference_to_be_read_again(tmp_path):
-    """A changed script was compared with the loss curves of the one before it."""
+    """A changed script was compared with the loss curves, and elsewhere with the times, of the one before it."""
     runner, executor, _ = run(tmp_path, trials=2, finalists=0)
     trials = tmp_path / "s" / "trials"
-    for name in ("reference-8/1", "noise", "warm", "inspect"):
+    for name in ("reference-8/1", "baseline-ab12", "noise", "warm", "inspect"):
         (trials / name).mkdir(parents=True, exist_ok=True)
     records.warm_path(tmp_path / "s").touch()
     session._forget("s", runner.storage, tmp_path / "s", executor)

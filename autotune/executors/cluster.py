@@ -246,10 +246,9 @@ class ClusterExecutor(base.Executor):
         return self.engine.turn(on_wait)
 
     def close(self) -> None:
-        """Gives the machines back."""
+        """Gives the machines back, also those beside one that went away, whose agents may wait still."""
         for allocation in (*self._own, *self._held):
-            if allocation.standing(now=True).status in UNDER_WAY:
-                self.engine.end(allocation.job)
+            self.engine.end(allocation.job)
         self._own, self._held = [], []
 
     def _allocation(self, nodes: int) -> Allocation:

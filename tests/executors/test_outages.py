@@ -292,3 +292,14 @@ def test_over_ssh_nobody_else_chooses_the_devices_that_the_user_numbers(monkeypa
     write_record(spool.settings, settings_for([], {}, 1.0))
     Hosts({}, ["a"]).launch(spool, 1)
     assert (f"export CUDA_VISIBLE_DEVICES={chosen}\n" in (tmp_path / "start-0.sh").read_text()) is handed_on
+
+
+def test_machines_beside_one_that_went_away_are_given_back_in_the_end(tmp_path: Path, monkeypatch) -> None:
+    """Their agents waited for as long as the process lived, in a notebook for hours."""
+    engine, ended = Machines([Status.QUEUED, Status.TAKEN]), list[str]()
+    executor = executor_on(engine, tmp_path, patience_s=0.0)
+    with pytest.raises(base.MachinesGone):
+        base.run(executor, tmp_path / "0000", REQUEST)
+    monkeypatch.setattr(engine, "end", ended.append)
+    executor.close()
+    assert ended == ["1"]

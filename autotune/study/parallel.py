@@ -176,7 +176,7 @@ def executors_for(
                 other.start()
             yield [executor, *others]
     elif not isinstance(executor, LocalExecutor):
-        say("trials run one at a time: each has all the machines")
+        say("trials run one at a time: all of them use the same machines")
         yield [executor]
     elif not found.spec.overlap:
         say(

@@ -1,6 +1,8 @@
 """What ran when in a study: trials, their re-measurements, checks, and what goes before them."""
 
+import os
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -41,7 +43,7 @@ class Run(NamedTuple):
 def runs(folder: Path) -> list[Run]:
     """The runs in a study's folder, the first one first; one that left no time behind is left out."""
     trials = folder / "trials"
-    every = (_run(path.parent, trials, path.stat().st_mtime_ns) for path in trials.rglob("exit.json"))
+    every = (_run(path, trials, _changed_ns(path)) for path in _ended(trials))
     found = sorted((run for run in every if run is not None), key=lambda run: run.began_s)
     placed, cut_s, reached_s = list[Run](), 0.0, None
     for run in found:
@@ -50,6 +52,22 @@ def runs(folder: Path) -> list[Run]:
         reached_s = max(reached_s, run.began_s + run.wall_s)
         placed.append(run._replace(began_s=run.began_s - found[0].began_s - cut_s))
     return placed
+
+
+def _ended(trials: Path) -> Iterator[Path]:
+    """The folders of runs that have ended; what a run that goes on removes meanwhile is passed over."""
+    for around, folders, names in os.walk(trials):
+        folders[:] = [name for name in folders if name != "scratch"]  # holds what the user's code writes
+        if "exit.json" in names:
+            yield Path(around)
+
+
+def _changed_ns(path: Path) -> int:
+    """When the end of a run was written; 0 where it is gone again, as where a trial is run anew."""
+    try:
+        return (path / "exit.json").stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 @lru_cache(maxsize=20_000)  # the dashboard reads a study every ten seconds

@@ -1,6 +1,7 @@
 """When the runs of a study took place, by what their folders tell."""
 
 import json
+import os
 
 import pytest
 from support.study_report import study_report
@@ -41,6 +42,23 @@ def test_a_long_pause_is_cut_and_what_cannot_be_read_is_left_out(tmp_path, text)
     (tmp_path / "trials" / "0002" / "exit.json").write_text(text)
     assert [run.began_s for run in runs(tmp_path)] == pytest.approx([0, 70])
     assert runs(tmp_path / "nothing") == []
+
+
+def test_what_a_trial_removes_while_it_is_looked_for_is_passed_over(tmp_path, monkeypatch):
+    """`autotune status` ended with a missing file of a trial that was under way."""
+    for name in ("0000", "0000/scratch", "0001"):  # a scratch folder holds what the user's code writes
+        leave(tmp_path, name, 0, 10)
+    scandir = os.scandir
+
+    def racing(path):
+        if os.fspath(path).endswith(("scratch", "0001")):
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", racing)
+    assert [run.name for run in runs(tmp_path)] == ["0000"]
+    monkeypatch.undo()
+    assert [run.name for run in runs(tmp_path)] == ["0000", "0001"]
 
 
 def test_the_page_draws_the_lanes_that_there_are():

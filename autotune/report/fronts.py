@@ -282,7 +282,7 @@ def _note(x: float, y: float, text: str, **more: Any) -> Data:
 
 def _ruler(values: Sequence[float]) -> Callable[[float], float]:
     """The place of a value between the least and the most, by ratios where they span more than a decade."""
-    low, high = min(values), max(values)
+    low, high = min(values, default=0.0), max(values, default=0.0)
     along = math.log if spans_decade(values) else float
     return (lambda _: 0.5) if high == low else (lambda value: (along(value) - along(low)) / (along(high) - along(low)))
 

@@ -103,6 +103,16 @@ def test_the_figures_are_those_of_the_page(study):
         study.plot_front("joules_per_sample")
 
 
+def test_objectives_that_no_trial_has_both_of_are_drawn_each_by_its_own_trials(study):
+    """The page of such a study was an error of autotune itself."""
+    trials = [
+        {**trial, "metrics": {name: value for name, value in trial["metrics"].items() if name != left_out}}
+        for trial, left_out in zip(study._report.trials, ("time_to_loss_s", "peak_memory_bytes"), strict=False)
+    ]
+    found = StudyResult(replace(study._report, recommended={}, front=[], trials=trials))
+    assert found.plot_parallel("time_to_loss_s").data and found.plot_parallel("peak_memory_bytes").data
+
+
 def test_what_cannot_be_drawn_is_said(study):
     empty = StudyResult(replace(study._report, recommended={}, front=[], trials=[study._report.trials[5]]))
     for plot in (empty.plot_front, empty.plot_parallel, empty.plot_losses, empty.plot_forecast):

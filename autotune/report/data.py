@@ -193,13 +193,13 @@ class StudyReport:
         """The trials that were compared with one another: complete, within the constraints, not refused."""
         return {
             number: point for number, point in self.points.items()
-            if point.get("outcome", "complete") == "complete" and point.get("feasible") is not False
+            if point["outcome"] == "complete" and point.get("feasible") is not False
         }  # fmt: skip
 
     @cached_property
     def configurations(self) -> dict[int, str]:
         """Each trial's configuration in words, by trial."""
-        return {point["trial"]: words(point["candidate"]) for point in (*self.points.values(), *self.trials)}
+        return {trial["trial"]: words(trial["candidate"]) for trial in self.trials}
 
     def is_baseline(self, point: Data) -> bool:
         """Returns whether a point is the user's own configuration."""
@@ -221,12 +221,12 @@ class StudyReport:
     @cached_property
     def effects(self) -> list[Effects]:
         """What the knobs do to each objective, where the trials tell."""
-        points = [point for point in self.points.values() if "candidate" in point]
         # The user's own configuration is trial 0, even where it did not run.
         reference = self.trials[0]["candidate"] if self.trials else {}
         found = []
         for name in self.objectives:
-            values = [(point["candidate"], measured(point)[name]) for point in points if name in measured(point)]
+            points = [point for point in self.points.values() if name in measured(point)]
+            values = [(point["candidate"], measured(point)[name]) for point in points]
             found.append(effects(name, values, reference))
         return [each for each in found if each is not None]
 

@@ -163,11 +163,6 @@ def steps(report: StudyReport) -> list[StepCurve]:
     return found
 
 
-def has_steps(report: StudyReport) -> bool:
-    """Returns whether any trial has step times."""
-    return any(True for _ in _trials_with(report, "step_times_s"))
-
-
 def progress(report: StudyReport) -> list[ProgressPoint]:
     """Every trial in order, with its gain over the baseline by all measurements."""
     base = next((trial for trial in report.trials if report.is_baseline(trial)), None)

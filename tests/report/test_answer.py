@@ -20,7 +20,6 @@ from autotune.space.candidate import Candidate
 from autotune.space.space import EXHAUSTED
 from autotune.study.events import UNFINISHED
 from autotune.study.storage import records
-from autotune.system.units import format_duration
 from autotune.trial.result import Outcome
 
 
@@ -502,10 +501,3 @@ def test_a_name_with_rich_markup_is_printed_as_it_is(report):
 def test_values_that_are_compared_share_unit_and_decimals(metric, values, shown):
     scale = metric_scale(metric, values)
     assert [scale.quantity(value) for value in values] == shown
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"), [(8.42, "8.4 s"), (59.97, "1 min"), (222.4, "3 min 42 s"), (7500, "2 h 5 min")]
-)
-def test_a_wall_time_is_said_in_two_units(seconds, shown):
-    assert format_duration(seconds) == shown

@@ -87,7 +87,6 @@ def page(report: StudyReport, drawn: Mapping[str, Any]) -> Context:
         "effects": [_effects(found) for found in report.effects],
         "table": _table(report),
         "has_runs": bool(report.runs),
-        "has_steps": series.has_steps(report),
         "gate": _gate(report) if any(trial.get("gate") for trial in report.trials) else None,
         "samples": samples.notes(report),
         "forecasts": [_forecast_note(name, points) for name, points in series.forecasts(report).items()],

@@ -34,9 +34,9 @@ def write(report: StudyReport, path: Path) -> None:
 def render(report: StudyReport) -> str:
     """The page as text."""
     drawn = {name: found for name, found in _figures(report).items() if found}
-    return fill(
-        "report.html", title=f"{report.name}: autotune report", data=_data(report, drawn), **content.page(report, drawn)
-    )
+    data, shown = _data(report, drawn), content.page(report, drawn)
+    has_steps = bool(data["steps"]["curves"])
+    return fill("report.html", title=f"{report.name}: autotune report", data=data, has_steps=has_steps, **shown)
 
 
 def fill(template: str, *, title: str, data: Mapping[str, Any], **values: Any) -> str:

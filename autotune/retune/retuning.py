@@ -224,9 +224,9 @@ class Retuning:
             f"searching, since {why}: {runner.state.plan.spec.trials} trials, starting from study {self.current.study_name}"
         )
         runner.run()
-        return self._compared(runner, made)
+        return self._compared(runner, found, made)
 
-    def _compared(self, runner: Runner, made: dict[str, Any]) -> Decision:
+    def _compared(self, runner: Runner, found: Plan, made: dict[str, Any]) -> Decision:
         """Compare the best of the search with the configuration in use."""
         assert runner.study is not None
         made["n_trials"] = len(records.told_trials(runner.study))
@@ -241,7 +241,9 @@ class Retuning:
             return Decision(
                 verdict=RetuneVerdict.UNCHANGED, reason="what is in use is still the best that was found", **made
             )
-        outcome = self._duel(runner, challenger)
+        illegal = why_illegal(self.incumbent, found.setting)  # not by what this search was narrowed to meanwhile
+        walkover = Comparison(gain=None, won=True, failed=CANNOT_RUN.format(illegal)) if illegal else None
+        outcome = walkover or self._duel(runner, challenger)
         changed = [Difference(*each) for each in differences(challenger.values(), self.incumbent.values())]
         made |= {"duel": outcome, "differences": changed}
         if not outcome.decides(self.asked.min_gain):
@@ -313,8 +315,6 @@ class Retuning:
         return comparison.check_drift(then, self._rounds(runner, "check", sides))
 
     def _duel(self, runner: Runner, challenger: Candidate) -> Comparison:
-        if (reason := why_illegal(self.incumbent, runner.state.plan.setting)) is not None:
-            return Comparison(gain=None, won=True, failed=CANNOT_RUN.format(reason))
         self.observer.say(f"measuring {challenger.describe()} against what is in use, in turns")
         assert runner.study is not None
         measured = {m.candidate: m for m in runner.state.measured()}

@@ -182,6 +182,22 @@ def test_a_configuration_that_no_longer_runs_is_replaced_without_a_gain_to_show(
     assert config(tmp_path).get("bf16") is None
 
 
+def test_a_global_batch_that_a_retuning_cannot_compare_is_not_called_one_that_cannot_run(tmp_path_factory):
+    """Its noise scale was not to be told, so it searched the baseline's batch alone, and the baseline replaced a gain of four times."""
+    space = [{"micro_batch_size": [4, 8, 32], "checkpoint_every": [0, 1]}]
+    asked = {
+        "trials": 6,
+        "sampler": "grid",
+        "objectives": ["throughput", "convergence"],
+        "space": space,
+        "global_batch": "free",
+    }
+    studies = answered(tmp_path_factory.mktemp("batch"), **asked)
+    assert config(studies)["train_micro_batch_size_per_gpu"] == 32
+    decision = retune(studies, Instant(lambda c: report(c, noise=None)), plan_of(spec_of(**asked)), cause="forced")
+    assert decision.n_trials and decision.verdict is RetuneVerdict.UNCHANGED, decision.reason
+
+
 def test_one_failure_of_what_is_in_use_does_not_have_the_challenger_win():
     """A full disk or a network's fault replaced a configuration in production by a slower one, which failed, too."""
 

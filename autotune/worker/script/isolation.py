@@ -68,6 +68,8 @@ class Isolation:
         for name in ("remove", "unlink"):
             patch(os, name, self._remove)
         patch(shutil, "rmtree", self._remove_tree)
+        for name in ("copyfile", "copy", "copy2"):
+            patch(shutil, name, self._copy)
         patch(os, "mkdir", self._make_folder)
         writer = "torch.utils.tensorboard.writer"
         after_import(writer, lambda module: patch(module.SummaryWriter, "__init__", self._summary_writer))
@@ -169,6 +171,17 @@ class Isolation:
             if os.path.abspath(src) in self._files:
                 self._files.remove(os.path.abspath(src))
                 self._note(os.path.abspath(dst))
+        return original(src, dst, **kwargs)
+
+    def _copy(self, original: Callable[..., Any], src: Any, dst: Any, **kwargs: Any) -> Any:
+        """Follows a file that is copied; what was not saved is not copied either, also where an earlier training has left one."""
+        if isinstance(src, str | os.PathLike) and isinstance(dst, str | os.PathLike):
+            place = os.path.join(dst, os.path.basename(src)) if os.path.isdir(dst) else os.fspath(dst)
+            if self._in_scratch(src).exists():
+                return original(self._in_scratch(src), self._in_scratch(place), **kwargs)
+            if os.path.abspath(src) in self._unsaved:
+                self._unsaved.add(os.path.abspath(place))
+                return place
         return original(src, dst, **kwargs)
 
     def _remove(self, original: Callable[..., Any], path: Any, **kwargs: Any) -> Any:

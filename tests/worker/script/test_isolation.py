@@ -149,6 +149,35 @@ def test_files_may_be_renamed_by_keywords_and_have_any_name(tmp_path):
         assert not (tmp_path / "moved").exists()
 
 
+@pytest.mark.parametrize("copy", [shutil.copyfile, shutil.copy, shutil.copy2])
+def test_a_checkpoint_that_is_copied_as_the_best_one_leaves_those_of_an_earlier_training(tmp_path, copy):
+    """The copy failed for want of the file, or put an earlier training's last checkpoint in the place of its best one."""
+    found = rank(tmp_path)
+    found._context.scratch.mkdir(parents=True)
+    last, best = tmp_path / "last.pt", tmp_path / "best.pt"
+    found._unsaved.add(str(last))
+    found._copy(copy, last, best)
+    assert str(best) in found._unsaved and not best.exists()
+    for file in (last, best):
+        file.write_text(file.name)
+    assert Path(found._copy(copy, src=last, dst=best)).read_text() == "best.pt"
+    found._in_scratch(tmp_path / "state.pt").write_text("state")
+    found._copy(copy, tmp_path / "state.pt", tmp_path / "kept.pt")
+    assert found._in_scratch(tmp_path / "kept.pt").read_text() == "state" and not (tmp_path / "kept.pt").exists()
+    found._copy(copy, best, tmp_path / "own.pt")
+    found._unsaved.clear()
+    found._copy(copy, best, tmp_path / "other.pt")
+    assert [(tmp_path / name).exists() for name in ("own.pt", "other.pt")] == [False, True]
+
+
+def test_a_file_is_copied_into_a_folder_under_its_name(tmp_path):
+    found = rank(tmp_path)
+    (tmp_path / "folder").mkdir()
+    found._unsaved.add(str(tmp_path / "last.pt"))
+    assert found._copy(shutil.copy, tmp_path / "last.pt", tmp_path / "folder") == str(tmp_path / "folder" / "last.pt")
+    assert str(tmp_path / "folder" / "last.pt") in found._unsaved
+
+
 def test_tensorboards_writer_gets_its_other_arguments_by_position_or_name(tmp_path):
     def made(_writer, log_dir=None, comment="", purge_step=None):
         return log_dir, comment, purge_step

@@ -248,11 +248,18 @@ class ScriptContext:
         """Notes that a limit of the script is lifted, since it would end before it can be measured."""
         self.once(f"`{name}={value}` ends a run before it can be measured, so trials train without it")
 
-    def saver(self, name: str) -> Callable[..., Any]:
-        """Returns a hook for a function that saves or uploads: it notes the call and does nothing else."""
+    def saver(self, name: str, folder: str = "") -> Callable[..., Any]:
+        """Returns a hook for a function that saves or uploads: it notes the call and does nothing else.
 
-        def not_saved(*_args: Any, **_kwargs: Any) -> bool:
+        Args:
+            folder: A method's first argument, if that is a folder: it is made, as the script may write into it, too.
+        """
+
+        def not_saved(_original: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
             self.once(f"{name} is not carried out in trials")
+            place = kwargs.get(folder, next(iter(args[1:]), None)) if folder else None
+            if isinstance(place, str | os.PathLike):
+                os.makedirs(place, exist_ok=True)
             return True
 
         return not_saved

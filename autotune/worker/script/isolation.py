@@ -59,7 +59,7 @@ class Isolation:
         scratch = str(self._context.scratch.absolute())
         os.environ |= {name: value.replace("{scratch}", scratch) for name, value in TRACKERS_OFF.items()}
         for name in SAVERS:
-            patch(deepspeed.DeepSpeedEngine, name, self._context.saver(f"engine.{name}"))
+            patch(deepspeed.DeepSpeedEngine, name, self._context.saver(f"engine.{name}", "save_dir"))
         patch(deepspeed.DeepSpeedEngine, "load_checkpoint", self._load_checkpoint)
         patch(torch, "save", self._save)
         patch(torch, "load", self._load)

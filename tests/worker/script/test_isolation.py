@@ -12,6 +12,7 @@ import torch
 from autotune.space.candidate import Candidate
 from autotune.worker.measure.batches import BatchObserver
 from autotune.worker.script import isolation
+from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.isolation import Isolation
 
 
@@ -189,6 +190,18 @@ def test_tensorboards_writer_gets_its_other_arguments_by_position_or_name(tmp_pa
         lambda *a, **k: calls.append(made(*a, **k)), None, log_dir="runs", comment="mine", purge_step=7
     )
     assert calls == [(str(tmp_path / "trial" / "scratch" / "tensorboard"), "mine", 7)] * 3
+
+
+@pytest.mark.parametrize("given", [("out",), ("out", "step-1"), {"save_dir": "out"}, ()])
+def test_a_folder_that_is_not_saved_into_is_there_for_what_the_script_writes_beside(given, tmp_path, monkeypatch):
+    """A script that writes its progress beside the checkpoint found no folder, and each of its trials crashed."""
+    monkeypatch.chdir(tmp_path)
+    script = ScriptContext.__new__(ScriptContext)
+    script.report = SimpleNamespace(caveats=[])
+    save = script.saver("engine.save_checkpoint", "save_dir")
+    save(None, "engine", **given) if isinstance(given, dict) else save(None, "engine", *given)
+    script.saver("push_to_hub")(None, "model", "me/model")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] * bool(given)
 
 
 def test_a_checkpoint_in_shards_is_not_saved(tmp_path):

@@ -152,7 +152,8 @@ class _Adapter:
         patch(module.Accelerator, "init_trackers", self._no_trackers)
         patch(module.Accelerator, "clip_grad_norm_", self._clips)
         for name in SAVERS:
-            patch(module.Accelerator, name, self._context.saver(f"accelerator.{name}"))
+            folder = "output_dir" if name == "save_state" else ""
+            patch(module.Accelerator, name, self._context.saver(f"accelerator.{name}", folder))
 
     def _accelerator(self, original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> None:
         if self._context.family == TRAINER:  # it has set everything, and counts micro-batches itself

@@ -229,9 +229,9 @@ class _Adapter:
 
     def on_saved_class(self, module: ModuleType, name: str) -> None:
         saved = getattr(module, name, None)
-        for method in ("save_pretrained", "push_to_hub"):
+        for method, folder in (("save_pretrained", "save_directory"), ("push_to_hub", "")):
             if saved is not None:
-                patch(saved, method, self._context.saver(method))
+                patch(saved, method, self._context.saver(method, folder))
 
     def on_hub(self, module: ModuleType) -> None:
         names = [name for name in dir(module.HfApi) if name.startswith(HUB_VERBS)]

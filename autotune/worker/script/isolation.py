@@ -74,6 +74,8 @@ class Isolation:
         writer = "torch.utils.tensorboard.writer"
         after_import(writer, lambda module: patch(module.SummaryWriter, "__init__", self._summary_writer))
         after_import("torch.distributed.checkpoint.state_dict_saver", self.on_sharded_saver)
+        after_import("mlflow", self.on_mlflow)
+        after_import("wandb", self.on_wandb)
         sys.addaudithook(self._audit)
         self._context.at_end.append(self.close)
 
@@ -103,6 +105,14 @@ class Isolation:
             return done
 
         patch_everywhere(module, {"save": save, "async_save": saved_later})
+
+    def on_mlflow(self, module: ModuleType) -> None:
+        """Patches what would move MLflow's runs out of the trial's folder to a server that the script names."""
+        patch_everywhere(module, {"set_tracking_uri": self._context.saver("mlflow.set_tracking_uri")})
+
+    def on_wandb(self, module: ModuleType) -> None:
+        """Patches the start of a run of Weights & Biases, whose mode a script may state, as from its configuration."""
+        patch(module, "init", lambda original, *args, **kwargs: original(*args, **{**kwargs, "mode": "disabled"}))
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Saves into the scratch folder, where `_load` finds it; drops weights, which cost time and space."""

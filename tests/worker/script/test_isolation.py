@@ -222,6 +222,19 @@ def test_a_checkpoint_in_shards_is_not_saved(tmp_path):
     assert said == ["torch.distributed.checkpoint.save", "torch.distributed.checkpoint.async_save"]
 
 
+def test_no_run_is_logged_where_the_script_names_a_server_or_a_mode(tmp_path):
+    """The variables that keep runs from there are of no effect then."""
+    found, module, script = rank(tmp_path), ModuleType("mlflow"), ScriptContext.__new__(ScriptContext)
+    script.report, found._context = SimpleNamespace(caveats=[]), script
+    module.set_tracking_uri = lambda _: pytest.fail("each trial logs its run there")
+    found.on_mlflow(module)
+    module.set_tracking_uri("http://tracking:5000")
+    assert script.report.caveats == ["mlflow.set_tracking_uri is not carried out in trials"]
+    module.init = lambda project, **settings: (project, settings)
+    found.on_wandb(module)
+    assert module.init("mine", mode="online", tags=["a"]) == ("mine", {"mode": "disabled", "tags": ["a"]})
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_a_sparse_matrix_that_a_script_saves_holds_no_weights(tmp_path):
     found = rank(tmp_path)

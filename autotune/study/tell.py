@@ -17,7 +17,14 @@ from autotune.executors.base import MachinesGone
 from autotune.forecast.predictor import Predictor, generic_prior
 from autotune.forecast.regression import STOPPED_SD, interval_sd
 from autotune.scoring import objective, recommend
-from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE, AVERAGE, first_losses_off, sums_samples
+from autotune.scoring.convergence.branch import Run
+from autotune.scoring.convergence.first_losses import (
+    ANOTHER_OBJECTIVE,
+    AVERAGE,
+    first_losses_off,
+    off_at_another_batch,
+    sums_samples,
+)
 from autotune.scoring.estimates import Estimates, estimate
 from autotune.scoring.measured import Measured, set_apart
 from autotune.scoring.objective import Objective, Score
@@ -213,13 +220,21 @@ class Teller:
 
     def _first_losses_off(self, candidate: Candidate, result: TrialResult) -> float:
         """By what share the first losses lie off the baseline's because of the micro-batch; said once."""
-        state, baseline = self._state, self._state.plan.baseline
-        if candidate.micro_batch_size == baseline.micro_batch_size or not state.plan.same_samples(candidate):
+        state, plan, baseline = self._state, self._state.plan, self._state.plan.baseline
+        own, base = (each.global_batch_size(plan.data_parallel) for each in (candidate, baseline))
+        alike = plan.same_numerics(candidate)
+        if candidate.micro_batch_size == baseline.micro_batch_size or not (
+            plan.same_samples(candidate) if own == base else alike
+        ):
             return 0.0
         first = result_in(state.trial_path(0)) if result.outcome is Outcome.COMPLETE else None
         if first is None:
             return 0.0
-        off = first_losses_off(result.losses, first.losses, same_numerics=state.plan.same_numerics(candidate))
+        if own == base:
+            off = first_losses_off(result.losses, first.losses, same_numerics=alike)
+        else:
+            sides = ((result, own), (first, base))
+            off = off_at_another_batch(*(Run(losses=each.losses, batch=n, samples_per_s=1.0) for each, n in sides))
         if off and not any(records.told_data(told).get("loss_off") for told in state.told()):
             rest = "" if abs(off) >= ANOTHER_OBJECTIVE else ". Other micro-batches have to pass the quality gate"
             if sums_samples(off, candidate.micro_batch_size, baseline.micro_batch_size):

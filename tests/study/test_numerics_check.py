@@ -165,6 +165,26 @@ def test_that_the_loss_depends_on_the_micro_batch_shows_in_another_precision_too
     assert found.measured.candidate == replace(base, precision="bf16")
 
 
+def test_a_lower_loss_of_smaller_micro_batches_is_no_better_training_at_another_global_batch_either(
+    tmp_path, unhurried
+):
+    """A branch confirmed it: fewer negatives made the contrastive loss lower, which read as sooner at the baseline's."""
+
+    def contrastive(candidate):
+        batch = candidate.global_batch_size(1)
+        curve = [np.log(candidate.micro_batch_size) + 1 / (1 + i * batch / 400) for i in range(48)]
+        return report(candidate, losses=curve, step_times_s=[1.0 + 0.1 * np.sin(7 * i) for i in range(48)])
+
+    space = [{"micro_batch_size": [4, 8], "gradient_accumulation_steps": [1, 4]}]
+    runner, _, watcher = run(
+        tmp_path, Instant(contrastive), trials=4, space=space, sampler="grid", repeats=0, global_batch="free",
+        baseline=Candidate(micro_batch_size=8),
+    )  # fmt: skip
+    assert len([text for text in watcher.said if "the loss depends on the micro-batch" in text]) == 1
+    smaller = [m for m in runner.state.measured() if m.candidate.micro_batch_size == 4]
+    assert smaller and all(m.barred and m.outcome is Outcome.DIVERGED for m in smaller)
+
+
 @pytest.mark.parametrize("sums", [True, False])
 def test_what_a_loss_that_is_a_sum_over_the_samples_takes_to_have_micro_batches_tuned_is_said(
     tmp_path, unhurried, sums

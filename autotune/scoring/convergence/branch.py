@@ -81,7 +81,7 @@ def compare(own: Run, baseline: Run, predicted: float | None = None, seen: float
     if n_windows < FEWEST_WINDOWS:
         why = f"{n_samples:,} samples are too few for a branch of this batch; {MORE}"
         return Branch(confirmed=None, reason=why, n_samples=n_samples)
-    curves = [_pieces(run, n_samples, n_windows) for run in (own, baseline)]
+    curves = [pieces(run, n_samples, n_windows) for run in (own, baseline)]
     if not all(np.isfinite(curve).all() for curve in curves):
         return Branch(confirmed=False, reason="in the branch its loss was not finite", n_samples=n_samples)
     width, later = n_samples / n_windows, slice(n_windows // 2, None)
@@ -144,7 +144,7 @@ def _judged(predicted: float | None, low: float, high: float) -> tuple[bool | No
     return True, f", {how} predicted ({predicted:.2f}x)"
 
 
-def _pieces(run: Run, n_samples: int, n_windows: int) -> Floats:
+def pieces(run: Run, n_samples: int, n_windows: int) -> Floats:
     """Mean loss over each of `n_windows` equal windows of data; a step in two of them counts by its share in each."""
     losses = np.array(run.losses, dtype=float)  # None becomes NaN
     total = np.concatenate([[0.0], np.cumsum(losses) * run.batch])

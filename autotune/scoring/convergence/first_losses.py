@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autotune.scoring.convergence.branch import Run, pieces
 from autotune.scoring.quantiles import t95
 
 # As many first steps are compared: the weights are still nearly the same.
@@ -45,6 +46,36 @@ def first_losses_off(
     if not same_numerics and difference[0] * math.copysign(1.0, off) < least * scale:
         return 0.0
     return off / scale if abs(off) > max(reach, least * scale) else 0.0
+
+
+def off_at_another_batch(own: Run, baseline: Run) -> float:
+    """Returns the same share for a trial with another global batch: one of its steps trains on the samples of several, or the reverse.
+
+    The curves part as the weights do, so the difference is that of a line through the first ones at its beginning, where
+    the weights are still equal. As the loss may fall far within a large step, the first large step has to lie beyond all
+    small ones on its samples, by more than these move away from it until the second.
+
+    Args:
+        own: The trial, in the baseline's numerics and from its weights.
+        baseline: The baseline.
+    """
+    small, large = sorted((own, baseline), key=lambda run: run.batch)
+    n = min(MOST_STEPS, *(len(run.losses) * run.batch // large.batch for run in (small, large)))
+    if n <= LEAST_STEPS:
+        return 0.0
+    curves = {run.batch: pieces(run, n * large.batch, n) for run in (small, large)}
+    difference, scale = curves[own.batch] - curves[baseline.batch], float(np.abs(curves[baseline.batch]).mean())
+    if not np.isfinite(difference).all():
+        return 0.0
+    at = np.arange(n) - (n - 1) / 2
+    slope, middle = float(at @ difference / (at @ at)), float(difference.mean())
+    begin, rest = middle + slope * float(at[0]), difference - middle - slope * at
+    reach = SURE * t95(n - 2) * math.sqrt(float(rest @ rest) / (n - 2) * (1 / n + at[0] ** 2 / float(at @ at)))
+    side = 1.0 if curves[large.batch][0] > curves[small.batch][0] else -1.0
+    nearest = max(side * loss for loss in small.losses[: -(-large.batch // small.batch)] if loss is not None)
+    apart, moved = side * curves[large.batch][0] - nearest, nearest - side * curves[small.batch][1]
+    least = LEAST_OFF * scale
+    return begin / scale if abs(begin) > max(reach, least) and apart > max(moved, least) else 0.0
 
 
 def sums_samples(off: float, micro_batch_size: int, baseline: int) -> bool:

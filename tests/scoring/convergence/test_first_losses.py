@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from autotune.scoring.convergence.first_losses import first_losses_off
+from autotune.scoring.convergence.branch import Run
+from autotune.scoring.convergence.first_losses import first_losses_off, off_at_another_batch
 
 CURVE = [3.35, 3.30, 3.21, 3.16, 3.09, 3.01, 2.98, 2.9, 2.7]
 
@@ -33,3 +34,33 @@ def test_between_numerics_only_another_loss_from_the_first_step_on_counts():
     assert first_losses_off(other, CURVE, same_numerics=False) == pytest.approx(0.22, abs=0.01)
     assert first_losses_off([1.1 * loss for loss in CURVE], CURVE, same_numerics=False) == 0
     assert first_losses_off([CURVE[0], *other[1:]], CURVE, same_numerics=False) == 0
+
+
+def curve(batch, *, higher=0.0, fall=3.0, samples=400, seed=0):
+    """A training on one order of samples, some harder than others, whose loss has a third of its fall left after a number of samples."""
+    harder = np.random.default_rng(seed).normal(scale=0.15, size=4096).reshape(-1, batch).mean(1)
+    at = np.arange(len(harder)) * batch
+    return Run(losses=list(3.0 + higher + harder + fall * np.exp(-at / samples)), batch=batch, samples_per_s=1.0)
+
+
+@pytest.mark.parametrize("batch", [4, 16, 128])
+def test_a_contrastive_loss_is_another_one_at_another_global_batch_too(batch):
+    for higher in (np.log(2), -np.log(2)):
+        off = off_at_another_batch(curve(batch, higher=higher, fall=1.0), curve(8, fall=1.0))
+        assert np.sign(off) == np.sign(higher) and 0.1 < abs(off) < 0.3
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("samples", [20, 200, 2000])
+def test_a_loss_that_falls_far_within_a_large_step_is_no_other_one(samples, seed):
+    for one, other in ((8, 16), (8, 128), (128, 8)):
+        assert (
+            off_at_another_batch(curve(one, samples=samples, seed=seed), curve(other, samples=samples, seed=seed)) == 0
+        )
+
+
+def test_few_steps_or_a_loss_that_is_no_number_tell_nothing_of_another_global_batch():
+    whole, broken = curve(8, higher=3.0), Run(losses=[None] * 64, batch=8, samples_per_s=1.0)
+    assert off_at_another_batch(Run(losses=whole.losses[:3], batch=8, samples_per_s=1.0), curve(4)) == 0
+    assert off_at_another_batch(whole, Run(losses=curve(256).losses[:3], batch=256, samples_per_s=1.0)) == 0
+    assert off_at_another_batch(broken, curve(16)) == 0

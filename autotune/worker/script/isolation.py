@@ -201,14 +201,18 @@ class Isolation:
             if os.path.abspath(path) in self._unsaved:  # of that name there may be one of an earlier training
                 return None
             old = os.path.isfile(path) and os.path.getmtime(path) < self._began
-            if old and os.fspath(path).endswith(CHECKPOINTS) and users_caller():
-                return self._keep(path)
+            unsaved = not os.path.lexists(path)  # as the oldest of those that a script keeps
+            if (old or unsaved) and os.fspath(path).endswith(CHECKPOINTS) and users_caller():
+                return self._keep(path) if old else None
         return original(path, **kwargs)
 
     def _remove_tree(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
         """Leaves folders that were there before, as the checkpoints of an earlier training; a trial saves none in their place."""
-        if isinstance(path, str | os.PathLike) and os.path.isdir(path) and users_caller() and not self._is_made(path):
-            return self._keep(path)
+        if isinstance(path, str | os.PathLike) and users_caller():
+            if not os.path.lexists(path):
+                return None
+            if os.path.isdir(path) and not self._is_made(path):
+                return self._keep(path)
         return original(path, *args, **kwargs)
 
     def _make_folder(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> None:

@@ -137,6 +137,14 @@ def test_weights_of_an_earlier_training_stay(tmp_path, removing):
     assert {path.name for path in tmp_path.iterdir()} == {"last", "epoch-1.pt"}
 
 
+def test_the_oldest_checkpoint_that_a_script_removes_need_not_have_been_saved(tmp_path, removing):
+    """A script that keeps its last checkpoints crashed in each trial, where none of them is saved."""
+    removing._remove_tree(shutil.rmtree, tmp_path / "global_step1")
+    removing._remove(os.remove, tmp_path / "step-1.safetensors")
+    with pytest.raises(FileNotFoundError):
+        removing._remove(os.remove, tmp_path / "lock")
+
+
 def test_files_may_be_renamed_by_keywords_and_have_any_name(tmp_path):
     """Python's own functions take `src` and `dst`; a name may be no UTF-8, or as long as the system allows."""
     found = rank(tmp_path)

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autotune.errors import UserError
 from autotune.space.deepspeed import precision_of
-from autotune.trial.lengths import Table, longest
+from autotune.trial.lengths import Table, cut, longest
 from autotune.trial.profile import ACTIVATION_SCALE, ARITHMETIC, Pass, Profile
 from autotune.trial.request import TrialRequest
 from autotune.trial.workload import Experts
@@ -63,6 +63,19 @@ def profile(request: TrialRequest, accelerator: str) -> Profile:
     )  # fmt: skip
 
 
+class _Batches(NamedTuple):
+    """A batch of a smaller and one of a larger number of samples.
+
+    Attributes:
+        lengths: Lengths of the data set's samples, where batches are padded to their longest.
+        sequence: That of a sample in these batches.
+    """
+
+    both: list[Any]
+    lengths: Table
+    sequence: int
+
+
 class _Subject:
     """The model to profile, on fake or real tensors, with a smaller and a larger batch."""
 
@@ -70,13 +83,12 @@ class _Subject:
         self,
         target: model_file.ModelFile,
         model: nn.Module,
-        batches: list[Any],
+        batches: _Batches,
         sizes: tuple[int, int],
         device: torch.device,
         fake: Any,
-        lengths: Table,
     ) -> None:
-        self.lengths = lengths
+        self.lengths, self.sequence = batches.lengths, batches.sequence
         self.target, self.model, self.sizes, self.device, self.fake = target, model, sizes, device, fake
         self.blocks = model_file.find_blocks(model, target.blocks)
         self.built_bytes = built_bytes(model)
@@ -85,7 +97,7 @@ class _Subject:
         self._dtype: torch.dtype | None = None
         with self._mode():
             convert(model, device, None, anew=fake is not None)
-            self.batches = [to_device(self._own(batch), device, None) for batch in batches]
+            self.batches = [to_device(self._own(batch), device, None) for batch in batches.both]
         model_file.turn_off_cache(model)
         self.first = self._followed_first()  # a model that cannot be followed fails here
 
@@ -152,11 +164,11 @@ class _Subject:
         return map_tensors(batch, self.fake.from_tensor, objects=True)
 
 
-def _batches(loader: Loader, sizes: tuple[int, int]) -> tuple[list[Any], Table]:
-    """Returns a batch of each size, and the lengths of the samples where batches are padded to their longest.
+def _batches(loader: Loader, sizes: tuple[int, int]) -> _Batches:
+    """Returns a batch of each size.
 
-    Batches are then those of the longest samples, or of a stream one and a part of it: two of other lengths would tell nothing
-    of a sample's share.
+    Where lengths vary they are of the longest samples, or of a stream one and a part of it: two of other lengths would tell
+    nothing of a sample's share.
     """
     drawn = []
     for loader.micro_batch_size in sizes:
@@ -171,7 +183,21 @@ def _batches(loader: Loader, sizes: tuple[int, int]) -> tuple[list[Any], Table]:
         for loader.micro_batch_size in sizes:
             high.append(loader.worst(data.longest_at, 0))
     differ = len({worst.size_of(batch) for batch in (drawn[0], part, high[0])}) > 1
-    return (high, known) if differ else (drawn, ())
+    known, both = (known, high) if differ else ((), drawn)
+    counted = _counted(both[0])
+    shape = tuple(counted.shape) if counted is not None else ()
+    sequence = worst.length_in(shape[:2], sizes[0]) or 1
+    mapped = data is not None and bool(data.longest_at)
+    if counted is not None and are_tokens(counted):
+        known = cut(known, sequence) if mapped else known  # the collate function may cut samples
+    elif known:
+        sequence = longest(known) if mapped else max(shape[1:], default=1)
+    return _Batches(both, known, sequence)
+
+
+def _counted(batch: Any) -> Tensor | None:
+    """Returns the tensor of a batch that counts its samples."""
+    return counted_tensor((), batch) if isinstance(batch, Mapping) else counted_tensor((batch,), {})
 
 
 class _Autocast(nn.Module):
@@ -199,12 +225,12 @@ def _subject(target: model_file.ModelFile, loader: Loader, accelerator: str, cav
     for fake, sizes in ((True, FAKE_SIZES), (False, REAL_SIZES)):
         if loader.n_samples is not None and loader.n_samples < sizes[1]:
             sizes = REAL_SIZES  # noqa: PLW2901
-        batches, known = _batches(loader, sizes)
+        batches = _batches(loader, sizes)
         try:
             mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
             with mode or contextlib.nullcontext():
                 model = model_file.build_model(target)
-            return _Subject(target, model, batches, sizes, device, mode, known)
+            return _Subject(target, model, batches, sizes, device, mode)
         except UserError:
             raise
         except Exception as error:
@@ -289,10 +315,7 @@ def _assemble(subject: _Subject, passes: dict[str, Pass], **found: Any) -> Profi
     named = sum(p.numel() for _, p in model.named_parameters(remove_duplicate=False))
     plain = passes["fp32/0"]
     again = passes.get("fp32/1", plain)
-    batch = subject.batches[0]
     mixed = experts.facts(model) or Experts()
-    counted = counted_tensor((), batch) if isinstance(batch, Mapping) else counted_tensor((batch,), {})
-    sizes = tuple(counted.shape[1:]) if counted is not None else ()
     return Profile(
         n_parameters=n_parameters,
         n_trainable=sum(p.numel() for p in parameters if p.requires_grad),
@@ -300,9 +323,8 @@ def _assemble(subject: _Subject, passes: dict[str, Pass], **found: Any) -> Profi
         activation_bytes_per_sample=plain.kept_bytes[1],
         checkpointed_bytes_per_sample=again.kept_bytes[1],
         n_blocks=len(blocks),
-        # Where lengths are known they are those of the largest dimension, as of a picture.
-        sequence=int(max(sizes) if subject.lengths else sizes[0]) if sizes else 1,
-        of_tokens=counted is not None and are_tokens(counted),
+        sequence=subject.sequence,
+        of_tokens=(counted := _counted(subject.batches[0])) is not None and are_tokens(counted),
         block_share=sum(p.numel() for p in in_blocks) / max(1, n_parameters),
         passes=passes,
         n_tied=named - n_parameters,

@@ -219,9 +219,20 @@ def test_the_worst_batch_is_of_the_longest_samples_and_changed_like_others():
 @pytest.mark.parametrize("made", [list, iter])
 def test_batches_that_a_profile_compares_are_as_long_as_one_another(made):
     """Of a stream both were one batch, so that no byte and no operation came with a further sample."""
-    batches, known = _batches(loader(data=made(DATA)), (2, 4))
+    batches, known, length = _batches(loader(data=made(DATA)), (2, 4))
     (few, width), (many, other) = (batch["input_ids"].shape for batch in batches)
-    assert (few, many) == (2, 4) and width == other and len(known) > 1
+    assert (few, many) == (2, 4) and width == other == length and len(known) > 1
+
+
+def test_samples_that_the_collate_function_cuts_are_no_longer_in_a_profile():
+    """Of a context of 512 tokens, texts of 4,096 were forecast to take eight times the memory."""
+    data = [{"input_ids": torch.arange(1, n + 1)} for n in (3, 2, 2, 3, 2, 3, 2, 2, 3, 2, 9, 12)]
+    cutting = SimpleNamespace(
+        path=Path("model.py"), data=lambda: data, batch=None,
+        collate=lambda samples: collate([{"input_ids": sample["input_ids"][:6]} for sample in samples]),
+    )  # fmt: skip
+    (few, _), known, length = _batches(Loader(cutting, micro_batch_size=1, rank=0, world_size=1, seed=0), (2, 4))
+    assert few["input_ids"].shape == (2, 6) and known[-1][0] == known[-2][0] == length == 6
 
 
 def test_packing_needs_rows_of_tokens():

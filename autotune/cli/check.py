@@ -54,21 +54,16 @@ def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = Fals
     if around is not None:
         around.mkdir(parents=True, exist_ok=True)
     with temporary.log_folder(".check" if around else "autotune-check", around) as folder:
-        try:
-            with ProgressView() as view:
-                view.doing(f"loading {shown(wanted.target)}")
-                with executor_for(wanted, folder, view.waits) as executor:
-                    found = plan(wanted, executor, folder, view)
-                    found.notes[:0] = notes
-                    request = replace(found.request(found.baseline), max_steps=2, budget_s=0.0)
-                    with executor.turn(view.waiting):
-                        build_ops(executor, ops_of(request.ds_config), view)  # of one that fails the trial tells
-                        view.doing("running two steps of the baseline")
-                        result = base.run(executor, folder / "trials" / "check", request, view.tick)
-        except BaseException as error:
-            if folder.name not in str(error):  # else it names a log there
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+        with ProgressView() as view:
+            view.doing(f"loading {shown(wanted.target)}")
+            with executor_for(wanted, folder, view.waits) as executor:
+                found = plan(wanted, executor, folder, view)
+                found.notes[:0] = notes
+                request = replace(found.request(found.baseline), max_steps=2, budget_s=0.0)
+                with executor.turn(view.waiting):
+                    build_ops(executor, ops_of(request.ds_config), view)  # of one that fails the trial tells
+                    view.doing("running two steps of the baseline")
+                    result = base.run(executor, folder / "trials" / "check", request, view.tick)
         if result.outcome is Outcome.COMPLETE:  # else its logs are shown
             shutil.rmtree(folder, ignore_errors=True)
     on_device = found.workload.environment.accelerator != "cpu"

@@ -1,16 +1,18 @@
 """Temporary folders: of trials, named for the server that made them, which cannot remove its own if it is killed; and of logs."""
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 PREFIX = "autotune-"
 # Digits of a mark (that of its run, then its own) in a name: paths of sockets in the folder must stay short.
 RUN_DIGITS, SERVER_DIGITS = 8, 4
+# Logs that somebody was pointed to stay for a day.
+KEPT_S = 86_400.0
 
 
 def prefix(mark: str) -> str:
@@ -29,7 +31,9 @@ def remove_left(mark: str) -> None:
 
 @contextlib.contextmanager
 def log_folder(name: str, around: Path | None = None) -> Iterator[Path]:
-    """A new temporary folder, which stays for the logs in it unless the block removes it; the next one of that name replaces it.
+    """A new temporary folder for logs, which the block removes where nobody needs them; an error of it keeps it if it names it.
+
+    What stays is removed with the first one of that name that is made a day later.
 
     Args:
         around: Where it lies; by default in the folder of temporary files.
@@ -37,24 +41,14 @@ def log_folder(name: str, around: Path | None = None) -> Iterator[Path]:
     around = Path(tempfile.gettempdir()) if around is None else around
     prefix = f"{name}-{os.getuid()}-"
     for left in around.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError), _held(left):  # one that another process uses is not to be had
-            shutil.rmtree(left, ignore_errors=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=around))
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # NFS locks no folders: there none is taken for a left one, either
-            stack.enter_context(_held(made))
-        # Only now under the name by which others look for left ones: before, it could not be told from one.
-        yield made.rename(around / made.name.removeprefix("."))
-
-
-@contextlib.contextmanager
-def _held(path: Path) -> Iterator[None]:
-    """Locks a folder of this user, or raises an OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):
+            found = left.lstat()
+            if found.st_uid == os.getuid() and found.st_mtime < time.time() - KEPT_S:
+                shutil.rmtree(left, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=prefix, dir=around))
     try:
-        if os.fstat(descriptor).st_uid != os.getuid():
-            raise PermissionError(path)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
+        yield made
+    except BaseException as error:
+        if made.name not in str(error):
+            shutil.rmtree(made, ignore_errors=True)
+        raise

@@ -1,7 +1,11 @@
 """Which temporary folders are those of a killed server."""
 
+import contextlib
+import os
 import tempfile
+import time
 
+from autotune.errors import UserError
 from autotune.system import temporary
 
 RUN = "0123456789abcdef0123456789abcdef"
@@ -19,31 +23,15 @@ def test_the_folders_of_one_server_or_of_all_of_a_run_are_removed_and_no_other(t
     assert [folder.exists() for folder in folders] == [False, False, True] and (tmp_path / "autotune-").exists()
 
 
-def test_a_folder_of_logs_stays_until_the_next_one_of_its_name_and_no_longer(tmp_path, monkeypatch):
+def test_a_folder_of_logs_stays_for_a_day_where_an_error_names_it(tmp_path, monkeypatch):
     """Each check that failed left one more folder in /tmp."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with temporary.log_folder("autotune-check") as first:
-        (first / "log").write_text("why")
-        with temporary.log_folder("autotune-check") as beside:  # of a check at the same time
-            assert first.is_dir()
-        with temporary.log_folder("autotune-predict"):
-            assert beside.is_dir()
-    assert (first / "log").read_text() == "why"
-    with temporary.log_folder("autotune-check", tmp_path) as last:
-        assert [path for path in tmp_path.glob("autotune-check*") if path != last] == []
-
-
-def test_a_folder_of_logs_is_not_taken_for_a_left_one_while_it_is_made(tmp_path, monkeypatch):
-    make, beside = tempfile.mkdtemp, []
-
-    def made_as_another_check_begins(**where):
-        found = make(**where)
-        if not beside:
-            beside.append(temporary.log_folder("autotune-check", tmp_path))
-            beside[0].__enter__()
-        return found
-
-    monkeypatch.setattr(tempfile, "mkdtemp", made_as_another_check_begins)
-    with temporary.log_folder("autotune-check", tmp_path) as first:
-        assert first.is_dir() and first.name.startswith("autotune-check-")
-    beside[0].__exit__(None, None, None)
+    for named in (True, False):
+        with contextlib.suppress(UserError), temporary.log_folder("autotune-check") as folder:
+            raise UserError(f"see {folder / 'log'}" if named else "it cannot be used")
+        assert folder.is_dir() == named
+    (left,) = tmp_path.iterdir()
+    for age_s, stays in ((3600, True), (90_000, False)):
+        os.utime(left, (time.time() - age_s,) * 2)
+        with temporary.log_folder("autotune-check") as folder:
+            assert left.is_dir() == stays and folder != left

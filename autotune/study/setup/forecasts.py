@@ -208,23 +208,14 @@ def _known(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workload, 
 def _profiled(spec: StudySpec, target: Target) -> tuple[Workload, list[str]]:
     """Returns the workload with profile and rates, from ranks, and notes."""
     with temporary.log_folder("autotune-predict") as folder:
-        try:
-            with executor_for(spec, folder) as executor:
-                most = len(device.here().each) or max(2, len(os.sched_getaffinity(0)))
-                script, trials = target.kind == "script", folder / "trials"
-                ranks = min(spec.ranks or 1, most) if script else 1
-                workload = inspect_workload(spec, executor, trials / "inspect", ranks)
-                found, notes = profile_cache.measure_missing(
-                    workload,
-                    target.path,
-                    completed(spec, target, workload),
-                    _ranks(spec, workload)[1],
-                    executor,
-                    trials,
-                )
-        except KeyboardInterrupt:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+        with executor_for(spec, folder) as executor:
+            most = len(device.here().each) or max(2, len(os.sched_getaffinity(0)))
+            script, trials = target.kind == "script", folder / "trials"
+            ranks = min(spec.ranks or 1, most) if script else 1
+            workload = inspect_workload(spec, executor, trials / "inspect", ranks)
+            found, notes = profile_cache.measure_missing(
+                workload, target.path, completed(spec, target, workload), _ranks(spec, workload)[1], executor, trials
+            )
         shutil.rmtree(folder, ignore_errors=True)
         return found, notes
 

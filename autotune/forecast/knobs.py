@@ -1,5 +1,6 @@
 """The DeepSpeed settings of a candidate that memory and step time depend on, defaults filled in."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -143,7 +144,7 @@ class Knobs:
             limits=column("data.max_length", np.inf),
         )
 
-    @property
+    @functools.cached_property
     def arithmetic(self) -> NDArray[np.str_]:
         """What each candidate computes in, a value of `ARITHMETIC`."""
         return np.array([ARITHMETIC.get(str(name), "fp32") for name in self.precision])

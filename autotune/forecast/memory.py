@@ -286,7 +286,8 @@ def kept_elements(knobs: Knobs, profile: Profile) -> Floats:
 
 def small_elements(knobs: Knobs, profile: Profile) -> Floats:
     """Elements in parameters that stage 3 does not release."""
-    return np.array([float(profile.small_elements(threshold)) for threshold in knobs.persistence])
+    thresholds, row = np.unique(knobs.persistence, return_inverse=True)  # very many candidates have a few of them
+    return np.array([float(profile.small_elements(threshold)) for threshold in thresholds])[row]
 
 
 def _stage_3_bytes(knobs: Knobs) -> Floats:

@@ -78,6 +78,8 @@ _REMEDIES = (
      "A model.py's loss(model, batch) gets the model, not its output: call the model in it, as `output = model(batch[0])`"),
     (r"support sparse gradients|Sparse(CPU|CUDA)|between dense and sparse|\w_sparse_\w+\" not implemented|for sparse tensors",
      "A parameter has sparse gradients, which Adam, ZeRO 1 to 3 and 16 bits do not take: leave out sparse=True of its nn.Embedding"),
+    (r"unsupported grad type: torch\.(float64|double)",
+     "DeepSpeed reduces no gradients in double precision: make the model float32 (`model.float()`), and what it is given"),
     (r"unsupported grad type",
      "DeepSpeed reduces no gradients of this type: hold complex parameters as real ones, and make them complex in forward"
      " (`torch.view_as_complex`)"),

@@ -203,6 +203,7 @@ def test_the_hosts_memory_is_told_from_the_devices(text):
             "sparse=True",
         ),
         ("AssertionError: attempting to reduce an unsupported grad type: torch.complex64", "view_as_complex"),
+        ("AssertionError: attempting to reduce an unsupported grad type: torch.float64", "`model.float()`"),
         ("TypeError: DeepSpeedZeroOptimizer is not an Optimizer", "optimizer.optimizer"),
         ("TypeError: DeepSpeedZeroOptimizer_Stage3 is not an Optimizer", "optimizer.optimizer"),
         ("CUDA error: an illegal memory access was encountered", "CUDA_LAUNCH_BLOCKING"),

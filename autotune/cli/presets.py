@@ -80,7 +80,10 @@ def _studies(storage: str | None) -> list[tuple[str, ...]]:
     found = {row["study"]: row for row in reversed(open_history(url, database).recommendations())}
     running, rows = running_studies(STUDIES), list[tuple[str, ...]]()
     begun = () if storage else running  # until its first trial has a row, a study is not in the database
-    for name in sorted({*records.study_names(database), *begun}):
+    own = {
+        name for name in records.study_names(database) if not records.generation_of(name)[1]
+    }  # a re-tuning's answer is its study's
+    for name in sorted({*own, *begun}):
         row = found.get(name)
         unsaid = f"no answer yet; `autotune status {name}` says what was found so far"  # its run ended, or goes on
         answer = unsaid if row is None else f"{answer_words(row)}; {moment(row['at'])}"

@@ -332,6 +332,18 @@ def test_an_answer_that_is_being_retuned_stands_meanwhile():
     assert "this answer stands until it ends" in first and second.startswith("Train with it: ")
 
 
+def test_an_answer_of_a_retuning_goes_on_with_another_one():
+    """`autotune run` was advised with twice the re-tuning's trials, fewer than the study has."""
+    report = study_report()
+    study = {**report.study, "stored_as": f"{report.name}.retune-1", "trials_wanted": 99, "unchecked_s": 9.0}
+    kept = {**report.recommended, "picks": {"recommended": report.baseline}}
+    for recommended in (report.recommended, kept):
+        assert not any(
+            "autotune run" in step for step in next_steps(replace(report, study=study, recommended=recommended))
+        )
+    assert "autotune retune code-gpt --force" in " ".join(next_steps(replace(report, study=study, recommended=kept)))
+
+
 def test_what_reads_better_than_the_answer_has_a_command_that_checks_it():
     """Beside a recommendation of another trial it had none."""
     report = study_report()

@@ -35,8 +35,8 @@ QUICK_FACTOR = 2.0
 # At most this many times the rounds that the user states, while it is not settled who is best.
 MOST_ROUNDS = 4
 # Rounds of re-measurement until it is settled who is best, over those that are stated: without noise, and for each unit
-# of noise. On simulated machines they are 1.8 at 2.5 % noise and 3.6 at 10 % (`benchmarks/estimates.py`).
-USUAL_ROUNDS, ROUNDS_PER_NOISE = 1.2, 24.0
+# of noise. On simulated machines they are 2.0 at 2.5 % noise and 3.8 at 10 % (`benchmarks/estimates.py`).
+USUAL_ROUNDS, ROUNDS_PER_NOISE = 1.4, 24.0
 # A trial trains for this share of a time budget at most, unless the user states otherwise: one trial tells nothing.
 TRIAL_SHARE, LEAST_TRIAL_S = 0.05, 1.0
 # The noise probe may take this share of the time that is left: without trials there is nothing to compare.

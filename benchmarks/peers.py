@@ -198,7 +198,7 @@ def ours(training: Training, track: Track, folder: Path, seed: int) -> dict[str,
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(study, sort_keys=False))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "AUTOTUNE_CACHE": str(folder / "cache")}
-    command = [sys.executable, "-m", "autotune.cli", "run", str(path), "--fresh", "--json"]
+    command = [sys.executable, "-m", "autotune", "run", str(path), "--fresh", "--json"]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     (folder / "log.txt").write_text(done.stdout + done.stderr)
     if done.returncode:

@@ -82,7 +82,7 @@ def searched(studies: Path, n_trials: int) -> str:
 def command_s(folder: Path) -> float:
     """Seconds that `autotune report` takes, from its start to its end: the page, JSON and CSV."""
     start = time.perf_counter()
-    command = [sys.executable, "-m", "autotune.cli", "report", "s", "-o", "out"]
+    command = [sys.executable, "-m", "autotune", "report", "s", "-o", "out"]
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start
 

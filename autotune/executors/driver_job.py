@@ -39,4 +39,4 @@ class DriverJob:
     def command(self) -> list[str]:
         """The command of the job; an engine that starts it anew does not have it forget the study's trials again."""
         once = ["env", f"{SUBMISSION}={self.id}"] if "--fresh" in self.arguments else []
-        return [*once, self.options.get("python", sys.executable), "-m", "autotune.cli", "run", *self.arguments]
+        return [*once, self.options.get("python", sys.executable), "-m", "autotune", "run", *self.arguments]

@@ -41,7 +41,7 @@ DAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat")
 # A part of a crontab's field of weekdays: all, one, or from one to another, each or every n-th.
 WEEKDAYS = re.compile(r"(?:\*|(DAY)(?:-(DAY))?)(?:/([1-9]))?".replace("DAY", "|".join(["[0-7]", *DAYS])))
 RETRY_S = 300.0  # until a run that could not begin, for example because its study is being run, is tried again
-RETUNE = (sys.executable, "-m", "autotune.cli", "retune")
+RETUNE = (sys.executable, "-m", "autotune", "retune")
 EXITS = {
     0: "unchanged",
     1: "failed",

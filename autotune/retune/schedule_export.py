@@ -86,7 +86,7 @@ class Job(NamedTuple):
     @property
     def command(self) -> list[str]:
         """The command that re-tunes if it is due."""
-        return [sys.executable, "-m", "autotune.cli", "retune", self.schedule.study, "--if-due"]
+        return [sys.executable, "-m", "autotune", "retune", self.schedule.study, "--if-due"]
 
 
 def time_zone() -> str:

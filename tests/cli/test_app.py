@@ -52,7 +52,7 @@ LONG = """
 def begun(folder: Path, study: str, trial: int) -> subprocess.Popen[str]:
     """A run of a study whose trial of that number has begun."""
     (folder / "small.yaml").write_text(study)
-    command = [sys.executable, "-m", "autotune.cli", "run", "small.yaml"]
+    command = [sys.executable, "-m", "autotune", "run", "small.yaml"]
     driver = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert wait_until((folder / f"studies/small/trials/{trial:04d}/events.jsonl").exists, 120)
     return driver
@@ -79,7 +79,7 @@ def warm(executor, monkeypatch, models, tmp_path):
 
 def test_help_names_every_command_and_imports_nothing_heavy():
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "autotune.cli", "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-X", "importtime", "-m", "autotune", "--help"], capture_output=True, text=True, check=True
     )
     assert all(path.split()[0] in done.stdout for path in COMMANDS)
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
@@ -281,7 +281,7 @@ def test_a_model_that_loads_longer_than_a_trial_may_take_is_told_what_gives_it_m
 @pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_launch_command_that_is_interrupted_is_ended_with_all_that_it_started(how, status, tmp_path):
     driver = subprocess.Popen(
-        [sys.executable, "-m", "autotune.cli", "run", "echo begun > begun; sleep 300 & sleep 301"],
+        [sys.executable, "-m", "autotune", "run", "echo begun > begun; sleep 300 & sleep 301"],
         cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert wait_until((tmp_path / "begun").exists)
@@ -295,7 +295,7 @@ def test_a_rank_that_was_held_back_ends_when_its_holder_is_killed(tmp_path):
     (tmp_path / "train.py").write_text("import deepspeed\nopen('it-ran', 'w')\ndeepspeed.initialize()\n")
     rank = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2"
     driver = subprocess.Popen(
-        [sys.executable, "-m", "autotune.cli", "run", f"{rank} {sys.executable} train.py & echo begun > begun; wait"],
+        [sys.executable, "-m", "autotune", "run", f"{rank} {sys.executable} train.py & echo begun > begun; wait"],
         cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     assert wait_until(lambda: (tmp_path / "begun").exists() and len(processes_of(tmp_path)) >= 3)

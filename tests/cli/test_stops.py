@@ -46,9 +46,7 @@ def test_a_second_stop_of_a_run_says_how_to_go_on_too(place, monkeypatch, stop, 
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    "started", [["-m", "autotune"], ["-m", "autotune.cli"], ["-c", "from autotune.cli import main; main()"]]
-)
+@pytest.mark.parametrize("started", [["-m", "autotune"], ["-c", "from autotune.cli import main; main()"]])
 def test_ctrl_c_while_the_commands_are_imported_shows_no_traceback(tmp_path, started):
     """The first 0.2 s of every command."""
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")

@@ -116,14 +116,14 @@ def test_a_submitted_driver_that_is_killed_queues_again_and_goes_on(tmp_path: Pa
     file = tmp_path / "studies" / "s" / "study.yaml"
     file.parent.mkdir(parents=True)
     file.write_text(yaml.safe_dump(yaml.safe_load(STUDY) | {"trials": 2, "trial_budget_s": 4}))
-    command = [sys.executable, "-m", "autotune.cli", "submit", str(file), "--executor", "slurm", "--patience", "5m"]
+    command = [sys.executable, "-m", "autotune", "submit", str(file), "--executor", "slurm", "--patience", "5m"]
     with slurm(tmp_path / "cluster") as cluster:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "SLURM_CONF": str(cluster.conf)}
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
         number, log = done.stdout.split("job ")[1].split()[0], file.with_name("driver.log")
         folder = TrialDir(file.parent / "trials" / "0001")
         until(lambda: '"measure"' in _read(folder.events), 200)
-        said = ["autotune.cli", "run", str(file), "--patience", "5m"]
+        said = ["autotune", "run", str(file), "--patience", "5m"]
         drivers = [each for each in psutil.process_iter(["cmdline"]) if set(said) <= set(each.info["cmdline"] or ())]
         assert len(drivers) == 1, _read(log)
         drivers[0].kill()
@@ -138,6 +138,6 @@ def test_a_submitted_driver_that_is_killed_queues_again_and_goes_on(tmp_path: Pa
     results = [result_in(path) for path in sorted((file.parent / "trials").glob("[0-9]*"))]
     told = [each for each in results if each is not None]
     assert {each.outcome for each in told} == {Outcome.COMPLETE}, _read(log)
-    status = [sys.executable, "-m", "autotune.cli", "status", "s", "--json"]
+    status = [sys.executable, "-m", "autotune", "status", "s", "--json"]
     seen = json.loads(subprocess.run(status, cwd=tmp_path, capture_output=True, text=True, check=True).stdout)
     assert seen["outcomes"] == {"complete": 2} and log.read_text().count("recommended") >= 1

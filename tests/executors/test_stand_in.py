@@ -168,7 +168,7 @@ def test_no_rank_leaves_the_visible_devices(gpus, tmp_path, monkeypatch):
     (_, trial), _ = run(tmp_path, TrialRequest(target=str(MODELS / "ok.py"), mode="inspect"), request(ranks=1))
     assert trial.outcome is Outcome.COMPLETE and {line["device"] for line in used()} == {1}
     here = read_record(TrialDir(tmp_path / "0").workload, Workload).environment
-    assert here.n_devices == 1 and here.uuid.startswith("GPU-00000001") and not here.bf16 and here.fp16
+    assert here.n_devices == 1 and here.each[0].uuid.startswith("GPU-00000001") and not here.bf16 and here.fp16
 
 
 @pytest.mark.system
@@ -208,7 +208,7 @@ def test_the_driver_asks_a_process_of_its_own_and_tells_devices_apart(gpus, monk
 def of_trials(lines):
     """What was done with devices, once it is sure that neither driver nor server did anything, and each rank kept to one."""
     servers, taken = {line["parent"] for line in lines if "serve" in line["argv"] or "torch" in line["argv"]}, {}
-    assert not [line for line in lines if line["pid"] in servers or "autotune.cli" in line["argv"]]
+    assert not [line for line in lines if line["pid"] in servers or "autotune" in line["argv"]]
     for line in lines:
         if line["what"] == "set_device":
             taken.setdefault(line["pid"], set()).add(line["device"])

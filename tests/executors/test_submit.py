@@ -71,7 +71,7 @@ def test_a_run_is_a_batch_job_that_queues_again_while_machines_are_away(cluster:
 
     until(ran_again, 30)
     assert runs(job.folder)[0] == runs(job.folder)[1]
-    assert runs(job.folder)[0].endswith("-m autotune.cli run model.py --trials 3")
+    assert runs(job.folder)[0].endswith("-m autotune run model.py --trials 3")
 
 
 @pytest.mark.system
@@ -113,7 +113,7 @@ def test_a_pod_has_the_gpus_of_the_ranks_shared_memory_and_is_run_again_where_it
     assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
     assert 75 in spec["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"]
     assert pod["containers"][0]["command"] == [
-        "python", "-m", "autotune.cli", "run", "model.py", "--trials", "3"
+        "python", "-m", "autotune", "run", "model.py", "--trials", "3"
     ]  # fmt: skip
     plain = manifest(job, gpus_per_rank="0")
     assert plain["spec"]["template"]["spec"]["containers"][0]["resources"] == {"limits": {}}
@@ -135,7 +135,7 @@ def test_a_pod_that_begins_afresh_runs_the_images_python(job) -> None:
     (container,) = manifest(begun)["spec"]["template"]["spec"]["containers"]
     env, once, *command = container["command"]
     assert (env, once) == ("env", f"{SUBMISSION}={begun.id}")
-    assert command == ["python", "-m", "autotune.cli", "run", "model.py", "--trials", "3", "--fresh"]
+    assert command == ["python", "-m", "autotune", "run", "model.py", "--trials", "3", "--fresh"]
 
 
 def test_several_machines_are_a_job_set_whose_driver_calls_their_pods(job) -> None:
@@ -147,12 +147,7 @@ def test_several_machines_are_a_job_set_whose_driver_calls_their_pods(job) -> No
     assert found["spec"]["network"]["enableDNSHostnames"] is True
     assert (machines["completions"], machines["parallelism"], machines["completionMode"]) == (2, 2, "Indexed")
     assert second["resources"]["limits"] == {"nvidia.com/gpu": "2", "memory": "64Gi"}  # of four ranks on two machines
-    assert first["resources"]["limits"] == {} and first["command"][:4] == [
-        "/env/bin/python",
-        "-m",
-        "autotune.cli",
-        "run",
-    ]
+    assert first["resources"]["limits"] == {} and first["command"][:4] == ["/env/bin/python", "-m", "autotune", "run"]
     board = str(job.folder / "studies" / "s" / "pods")
     assert second["command"] == ["/env/bin/python", "-m", "autotune.executors.pods", board]
     variables = {each["name"]: each.get("value") for each in first["env"]}

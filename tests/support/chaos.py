@@ -153,7 +153,7 @@ class Play:
         environment = {**os.environ, MARK: self.mark, "TMPDIR": str(self.folder / "tmp"), "AUTOTUNE_STORAGE": self.url}
         with open(self.folder / "answer.log", "a") as answer, open(self.folder / "said.log", "a") as said:
             return subprocess.Popen(
-                [sys.executable, "-m", "autotune.cli", *arguments], cwd=self.folder, env=environment, stdin=subprocess.DEVNULL,
+                [sys.executable, "-m", "autotune", *arguments], cwd=self.folder, env=environment, stdin=subprocess.DEVNULL,
                 stdout=answer, stderr=said, start_new_session=True, text=True,
             )  # fmt: skip
 

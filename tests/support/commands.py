@@ -15,7 +15,7 @@ from autotune.cli.app import main
 
 def autotune(*arguments: str, cwd: Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "autotune.cli", *arguments],
+        [sys.executable, "-m", "autotune", *arguments],
         cwd=cwd,
         capture_output=True,
         text=True,

@@ -207,7 +207,7 @@ def test_a_missing_extra_is_said_with_the_command_that_installs_it(studies, monk
 def dashboard(studies, *options):
     """The command line of a dashboard at a free port."""
     own = ["--storage", records.default_url(studies), "--port", "0", *options]
-    return [sys.executable, "-m", "autotune.cli", "dashboard", *own]
+    return [sys.executable, "-m", "autotune", "dashboard", *own]
 
 
 @pytest.mark.process

@@ -212,7 +212,7 @@ finalists: 0
 
 def command(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "autotune.cli", *arguments],
+        [sys.executable, "-m", "autotune", *arguments],
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -239,7 +239,7 @@ def test_a_worker_helps_a_run_and_the_password_is_nowhere(url, models, tmp_path)
         assert secret not in "".join(said)
     # What study.yaml names is enough, where the password comes from elsewhere.
     found = subprocess.run(
-        [sys.executable, "-m", "autotune.cli", "status", "small", "--json"],
+        [sys.executable, "-m", "autotune", "status", "small", "--json"],
         cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PGPASSWORD": postgres.PASSWORD}, check=False,
     )  # fmt: skip
     assert json.loads(found.stdout)["n_trials"] == 6

@@ -162,13 +162,14 @@ class NumericsCheck:
                 return GateVerdict(passed=False, reason=wrong, batch=batch)
         if own.outcome is Outcome.DIVERGED:
             return GateVerdict(passed=False, reason=own.reason, batch=batch)
-        # Other samples in a step are luck either way; numerics and learning rate are the reference's.
+        # Other samples in a step are luck either way; numerics and learning rate are the reference's. A loss that is lower
+        # before the weights have moved, as over fewer negatives, is another one.
         reordered = m.candidate.other_numerics.keys() <= data.REORDERING
         alike = quality_gate.numerics(m.ds_config) == quality_gate.numerics(baseline.ds_config)
         others = [each.losses for each in replicates]
         return quality_gate.judge(
             own.losses, reference.losses, others, batch,
-            may_be_lower=reordered and alike, loss_dtype=own.loss_dtype or reference.loss_dtype,
+            may_be_lower=reordered and alike and not m.loss_off, loss_dtype=own.loss_dtype or reference.loss_dtype,
         )  # fmt: skip
 
     def _at_batch(self, candidate: Candidate, batch: int) -> Candidate:

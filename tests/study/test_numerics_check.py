@@ -165,6 +165,28 @@ def test_that_the_loss_depends_on_the_micro_batch_shows_in_another_precision_too
     assert found.measured.candidate == replace(base, precision="bf16")
 
 
+@pytest.mark.parametrize("global_batch", ["keep", "free"])
+def test_a_somewhat_lower_loss_of_smaller_micro_batches_does_not_pass_the_gate(tmp_path, unhurried, global_batch):
+    """It passed as lower, though it is lower by fewer negatives, and not by training."""
+
+    def contrastive(candidate):
+        batch = candidate.global_batch_size(1)
+        curve = [4 + np.log(candidate.micro_batch_size) + 1 / (1 + i * batch / 400) for i in range(48)]
+        step_s = 1.0 if candidate.micro_batch_size == 8 else 0.5
+        return report(candidate, losses=curve, step_times_s=[step_s * (1 + 0.1 * np.sin(7 * i)) for i in range(48)])
+
+    runner, executor, watcher = run(
+        tmp_path, Instant(contrastive), trials=4, sampler="grid", repeats=0, global_batch=global_batch,
+        space=[{"micro_batch_size": [4, 8], "gradient_accumulation_steps": [2, 4] if global_batch == "free" else [1, 2]}],
+        baseline=Candidate(micro_batch_size=8),
+    )  # fmt: skip
+    assert any("have to pass the quality gate" in text for text in watcher.said) and executor.gated
+    smaller = [m for m in runner.state.measured() if m.candidate.micro_batch_size == 4]
+    assert any(m.verdict is not None and m.verdict.passed is False for m in smaller)
+    found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
+    assert {pick.measured.candidate.micro_batch_size for pick in found.picks.values()} == {8}
+
+
 def test_a_lower_loss_of_smaller_micro_batches_is_no_better_training_at_another_global_batch_either(
     tmp_path, unhurried
 ):

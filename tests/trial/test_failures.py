@@ -204,6 +204,10 @@ def test_the_hosts_memory_is_told_from_the_devices(text):
         ),
         ("AssertionError: attempting to reduce an unsupported grad type: torch.complex64", "view_as_complex"),
         ("AssertionError: attempting to reduce an unsupported grad type: torch.float64", "`model.float()`"),
+        (
+            "RuntimeError: Direct calls to tensor.backward() are not supported in this configuration.",
+            "in the model's forward()",
+        ),
         ("TypeError: DeepSpeedZeroOptimizer is not an Optimizer", "optimizer.optimizer"),
         ("TypeError: DeepSpeedZeroOptimizer_Stage3 is not an Optimizer", "optimizer.optimizer"),
         ("CUDA error: an illegal memory access was encountered", "CUDA_LAUNCH_BLOCKING"),

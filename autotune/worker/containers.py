@@ -1,5 +1,6 @@
 """Tensors in nested containers: find them, replace them, move them to a device; and the elements of a parameter."""
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -88,12 +89,24 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any], *, objects: bool = 
     return _with_changed(value, change) if objects and held_by(value) else value
 
 
-def _as(mapping: MutableMapping[Any, Any], changed: Mapping[Any, Any]) -> MutableMapping[Any, Any]:
-    """Returns a copy of a mapping of some class with other values: its `update` may refuse, as that of transformers' outputs."""
-    copied = copy.copy(mapping)
-    for key, inner in changed.items():
-        copied[key] = inner
-    return copied
+def _as(mapping: MutableMapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Returns a copy of a mapping of some class with other values; these as a dict where the class does not take them as they are.
+
+    A plain copy shares the dict in which a class keeps its values, and what such a class has as attributes, too, stays as it was.
+    """
+    with contextlib.suppress(Exception):  # what the user's class does is not known
+        copied = copy.copy(mapping)
+        held = vars(copied) if hasattr(copied, "__dict__") else {}
+        for name, inner in list(held.items()):
+            if name in changed and inner is mapping[name]:
+                held[name] = changed[name]
+            elif isinstance(inner, dict):
+                held[name] = copy.copy(inner)
+        for key, inner in changed.items():
+            copied[key] = inner
+        if all(copied[key] is inner for key, inner in changed.items() if isinstance(inner, Tensor)):
+            return copied
+    return changed
 
 
 def _with_changed(batch: Any, change: Callable[[Tensor], Any]) -> Any:

@@ -1,6 +1,7 @@
 """Batches in classes of their own, as they move to a device."""
 
 import collections
+import collections.abc
 import types
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -58,6 +59,58 @@ def test_a_batch_in_a_class_that_maps_keeps_its_class(kind):
     assert type(moved) is (dict if kind is types.MappingProxyType else kind)
     assert moved["input_ids"].device == META and batch["input_ids"].device == CPU
     assert kind is not Attributes or moved.input_ids.device == META
+
+
+class Wrapped(collections.abc.MutableMapping):
+    """Keeps its values in a dict of its own, and may take none that is on another device."""
+
+    def __init__(self, values, device=None):
+        self.kept, self.device = values, device
+
+    def __getitem__(self, key):
+        return self.kept[key]
+
+    def __setitem__(self, key, value):
+        if self.device == "frozen":
+            raise TypeError("no new values")
+        self.kept[key] = value if self.device is None else value.to(self.device)
+
+    def __delitem__(self, key):
+        del self.kept[key]
+
+    def __iter__(self):
+        return iter(self.kept)
+
+    def __len__(self):
+        return len(self.kept)
+
+
+class Itself(dict):
+    """The well-known dict whose entries are its attributes."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.__dict__ = self
+
+
+def test_the_batch_that_a_class_wraps_stays_as_it_was():
+    """Its tensors were replaced in the user's own batch, so that a data set that keeps its batches filled the device."""
+    batch = Wrapped({"x": torch.zeros(2, 3), "more": {"y": torch.zeros(2)}})
+    moved = to_device(batch, META, None)
+    assert type(moved) is Wrapped and moved["x"].device == moved["more"]["y"].device == META
+    assert batch["x"].device == batch["more"]["y"].device == CPU
+
+
+@pytest.mark.parametrize("device", ["cpu", "frozen"])
+def test_a_class_that_does_not_take_the_tensors_as_they_are_becomes_a_dict(device):
+    moved = to_device(Wrapped({"x": torch.zeros(2, 3)}, device), META, None)
+    assert type(moved) is dict and moved["x"].device == META
+
+
+def test_attributes_that_are_entries_move_with_them():
+    batch = Itself({"x": torch.zeros(2, 3)})
+    moved = to_device(batch, META, None)
+    assert type(moved) is Itself and moved.x.device == moved["x"].device == META and batch.x.device == CPU
 
 
 def test_packed_sequences_keep_their_sizes_on_the_host():

@@ -70,6 +70,7 @@ class Isolation:
         patch(shutil, "rmtree", self._remove_tree)
         for name in ("copyfile", "copy", "copy2"):
             patch(shutil, name, self._copy)
+        patch(shutil, "copytree", self._copy_tree)
         patch(os, "mkdir", self._make_folder)
         writer = "torch.utils.tensorboard.writer"
         after_import(writer, lambda module: patch(module.SummaryWriter, "__init__", self._summary_writer))
@@ -193,6 +194,12 @@ class Isolation:
                 self._unsaved.add(os.path.abspath(place))
                 return place
         return original(src, dst, **kwargs)
+
+    def _copy_tree(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Copies a folder by the patched function, of which its default, bound before, calls one half alone."""
+        return (
+            original(*args, **kwargs) if len(args) > 4 else original(*args, **{"copy_function": shutil.copy2, **kwargs})
+        )
 
     def _remove(self, original: Callable[..., Any], path: Any, **kwargs: Any) -> Any:
         if isinstance(path, str | os.PathLike) and not kwargs:  # else it may not be one of the working folder

@@ -1,5 +1,6 @@
 """Files and folders that the ranks of a script make: removed, or told."""
 
+import functools
 import os
 import shutil
 import sys
@@ -177,6 +178,20 @@ def test_a_checkpoint_that_is_copied_as_the_best_one_leaves_those_of_an_earlier_
     found._unsaved.clear()
     found._copy(copy, best, tmp_path / "other.pt")
     assert [(tmp_path / name).exists() for name in ("own.pt", "other.pt")] == [False, True]
+
+
+def test_a_folder_with_a_checkpoint_of_an_earlier_training_is_copied_without_it(tmp_path, monkeypatch):
+    """shutil.copytree had the file left out, and failed as it set its times."""
+    found = rank(tmp_path)
+    (tmp_path / "last").mkdir()
+    for name in ("model.pt", "args.json"):
+        (tmp_path / "last" / name).write_text(name)
+    found._unsaved.add(str(tmp_path / "last" / "model.pt"))
+    for name in ("copyfile", "copy2"):
+        monkeypatch.setattr(shutil, name, functools.partial(found._copy, getattr(shutil, name)))
+    found._copy_tree(shutil.copytree, tmp_path / "last", tmp_path / "best")
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["args.json"]
+    assert str(tmp_path / "best" / "model.pt") in found._unsaved
 
 
 def test_a_file_is_copied_into_a_folder_under_its_name(tmp_path):

@@ -11,9 +11,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autotune.space.candidate import differing
+from autotune.space.candidate import PRECISION_SECTIONS, differing
 from autotune.space.deepspeed import DsConfig, Scalar, drop_path
+from autotune.space.degree import EXPERTS_SPLIT
 from autotune.space.parameter import Parameter
+from autotune.space.retired import renamed
 from autotune.space.space import SearchSpace
 from autotune.study.setup.plan import Plan, target_digest
 from autotune.study.storage.records import StudyRecord
@@ -34,8 +36,9 @@ MEMORY = (*BATCH, *SHARDING, *NUMERICS, "checkpoint_every")
 EVERYTHING = ("",)
 # Sections and settings of a DeepSpeed configuration that candidates change, or that change no time.
 OF_CANDIDATES = (
-    "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization", "bf16", "fp16", "torch_autocast",
-    "data_types", "scheduler", "optimizer.params.lr",
+    "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "zero_optimization", *PRECISION_SECTIONS, "amp", "data_types",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "pipeline.activation_checkpoint_interval",
+    "pipeline.use_reentrant", EXPERTS_SPLIT, "scheduler", "optimizer.params.lr",
 )  # fmt: skip
 
 
@@ -268,8 +271,10 @@ def _base_config(asked: Mapping[str, Any]) -> DsConfig:
     """
     script = asked.get("script") or {}
     config: DsConfig = copy.deepcopy(script.get("base_config") or asked.get("base_config") or {})
-    for path in (*OF_CANDIDATES, *asked["space"]) if script else ():
-        drop_path(config, path)
+    if script:
+        config = renamed(config)
+        for path in (*OF_CANDIDATES, *asked["space"]):
+            drop_path(config, path)
     return config
 
 

@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 from support.instant import ENVIRONMENT, SPACE, WORKLOAD
 
+from autotune.report.export import deepspeed_config
 from autotune.retune import fingerprint
 from autotune.retune.fingerprint import Fingerprint, changes, narrowed, opened, touched
+from autotune.space.candidate import Candidate
 from autotune.space.space import SearchSpace
 from autotune.system.device import Device, Devices
 from autotune.system.machine import processor_name
-from autotune.trial.workload import DataShape, Workload
+from autotune.trial.workload import DataShape, Probed, Workload
 
 ASKED = {
     "space": SPACE,
@@ -109,6 +111,30 @@ def test_of_a_scripts_configuration_counts_what_no_candidate_changes():
     assert [change.words for change in found] == [
         "the baseline's configuration: optimizer.type Adam, now Lion; gradient_clipping not set, now 1.0"
     ]
+
+
+@pytest.mark.parametrize(
+    ("own", "changed", "stages"),
+    [
+        (
+            {},
+            {"zero_stage": 2, "offload_optimizer": "cpu"},
+            0,
+        ),  # the script's optimizer, which DeepSpeed has not tested
+        ({"bfloat16": {"enabled": True}}, {"precision": "bf16"}, 0),
+        ({"pipeline": {"seed_layers": True}}, {"checkpoint_every": 2}, 2),
+        ({}, {"config": (("expert_parallel.autoep_size", 2),)}, 0),
+    ],
+)
+def test_the_answer_in_a_scripts_configuration_is_no_change(own, changed, stages):
+    """What DeepSpeed needs beside a candidate's settings was told as a change, and each re-tuning searched again."""
+    base = {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 1.0, **own}
+    script = Probed(ds_config=base, micro_batch_size=8, gradient_accumulation_steps=1, pipeline_stages=stages)
+    candidate = Candidate(micro_batch_size=4, **changed)
+    adopted = deepspeed_config(script.completed(candidate.to_deepspeed(base), candidate), base)
+    space = SPACE | {name: [value] for name, value in candidate.config}
+    assert adopted != base
+    assert changes(*(of(script={"base_config": each}, space=space) for each in (base, adopted))) == []
 
 
 def test_a_build_of_the_same_version_and_a_few_bytes_of_memory_are_no_change():

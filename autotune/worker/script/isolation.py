@@ -190,16 +190,17 @@ class Isolation:
             place = os.path.join(dst, os.path.basename(src)) if os.path.isdir(dst) else os.fspath(dst)
             if self._in_scratch(src).exists():
                 return original(self._in_scratch(src), self._in_scratch(place), **kwargs)
-            if os.path.abspath(src) in self._unsaved:
+            missing = not os.path.lexists(src) and os.fspath(src).endswith(CHECKPOINTS)  # as of save_pretrained
+            if os.path.abspath(src) in self._unsaved or (missing and users_caller()):
                 self._unsaved.add(os.path.abspath(place))
                 return place
         return original(src, dst, **kwargs)
 
-    def _copy_tree(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _copy_tree(self, original: Callable[..., Any], src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
         """Copies a folder by the patched function, of which its default, bound before, calls one half alone."""
-        return (
-            original(*args, **kwargs) if len(args) > 4 else original(*args, **{"copy_function": shutil.copy2, **kwargs})
-        )
+        if isinstance(src, str | os.PathLike) and not os.path.lexists(src) and users_caller():
+            return dst  # a checkpoint's, as of engine.save_checkpoint, which trials do not save
+        return original(src, dst, *args, **(kwargs if len(args) > 2 else {"copy_function": shutil.copy2, **kwargs}))
 
     def _remove(self, original: Callable[..., Any], path: Any, **kwargs: Any) -> Any:
         if isinstance(path, str | os.PathLike) and not kwargs:  # else it may not be one of the working folder

@@ -194,6 +194,16 @@ def test_a_folder_with_a_checkpoint_of_an_earlier_training_is_copied_without_it(
     assert str(tmp_path / "best" / "model.pt") in found._unsaved
 
 
+def test_what_a_script_copies_of_a_checkpoint_need_not_have_been_saved(tmp_path, removing):
+    """A script that keeps the best of what engine.save_checkpoint or save_pretrained saves crashed in each trial."""
+    found = removing._copy_tree(shutil.copytree, src=tmp_path / "out" / "step-10", dst=tmp_path / "best")
+    assert found == tmp_path / "best" and not found.exists()
+    place = removing._copy(shutil.copy, tmp_path / "model.safetensors", tmp_path / "best.safetensors")
+    assert place in removing._unsaved
+    with pytest.raises(FileNotFoundError):
+        removing._copy(shutil.copy, tmp_path / "config.json", tmp_path / "best.json")
+
+
 def test_a_file_is_copied_into_a_folder_under_its_name(tmp_path):
     found = rank(tmp_path)
     (tmp_path / "folder").mkdir()

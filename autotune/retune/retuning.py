@@ -22,6 +22,7 @@ from autotune.retune import comparison, fingerprint
 from autotune.retune.comparison import Comparison, DriftCheck, Reading
 from autotune.retune.decision import Decision, Difference, RetuneVerdict, explain
 from autotune.retune.fingerprint import Change, Fingerprint
+from autotune.scoring.convergence.noise_scale import NoiseScale
 from autotune.scoring.metrics import remeasured
 from autotune.session import OpenStudy
 from autotune.space.candidate import Candidate
@@ -79,6 +80,7 @@ class Rounds:
         role: Role of the measurements in the history: `check` or `duel`.
         sides: The configurations, by name.
         check_alive: Raises if the study was deleted meanwhile.
+        noise: The gradient noise scale of the study, for a re-tuning whose own could not be told.
     """
 
     folder: Path
@@ -87,6 +89,7 @@ class Rounds:
     runner: Runner
     recorder: HistoryRecorder
     check_alive: Callable[[], None]
+    noise: NoiseScale | None
 
     def __call__(self, n: int) -> dict[str, Reading]:
         """Measure round n, or read it if an interrupted run completed it."""
@@ -102,7 +105,10 @@ class Rounds:
         return {name: Reading.of(result, self._metrics(result)) for name, result in results.items()}
 
     def _metrics(self, result: TrialResult) -> dict[str, float]:
-        return remeasured(result, self.runner.state.reference) if result.outcome is Outcome.COMPLETE else {}
+        reference = self.runner.state.reference
+        if reference is not None and reference.noise is None:
+            reference = replace(reference, noise=self.noise)
+        return remeasured(result, reference) if result.outcome is Outcome.COMPLETE else {}
 
 
 class Retuning:
@@ -325,7 +331,8 @@ class Retuning:
         )
 
     def _rounds(self, runner: Runner, what: str, sides: Mapping[str, Candidate]) -> Rounds:
-        return Rounds(self.path / what, what, sides, runner, self.recorder, self._check_alive)
+        noise = noise_scale(records.record(self.current), self.kept)
+        return Rounds(self.path / what, what, sides, runner, self.recorder, self._check_alive, noise)
 
     # What is kept
 
@@ -349,6 +356,12 @@ class Retuning:
             records.delete_study(self.storage, self.name)
             records.delete_study(self.storage, records.generation_name(self.name, self.generation))
             shutil.rmtree(self.path, ignore_errors=True)
+
+
+def noise_scale(*kept: StudyRecord | None) -> NoiseScale | None:
+    """The first gradient noise scale in the records of a study and its re-tunings."""
+    references = (each.reference for each in kept if each is not None)
+    return next((each.noise for each in references if each is not None and each.noise is not None), None)
 
 
 def last_looked_at(history: History, study: str, kept: StudyRecord) -> Fingerprint:

@@ -41,7 +41,7 @@ from autotune.study.storage import analysed, records
 from autotune.study.storage.history import GoneError, History
 from autotune.study.storage.tables import DECISION, MEASUREMENT, RECOMMENDATION
 from autotune.study.storage.tables import ENVIRONMENT as ENVIRONMENTS
-from autotune.trial.result import Outcome
+from autotune.trial.result import NoiseTerms, Outcome
 
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
 SPACE = {"micro_batch_size": [2, 4, 8, 16], "precision": ["fp32", "bf16"], "checkpoint_every": [0, 1]}
@@ -219,6 +219,33 @@ def test_one_failure_of_what_is_in_use_does_not_have_the_challenger_win():
         objectives, (None, None), 0.03, lambda n: {"challenger": reading(1.2), "incumbent": reading(0)}
     )
     assert always.decides(0.03)
+
+
+def test_a_larger_batch_keeps_its_worth_where_the_noise_scale_cannot_be_told_again(tmp_path_factory):
+    """Goodput dropped out of the duel then, and latency decided for the smaller batch that is worth less."""
+    batches = {
+        "objectives": ["throughput", "latency", "convergence"],
+        "space": [{"micro_batch_size": [8, 32], "checkpoint_every": [0, 1]}],
+    }
+
+    def behaviour(slowdown, micro_sq):
+        noise = NoiseTerms(micro_batch_size=2, n_micro=4, micro_sq=micro_sq * 10, mean_sq=[2.0] * 30)
+
+        def found(candidate):
+            step_s = (
+                0.01 * (slowdown if candidate.micro_batch_size == 32 else 1) * (1 + 0.3 * candidate.checkpoint_every)
+            )
+            return report(candidate, step_times_s=[step_s * (1 + 0.002 * (i % 3)) for i in range(24)], noise=noise)
+
+        return found
+
+    studies = answered(tmp_path_factory.mktemp("batches"), Instant(behaviour(1.7, [6.9, 7.0, 7.1])), **STUDY | batches)
+    assert config(studies)["train_micro_batch_size_per_gpu"] == 32
+    run = retuning(studies)
+    run.begin()
+    decision = run.run(plan_of(spec_of(**STUDY | batches)), Instant(behaviour(2.2, [2.0] * 3)))
+    assert run.observer.said and "not to be told" in "".join(run.observer.said)
+    assert decision.verdict is RetuneVerdict.UNCHANGED and abs(decision.duel.gain) < 0.03
 
 
 def test_where_nothing_runs_it_fails_and_the_configuration_stays(tmp_path):

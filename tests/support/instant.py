@@ -278,9 +278,9 @@ def finished(studies: Path, name: str, **changes: Any) -> None:
     files.write_text(studies / name / "study.yaml", spec.to_yaml(studies / name))
 
 
-def answered(studies: Path, **changes: Any) -> Path:
+def answered(studies: Path, executor: Instant | None = None, **changes: Any) -> Path:
     """Leaves the finished study `s` with its history, recommendation and files; returns the folder of the studies."""
-    runner = recorded(studies, Instant(), **changes)
+    runner = recorded(studies, executor or Instant(), **changes)
     runner.run()
     found = load.load("s", records.default_url(studies), studies / "s")
     list(write_answer(found, studies / "s"))

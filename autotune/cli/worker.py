@@ -41,6 +41,7 @@ def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
     from autotune import session
     from autotune.report.progress import ProgressView
     from autotune.study import parallel
+    from autotune.study.runner import BEGUN_ANEW
     from autotune.study.storage import leases, records
 
     found_study = session.open_study(study, settings["storage"])
@@ -66,9 +67,7 @@ def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
         except KeyError as error:
             if GONE not in str(error):
                 raise
-            raise UserError(
-                f"study {study!r} was deleted, or begun anew, meanwhile; to help the new one, start the worker again"
-            ) from None
+            raise UserError(BEGUN_ANEW.format(study)) from None
         except KeyboardInterrupt as stop:
             print("autotune: stopped; the trial under way is given back, to be run by another", file=sys.stderr)
             return status_of(stop)

@@ -13,6 +13,7 @@ import sqlalchemy
 from optuna.study import Study
 from threadpoolctl import threadpool_limits
 
+from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.scoring import recommend
@@ -39,6 +40,9 @@ from autotune.trial.result import Outcome, TrialResult
 
 # Interval at which trials of other coordinators, or the baseline, are looked for.
 NEWS_S = 1.0
+BEGUN_ANEW = (
+    "study {!r} was deleted, begun anew or taken up from its folder meanwhile; to help it, start the worker again"
+)
 
 
 class _OneBlasThread:
@@ -214,6 +218,8 @@ class Runner:
         """Runs trials of a study that another coordinator leads; returns why there is none left to start."""
         with ONE_BLAS_THREAD.held(), self.leases.beating():
             self.open()
+            if not self.state.exists:
+                raise UserError(BEGUN_ANEW.format(self.state.plan.spec.name))
             return self._search() or f"the budget of {self.state.plan.spec.trials} trials is spent"
 
     def _begin(self) -> None:

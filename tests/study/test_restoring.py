@@ -4,11 +4,12 @@ import json
 from datetime import datetime
 
 import pytest
-from support.instant import Instant, Watcher, runner_of
+from support.instant import Instant, Watcher, plan_of, runner_of, spec_of
 
 from autotune.errors import UserError
 from autotune.study import restore
 from autotune.study.proposals import Proposer
+from autotune.study.runner import Runner
 from autotune.study.storage import records
 from autotune.study.storage.leases import StudyLeases
 from autotune.study.tell import Teller
@@ -57,6 +58,19 @@ def test_a_run_that_is_killed_while_it_restores_loses_nothing(tmp_path, monkeypa
     assert executor.ran == [] and [(m.trial, m.candidate) for m in again.state.measured()] == told
     assert not records.is_restoring(again.study) and not records.running(again.study)
     assert any("are taken up again" in text for text in watcher.said)
+
+
+@pytest.mark.parametrize("there", ["", "restoring"], ids=["deleted", "being restored"])
+def test_a_worker_that_comes_in_between_says_so(tmp_path, there):
+    """It ended in an AssertionError without a text."""
+    if there:
+        first = runner_of(tmp_path, Instant(), trials=2, finalists=0)
+        first.run()
+        records.note_restoring(first.study, restoring=True)
+    plan = plan_of(spec_of(trials=2))
+    worker = Runner(plan, Instant(), tmp_path / "s", records.default_url(tmp_path), Watcher(), leads=False)
+    with pytest.raises(UserError, match=r"study 's' was deleted, begun anew or taken up .* start the worker again"):
+        worker.help()
 
 
 def test_the_trials_of_another_study_are_not_removed_without_a_word(tmp_path):

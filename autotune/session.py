@@ -61,6 +61,7 @@ LEAST_SENSIBLE_S = 20.0
 FORGOTTEN_FOR = "forgotten_for"
 # In a study's folder: which file of the user states the study, and which options it was run with.
 ORIGIN = "origin.json"
+AS_RUN = "as-run.yaml"  # for workers: the study of a run whose options differ from the study.yaml that it was given
 PATHS = ("hostfile", "from_checkpoint", "working_dir")  # keys whose values a study.yaml states relative to its folder
 
 
@@ -337,12 +338,15 @@ def _keep_spec(request: StudyRequest) -> None:
     """Write the study as it was understood, and the name of the user's file, unless that is the target itself."""
     folder, target = request.folder, request.target
     file, origin = folder / "study.yaml", folder / ORIGIN
+    options = [key for key, value in request.overrides.items() if value is not None and key != "storage"]
+    (folder / AS_RUN).unlink(missing_ok=True)
     if target.absolute() == file.absolute():
+        if options:
+            files.write_text(folder / AS_RUN, request.spec.to_yaml(folder))
         return
     files.write_text(file, request.spec.to_yaml(folder))
     origin.unlink(missing_ok=True)
     if is_yaml(target):
-        options = [key for key, value in request.overrides.items() if value is not None and key != "storage"]
         path = os.path.relpath(target.absolute(), folder.absolute())
         kept = {"file": path, "options": options, "copy": target_digest(file)}
         files.write_text(origin, json.dumps(kept, indent=1))

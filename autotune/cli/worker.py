@@ -107,6 +107,7 @@ def _planned(
     folder: Path, kept: StudyRecord, overrides: dict[str, Any], scratch: Path, view: ProgressView
 ) -> Iterator[tuple[Plan, Executor]]:
     """The study's plan on this machine, and its engine."""
+    from autotune.session import AS_RUN
     from autotune.study.setup.capture import wanted_study
     from autotune.study.setup.engine import executor_for
     from autotune.study.setup.plan import plan
@@ -117,7 +118,8 @@ def _planned(
             f"worker: there is no {shown(file)} here. A worker reads the study and writes its trials"
             " where `autotune run` does: start it in the same folder of a file system that both machines share"
         )
-    wanted, notes = wanted_study(str(file), overrides)
+    as_run = folder / AS_RUN
+    wanted, notes = wanted_study(str(as_run if as_run.exists() else file), overrides)
     view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
     with executor_for(wanted, scratch, view.waits) as executor:
         found = plan(wanted, executor, scratch)

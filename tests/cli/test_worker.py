@@ -1,0 +1,34 @@
+"""A worker runs the study as `autotune run` does, also where that took options beside the study's own file."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+from support.instant import WORKLOAD, Instant, Watcher, plan_of, spec_of
+
+from autotune import session
+from autotune.cli import worker
+from autotune.study.setup import engine, plan
+from autotune.study.setup.request import StudyRequest
+from autotune.study.spec.spec import StudySpec
+from autotune.system import files
+
+
+def test_a_worker_takes_the_options_of_a_run_of_the_studys_own_file(tmp_path, monkeypatch):
+    """It was refused: the study differed in max_length and global_batch."""
+    folder, file = tmp_path / "s", tmp_path / "s" / "study.yaml"
+    files.write_text(file, spec_of().to_yaml(folder))
+    monkeypatch.setattr(engine, "executor_for", lambda *_: nullcontext(Instant()))
+    monkeypatch.setattr(plan, "plan", lambda spec, *_: plan_of(spec))
+
+    def run(**given):
+        """The fingerprint of the leader, and that of a worker."""
+        wanted = StudySpec.of(file, given)
+        session._keep_spec(StudyRequest(spec=wanted, target=file, overrides=given, folder=folder, executor=Instant()))
+        record = SimpleNamespace(workload=WORKLOAD)
+        with worker._planned(folder, record, {"trials": 6}, tmp_path, Watcher()) as (found, _):
+            return plan_of(wanted).fingerprint, found.fingerprint
+
+    plain = run()
+    asked = run(max_length=64, global_batch="free", objectives=["latency", "memory"])
+    assert plain[0] == plain[1] and asked[0] == asked[1] != plain[0]
+    assert run() == plain

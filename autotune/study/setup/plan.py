@@ -88,8 +88,11 @@ class Plan:
     @property
     def memory_limit_bytes(self) -> float | None:
         """Memory limit of a rank: the stated one, else its device's memory; on a CPU its share of the host's."""
-        on_each = self.world_size // self.spec.nodes_for(self.world_size)
-        return self.spec.device_memory_bytes or self.workload.environment.share_bytes(on_each, self.world_size) or None
+        spec, environment = self.spec, self.workload.environment
+        on_each = self.world_size // spec.nodes_for(self.world_size)
+        if spec.overlap and environment.accelerator == "cpu" and spec.executor == "local" and spec.hostfile is None:
+            on_each *= spec.parallel
+        return spec.device_memory_bytes or environment.share_bytes(on_each, self.world_size) or None
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """Returns the complete DeepSpeed configuration of a candidate."""

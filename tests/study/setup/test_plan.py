@@ -5,7 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from support.instant import WORKLOAD
+from support.instant import WORKLOAD, plan_of, spec_of
 from support.paths import MODELS
 
 from autotune.errors import UserError
@@ -99,3 +99,14 @@ def test_where_the_kept_global_batch_leaves_nothing_to_tune_what_frees_it_is_sai
     both = Probed(ds_config={}, micro_batch_size=8, gradient_accumulation_steps=1, model_parallel_size=2)
     with pytest.raises(UserError, match="its global batch of 8 kept"):  # both ranks train one copy of the model
         planned({}, {"micro_batch_size": [8, 16, 32]}, replace(WORKLOAD, script=both))
+
+
+def test_trials_at_once_share_the_memory_of_a_host():
+    """Each counted the whole: what two trials together had no room for ran all the same, and the kernel ended them."""
+
+    def limit(**changes):
+        return plan_of(spec_of(**changes)).memory_limit_bytes
+
+    alone = limit()
+    assert limit(parallel=4, overlap=True) == alone / 4
+    assert limit(parallel=4) == alone and limit(parallel=4, overlap=True, device_memory_bytes="1GiB") == 2**30

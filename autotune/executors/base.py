@@ -301,6 +301,9 @@ def _watch(job: Job, folder: TrialDir, request: TrialRequest, on_tick: Callable[
         raise UserError(shown(job.reason))
     # A job that is still under way has passed its deadline.
     result = conclude(folder, request, job.reason if status in (Status.LOST, Status.TAKEN) else "")
+    if over and status in UNDER_WAY and result.outcome is Outcome.LOST:
+        reason = f"no end within {request.deadline_s:g} s, nor {AGENT_GRACE_S:g} s later, when it was given up"
+        result = replace(result, outcome=Outcome.TIMEOUT, reason=reason)
     if result.outcome is Outcome.LOST and status is Status.TAKEN:
         raise MachinesGone(shown(job.reason), time.monotonic() - started if started is not None else 0.0)
     if result.outcome in (Outcome.CRASHED, Outcome.LOST):

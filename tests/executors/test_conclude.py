@@ -235,3 +235,23 @@ def test_one_end_from_those_of_all_machines(
     if result.outcome is LOST:  # the engine's word goes before that
         said = conclude.merge(request, {}, conclude.joined(dict(enumerate(ends)), 2, "slurm: a node failed"))
         assert said.reason == "slurm: a node failed"
+
+
+def test_a_trial_that_nobody_ends_at_its_deadline_has_timed_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was lost, run again, and then crashed with "twice: stopped before it ended"."""
+    monkeypatch.setattr(base, "AGENT_GRACE_S", 0.0)
+    folder = TrialDir(tmp_path)
+
+    class Hanging:
+        reason = ""
+
+        def poll(self) -> base.Status:
+            return base.Status.RUNNING
+
+        def cancel(self) -> None:
+            write_record(folder.exit, Exit(codes={0: -9, 1: -9}, killed="cancel"))
+
+    result = base._watch(Hanging(), folder, replace(REQUEST, deadline_s=0.05), lambda: None)
+    assert result.outcome is TIMEOUT and "no end within 0.05 s" in result.reason

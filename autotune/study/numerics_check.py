@@ -54,7 +54,9 @@ class NumericsCheck:
         ]
         by_batch: dict[int, list[Measured]] = {}
         for m in unchecked:
-            by_batch.setdefault(m.candidate.global_batch_size(self._world), []).append(m)
+            # That of the baseline next to theirs: where ranks share samples, some batches are none of its.
+            near = with_batch(self._baseline, m.candidate.global_batch_size(self._world), self._world)
+            by_batch.setdefault(near.global_batch_size(self._world), []).append(m)
         failed, left = False, dict[str, list[str]]()
         for n, (batch, group) in enumerate(by_batch.items()):
             names = [str(m.trial) for m in group]
@@ -153,6 +155,9 @@ class NumericsCheck:
                 return passed
             step_s = (at_own_batch and m.metrics.get("step_time_s")) or self._step_s(batch, baseline)
             candidate = m.candidate if at_own_batch else self._at_batch(m.candidate, batch)
+            if candidate.global_batch_size(self._world) != batch:
+                why = f"its ranks do not divide the global batch of {batch}, at which the baseline's numerics were seen"
+                return GateVerdict(passed=None, reason=f"its numerics could not be checked: {why}", batch=batch)
             n_steps = min(len(each.losses) for each in (reference, *replicates))
             own = self._curve(candidate, path / "gate", n_steps, step_s)
             if own.outcome not in (Outcome.COMPLETE, Outcome.DIVERGED):

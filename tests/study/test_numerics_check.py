@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.instant import WORKLOAD, Instant, failed, report
+from support.instant import WORKLOAD, Instant, Watcher, failed, report
 from support.studies import run
 
 from autotune.scoring import recommend
@@ -16,7 +16,7 @@ from autotune.space.rule import Setting
 from autotune.study.numerics_check import NumericsCheck, with_batch
 from autotune.trial.folder import read_record
 from autotune.trial.request import TrialRequest
-from autotune.trial.result import GradientCheck, Outcome
+from autotune.trial.result import GradientCheck, Outcome, TrialResult
 
 SMALL = [{"micro_batch_size": [8, 16], "precision": ["fp32", "bf16"]}]
 
@@ -436,3 +436,41 @@ def test_where_a_branch_follows_numerics_are_checked_at_the_baselines_batch(tmp_
         tmp_path, Instant(exact), trials=4, sampler="grid", space=space, objectives=["throughput"], branch=True
     )
     assert executor.gated and {request.candidate["micro_batch_size"] for request in executor.gated} == {8}
+
+
+SHARED = (("sequence_parallel_size", 2),)  # two ranks share their samples
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "at", "seen"),
+    [
+        (Candidate(micro_batch_size=4), Candidate(micro_batch_size=5, config=SHARED), None, {4}),
+        (Candidate(micro_batch_size=1), Candidate(micro_batch_size=1, config=SHARED), None, {2}),
+        (Candidate(micro_batch_size=5, config=SHARED), Candidate(micro_batch_size=5), None, {10}),
+        (Candidate(micro_batch_size=5, config=SHARED), Candidate(micro_batch_size=5), 5, {5}),
+    ],
+)
+def test_numerics_are_compared_at_one_batch_where_degrees_differ(tmp_path, monkeypatch, own, other, at, seen):
+    """The baseline trained on 4 samples a step and the candidate, whose ranks share samples, on 5: their losses differed by that."""
+    plan = SimpleNamespace(baseline=own, data_parallel=2, workload=SimpleNamespace(script=None))
+    baseline, found = (
+        SimpleNamespace(
+            trial=n, candidate=c, numerics_kept=False, verdict=None, metrics={"step_time_s": 1.0}, ds_config={},
+            outcome=Outcome.COMPLETE, numerics=str(n),
+        )
+        for n, c in enumerate((own, other))
+    )  # fmt: skip
+    paths = {"folder": tmp_path, "trial_path": lambda n: tmp_path / "trials" / f"{n:04d}"}
+    state = SimpleNamespace(plan=plan, measured=lambda: [baseline, found], **paths)
+    budget = SimpleNamespace(check_room_s=lambda: 60.0)
+    check, batches = NumericsCheck(state, None, budget, Watcher()), set()
+
+    def curve(candidate, *_, **__):
+        batches.add(candidate.global_batch_size(2))
+        return TrialResult(outcome=Outcome.COMPLETE, losses=[3.0, 2.0, 1.0] * 10)
+
+    monkeypatch.setattr(check, "_curve", curve)
+    monkeypatch.setattr(check, "_sums_right", lambda *_: False)
+    monkeypatch.setattr(check, "_affordable", lambda batch, *_, **__: (at or batch, 0.0))
+    check.run([found])
+    assert batches == seen

@@ -74,6 +74,7 @@ def _studies(storage: str | None) -> list[tuple[str, ...]]:
     from autotune.retune.schedule import moment
     from autotune.session import STUDIES, default_storage, open_history
     from autotune.study.storage import records
+    from autotune.study.storage.generations import generation_of
 
     url = storage or default_storage()
     database = records.open_storage(url, create=False)
@@ -81,7 +82,7 @@ def _studies(storage: str | None) -> list[tuple[str, ...]]:
     running, rows = running_studies(STUDIES), list[tuple[str, ...]]()
     begun = () if storage else running  # until its first trial has a row, a study is not in the database
     own = {
-        name for name in records.study_names(database) if not records.generation_of(name)[1]
+        name for name in records.study_names(database) if not generation_of(name)[1]
     }  # a re-tuning's answer is its study's
     for name in sorted({*own, *begun}):
         row = found.get(name)

@@ -22,6 +22,7 @@ from autotune.study.budget import measuring_s
 from autotune.study.lock import run_under_way
 from autotune.study.storage import analysed, records
 from autotune.study.storage.database import Storage
+from autotune.study.storage.generations import generation_of
 from autotune.study.storage.history import History
 from autotune.study.storage.records import StoreError, StudyRecord
 from autotune.trial import workload
@@ -60,7 +61,7 @@ def from_storage(storage: Storage, name: str, folder: Path, *, today: bool = Tru
     if later == name:
         found = read(study, folder)
     else:
-        where = records.retuning_path(folder, records.generation_of(later)[1])
+        where = records.retuning_path(folder, generation_of(later)[1])
         found = read(records.load_study(storage, later), where)
     under_way = _is_under_way(folder)
     retuned = under_way and History(storage.engine).interrupted(name) is not None

@@ -10,7 +10,7 @@ from autotune.report.started import started
 from autotune.search.stopping import ALL_SLOW, NONE_FITS
 from autotune.space.space import EXHAUSTED
 from autotune.study.events import DECIDING_SHARE, STOPPED, UNFINISHED, n_spent
-from autotune.study.storage.records import generation_of
+from autotune.study.storage.generations import generation_of
 from autotune.system.units import format_bytes
 from autotune.trial.command import EXPORTED_CONFIG
 

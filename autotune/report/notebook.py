@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from autotune.report import progress, tables
 from autotune.report.data import StudyReport, pick_words, titles, words
+from autotune.report.next_steps import next_steps
 from autotune.report.page.render import notebook
 from autotune.report.readme import extent, machine, subject
 from autotune.report.trial_notes import end_words
@@ -24,8 +25,6 @@ MEASURED = {"step_time_s": "s", "samples_per_s": "samples/s", "peak_memory_bytes
 
 def answer_html(report: StudyReport) -> str:
     """The answer of a study: the recommendation with its price, the front as a table, what to know."""
-    from autotune.report.next_steps import next_steps  # reads names in databases; a forecast's display needs none
-
     pick = report.picks.get("recommended")
     scales, rows = tables.overview(report)
     found = {

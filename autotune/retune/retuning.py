@@ -33,6 +33,7 @@ from autotune.study.runner import Runner
 from autotune.study.setup.plan import Plan
 from autotune.study.state import forget_runs
 from autotune.study.storage import analysed, records
+from autotune.study.storage.generations import generation_name
 from autotune.study.storage.history import GoneError, History
 from autotune.study.storage.records import StudyRecord
 from autotune.study.warm_start import HistoryRecorder, PriorStudy
@@ -182,7 +183,7 @@ class Retuning:
             forget_runs(executor, self.path)
             for role in ("check", "duel"):
                 shutil.rmtree(self.path / role, ignore_errors=True)
-            records.delete_study(self.storage, records.generation_name(self.name, self.generation))
+            records.delete_study(self.storage, generation_name(self.name, self.generation))
             self.evidence = {"attempts": self.evidence.get("attempts", 1)}
         if not decided:
             self._note(fingerprint=now.digest(), looked_at=dict(now.values))
@@ -278,7 +279,7 @@ class Retuning:
     def _replay(self) -> Decision:
         """Replace the old answer, as decided before an interruption."""
         decision = Decision.of_data(self.evidence["replacing"], self.path)
-        later = records.load_study(self.storage, records.generation_name(self.name, self.generation))
+        later = records.load_study(self.storage, generation_name(self.name, self.generation))
         self._replace(later, decision)
         return decision
 
@@ -289,7 +290,7 @@ class Retuning:
         n = self.asked.trials or max(FEWEST, math.ceil(SHARE * found.spec.trials))
         spec = found.spec.model_copy(
             update={
-                "name": records.generation_name(self.name, self.generation),
+                "name": generation_name(self.name, self.generation),
                 "trials": n,
                 "sampler": "physics",
                 "time_budget_s": None,  # that of the run; its trials bound this one
@@ -354,7 +355,7 @@ class Retuning:
         """Remove everything of a re-tuning whose study was deleted."""
         if self.name not in records.study_names(self.storage):
             records.delete_study(self.storage, self.name)
-            records.delete_study(self.storage, records.generation_name(self.name, self.generation))
+            records.delete_study(self.storage, generation_name(self.name, self.generation))
             shutil.rmtree(self.path, ignore_errors=True)
 
 

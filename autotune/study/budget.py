@@ -17,6 +17,7 @@ from autotune.study.events import DECIDING_SHARE, OUT_OF_TIME, n_spent
 from autotune.study.spec.settings import SETTINGS
 from autotune.study.state import StudyState
 from autotune.study.storage import records
+from autotune.study.storage.generations import generation_of
 from autotune.system.files import shown
 from autotune.system.machine import load_per_core
 from autotune.trial.folder import TrialDir, result_in
@@ -299,7 +300,7 @@ class Budget:
             first = f"the first {len(ends)} trials, the baseline among them,"
             records.note_end(self._state.study, f"{first} all failed")
             # A re-tuning has no such option: the next one searches anew.
-            is_retuning = records.generation_of(self._state.spec.name)[1]
+            is_retuning = generation_of(self._state.spec.name)[1]
             remedy = "" if is_retuning else "; mend that, then start over with --fresh"
             raise UserError(f"{first} {said} (see {log}){remedy}")
 

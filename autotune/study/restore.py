@@ -13,6 +13,7 @@ from autotune.study.budget import apart_s
 from autotune.study.proposals import Proposer
 from autotune.study.state import StudyState
 from autotune.study.storage import records
+from autotune.study.storage.generations import generation_of
 from autotune.study.tell import Teller
 from autotune.system import files
 from autotune.system.signals import undisturbed
@@ -59,7 +60,7 @@ def restore(state: StudyState, proposer: Proposer, teller: Teller, last: Callabl
     """
     kept = records.kept_in(state.folder)
     changed = state.differences(kept) if kept is not None else []
-    if changed and not records.generation_of(state.spec.name)[1] and result_in(state.trial_path(0)) is not None:
+    if changed and not generation_of(state.spec.name)[1] and result_in(state.trial_path(0)) is not None:
         raise UserError(
             f"{files.shown(state.folder)} holds the trials of another study, which differs in {', '.join(changed)}: choose another"
             " --study name, or forget them with --fresh"

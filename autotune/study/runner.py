@@ -30,6 +30,7 @@ from autotune.study.restore import last_replacement, restore
 from autotune.study.setup.plan import Plan
 from autotune.study.state import StudyState, forget_runs
 from autotune.study.storage import records
+from autotune.study.storage.generations import generation_name
 from autotune.study.storage.leases import StudyLeases, TurnLost
 from autotune.study.tell import Teller, why_stopped
 from autotune.study.warm_start import WarmStart
@@ -322,7 +323,7 @@ def _restore_replacement(runner: Runner) -> None:
     state, plan, folder = runner.state, runner.state.plan, runner.state.folder
     if not (generation := last_replacement(folder)):
         return
-    name, path = records.generation_name(plan.spec.name, generation), records.retuning_path(folder, generation)
+    name, path = generation_name(plan.spec.name, generation), records.retuning_path(folder, generation)
     later = replace(plan, spec=plan.spec.model_copy(update={"name": name}))
     again = Runner(later, runner._measurer.executor, path, StudyLeases(state.storage, name), runner._events)
     again.open()

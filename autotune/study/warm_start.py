@@ -20,6 +20,7 @@ from autotune.study.events import Event, EventSink
 from autotune.study.setup.plan import Plan
 from autotune.study.storage import analysed, records
 from autotune.study.storage.database import Storage
+from autotune.study.storage.generations import generation_name
 from autotune.study.storage.history import History, Measurement
 from autotune.study.storage.records import StudyRecord
 from autotune.trial.folder import result_in
@@ -135,7 +136,7 @@ def related(storage: Storage, history: History, found: Plan, studies: Path) -> P
         same_ranks = row["world_size"] == found.world_size
         if not same and not (same_ranks and large / max(1, small) <= RELATED_SIZE):
             continue
-        name = records.generation_name(row["study"], row["generation"]) if row["generation"] else row["study"]
+        name = generation_name(row["study"], row["generation"]) if row["generation"] else row["study"]
         model = "the same model" if same else f"a model of {row['n_parameters']:,} parameters with the same blocks"
         doubt = transfer.SAME_MODEL if same and same_ranks else transfer.RELATED_MODEL
         folder = records.study_folder(name, studies, str(storage.url))

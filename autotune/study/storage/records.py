@@ -29,6 +29,7 @@ from autotune.space.rule import Setting
 from autotune.study.spec.spec import StudySpec, check_name
 from autotune.study.storage import database, history
 from autotune.study.storage.database import Storage
+from autotune.study.storage.generations import generation_of
 from autotune.study.storage.optuna_tables import CachedStorage, set_study_attr, storage_of, study_attr, study_id
 from autotune.system import files, redaction
 from autotune.trial.command import Invocation
@@ -386,17 +387,6 @@ def retuning_of(path: Path) -> int:
 def studies_of(name: str, folder: Path) -> Path:
     """The folder of all studies, given that of a study or of a re-tuning."""
     return folder.parents[2] if generation_of(name)[1] else folder.parent
-
-
-def generation_name(name: str, generation: int) -> str:
-    """Name in the database of the study of a study's n-th re-tuning."""
-    return f"{name}.retune-{generation}"
-
-
-def generation_of(name: str) -> tuple[str, int]:
-    """The study that a name in the database belongs to, and the number of its re-tuning (0: none)."""
-    found = re.fullmatch(r"(.+)\.retune-([0-9]+)", name)
-    return (found[1], int(found[2])) if found else (name, 0)
 
 
 def current(study: Study) -> str:

@@ -84,8 +84,8 @@ _REMEDIES = (
      "DeepSpeed reduces no gradients of this type: hold complex parameters as real ones, and make them complex in forward"
      " (`torch.view_as_complex`)"),
     (r"Direct calls to tensor\.backward",
-     "DeepSpeed takes gradients that the loss takes itself of the engine's output (torch.autograd.grad) for the backward pass:"
-     " take them in the model's forward(), which then returns what the loss needs"),
+     "In a script call engine.backward(loss), not loss.backward(). Gradients that the loss takes itself of the engine's output"
+     " (torch.autograd.grad) pass for the backward pass: take them in the model's forward(), which then returns what the loss needs"),
     (r"No space left on device|\[Errno 28\]|file write failed", "A disk is full: free space, or move the study or the cache"),
     (r"quota exceeded", "The disk quota is used up: free space, or move the study or the cache"),
     (r"Too many open files|0 items of ancdata",

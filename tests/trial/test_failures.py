@@ -208,6 +208,10 @@ def test_the_hosts_memory_is_told_from_the_devices(text):
             "RuntimeError: Direct calls to tensor.backward() are not supported in this configuration.",
             "in the model's forward()",
         ),
+        (
+            "RuntimeError: Direct calls to tensor.backward() are not supported",
+            "call engine.backward(loss)",
+        ),  # of a script
         ("TypeError: DeepSpeedZeroOptimizer is not an Optimizer", "optimizer.optimizer"),
         ("TypeError: DeepSpeedZeroOptimizer_Stage3 is not an Optimizer", "optimizer.optimizer"),
         ("CUDA error: an illegal memory access was encountered", "CUDA_LAUNCH_BLOCKING"),

@@ -147,8 +147,8 @@ class Runner:
                     f"the trials are in the database, but {files.shown(self.state.folder)} does not hold what they left: if that folder"
                     " was renamed, stop and name it so again; else what checks and repetitions found is measured again"
                 )
-            if changed := self.state.changed_machine():
-                name = self.state.plan.spec.name
+            name, retuned = records.generation_of(self.state.plan.spec.name)
+            if not retuned and (changed := self.state.changed_machine()):  # which `Retuning` looks at itself
                 self._events.say(
                     f"not as when the study began: {', '.join(changed)}. Earlier trials may not compare with new ones:"
                     f" `autotune retune {name}` measures the answer again, --fresh begins anew"

@@ -170,6 +170,16 @@ def test_a_machine_that_is_not_what_it_was_is_said_where_a_study_goes_on(tmp_pat
     assert "torch 9.9 instead of" in told[2][0]
 
 
+def test_a_re_tuning_that_is_taken_up_on_another_machine_names_no_command_that_there_is_not(tmp_path):
+    """It advised `autotune retune s.retune-1`, and --fresh, which `autotune retune` has not."""
+    folder, environment = tmp_path / "s" / "retunes", replace(WORKLOAD.environment, omp_num_threads="2")
+    for found in (WORKLOAD.environment, environment):
+        spec = spec_of(trials=2, finalists=0).model_copy(update={"name": "s.retune-1"})
+        planned, watcher = {"workload": replace(WORKLOAD, environment=found), "spec": spec}, Watcher()
+        runner_of(folder, Instant(), watcher=watcher, planned=planned).run()
+    assert any("resuming" in said for said in watcher.said) and not any("autotune retune" in said for said in watcher.said)
+
+
 @pytest.mark.parametrize(
     ("before", "now"),
     [

@@ -1,13 +1,11 @@
 """What ran when in a study: trials, their re-measurements, checks, and what goes before them."""
 
-import os
 import re
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from autotune.trial.folder import ran
+from autotune.trial.folder import ended_in, ran
 
 # By the name of a run's folder below `trials/`: what it was for. The first that matches; lanes stand in this order.
 LANES = {
@@ -43,7 +41,7 @@ class Run(NamedTuple):
 def runs(folder: Path) -> list[Run]:
     """The runs in a study's folder, the first one first; one that left no time behind is left out."""
     trials = folder / "trials"
-    every = (_run(path, trials, _changed_ns(path)) for path in _ended(trials))
+    every = (_run(path, trials, _changed_ns(path)) for path in ended_in(trials))
     found = sorted((run for run in every if run is not None), key=lambda run: run.began_s)
     placed, cut_s, reached_s = list[Run](), 0.0, None
     for run in found:
@@ -52,14 +50,6 @@ def runs(folder: Path) -> list[Run]:
         reached_s = max(reached_s, run.began_s + run.wall_s)
         placed.append(run._replace(began_s=run.began_s - found[0].began_s - cut_s))
     return placed
-
-
-def _ended(trials: Path) -> Iterator[Path]:
-    """The folders of runs that have ended; what a run that goes on removes meanwhile is passed over."""
-    for around, folders, names in os.walk(trials):
-        folders[:] = [name for name in folders if name != "scratch"]  # holds what the user's code writes
-        if "exit.json" in names:
-            yield Path(around)
 
 
 def _changed_ns(path: Path) -> int:

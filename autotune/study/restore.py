@@ -17,7 +17,7 @@ from autotune.study.storage.generations import generation_of
 from autotune.study.tell import Teller
 from autotune.system import files
 from autotune.system.signals import undisturbed
-from autotune.trial.folder import ran, result_in
+from autotune.trial.folder import ended_in, ran, result_in
 from autotune.trial.result import TrialResult
 
 # Between two runs of a study it proposes and starts servers; what takes longer is a pause of the study.
@@ -71,7 +71,7 @@ def restore(state: StudyState, proposer: Proposer, teller: Teller, last: Callabl
         if not state.exists:
             state.create()
             records.note_restoring(state.study, restoring=True)
-        runs = filter(None, (ran(path.parent) for path in (state.folder / "trials").rglob("exit.json")))
+        runs = filter(None, map(ran, ended_in(state.folder / "trials")))
         records.note_time(state.study, wall_s=apart_s(runs, LONGEST_PAUSE_S), ends_s=time.time())
         for number, asked in _unfinished(state, max(found) + 1):
             with undisturbed():

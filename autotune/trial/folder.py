@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -112,6 +113,14 @@ _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
 def result_in(path: Path) -> TrialResult | None:
     """Returns the result of the trial in a folder; None without one that can be read."""
     return record_in(TrialDir(path).result, TrialResult)
+
+
+def ended_in(trials: Path) -> Iterator[Path]:
+    """Yields the folders of runs that have ended, of whatever depth; what a run that goes on removes meanwhile is passed over."""
+    for around, folders, names in os.walk(trials):
+        folders[:] = [name for name in folders if name != "scratch"]  # holds what the user's code writes
+        if "exit.json" in names:
+            yield Path(around)
 
 
 def ran(path: Path) -> tuple[float, float] | None:

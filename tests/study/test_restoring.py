@@ -114,6 +114,9 @@ def test_what_is_taken_up_ran_when_it_ran_and_took_what_it_took(tmp_path):
     (path / "repeat-1").mkdir(exist_ok=True)
     (path / "repeat-1" / "events.jsonl").write_text(json.dumps({"time": began_s + 2020, "rank": 0, "phase": "import"}))
     (path / "repeat-1" / "exit.json").write_text(json.dumps({"wall_s": 30.0}))
+    (path / "scratch").mkdir()  # what a script wrote there is no run
+    (path / "scratch" / "events.jsonl").write_text(json.dumps({"time": began_s + 9000}))
+    (path / "scratch" / "exit.json").write_text(json.dumps({"wall_s": 700.0}))
     first.storage.engine.dispose()
     (tmp_path / "autotune.db").unlink()
     again = runner_of(tmp_path, Instant(), trials=3, finalists=1)

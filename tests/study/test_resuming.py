@@ -177,7 +177,9 @@ def test_a_re_tuning_that_is_taken_up_on_another_machine_names_no_command_that_t
         spec = spec_of(trials=2, finalists=0).model_copy(update={"name": "s.retune-1"})
         planned, watcher = {"workload": replace(WORKLOAD, environment=found), "spec": spec}, Watcher()
         runner_of(folder, Instant(), watcher=watcher, planned=planned).run()
-    assert any("resuming" in said for said in watcher.said) and not any("autotune retune" in said for said in watcher.said)
+    assert any("resuming" in said for said in watcher.said) and not any(
+        "autotune retune" in said for said in watcher.said
+    )
 
 
 @pytest.mark.parametrize(

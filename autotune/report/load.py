@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from optuna.study import Study
 from autotune.report.data import Data, StudyReport
 from autotune.report.export import RATE_FLAG, deepspeed_config, training_rate
 from autotune.report.script_changes import learning_rate_changes, script_side_changes
-from autotune.report.timeline import runs
+from autotune.report.timeline import changed_ns, runs
 from autotune.scoring import recommend
 from autotune.scoring.estimates import Estimates, estimate
 from autotune.scoring.measured import Measured
@@ -26,7 +27,7 @@ from autotune.study.storage.generations import generation_of
 from autotune.study.storage.history import History
 from autotune.study.storage.records import StoreError, StudyRecord
 from autotune.trial import workload
-from autotune.trial.folder import result_in
+from autotune.trial.folder import TrialDir, result_in
 from autotune.trial.result import Outcome, TrialResult
 from autotune.trial.workload import TRAINER
 
@@ -91,7 +92,7 @@ def _read(study: Study, folder: Path, *, series: bool) -> StudyReport:
         raise StoreError(f"study {name!r} holds no trial yet; the command that began it begins it anew")
     estimates = estimate([_with_changes(m, kept) for m in raw])
     found = recommend.recommend(estimates, kept.objectives, kept.data_parallel)
-    trials = [_dropped_in(row, kept) for row in _trials(study, estimates, folder if series else None)]
+    trials = [_dropped_in(row, kept) for row in _trials(study, estimates, folder, series=series)]
     if (best := found.picks.get("recommended")) is not None:
         for row, seen in zip(trials, estimates.measured, strict=True):
             others = seen.outcome is Outcome.COMPLETE and seen.trial != best.measured.trial
@@ -227,11 +228,12 @@ def _as_seen_outside(candidate: Candidate, kept: StudyRecord) -> Candidate:
     return replace(candidate, checkpoint_every=own) if pipeline else candidate
 
 
-def _trials(study: Study, estimates: Estimates, folder: Path | None) -> list[dict[str, Any]]:
+def _trials(study: Study, estimates: Estimates, folder: Path, *, series: bool) -> list[dict[str, Any]]:
     rows = []
     for told, seen in zip(records.told_trials(study), estimates.measured, strict=True):
         data, verdict = records.told_data(told), seen.verdict
-        result = result_in(records.trial_path(folder, told.number)) if folder else None
+        path = records.trial_path(folder, told.number)
+        result = result_in(path) if series else None
         row: dict[str, Any] = {"trial": told.number, "role": told.user_attrs.get(records.ROLE_ATTR, "search")}
         row |= {"outcome": str(seen.outcome), "candidate": seen.candidate.values(), "ds_config": seen.ds_config}
         row |= {name: data[name] for name in TOLD}
@@ -241,7 +243,7 @@ def _trials(study: Study, estimates: Estimates, folder: Path | None) -> list[dic
         row |= recommend.figures(seen, estimates) | {"readings_s": _readings(estimates.raw[told.number])}
         if verdict is not None and verdict.passed is False:
             row["reason"] = verdict.reason
-        curve = _with_curve(result, seen, folder)
+        curve = _with_curve(result, seen, path) if series else None
         row |= {
             "gate": asdict(verdict) if verdict is not None else None,
             "losses": curve.losses if curve is not None else [],
@@ -249,7 +251,7 @@ def _trials(study: Study, estimates: Estimates, folder: Path | None) -> list[dic
             "step_times_s": result.step_times_s if result else [],
             "n_warmup": result.steps.n_warmup if result and result.steps else None,
         }
-        row |= {name: getattr(result, name) for name in WHERE} if result else {}
+        row |= _where(path, changed_ns(TrialDir(path).result)) if result is None else _where_of(result)
         rows.append(row)
     return rows
 
@@ -260,9 +262,19 @@ def _readings(raw: Measured) -> list[float]:
     return [found["step_time_s"] for found in every if "step_time_s" in found]
 
 
-def _with_curve(result: TrialResult | None, seen: Measured, folder: Path | None) -> TrialResult | None:
+@lru_cache(maxsize=20_000)  # the dashboard reads a study every ten seconds
+def _where(path: Path, _changed_ns: int) -> dict[str, Any]:
+    """Where the trial in a folder ran, and what that cost; empty where nothing tells."""
+    return _where_of(result) if (result := result_in(path)) is not None else {}
+
+
+def _where_of(result: TrialResult) -> dict[str, Any]:
+    return {name: getattr(result, name) for name in WHERE}
+
+
+def _with_curve(result: TrialResult | None, seen: Measured, path: Path) -> TrialResult | None:
     """The run of a trial whose losses are shown: its second one where the quality gate needed a longer or another curve."""
-    longer = result_in(records.trial_path(folder, seen.trial) / "gate") if folder and seen.verdict is not None else None
+    longer = result_in(path / "gate") if seen.verdict is not None else None
     return longer or result
 
 

@@ -5,7 +5,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from autotune.trial.folder import ended_in, ran
+from autotune.trial.folder import TrialDir, ended_in, ran
 
 # By the name of a run's folder below `trials/`: what it was for. The first that matches; lanes stand in this order.
 LANES = {
@@ -41,7 +41,7 @@ class Run(NamedTuple):
 def runs(folder: Path) -> list[Run]:
     """The runs in a study's folder, the first one first; one that left no time behind is left out."""
     trials = folder / "trials"
-    every = (_run(path, trials, _changed_ns(path)) for path in ended_in(trials))
+    every = (_run(path, trials, changed_ns(TrialDir(path).exit)) for path in ended_in(trials))
     found = sorted((run for run in every if run is not None), key=lambda run: run.began_s)
     placed, cut_s, reached_s = list[Run](), 0.0, None
     for run in found:
@@ -52,10 +52,10 @@ def runs(folder: Path) -> list[Run]:
     return placed
 
 
-def _changed_ns(path: Path) -> int:
-    """When the end of a run was written; 0 where it is gone again, as where a trial is run anew."""
+def changed_ns(path: Path) -> int:
+    """When a file of a run was written; 0 where it is gone again, as where a trial is run anew."""
     try:
-        return (path / "exit.json").stat().st_mtime_ns
+        return path.stat().st_mtime_ns
     except OSError:
         return 0
 

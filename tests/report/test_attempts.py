@@ -8,9 +8,10 @@ from typer.testing import CliRunner
 
 from autotune.cli.app import app
 from autotune.executors.base import MachinesGone
-from autotune.report import attempts, readme
+from autotune.report import attempts, load, readme
 from autotune.report.page.render import render
-from autotune.trial.folder import TrialDir, read_record, write_record
+from autotune.study.storage import records
+from autotune.trial.folder import TrialDir, read_record, result_in, write_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import RankReport
 
@@ -75,3 +76,16 @@ def test_status_tells_what_an_outage_took(tmp_path, monkeypatch):
     said = " ".join(CliRunner().invoke(app, ["status", "s", "--once"]).stdout.split())
     assert f"trial 2 lost an attempt, which is held against no configuration: {WHY}" in said
     assert "ran on n1 (2 trials)" in said
+
+
+def test_the_dashboards_note_tells_machines_and_waits_as_the_stored_one_does(tmp_path):
+    """It is made without the files of the trials, and lacked them."""
+    runner = runner_of(tmp_path, Instant(), trials=3, finalists=0)
+    runner.run()
+    folder = runner.state.folder
+    for n in range(3):
+        path = records.trial_path(folder, n)
+        found = dataclasses.replace(result_in(path), hosts=["ab"[n % 2]], machine="cpu", waited_s=60.0 * n)
+        write_record(path / "result.json", dataclasses.replace(found, lost_attempts=[WHY] * n))
+    shown, whole = (attempts.lines(load.read(runner.study, folder, series=series)) for series in (False, True))
+    assert shown == whole and len(shown) > 1

@@ -189,27 +189,28 @@ def scale(
         wanted, notes = wanted_study(target, {**settings, "ranks": max(counts)}, view)
     studies = studies_folder(Path(target))
     folder, on_each = studies / wanted.name / SCALING, max(counts) // wanted.nodes_for(max(counts))
-    with ProgressView() as view, equal_threads(on_each) as threads, study_lock(folder, wanted.name):
-        shutil.rmtree(folder / "trials", ignore_errors=True)
-        logged = Broadcast(Journal(folder), view)
-        logged.doing(f"scaling of {wanted.name}: importing torch and DeepSpeed once")
-        with executor_for(wanted, folder, view.waits) as executor:
-            found = plan(wanted, executor, folder, logged)
-            on_cpu = found.workload.environment.accelerator == "cpu"
-            notes += [*found.notes, *([threads] if on_cpu else [])]
-            ways, note = configurations(found.baseline, counts, mode)
-            runs, failures, stopped = until_stopped(
-                measure(found, executor, folder, list(ways.values()), rounds, logged)
+    with study_lock(folder, wanted.name):  # until the page is written: `autotune status`, which follows it, names that
+        with ProgressView() as view, equal_threads(on_each) as threads:
+            shutil.rmtree(folder / "trials", ignore_errors=True)
+            logged = Broadcast(Journal(folder), view)
+            logged.doing(f"scaling of {wanted.name}: importing torch and DeepSpeed once")
+            with executor_for(wanted, folder, view.waits) as executor:
+                found = plan(wanted, executor, folder, logged)
+                on_cpu = found.workload.environment.accelerator == "cpu"
+                notes += [*found.notes, *([threads] if on_cpu else [])]
+                ways, note = configurations(found.baseline, counts, mode)
+                runs, failures, stopped = until_stopped(
+                    measure(found, executor, folder, list(ways.values()), rounds, logged)
+                )
+        noise = noise_samples(wanted.name, wanted.storage, studies)
+        scales = _scales(ways, runs, found.workload.n_samples, noise)
+        notes = [*filter(None, [note]), *notes, *failures, *_advice(scales)]
+        if any(each[-1].same_loss is None for each in scales.values()):
+            notes.append(
+                "the time to the same loss with another global batch takes the gradient noise scale, which is not known: a study"
+                f" named {wanted.name} (or --study NAME) with the objective convergence and --global-batch free measures it"
             )
-    noise = noise_samples(wanted.name, wanted.storage, studies)
-    scales = _scales(ways, runs, found.workload.n_samples, noise)
-    notes = [*filter(None, [note]), *notes, *failures, *_advice(scales)]
-    if any(each[-1].same_loss is None for each in scales.values()):
-        notes.append(
-            "the time to the same loss with another global batch takes the gradient noise scale, which is not known: a study"
-            f" named {wanted.name} (or --study NAME) with the objective convergence and --global-batch free measures it"
-        )
-    _tell(scales, wanted.name, notes, folder.parent / "scaling.html", as_json=as_json)
+        _tell(scales, wanted.name, notes, folder.parent / "scaling.html", as_json=as_json)
     if scales and png is not None:
         page.draw(scales, png)
     if stopped is not None:

@@ -112,10 +112,13 @@ def status(
     name, folder, live = opened.name, opened.folder, not (once or as_json)
     pid = run_under_way(folder)
     if live and pid is None and (scaling_pid := run_under_way(folder / SCALING)):
+        page = folder / "scaling.html"
+        since = page.stat().st_mtime_ns if page.exists() else 0
         stop = _watch("scaling", name, folder / SCALING, scaling_pid)
         if stop is not None:
             return status_of(stop)
-        print(f"what it found: {shown(folder / 'scaling.html')}")
+        written = page.exists() and page.stat().st_mtime_ns > since
+        print(f"what it found: {shown(page)}" if written else "it ended without a result; its own output says why")
         return 0
     if live and pid:
         stop = _watch("study", name, folder, pid)

@@ -262,8 +262,9 @@ def test_a_study_that_ends_while_it_is_followed_ends_with_its_answer(tmp_path, m
     assert "it broke" in found.err and "recommended" in found.out
 
 
+@pytest.mark.parametrize("ran", [True, False])
 def test_a_scaling_that_is_measured_is_found_by_its_study_followed_and_said_to_be_in_use(
-    tmp_path, monkeypatch, capsys, over
+    tmp_path, monkeypatch, capsys, over, ran
 ):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "studies" / "s" / status.SCALING
@@ -274,7 +275,13 @@ def test_a_scaling_that_is_measured_is_found_by_its_study_followed_and_said_to_b
             events.Journal(folder).say("round 1 of 3: 2 ranks")
             begun.set()
             over.wait(60)
+            if ran:
+                page.write_text("what it found")
 
+    page = folder.parent / "scaling.html"
+    page.parent.mkdir(parents=True)
+    page.write_text("of the last one")
+    os.utime(page, (0, 0))
     measuring = threading.Thread(target=measure)
     measuring.start()
     assert begun.wait(60) and status.running_studies(tmp_path / "studies") == {"s": os.getpid()}
@@ -286,7 +293,8 @@ def test_a_scaling_that_is_measured_is_found_by_its_study_followed_and_said_to_b
     assert status.status() == 0
     measuring.join()
     found = capsys.readouterr()
-    assert "round 1 of 3: 2 ranks" in found.err and "studies/s/scaling.html" in found.out
+    assert "round 1 of 3: 2 ranks" in found.err and ("studies/s/scaling.html" in found.out) == ran
+    assert ran or "it ended without a result" in found.out
 
 
 @pytest.mark.parametrize("begun", [False, True])

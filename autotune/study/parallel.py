@@ -171,7 +171,7 @@ def executors_for(
         # Each asks the engine for its own machines, and waits in the engine's queue until there are some.
         with contextlib.ExitStack() as stack:
             others = [engine.executor_of(found.spec, folder / "trials" / f"slot-{n}", say, n) for n in range(1, wanted)]
-            for other in others:
+            for other in reversed(others):  # inside an allocation the last one says how many nodes all of them need
                 stack.callback(other.close)
                 other.start()
             yield [executor, *others]

@@ -112,14 +112,7 @@ def status(
     name, folder, live = opened.name, opened.folder, not (once or as_json)
     pid = run_under_way(folder)
     if live and pid is None and (scaling_pid := run_under_way(folder / SCALING)):
-        page = folder / "scaling.html"
-        since = page.stat().st_mtime_ns if page.exists() else 0
-        stop = _watch("scaling", name, folder / SCALING, scaling_pid)
-        if stop is not None:
-            return status_of(stop)
-        written = page.exists() and page.stat().st_mtime_ns > since
-        print(f"what it found: {shown(page)}" if written else "it ended without a result; its own output says why")
-        return 0
+        return _followed_scaling(name, folder, scaling_pid)
     if live and pid:
         stop = _watch("study", name, folder, pid)
         if stop is not None:
@@ -151,6 +144,17 @@ def status(
         print("\nchanged since:", *(f"  {line}" for line in changed), *asked, sep="\n")
     if problem := device.here().problem:
         print(f"note: {problem}")
+    return 0
+
+
+def _followed_scaling(name: str, folder: Path, pid: int) -> int:
+    """Follow an `autotune scale` to its end, and name the page that it has written, if any; returns the exit status."""
+    page = folder / "scaling.html"
+    since = page.stat().st_mtime_ns if page.exists() else 0
+    if (stop := _watch("scaling", name, folder / SCALING, pid)) is not None:
+        return status_of(stop)
+    written = page.exists() and page.stat().st_mtime_ns > since
+    print(f"what it found: {shown(page)}" if written else "it ended without a result; its own output says why")
     return 0
 
 

@@ -1,6 +1,7 @@
 """Files of a script under trial: saving is redirected or skipped, so that the user's folders stay as they were."""
 
 import contextlib
+import functools
 import hashlib
 import os
 import shutil
@@ -21,12 +22,6 @@ from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.patching import after_import, patch, patch_everywhere, users_caller
 
 SAVERS = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
-# Only offline is known to both of Neptune's clients, and to ClearML.
-TRACKERS_OFF = {
-    "WANDB_MODE": "disabled", "COMET_MODE": "disabled", "SWANLAB_MODE": "disabled", "CLEARML_OFFLINE_MODE": "1",
-    "MLFLOW_TRACKING_URI": "file://{scratch}", "NEPTUNE_MODE": "offline", "NEPTUNE_DATA_DIRECTORY": "{scratch}",
-    "NEPTUNE_LOG_DIRECTORY": "{scratch}",
-}  # fmt: skip
 MAX_FILES_NAMED = 5
 # Files of a checkpoint of DeepSpeed's that hold the script's own state, without and with ZeRO 3.
 CLIENT_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
@@ -48,7 +43,7 @@ class Isolation:
         self._working_dir = str(Path(context.script.working_dir).absolute()) + os.sep
         self._files: list[str] = []
         self._made = context.scratch / "made-folders"
-        self._unsaved: set[str] = set()
+        self._saved: set[str] = set()
         self._kept: set[str] = set()
         self._began = time.time()
 
@@ -56,8 +51,6 @@ class Isolation:
         """Patches functions that save, move and load files."""
         import deepspeed
 
-        scratch = str(self._context.scratch.absolute())
-        os.environ |= {name: value.replace("{scratch}", scratch) for name, value in TRACKERS_OFF.items()}
         for name in SAVERS:
             patch(deepspeed.DeepSpeedEngine, name, self._context.saver(f"engine.{name}", "save_dir"))
         patch(deepspeed.DeepSpeedEngine, "load_checkpoint", self._load_checkpoint)
@@ -71,12 +64,13 @@ class Isolation:
         for name in ("copyfile", "copy", "copy2"):
             patch(shutil, name, self._copy)
         patch(shutil, "copytree", self._copy_tree)
+        patch(os, "symlink", self._link)
+        patch(os, "stat", self._stat)
+        os.supports_follow_symlinks.add(os.stat)  # shutil looks there
         patch(os, "mkdir", self._make_folder)
-        writer = "torch.utils.tensorboard.writer"
-        after_import(writer, lambda module: patch(module.SummaryWriter, "__init__", self._summary_writer))
-        after_import("torch.distributed.checkpoint.state_dict_saver", self.on_sharded_saver)
-        after_import("mlflow", self.on_mlflow)
-        after_import("wandb", self.on_wandb)
+        after_import(
+            "torch.distributed.checkpoint.state_dict_saver", functools.partial(on_sharded_saver, self._context)
+        )
         sys.addaudithook(self._audit)
         self._context.at_end.append(self.close)
 
@@ -95,48 +89,30 @@ class Isolation:
                 f"the script itself writes files, as in every trial: {named}{f' and {n_more} more' * (n_more > 0)}"
             )
 
-    def on_sharded_saver(self, module: ModuleType) -> None:
-        """Patches what saves a model in shards, a file for each rank, and perhaps over those of an earlier training."""
-        names = ("save", "async_save")
-        save, async_save = (self._context.saver(f"torch.distributed.checkpoint.{name}") for name in names)
-
-        def saved_later(*args: Any, **kwargs: Any) -> Future[Any]:
-            done = Future[Any]()
-            done.set_result(async_save(*args, **kwargs))
-            return done
-
-        patch_everywhere(module, {"save": save, "async_save": saved_later})
-
-    def on_mlflow(self, module: ModuleType) -> None:
-        """Patches what would move MLflow's runs out of the trial's folder to a server that the script names."""
-        patch_everywhere(module, {"set_tracking_uri": self._context.saver("mlflow.set_tracking_uri")})
-
-    def on_wandb(self, module: ModuleType) -> None:
-        """Patches the start of a run of Weights & Biases, whose mode a script may state, as from its configuration."""
-        patch(module, "init", lambda original, *args, **kwargs: original(*args, **{**kwargs, "mode": "disabled"}))
-
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Saves into the scratch folder, where `_load` finds it; drops weights, which cost time and space."""
+        """Saves into the scratch folder, where the script finds it; of weights, which cost time and space, an empty file."""
         target = args[1] if len(args) > 1 else kwargs.get("f")
         if not isinstance(target, str | os.PathLike) or self._is_ours(os.fspath(target)):
             return original(*args, **kwargs)
         saved = args[0] if args else kwargs["obj"]
-        if self._holds_weights(saved):
-            self._context.once("torch.save of the model is not carried out in trials")
-            self._unsaved.add(os.path.abspath(target))
-            return None
         path = self._in_scratch(target)
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._saved.add(os.path.abspath(target))
+        if _holds_weights(self._context.meter, saved):
+            self._context.once("torch.save of the model is not carried out in trials")
+            path.touch()
+            return None
         others = {name: value for name, value in kwargs.items() if name not in ("obj", "f")}
         return original(saved, path, *args[2:], **others)
 
     def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         source = args[0] if args else kwargs.get("f")
         if isinstance(source, str | os.PathLike):
-            if self._in_scratch(source).exists():
+            saved = self._in_scratch(source)
+            if saved.exists() and saved.stat().st_size:
                 kwargs.pop("f", None)
-                return original(self._in_scratch(source), *args[1:], **kwargs)
-            if os.path.abspath(source) in self._unsaved and not os.path.exists(source):
+                return original(saved, *args[1:], **kwargs)
+            if saved.exists() and not os.path.lexists(source):  # else an earlier training's
                 self._context.abort(UserError(f"the script reads {source} back, but trials do not save the model"))
         return original(*args, **kwargs)
 
@@ -157,61 +133,82 @@ class Isolation:
         if (meter := self._context.meter) is not None and meter.engine is engine:
             meter.batches.n_updates = engine.global_steps
         if not engine.load_universal_checkpoint():
-            self._tell_states(saved.get("ds_config"))
+            _tell_states(self._context, saved.get("ds_config"))
         return str(file), {name: value for name, value in saved.items() if name not in ("module", "optimizer")}
 
-    def _tell_states(self, saved_with: Any) -> None:
-        """Notes it if DeepSpeed loads a checkpoint no more that the script goes on from, once it trains as the candidate."""
-        if self._context.candidate is None or not isinstance(saved_with, dict):
-            return
-        before, now = _states(saved_with), _states(self._context.request.ds_config)
-        if before != now:
-            self._context.changed(
-                f"Checkpoint: the one that `engine.load_checkpoint` reads was saved at {before}, and DeepSpeed does not load"
-                f" it with its optimizer's states at {now}: begin a training so, or tune the one that goes on from it with"
-                " stage and type of the weights as they are (`--space batch,checkpointing`)."
-            )
+    def _stat(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Finds a file also where it is in the trial's folder: scripts ask for its size, and ranks wait for what one writes."""
+        try:
+            return original(path, *args, **kwargs)
+        except FileNotFoundError:
+            if isinstance(path, str | os.PathLike) and kwargs.get("dir_fd") is None:
+                with contextlib.suppress(FileNotFoundError):
+                    return original(self._in_scratch(path))
+            raise
 
     def _rename(self, original: Callable[..., Any], src: Any, dst: Any, **kwargs: Any) -> Any:
-        """Follows a file that is written under another name and then moved into its place."""
-        if isinstance(src, str | os.PathLike) and isinstance(dst, str | os.PathLike):
-            if self._in_scratch(src).exists():
-                return original(self._in_scratch(src), self._in_scratch(dst))
-            if os.path.abspath(src) in self._unsaved:
-                return self._unsaved.add(os.path.abspath(dst))
+        """Follows a file that is written under another name and then moved into its place; leaves what was there before."""
+        if isinstance(src, str | os.PathLike) and isinstance(dst, str | os.PathLike) and not kwargs:
+            if self._is_saved(src):
+                return self._follow(original, self._in_scratch(src), self._in_scratch(dst))
+            if self._is_old(src):
+                return self._keep(src)
+            if self._is_old(dst):
+                self._keep(dst)
+                self._context.scratch.mkdir(parents=True, exist_ok=True)
+                shutil.move(src, self._in_scratch(dst))
+                return None
             if os.path.abspath(src) in self._files:
                 self._files.remove(os.path.abspath(src))
                 self._note(os.path.abspath(dst))
         return original(src, dst, **kwargs)
 
     def _copy(self, original: Callable[..., Any], src: Any, dst: Any, **kwargs: Any) -> Any:
-        """Follows a file that is copied; what was not saved is not copied either, also where an earlier training has left one."""
+        """Follows a file that is copied: one that is in the trial's folder stays there."""
         if isinstance(src, str | os.PathLike) and isinstance(dst, str | os.PathLike):
             place = os.path.join(dst, os.path.basename(src)) if os.path.isdir(dst) else os.fspath(dst)
-            if self._in_scratch(src).exists():
-                return original(self._in_scratch(src), self._in_scratch(place), **kwargs)
+            if self._is_saved(src):
+                self._follow(functools.partial(original, **kwargs), self._in_scratch(src), self._in_scratch(place))
+                return place
             missing = not os.path.lexists(src) and os.fspath(src).endswith(CHECKPOINTS)  # as of save_pretrained
-            if os.path.abspath(src) in self._unsaved or (missing and users_caller()):
-                self._unsaved.add(os.path.abspath(place))
+            if missing and users_caller():
                 return place
         return original(src, dst, **kwargs)
 
     def _copy_tree(self, original: Callable[..., Any], src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
-        """Copies a folder by the patched function, of which its default, bound before, calls one half alone."""
-        if isinstance(src, str | os.PathLike) and not os.path.lexists(src) and users_caller():
-            return dst  # a checkpoint's, as of engine.save_checkpoint, which trials do not save
+        """Copies no checkpoint that was not saved, and none over a folder that was there before.
+
+        Of `copytree`'s own default, bound before it was patched, one half alone would be patched.
+        """
+        if isinstance(src, str | os.PathLike) and isinstance(dst, str | os.PathLike) and users_caller():
+            if not os.path.lexists(src):
+                return dst
+            if self._is_old(dst):
+                self._keep(dst)
+                return dst
         return original(src, dst, *args, **(kwargs if len(args) > 2 else {"copy_function": shutil.copy2, **kwargs}))
+
+    def _link(self, original: Callable[..., Any], src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
+        """Follows a link to a file that is in the trial's folder; a new one takes the place of none that was there before."""
+        if isinstance(src, str | os.PathLike) and isinstance(dst, str | os.PathLike) and not kwargs.get("dir_fd"):
+            saved = os.path.join(os.path.dirname(dst), src)
+            if self._is_saved(saved):
+                self._in_scratch(dst).unlink(missing_ok=True)
+                return self._follow(original, self._in_scratch(saved), self._in_scratch(dst))
+            if os.path.abspath(dst) in self._kept:
+                return None
+        return original(src, dst, *args, **kwargs)
 
     def _remove(self, original: Callable[..., Any], path: Any, **kwargs: Any) -> Any:
         if isinstance(path, str | os.PathLike) and not kwargs:  # else it may not be one of the working folder
-            if self._in_scratch(path).exists():
-                return original(self._in_scratch(path))
-            if os.path.abspath(path) in self._unsaved:  # of that name there may be one of an earlier training
+            if self._is_saved(path):
+                self._saved.discard(os.path.abspath(path))
+                return self._follow(original, self._in_scratch(path))
+            if self._is_old(path):
+                return self._keep(path)
+            # As the oldest of those that a script keeps.
+            if not os.path.lexists(path) and os.fspath(path).endswith(CHECKPOINTS) and users_caller():
                 return None
-            old = os.path.isfile(path) and os.path.getmtime(path) < self._began
-            unsaved = not os.path.lexists(path)  # as the oldest of those that a script keeps
-            if (old or unsaved) and os.fspath(path).endswith(CHECKPOINTS) and users_caller():
-                return self._keep(path) if old else None
         return original(path, **kwargs)
 
     def _remove_tree(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +216,7 @@ class Isolation:
         if isinstance(path, str | os.PathLike) and users_caller():
             if not os.path.lexists(path):
                 return None
-            if os.path.isdir(path) and not self._is_made(path):
+            if self._is_old(path):
                 return self._keep(path)
         return original(path, *args, **kwargs)
 
@@ -230,7 +227,25 @@ class Isolation:
 
     def _keep(self, path: str | os.PathLike[str]) -> None:
         self._kept.add(os.path.abspath(path))
-        self._context.once(f"the script removes {path}, which was there before; trials leave it where it is")
+        self._context.once(f"the script removes or replaces {path}, which was there before; trials leave it as it is")
+
+    def _is_saved(self, path: str | os.PathLike[str]) -> bool:
+        """Returns whether the script takes a file for saved that is in the trial's folder."""
+        return os.path.abspath(path) in self._saved or os.path.lexists(self._in_scratch(path))
+
+    def _follow(self, original: Callable[..., Any], *paths: Path) -> None:
+        """Calls a function for files in the trial's folder; ranks that save under one name also move or link one file."""
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
+            original(*paths)
+
+    def _is_old(self, path: str | os.PathLike[str]) -> bool:
+        """Returns whether a user's call is about a folder, a checkpoint or a link that was there before the trial."""
+        if not users_caller():
+            return False
+        if os.path.isdir(path) and not os.path.islink(path):
+            return not self._is_made(path)
+        named = os.path.islink(path) or os.fspath(path).endswith(CHECKPOINTS)
+        return named and os.path.lexists(path) and os.lstat(path).st_mtime < self._began
 
     def _is_made(self, path: str | os.PathLike[str]) -> bool:
         """Returns whether the trial has made a folder, or one around it."""
@@ -243,24 +258,6 @@ class Isolation:
     def _in_scratch(self, path: str | os.PathLike[str]) -> Path:
         """Returns the path of a file in the trial's folder; ranks share it, so that one may write what others read."""
         return self._context.scratch / hashlib.sha256(os.fsencode(os.path.abspath(path))).hexdigest()
-
-    def _holds_weights(self, saved: Any) -> bool:
-        """Returns whether an object holds tensors of the trained model, or as many numbers as it has."""
-        if self._context.meter is None:
-            return False
-        parameters = list(self._context.meter.engine.module.parameters())
-        own = {parameter.untyped_storage().data_ptr() for parameter in parameters} - {0}
-        tensors = [tensor for tensor in tensors_in(saved) if tensor.is_floating_point()]
-        plain = (tensor for tensor in tensors if tensor.layout is torch.strided)  # others have no storage of their own
-        if any(tensor.untyped_storage().data_ptr() in own for tensor in plain):
-            return True
-        size = sum(map(n_elements, parameters))
-        return sum(tensor.numel() for tensor in tensors) >= size > 0
-
-    def _summary_writer(
-        self, original: Callable[..., Any], writer: Any, log_dir: Any = None, *args: Any, **kwargs: Any
-    ) -> None:
-        original(writer, str(self._context.scratch / "tensorboard"), *args, **kwargs)
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Notes folders that are made and files that are opened for writing."""
@@ -286,6 +283,46 @@ class Isolation:
     def _is_ours(self, path: str) -> bool:
         ours = (self._folder, "/dev/", "/proc/", os.environ.get("TORCH_EXTENSIONS_DIR", "/dev/"))
         return os.path.abspath(path).startswith(ours)
+
+
+def on_sharded_saver(context: ScriptContext, module: ModuleType) -> None:
+    """Patches what saves a model in shards, a file for each rank, and perhaps over those of an earlier training."""
+    names = ("save", "async_save")
+    save, async_save = (context.saver(f"torch.distributed.checkpoint.{name}") for name in names)
+
+    def saved_later(*args: Any, **kwargs: Any) -> Future[Any]:
+        done = Future[Any]()
+        done.set_result(async_save(*args, **kwargs))
+        return done
+
+    patch_everywhere(module, {"save": save, "async_save": saved_later})
+
+
+def _tell_states(context: ScriptContext, saved_with: Any) -> None:
+    """Notes it if DeepSpeed loads a checkpoint no more that the script goes on from, once it trains as the candidate."""
+    if context.candidate is None or not isinstance(saved_with, dict):
+        return
+    before, now = _states(saved_with), _states(context.request.ds_config)
+    if before != now:
+        context.changed(
+            f"Checkpoint: the one that `engine.load_checkpoint` reads was saved at {before}, and DeepSpeed does not load"
+            f" it with its optimizer's states at {now}: begin a training so, or tune the one that goes on from it with"
+            " stage and type of the weights as they are (`--space batch,checkpointing`)."
+        )
+
+
+def _holds_weights(meter: Any, saved: Any) -> bool:
+    """Returns whether an object holds tensors of the trained model, or as many numbers as it has."""
+    if meter is None:
+        return False
+    parameters = list(meter.engine.module.parameters())
+    own = {parameter.untyped_storage().data_ptr() for parameter in parameters} - {0}
+    tensors = [tensor for tensor in tensors_in(saved) if tensor.is_floating_point()]
+    plain = (tensor for tensor in tensors if tensor.layout is torch.strided)  # others have no storage of their own
+    if any(tensor.untyped_storage().data_ptr() in own for tensor in plain):
+        return True
+    size = sum(map(n_elements, parameters))
+    return sum(tensor.numel() for tensor in tensors) >= size > 0
 
 
 def _states(config: DsConfig) -> str:

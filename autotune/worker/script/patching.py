@@ -13,12 +13,14 @@ from typing import Any
 
 from autotune.worker import project
 
-# Modules that only pass a call on: ours, torch, and those in which Lightning notes the arguments of loaders.
+# Modules that only pass a call on: ours, torch, those of Python, and those in which Lightning notes the arguments of loaders.
 TRANSPARENT_MODULES = (
     "torch.",
     "autotune.",
     "functools.",
     "contextlib.",
+    "pathlib.",
+    "shutil.",
     "lightning.fabric.utilities.data.",
     "lightning_fabric.utilities.data.",
 )

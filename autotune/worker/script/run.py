@@ -27,7 +27,7 @@ from autotune.worker.measure.ledger import TooFewSteps
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.measure.stages import stages
 from autotune.worker.rank import connect, identify, join_on_host, prepare_device, set_seed
-from autotune.worker.script import execute, schedules
+from autotune.worker.script import execute, schedules, trackers
 from autotune.worker.script.arguments import Arguments
 from autotune.worker.script.by_hand import ByHand, leave_clipping_out
 from autotune.worker.script.context import ScriptContext, ScriptError
@@ -196,5 +196,6 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
     for adapter in (accelerate, huggingface, lightning):
         adapter.install(context)
     Isolation(context).install()
+    trackers.install(context)
     patch(OpBuilder, "jit_load", functools.partial(_compile, context))
     return steps

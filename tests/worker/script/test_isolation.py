@@ -101,7 +101,7 @@ def test_a_configuration_that_a_checkpoint_does_not_load_in_is_told(tmp_path, st
     found._context.changed = changes.append
     found._context.candidate = Candidate.of({"micro_batch_size": 4, "zero_stage": stage, "precision": precision})
     found._context.request = SimpleNamespace(ds_config=found._context.candidate.to_deepspeed())
-    found._tell_states({"train_batch_size": 4, "zero_optimization": {"stage": 2}})
+    isolation._tell_states(found._context, {"train_batch_size": 4, "zero_optimization": {"stage": 2}})
     assert len(changes) == (not loads)
     assert all("saved at ZeRO 1 or 2 with fp32 weights" in text for text in changes)
 
@@ -129,13 +129,59 @@ def test_folders_of_an_earlier_training_stay_and_those_of_the_trial_go(tmp_path,
         removing._make_folder(os.mkdir, tmp_path)
 
 
+def unsaved(found, path):
+    """Saves weights as a trial does."""
+    model = torch.nn.Linear(2, 2)
+    found._context.once, found._context.meter = lambda _: None, SimpleNamespace(engine=SimpleNamespace(module=model))
+    found._save(torch.save, model.state_dict(), path)
+
+
 def test_weights_of_an_earlier_training_stay(tmp_path, removing):
     """One is of the name under which the trial has left out to save."""
-    removing._unsaved.add(str(tmp_path / "last"))
+    unsaved(removing, tmp_path / "last")
     for name in ("last", "epoch-1.pt", "flag"):
         (tmp_path / name).touch()
         removing._remove(os.remove, tmp_path / name)
-    assert {path.name for path in tmp_path.iterdir()} == {"last", "epoch-1.pt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"trial", "last", "epoch-1.pt"}
+
+
+def test_links_and_folders_of_an_earlier_training_are_not_replaced(tmp_path, removing):
+    """A link was removed for one to a checkpoint that no trial saves, and what a script moved out of the way was moved."""
+    best, latest, last = tmp_path / "best", tmp_path / "latest", tmp_path / "last.pt"
+    best.mkdir()
+    last.touch()
+    latest.symlink_to("best")
+    removing._remove(os.remove, latest)
+    removing._link(os.symlink, "step-1", latest)
+    os.symlink("step-2", tmp_path / "new")
+    removing._began = os.lstat(tmp_path / "new").st_mtime
+    for old in (latest, last):
+        os.utime(old, (1, 1), follow_symlinks=False)
+    removing._rename(os.replace, tmp_path / "new", latest)
+    removing._rename(os.rename, last, tmp_path / "previous.pt")
+    removing._rename(os.rename, best, tmp_path / "previous")
+    assert removing._copy_tree(shutil.copytree, tmp_path / "not-saved", best) == best
+    assert removing._copy_tree(shutil.copytree, tmp_path / "trial", best, dirs_exist_ok=True) == best
+    assert {path.name for path in tmp_path.iterdir()} == {"trial", "best", "latest", "last.pt"}
+    assert os.readlink(latest) == "best" and not any(best.iterdir())
+
+
+def test_a_file_that_is_saved_is_found_by_those_who_look_for_it(tmp_path):
+    """A script that reads its size crashed, and ranks that wait for what one of them saves did so until the deadline."""
+    first, second = rank(tmp_path), rank(tmp_path)
+    unsaved(first, tmp_path / "step-1.pt")
+    first._save(torch.save, {"step": 1}, tmp_path / "state.pt")
+    assert second._stat(os.stat, tmp_path / "step-1.pt").st_size == 0
+    assert second._stat(os.stat, tmp_path / "state.pt", follow_symlinks=False).st_size > 0
+    with pytest.raises(FileNotFoundError, match=r"step-2\.pt"):
+        second._stat(os.stat, tmp_path / "step-2.pt")
+    for _ in range(2):  # nobody removes the first one
+        first._link(os.symlink, "step-1.pt", tmp_path / "latest.pt")
+    assert second._stat(os.stat, tmp_path / "latest.pt").st_size == 0 and not (tmp_path / "latest.pt").is_symlink()
+    for of in (second, first):  # which both have saved it, and remove it
+        of._remove(os.remove, tmp_path / "step-1.pt")
+    second._remove(os.remove, tmp_path / "latest.pt")
+    assert not first._in_scratch(tmp_path / "latest.pt").is_symlink()
 
 
 def test_the_oldest_checkpoint_that_a_script_removes_need_not_have_been_saved(tmp_path, removing):
@@ -165,9 +211,9 @@ def test_a_checkpoint_that_is_copied_as_the_best_one_leaves_those_of_an_earlier_
     found = rank(tmp_path)
     found._context.scratch.mkdir(parents=True)
     last, best = tmp_path / "last.pt", tmp_path / "best.pt"
-    found._unsaved.add(str(last))
+    unsaved(found, last)
     found._copy(copy, last, best)
-    assert str(best) in found._unsaved and not best.exists()
+    assert found._in_scratch(best).exists() and not best.exists()
     for file in (last, best):
         file.write_text(file.name)
     assert Path(found._copy(copy, src=last, dst=best)).read_text() == "best.pt"
@@ -175,7 +221,7 @@ def test_a_checkpoint_that_is_copied_as_the_best_one_leaves_those_of_an_earlier_
     found._copy(copy, tmp_path / "state.pt", tmp_path / "kept.pt")
     assert found._in_scratch(tmp_path / "kept.pt").read_text() == "state" and not (tmp_path / "kept.pt").exists()
     found._copy(copy, best, tmp_path / "own.pt")
-    found._unsaved.clear()
+    found._remove(os.remove, best)
     found._copy(copy, best, tmp_path / "other.pt")
     assert [(tmp_path / name).exists() for name in ("own.pt", "other.pt")] == [False, True]
 
@@ -186,12 +232,11 @@ def test_a_folder_with_a_checkpoint_of_an_earlier_training_is_copied_without_it(
     (tmp_path / "last").mkdir()
     for name in ("model.pt", "args.json"):
         (tmp_path / "last" / name).write_text(name)
-    found._unsaved.add(str(tmp_path / "last" / "model.pt"))
+    found._saved.add(str(tmp_path / "last" / "model.pt"))
     for name in ("copyfile", "copy2"):
         monkeypatch.setattr(shutil, name, functools.partial(found._copy, getattr(shutil, name)))
     found._copy_tree(shutil.copytree, tmp_path / "last", tmp_path / "best")
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["args.json"]
-    assert str(tmp_path / "best" / "model.pt") in found._unsaved
 
 
 def test_what_a_script_copies_of_a_checkpoint_need_not_have_been_saved(tmp_path, removing):
@@ -199,7 +244,7 @@ def test_what_a_script_copies_of_a_checkpoint_need_not_have_been_saved(tmp_path,
     found = removing._copy_tree(shutil.copytree, src=tmp_path / "out" / "step-10", dst=tmp_path / "best")
     assert found == tmp_path / "best" and not found.exists()
     place = removing._copy(shutil.copy, tmp_path / "model.safetensors", tmp_path / "best.safetensors")
-    assert place in removing._unsaved
+    assert not os.path.lexists(place)
     with pytest.raises(FileNotFoundError):
         removing._copy(shutil.copy, tmp_path / "config.json", tmp_path / "best.json")
 
@@ -207,22 +252,9 @@ def test_what_a_script_copies_of_a_checkpoint_need_not_have_been_saved(tmp_path,
 def test_a_file_is_copied_into_a_folder_under_its_name(tmp_path):
     found = rank(tmp_path)
     (tmp_path / "folder").mkdir()
-    found._unsaved.add(str(tmp_path / "last.pt"))
+    unsaved(found, tmp_path / "last.pt")
     assert found._copy(shutil.copy, tmp_path / "last.pt", tmp_path / "folder") == str(tmp_path / "folder" / "last.pt")
-    assert str(tmp_path / "folder" / "last.pt") in found._unsaved
-
-
-def test_tensorboards_writer_gets_its_other_arguments_by_position_or_name(tmp_path):
-    def made(_writer, log_dir=None, comment="", purge_step=None):
-        return log_dir, comment, purge_step
-
-    found, calls = rank(tmp_path), []
-    for args, kwargs in ((("runs", "mine", 7), {}), (("runs",), {"comment": "mine", "purge_step": 7})):
-        found._summary_writer(lambda *a, **k: calls.append(made(*a, **k)), None, *args, **kwargs)
-    found._summary_writer(
-        lambda *a, **k: calls.append(made(*a, **k)), None, log_dir="runs", comment="mine", purge_step=7
-    )
-    assert calls == [(str(tmp_path / "trial" / "scratch" / "tensorboard"), "mine", 7)] * 3
+    assert found._in_scratch(tmp_path / "folder" / "last.pt").exists()
 
 
 @pytest.mark.parametrize("given", [("out",), ("out", "step-1"), {"save_dir": "out"}, ()])
@@ -247,7 +279,7 @@ def test_a_checkpoint_in_shards_is_not_saved(tmp_path):
     importer.save = module.save
     sys.modules["importer"] = importer
     try:
-        found.on_sharded_saver(module)
+        isolation.on_sharded_saver(found._context, module)
     finally:
         del sys.modules["importer"]
     importer.save({}, checkpoint_id="latest")
@@ -255,23 +287,10 @@ def test_a_checkpoint_in_shards_is_not_saved(tmp_path):
     assert said == ["torch.distributed.checkpoint.save", "torch.distributed.checkpoint.async_save"]
 
 
-def test_no_run_is_logged_where_the_script_names_a_server_or_a_mode(tmp_path):
-    """The variables that keep runs from there are of no effect then."""
-    found, module, script = rank(tmp_path), ModuleType("mlflow"), ScriptContext.__new__(ScriptContext)
-    script.report, found._context = SimpleNamespace(caveats=[]), script
-    module.set_tracking_uri = lambda _: pytest.fail("each trial logs its run there")
-    found.on_mlflow(module)
-    module.set_tracking_uri("http://tracking:5000")
-    assert script.report.caveats == ["mlflow.set_tracking_uri is not carried out in trials"]
-    module.init = lambda project, **settings: (project, settings)
-    found.on_wandb(module)
-    assert module.init("mine", mode="online", tags=["a"]) == ("mine", {"mode": "disabled", "tags": ["a"]})
-
-
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_a_sparse_matrix_that_a_script_saves_holds_no_weights(tmp_path):
     found = rank(tmp_path)
     found._context.meter = SimpleNamespace(engine=SimpleNamespace(module=torch.nn.Linear(9, 9)))
     for kind in (torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr):
-        assert not found._holds_weights({"neighbours": kind(torch.eye(4))})
-    assert found._holds_weights(found._context.meter.engine.module.state_dict())
+        assert not isolation._holds_weights(found._context.meter, {"neighbours": kind(torch.eye(4))})
+    assert isolation._holds_weights(found._context.meter, found._context.meter.engine.module.state_dict())

@@ -78,8 +78,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any], *, objects: bool = 
         return change(value)
     again = functools.partial(map_tensors, change=change, objects=objects)
     if isinstance(value, Mapping):
-        changed = {key: again(inner) for key, inner in value.items()}
-        return _as(value, changed) if isinstance(value, MutableMapping) and type(value) is not dict else changed
+        return with_values(value, {key: again(inner) for key, inner in value.items()})
     if isinstance(value, PackedSequence):  # which has its sizes on the host
         return type(value)(again(value.data), value.batch_sizes, *map(again, value[2:]))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -89,11 +88,13 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any], *, objects: bool = 
     return _with_changed(value, change) if objects and held_by(value) else value
 
 
-def _as(mapping: MutableMapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Returns a copy of a mapping of some class with other values; these as a dict where the class does not take them as they are.
+def with_values(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Returns a copy of a mapping in its class with other values; these as a dict where the class does not take them as they are.
 
     A plain copy shares the dict in which a class keeps its values, and what such a class has as attributes, too, stays as it was.
     """
+    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
+        return changed
     with contextlib.suppress(Exception):  # what the user's class does is not known
         copied = copy.copy(mapping)
         held = vars(copied) if hasattr(copied, "__dict__") else {}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotune.worker.containers import map_tensors, tensors_in
+from autotune.worker.containers import map_tensors, tensors_in, with_values
 from autotune.worker.data import samples
 
 
@@ -65,7 +65,7 @@ def _count(n: int) -> Tensor:
 def _resized(value: Any, now: int, index: Tensor) -> Any:
     """Takes the entries of an index along each dimension of size `now`, the first one of each tensor or list."""
     if isinstance(value, Mapping):
-        return {key: _resized(inner, now, index) for key, inner in value.items()}
+        return with_values(value, {key: _resized(inner, now, index) for key, inner in value.items()})
     if isinstance(value, str):
         return "".join(value[i] for i in index.tolist()) if len(value) == now else value
     if isinstance(value, list) and value and isinstance(value[0], int | float):
@@ -85,14 +85,13 @@ def _resized(value: Any, now: int, index: Tensor) -> Any:
 def stretched(batch: Any, rows: int, length: int) -> Any:
     """Returns a batch in which every row is the longest one, extended to a length.
 
-    For streams, whose samples cannot be chosen.
+    For streams, whose samples cannot be chosen. The longest dimension of pictures is not the second one: theirs is left.
 
     Args:
         rows: Samples of the batch.
         length: Length to extend the rows to, by repeating their tokens without the padding; 0 leaves their length.
     """
-    wide = _wide(batch, rows)
-    if not wide:  # sequence-first batches have the samples in the second dimension
+    if not _wide(batch, rows):  # sequence-first batches have the samples in the second dimension
         turned = map_tensors(batch, lambda t: t.transpose(0, 1) if t.dim() > 1 and t.shape[1] == rows else t)
         if not _wide(turned, rows):
             return batch
@@ -100,7 +99,7 @@ def stretched(batch: Any, rows: int, length: int) -> Any:
         return map_tensors(
             longer, lambda t: t.transpose(0, 1).contiguous() if t.dim() > 1 and t.shape[0] == rows else t
         )
-    n = max(int(tensor.shape[1]) for tensor in wide)
+    n = _length(batch, rows)
     longest, real = _longest_row(batch, rows, n)
     index = real[_count(max(n, length)) % len(real)] if len(real) else _count(n)
 
@@ -116,13 +115,20 @@ def stretched(batch: Any, rows: int, length: int) -> Any:
 
 def first_rows(batch: Any, rows: int, n: int) -> Any:
     """Returns the first n samples of a batch of `rows` rows, the longest one among them."""
-    longest, _ = _longest_row(batch, rows, max((int(tensor.shape[1]) for tensor in _wide(batch, rows)), default=0))
+    longest, _ = _longest_row(batch, rows, _length(batch, rows))
     kept = [longest, *(row for row in range(rows) if row != longest)][:n]
     return map_tensors(batch, lambda t: t[kept] if t.dim() and t.shape[0] == rows else t)
 
 
 def _wide(batch: Any, rows: int) -> list[Tensor]:
     return [tensor for tensor in tensors_in(batch) if tensor.dim() > 1 and tensor.shape[0] == rows]
+
+
+def _length(batch: Any, rows: int) -> int:
+    """Returns the longest dimension of a batch's rows: of its mask or of what a model takes, if it names them; else of all."""
+    names = (*samples.MASKS, *samples.PREFERRED) if isinstance(batch, Mapping) else ()
+    named = [tensor for name in names if name in batch for tensor in _wide(batch[name], rows)][:1]
+    return max((int(size) for tensor in named or _wide(batch, rows) for size in tensor.shape[1:]), default=0)
 
 
 def _longest_row(batch: Any, rows: int, n: int) -> tuple[int, Tensor]:

@@ -1,9 +1,11 @@
 """The worst batch: of the longest samples, or the largest that was seen, stretched."""
 
+from collections import UserDict
 from types import SimpleNamespace
 
 import torch
 
+from autotune.worker.containers import tensors_in
 from autotune.worker.data import worst
 
 
@@ -23,6 +25,24 @@ def test_samples_are_stretched_to_the_stated_length_and_cut_to_a_limit():
 def test_what_a_model_does_not_take_is_left_as_it_is():
     sample = {"text": "a longer text than its tokens", "input_ids": [1, 2, 3]}
     assert worst.cut_sample(sample, 2) == {"text": sample["text"], "input_ids": [1, 2]}
+
+
+def test_a_sample_in_a_class_that_maps_keeps_it():
+    """The collate function of a model.py found a dict in place of a sample whose fields are attributes."""
+    sample = UserDict(input_ids=torch.arange(3))
+    for changed, n in ((worst.stretched_sample(sample, 5), 5), (worst.cut_sample(sample, 2), 2)):
+        assert type(changed) is UserDict and changed["input_ids"].shape == (n,) and sample["input_ids"].shape == (3,)
+
+
+def test_the_channels_of_pictures_are_not_stretched():
+    """The model's first convolution refused such a batch, and the check of the longest samples ended the trial."""
+    for batch in (
+        (torch.zeros(4, 3, 8, 8), torch.zeros(4, 5)),
+        {"pixel_values": torch.zeros(4, 3, 8, 8), "boxes": torch.zeros(4, 9)},
+    ):
+        assert [t.shape for t in tensors_in(worst.stretched(batch, 4, 16))] == [t.shape for t in tensors_in(batch)]
+    named = {"features": torch.zeros(4, 3, 8), "input_ids": torch.zeros(4, 3), "weights": torch.zeros(4, 5)}
+    assert worst.stretched(named, 4, 16)["features"].shape == (4, 16, 8)
 
 
 def test_every_row_of_a_streams_worst_batch_is_its_longest_one():

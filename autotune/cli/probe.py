@@ -6,7 +6,7 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,7 +50,7 @@ def probe(
     kept = found is not None
     if found is None:
         found = measure(target, world_size)
-        profile_cache.save(found, key)
+        profile_cache.save(replace(found, data=None), key)  # the machine's own: the data are those of a target
         profile_cache.save(found.machine, key)  # forecasts and searches on this machine start from it
     if as_json:
         print(json.dumps({**asdict(found), "ranks": world_size, "kept": kept}, indent=1))

@@ -87,7 +87,9 @@ def probed(monkeypatch, tmp_path):
     )  # fmt: skip
     times = []
     monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
-    monkeypatch.setattr(probe, "measure", lambda *_: times.append(1) or found)
+    monkeypatch.setattr(
+        probe, "measure", lambda target, _: times.append(1) or replace(found, data=found.loader[0] if target else None)
+    )
     return times
 
 
@@ -102,6 +104,16 @@ def test_a_machine_is_probed_once_and_forecasts_start_from_it(probed, capsys):
     assert kept is not None and kept.measured
     probe.probe(None, 2, again=True)
     assert len(probed) == 2
+
+
+def test_the_data_of_a_model_are_not_kept_for_a_probe_without_it(probed, tmp_path, capsys):
+    """A later probe of the machine said `your data` of those of another model."""
+    (tmp_path / "model.py").write_text("def model(): ...\ndef data(): ...\n")
+    said = []
+    for target in (tmp_path / "model.py", None):
+        probe.probe(target, 2)
+        said.append("your data" in capsys.readouterr().out)
+    assert said == [True, False] and len(probed) == 1
 
 
 def test_other_numbers_of_ranks_are_other_machines(probed):

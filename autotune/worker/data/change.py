@@ -88,18 +88,24 @@ def apply_to(arguments: dict[str, Any], changes: Mapping[str, Scalar]) -> None:
     if not arguments.get("num_workers"):  # torch refuses them without workers
         arguments.pop("prefetch_factor", None)
         arguments.pop("persistent_workers", None)
-    if any(name in changes for name in BATCH_CHANGES):
-        own = arguments.get("collate_fn") or torch.utils.data.default_collate
-        arguments["collate_fn"] = Collate(own, changes)
+    own = arguments.get("collate_fn")
+    asked = {name: changes[name] for name in BATCH_CHANGES if name in changes}
+    if arguments.get("batch_size", 1) is None and arguments.get("batch_sampler") is None:  # its data set yields batches
+        asked = {name: value for name, value in asked.items() if takes(own, name)}
+    if asked:
+        arguments["collate_fn"] = Collate(own or torch.utils.data.default_collate, asked)
 
 
-def why_not(dataset: Any, own: Collator, model: Any, *, mapped: bool, loader: bool) -> dict[str, str]:
+def why_not(
+    dataset: Any, own: Collator, model: Any, *, mapped: bool, loader: bool, collates: bool = True
+) -> dict[str, str]:
     """Returns the settings of the data that a target cannot follow, each with the reason.
 
     Args:
         dataset: The data set; None where there is none.
         mapped: The data set is read by position.
         loader: Batches come from a DataLoader, so that its arguments apply.
+        collates: Batches are made of samples; else the data set yields them whole.
     """
     if dataset is None:
         none = "no data set was seen: batches are made by other means"
@@ -122,6 +128,9 @@ def why_not(dataset: Any, own: Collator, model: Any, *, mapped: bool, loader: bo
         )
     if not takes(own, "pad_to_multiple_of"):
         found["pad_to_multiple_of"] = "the collate function takes no argument `pad_to_multiple_of`"
+    if not collates:
+        whole = "the DataLoader has `batch_size=None`, so that its data set yields whole batches"
+        return found | {name: whole for name in BATCH_CHANGES if not takes(own, name)}
     if not takes(own, "max_length") and is_text(_first(dataset, mapped=mapped)):
         found["max_length"] = "samples are text; cut their tokens in a collate function that takes `max_length`"
     if not takes(own, "packing") and (why := _why_not_packed(dataset, own, model, mapped=mapped)):

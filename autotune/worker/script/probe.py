@@ -169,7 +169,8 @@ def _data(context: ScriptContext, meter: Meter) -> DataShape | None:
     mapped = samples.is_map_style(dataset) and iterator._auto_collation
     # Other ranks would read it beside the first, whose word counts.
     read = samples.describe(dataset, {}, collate) if mapped and context.report.rank == 0 else None
-    of_loader = change.why_not(dataset, collate, meter.engine.module, mapped=mapped, loader=True)
+    collates = bool(iterator._auto_collation)
+    of_loader = change.why_not(dataset, collate, meter.engine.module, mapped=mapped, loader=True, collates=collates)
     cannot = context.data_limits(of_loader, read)
     if read is None:
         known = () if meter.batches.flattened else meter.batches.texts.lengths

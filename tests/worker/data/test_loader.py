@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from autotune.worker.containers import tensors_in
 from autotune.worker.data import witness, worst
-from autotune.worker.data.change import Collate, packed, why_not
+from autotune.worker.data.change import BATCH_CHANGES, Collate, apply_to, packed, why_not
 from autotune.worker.data.loader import Loader
 from autotune.worker.data.samples import describe
 from autotune.worker.model.model_file import WorkloadError
@@ -206,6 +207,22 @@ def test_what_a_target_cannot_follow_has_a_reason():
     assert set(found) == {"persistent_workers", "pad_to_multiple_of"}
     assert "position_ids" in why_not(DATA, collate, nn.Linear(1, 1), mapped=True, loader=False)["packing"]
     assert "stream" in why_not(iter(DATA), collate, Takes(), mapped=False, loader=False)["num_workers"]
+
+
+def test_batches_that_a_data_set_yields_whole_are_not_taken_for_samples():
+    """A DataLoader with `batch_size=None` handed them to the collate function, and trials of `data` crashed."""
+
+    def takes_length(batch, max_length=9):
+        return batch["input_ids"][:, :max_length]
+
+    whole = [{"input_ids": torch.zeros(2, 7)}]
+    found = why_not(whole, takes_length, None, mapped=False, loader=True, collates=False)
+    assert set(BATCH_CHANGES) & set(found) == {"packing", "pad_to_multiple_of"} and "whole batches" in found["packing"]
+    for own, shape in ((takes_length, (2, 3)), (None, (2, 7))):
+        arguments = {"dataset": whole, "batch_size": None, "collate_fn": own}
+        apply_to(arguments, {"max_length": 3, "packing": True, "pad_to_multiple_of": 8})
+        (batch,) = torch.utils.data.DataLoader(**arguments)
+        assert next(tensors_in(batch)).shape == shape
 
 
 def test_the_worst_batch_is_of_the_longest_samples_and_changed_like_others():

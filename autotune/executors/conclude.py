@@ -105,6 +105,7 @@ def _in_the_tail(phase: str, request: TrialRequest) -> str:
     if phase != "tail" or not request.lengths:
         return TAIL_PHASES[phase]
     length = max(longest(request.lengths), request.tail.length if request.tail else 0)
+    length = min(length, int(request.candidate.get("data.max_length") or length))  # that it cuts all samples to
     n = request.candidate.get("micro_batch_size")
     return f"{TAIL_PHASES[phase]} ({n} sample{'' if n == 1 else 's'} of up to {length:,})"
 

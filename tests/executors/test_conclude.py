@@ -192,6 +192,16 @@ def test_what_was_measured_and_observed_before_a_failure_is_kept_and_nothing_els
     assert result.outcome is COMPLETE and result.steps is None and result.cpu_s_per_step is None
 
 
+@pytest.mark.parametrize(
+    ("settings", "length"), [({}, "2,048"), ({"data.max_length": 512}, "512"), ({"data.max_length": 4096}, "2,048")]
+)
+def test_samples_that_the_candidate_cuts_are_named_by_that_length(settings: dict[str, int], length: str) -> None:
+    request = replace(REQUEST, candidate=CANDIDATE.values() | settings, lengths=((64, 0.5), (2048, 0.5)))
+    reports = {rank: failed(rank, "too much", phase="tail", outcome=OOM) for rank in (0, 1)}
+    result = conclude.merge(request, reports, Exit(codes=BOTH), {0: "tail", 1: "tail"})
+    assert result.reason == f"the longest batch (4 samples of up to {length}) does not fit: too much"
+
+
 # Several machines.
 
 PEER_LOST = "Connection closed by peer"

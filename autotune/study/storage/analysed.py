@@ -185,7 +185,7 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConf
 def _repeated(
     paths: Mapping[int, Path], beside: Mapping[int, Path], candidate: Candidate, reference: Reference | None
 ) -> tuple[dict[int, dict[str, float]], dict[int, float]]:
-    """The metrics of each complete re-measurement, by round; and the peak memory of those that tried a worst batch.
+    """The metrics of each complete re-measurement, by round; and the peak memory of those that tried a worst batch, or more.
 
     Args:
         beside: The baseline's in the same rounds: on other machines than these a time says nothing.
@@ -198,7 +198,8 @@ def _repeated(
         if base is not None and base.place and result.place and base.place != result.place:
             continue
         found[n] = remeasured(result, reference)
-        if result.tail and PEAK in found[n]:
+        checked = result.tail or {"evaluate", "save"} & result.memory_by_phase_bytes.keys()
+        if checked and PEAK in found[n]:
             peaks[n] = found[n][PEAK]
     return found, peaks
 

@@ -344,8 +344,13 @@ def test_a_lost_trial_is_not_told_and_a_failed_one_is(url):
     assert [left.number for left in records.running(study)] == [3]
 
 
-def repeat(folder: Path, number: int, n: int, candidate: Candidate, outcome: Outcome = Outcome.COMPLETE) -> None:
-    result = TrialResult(outcome=outcome, candidate=candidate.values(), peak_memory_bytes=n * 100)
+def repeat(
+    folder: Path, number: int, n: int, candidate: Candidate, outcome: Outcome = Outcome.COMPLETE, phase: str = "step"
+) -> None:
+    by_phase = {phase: n * 100}
+    result = TrialResult(
+        outcome=outcome, candidate=candidate.values(), peak_memory_bytes=n * 100, memory_by_phase_bytes=by_phase
+    )
     write_record(records.repeat_path(folder, number, n) / "result.json", result)
 
 
@@ -358,6 +363,17 @@ def test_re_measurements_are_read_with_their_trial_whatever_their_numbers(tmp_pa
     assert {n: found["peak_memory_bytes"] for n, found in seen.repeats.items()} == {3: 300, 11: 1100}
     assert list(seen.repeats) == [3, 11]
     assert seen.metrics == {"step_time_s": 0.1}
+
+
+@pytest.mark.parametrize("phase", ["save", "evaluate"])
+def test_the_peak_of_a_trial_that_saved_when_it_was_measured_again_alone_is_that_with_saving(tmp_path, url, phase):
+    """That of a pipeline was a mean of the two: no worst batch was fed to it by which they could be told apart."""
+    study, candidate = begin(url), Candidate(micro_batch_size=1)
+    tell(study, candidate, peak_memory_bytes=100)
+    for n in (2, 3):
+        repeat(tmp_path, 0, n, candidate, phase=phase)
+    (seen,) = analysed.measured(study, tmp_path, RECORD)
+    assert seen.metrics == {"peak_memory_bytes": 300}
 
 
 def test_a_trial_has_what_the_model_of_all_trials_foretells_of_it(tmp_path, url):

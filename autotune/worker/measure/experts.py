@@ -77,12 +77,15 @@ def facts(model: nn.Module) -> Experts | None:
     """Returns what a model has of mixtures of experts before DeepSpeed takes it; None where it has none."""
     own: list[Any] = [module for module in model.modules() if _is_own(module)]
     if own:
-        within = {id(p): p for module in own for p in module.deepspeed_moe.experts.parameters()}
+        # Layers may be shared out over several numbers of ranks; one that comes twice counts once.
+        within = {
+            id(p): n_elements(p) * module.ep_size for module in own for p in module.deepspeed_moe.experts.parameters()
+        }
         return Experts(
             counts=tuple(sorted({module.num_experts for module in own})),
             layers=len(own),
-            parameters=sum(map(n_elements, within.values())) * own[0].ep_size,
-            per_token=float(own[0].deepspeed_moe.gate.k),
+            parameters=sum(within.values()),
+            per_token=sum(module.deepspeed_moe.gate.k for module in own) / len(own),
             degree=max(1, layers.own),
             own=True,
         )

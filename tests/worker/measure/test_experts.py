@@ -33,6 +33,14 @@ def test_layers_of_deepspeed_are_built_for_the_candidates_degree(target):
     assert (experts.degree(whole), experts.degree(half)) == (1, 2)
 
 
+def test_the_experts_of_layers_with_degrees_and_choices_of_their_own_are_all_counted(target):
+    """All were multiplied by the first layer's degree, and tokens passed as many experts as there."""
+    parts = shared_out(target, 2), model_file.build_model(target)
+    parts[1].blocks[0].moe.deepspeed_moe.gate.k = 2
+    mixed, whole = experts.facts(torch.nn.ModuleList(parts)), experts.facts(parts[0])
+    assert (mixed.parameters, mixed.per_token) == (2 * whole.parameters, 1.25)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_takes_its_own_experts_of_a_whole_models_weights(target, monkeypatch, rank):
     whole, half = model_file.build_model(target), shared_out(target, 2)

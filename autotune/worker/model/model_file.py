@@ -5,7 +5,7 @@ import inspect
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -247,7 +247,11 @@ def find_blocks(model: nn.Module, named: Sequence[Any] | None) -> list[nn.Module
         named: The target's `blocks`: class names or classes, or one of them; None if the target names none.
     """
     if named:
-        several = [named] if isinstance(named, str | type) else named
+        several: Collection[Any] = named if isinstance(named, list | tuple | set | frozenset) else [named]
+        for block in several:
+            if not isinstance(block, str | type):
+                said = f"blocks takes classes or their names, as `blocks = [Block]`, and got an object of {type(block).__name__}"
+                raise WorkloadError(said)
         names = {block if isinstance(block, str) else block.__name__ for block in several}
         found = [module for module in model.modules() if type(module).__name__ in names]
         if not found:

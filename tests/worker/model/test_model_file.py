@@ -299,3 +299,6 @@ class TestBlocks:
             assert find_blocks(net, named) == [net[0], net[2]]
         with pytest.raises(WorkloadError, match=r"blocks = \['Layer'\]: the model has no module of such a class"):
             find_blocks(net, ["Layer"])
+        for named in ([net[0]], net[0], (nn.ReLU, net[0])):  # ended in "object has no attribute '__name__'"
+            with pytest.raises(WorkloadError, match=r"blocks takes classes or their names.* got an object of Linear"):
+                find_blocks(net, named)

@@ -335,6 +335,25 @@ def test_processes_that_transformers_would_train_apart_are_said_to_be(monkeypatc
 
 
 @pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ({"evaluation_strategy": "epoch"}, {"evaluation_strategy": "steps", "eval_steps": huggingface.NEVER}),
+        ({"evaluation_strategy": None, "eval_strategy": "no"}, {"evaluation_strategy": None, "eval_strategy": "no"}),
+        ({"eval_strategy": "steps", "eval_steps": 5}, {"eval_strategy": "steps", "eval_steps": huggingface.NEVER}),
+    ],
+)
+def test_trials_evaluate_never_by_whichever_name_of_the_argument(tmp_path, given, left):
+    """Below transformers 4.41 it was `evaluation_strategy`, and each script of its Trainer ended in an AttributeError."""
+    context = types.SimpleNamespace(
+        memory=types.SimpleNamespace(on_cpu=False), scratch=tmp_path, candidate=None, value=lambda _: None,
+        request=TrialRequest(target="t"), changed=lambda _: None,
+    )  # fmt: skip
+    arguments = types.SimpleNamespace(use_cpu=True, deepspeed="ds.json", max_steps=-1, save_strategy="no", **given)
+    huggingface._Adapter(context)._prepare(arguments)
+    assert left.items() <= vars(arguments).items() and arguments.save_strategy == "no"
+
+
+@pytest.mark.parametrize(
     ("backend", "on_cpu", "world_size", "said"),
     [
         ("", True, 2, True),

@@ -128,10 +128,10 @@ class _Adapter:
         arguments.report_to = []
         arguments.push_to_hub = False
         arguments.resume_from_checkpoint = None
-        for kind in ("eval", "save"):
-            if str(getattr(arguments, f"{kind}_strategy")).rpartition(".")[2].lower() != "no":
-                setattr(arguments, f"{kind}_strategy", "steps")
-                setattr(arguments, f"{kind}_steps", NEVER)
+        for name in ("eval_strategy", "evaluation_strategy", "save_strategy"):  # the second one is that of old releases
+            if str(getattr(arguments, name, None) or "no").rpartition(".")[2].lower() != "no":
+                setattr(arguments, name, "steps")
+                setattr(arguments, f"{name[:4]}_steps", NEVER)
         if hasattr(arguments, "eval_on_start"):
             arguments.eval_on_start = False
         if self._context.memory.on_cpu:

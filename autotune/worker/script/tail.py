@@ -1,5 +1,6 @@
 """The tail check of a script: its loader yields the worst batch, and the script's own loop trains on it."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,8 +77,7 @@ class ScriptTail:
 
     def finish(self) -> None:
         """Ends the check; all ranks take part."""
-        request, engine = self._context.request, self._tail.engine
-        args, kwargs = self._inputs
+        request = self._context.request
         if self._least_seen():
             self._tail.trained(self._batch, self._samples())
         elif len(request.lengths) > 1 or (request.tail is not None and request.tail.length):
@@ -86,4 +86,20 @@ class ScriptTail:
             )
         else:  # the script makes its batches by hand, all alike
             self._tail.trained(self._inputs, self._samples())
-        self._tail.finish(lambda: engine(*args, **kwargs) if args or kwargs else None)
+        self._tail.finish(self._evaluate)
+
+    def _evaluate(self) -> None:
+        """Runs a forward; that of a pipeline on a batch of its loader, which the first and the last stage take in."""
+        engine, (args, kwargs) = self._tail.engine, self._inputs
+        if not hasattr(engine, "train_batch"):
+            if args or kwargs:
+                engine(*args, **kwargs)
+            return
+        takes_in = engine.data_iterator is not None
+        batch = next(engine.data_iterator, None) if takes_in else None
+        has_batch = torch.tensor(int(not takes_in or batch is not None), device=engine.device)
+        dist.all_reduce(has_batch, op=dist.ReduceOp.MIN)
+        if has_batch:
+            type(engine).eval_batch(engine, itertools.repeat(batch) if takes_in else None)
+        else:
+            self._context.once("the script's data ended before an evaluation step, so whether it fits was not tried")

@@ -66,7 +66,7 @@ def test_recomputing_is_a_matter_of_the_json_and_changes_no_loss(bench):
 def test_a_replicate_of_a_pipeline_differs_by_rounding(bench):
     """It was the original run itself, whose chance differences the gate then took for none."""
     found = bench.plan("pipeline.py", "--stages", "2", ranks=2)
-    own, other = (bench.measure(found, replicate=n, tail=TailCheck(save=True)) for n in (0, 1))
+    own, other = (bench.measure(found, replicate=n, tail=TailCheck(evaluate=True, save=True)) for n in (0, 1))
     assert own.losses != other.losses == pytest.approx(own.losses, rel=5e-3)
     assert own.tail["samples"] == 8 and "save" in own.memory_by_phase_bytes  # it read "0 x 16"
 

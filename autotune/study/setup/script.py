@@ -106,6 +106,8 @@ def inspect_workload(
     )  # fmt: skip
     builds = _Builds(TrialDir(path), doing)
     result = base.run(executor, path, request, builds.look)
+    if result.outcome is Outcome.TIMEOUT and (op := builds.under_way()) and executor.build_op(op, builds.look) is None:
+        result = base.run(executor, path, request, builds.look)  # the compiler had used up the script's time
     if result.outcome is not Outcome.COMPLETE:
         how = "run as it is" if is_script else "loaded"
         log = TrialDir(path).log(result.failed_rank or 0)

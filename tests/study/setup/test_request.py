@@ -1,5 +1,6 @@
 """What a run is asked to do: the study is locked and its engine begins, before anything waits for it."""
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,6 +67,25 @@ def test_a_target_that_cannot_be_run_comes_with_what_to_do(tmp_path, monkeypatch
     monkeypatch.setattr(base, "run", lambda *_: TrialResult(outcome=Outcome.CRASHED, reason=reason))
     with pytest.raises(UserError, match=r"cannot be loaded: RuntimeError.*sizes\)\. DeepSpeed.*shape \[1\]"):
         inspect_workload(spec_of(), SimpleNamespace(cold_reason=""), tmp_path, 1)
+
+
+@pytest.mark.parametrize(("failure", "n_runs"), [(None, 2), ("no compiler", 1)])
+def test_the_time_in_which_an_op_is_compiled_is_not_the_scripts(tmp_path, monkeypatch, failure, n_runs):
+    """A script with DeepSpeed's own Adam ended at its deadline on a loaded machine, with advice for the next try."""
+    runs, ops = [], []
+
+    def run(_executor, path, *_):
+        compiling = [{"time": 0.0, "compiling": "fused_adam"}] if not runs else []
+        (path / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in compiling))
+        runs.append(path)
+        return TrialResult(outcome=Outcome.TIMEOUT, reason="no end within 300 s")
+
+    monkeypatch.setattr(base, "run", run)
+    executor = SimpleNamespace(cold_reason="", build_op=lambda op, _: ops.append(op) or failure)
+    with pytest.raises(UserError) as refused:
+        inspect_workload(spec_of(), executor, tmp_path, 1)
+    assert (len(runs), ops) == (n_runs, ["fused_adam"])
+    assert ("still being compiled" in str(refused.value)) is (failure is not None)
 
 
 def test_a_studys_folder_that_was_renamed_is_not_begun_anew_under_the_old_name(said, tmp_path):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from autotune.space.candidate import Candidate
     from autotune.study.events import EventSink
     from autotune.study.setup.plan import Plan
+    from autotune.trial.result import TrialResult
 
     Configurations: TypeAlias = Mapping[int, Candidate]
     Asked: TypeAlias = tuple[int, Candidate]
@@ -38,6 +39,10 @@ REMEDIES = {
     "not_applied": "The target does not follow its configuration on this number of ranks; `autotune check` says why",
     "diverged": "Its loss is no number there; try a lower learning rate or fp32",
 }
+NO_NOISE = (
+    "the time to the same loss with another global batch takes the gradient noise scale, which is not known: a study"
+    " named {} (or --study NAME) with the objective convergence and --global-batch free measures it"
+)
 
 
 def rank_counts(text: str) -> list[int]:
@@ -102,8 +107,7 @@ def measure(
         The rank count and configuration of a run, and what it measured; a sentence where it failed.
     """
     from autotune.executors import base
-    from autotune.report import diagnosis
-    from autotune.scoring.scaling import Run
+    from autotune.scoring.metrics import METRICS
     from autotune.trial.folder import TrialDir
     from autotune.trial.result import Outcome
 
@@ -122,20 +126,31 @@ def measure(
             request = replace(plan.request(candidate).on_ranks(n, spec.nodes_for(n)), budget_s=spec.trial_budget_s)
             with executor.turn(events.waiting):
                 result = base.run(executor, path, request, events.tick)
-            if result.outcome is not Outcome.COMPLETE or result.steps is None or not result.samples_per_step:
+            rate = METRICS["samples_per_s"].of(result, None)
+            if result.outcome is not Outcome.COMPLETE or rate is None or not result.samples_per_step:
                 log, remedy = shown(TrialDir(path).log(result.failed_rank or 0)), REMEDIES.get(result.outcome, "")
                 what = f"{ranks} did not run ({result.outcome}: {result.reason}); see {log}"
                 failed.add((n, candidate))
                 yield (n, candidate), f"{what}. {remedy}" if remedy else what
                 continue
-            parts = diagnosis.step_parts(result, path, plan.workload.n_blocks)
-            yield (n, candidate), Run(
-                world_size=n, round=number, samples_per_s=result.samples_per_step / result.steps.median_s,
-                step_s=result.steps.median_s, samples_per_step=result.samples_per_step,
-                communication=parts["communication"].share if "communication" in parts else None,
-                parts_s={name: part.seconds for name, part in parts.items() if part.seconds is not None},
-                busy_s=diagnosis.busy_s(path, n),
-            )  # fmt: skip
+            yield (n, candidate), _run(result, rate.value, path, number, plan.workload.n_blocks)
+
+
+def _run(result: TrialResult, samples_per_s: float, path: Path, number: int, n_blocks: int) -> Run:
+    """What a run in a folder measured, in round `number`."""
+    from autotune.report import diagnosis
+    from autotune.scoring.scaling import Run
+
+    assert result.steps is not None and result.samples_per_step
+    parts, step_s = diagnosis.step_parts(result, path, n_blocks), result.samples_per_step / samples_per_s
+    seconds = {name: part.seconds for name, part in parts.items() if part.seconds is not None}
+    if seconds:
+        seconds["long steps"] = max(0.0, step_s - result.steps.median_s)
+    return Run(
+        world_size=result.world_size, round=number, samples_per_s=samples_per_s, step_s=step_s,
+        samples_per_step=result.samples_per_step, parts_s=seconds, busy_s=diagnosis.busy_s(path, result.world_size),
+        communication=parts["communication"].share if "communication" in parts else None,
+    )  # fmt: skip
 
 
 def noise_samples(name: str, storage: str | None, studies: Path) -> float | None:
@@ -206,10 +221,7 @@ def scale(
         scales = _scales(ways, runs, found.workload.n_samples, noise)
         notes = [*filter(None, [note]), *notes, *failures, *_advice(scales)]
         if any(each[-1].same_loss is None for each in scales.values()):
-            notes.append(
-                "the time to the same loss with another global batch takes the gradient noise scale, which is not known: a study"
-                f" named {wanted.name} (or --study NAME) with the objective convergence and --global-batch free measures it"
-            )
+            notes.append(NO_NOISE.format(wanted.name))
         _tell(scales, wanted.name, notes, folder.parent / "scaling.html", as_json=as_json)
     if scales and png is not None:
         page.draw(scales, png)

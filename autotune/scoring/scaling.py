@@ -26,10 +26,11 @@ class Run:
 
     Attributes:
         round: Which time round; a round measures every rank count once, in turn.
-        step_s: Median step time.
+        step_s: Mean step time, as the throughput has it.
         samples_per_step: Samples of an optimizer step over all ranks.
         communication: Share of the step that collectives took; None if not known.
-        parts_s: The step by its parts, as `bottleneck.diagnose` names them; empty if it was not taken apart.
+        parts_s: The step by its parts, as `bottleneck.diagnose` names them, and `long steps`, by which the mean exceeds the
+            median; empty if it was not taken apart.
         busy_s: Time in which each rank computed or waited for data, not for other ranks; empty if not known.
     """
 
@@ -78,6 +79,10 @@ LOSSES = {
         parts=("compute", "recomputation"),
         remedy="forward and backward of the same samples take longer beside other ranks, which share memory, caches or"
         " power: use fewer ranks for each machine, pin them to cores, or compute in 16 bits",
+    ),
+    "long steps": Loss(
+        parts=("long steps",),
+        remedy="look at what some steps do that others do not, such as an evaluation or a checkpoint, and do that more rarely",
     ),
     "launch": Loss(parts=(), remedy="use larger micro-batches, so that fewer operations are started for each sample"),
 }  # fmt: skip

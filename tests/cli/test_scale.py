@@ -6,12 +6,14 @@ import os
 import re
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from html import unescape
 
 import plotly.graph_objects as go
 import pytest
 from rich.console import Console
 from support.commands import called, one_sentence
+from support.instant import Instant, Watcher, plan_of, report, spec_of
 
 from autotune.cli.app import imported
 from autotune.cli.scale import _advice, configurations, equal_threads, measure, rank_counts, until_stopped
@@ -253,6 +255,22 @@ def test_the_picture_holds_every_panel_on_axes_of_its_own():
 @pytest.mark.parametrize(("flags", "weak"), [((), None), (("--strong",), False), (("--weak",), True)])
 def test_both_ways_of_scaling_are_meant_unless_one_is_asked_for(flags, weak):
     assert imported("scale").make_context("scale", ["model.py", *flags]).params["weak"] is weak
+
+
+def test_rare_long_steps_count_in_the_throughput_and_are_a_loss_by_name(tmp_path):
+    """A checkpoint each tenth step vanished: the median step was divided into its samples."""
+
+    def long(candidate):
+        found = report(candidate)
+        times = [0.02 * (1 if n % 10 else 11) for n in range(1, 61)]
+        phases = {"forward": 0.005, "backward": 0.01, "step": 0.004, "data": 0.001}
+        return replace(found, step_times_s=times, losses=[1.0] * 60, taken_in={"samples": [8]}, phase_times_s=phases)
+
+    found = plan_of(spec_of(), baseline=BASE)
+    asked = [{1: BASE}]
+    ((_, measured),) = measure(found, Instant(long), tmp_path, asked, 1, Watcher())
+    assert measured.samples_per_step == 8 and measured.samples_per_s == pytest.approx(8 / 0.04, rel=0.1)
+    assert measured.parts_s["long steps"] == pytest.approx(0.02, rel=0.1)
 
 
 @pytest.mark.process

@@ -27,6 +27,7 @@ WORST_ERROR = 0.005
 WIDEST_NORM_RATIO = 2.0
 # Within this factor of the ratio of micro-steps it is that of sums in place of means.
 ALIKE_RATIO = 1.3
+NO_REFERENCE = "its numerics could not be checked: a loss of the baseline's numerics is not finite"
 # First losses of equal runs of a script differ by less than this share of the losses: only the weights are rounded otherwise.
 ONE_START = 0.05
 # Keys of a DeepSpeed configuration that change which numbers are computed, not only where and when.
@@ -190,17 +191,15 @@ def judge(
     """
     curves = [np.array(curve, dtype=float) for curve in (losses, reference, *replicates)]  # None becomes NaN
     n = min((len(curve) for curve in curves), default=0)
-    kept = {
-        "n_steps": n,
-        "losses": curves[1][:n].tolist(),
-        "replicates": [c[:n].tolist() for c in curves[2:]],
-        "batch": batch,
-    }
+    base_losses, *other_losses = (curve[:n].tolist() for curve in curves[1:])
+    kept = {"n_steps": n, "losses": base_losses, "replicates": other_losses, "batch": batch}
     if n < LEAST_STEPS:
         # A check has the time for more, unless its deadline is near.
         few = f"{n} steps are too few to compare loss curves; --fresh with a longer --trial-deadline gives more"
         return GateVerdict(passed=None, reason=few, **kept)
     own, base, *others = (curve[:n] for curve in curves)
+    if not np.isfinite([base, *others]).all():  # nothing lies outside of what is no number
+        return GateVerdict(passed=None, reason=NO_REFERENCE, n_steps=n, batch=batch)
     if not np.isfinite(own).all():
         return GateVerdict(passed=False, reason="its loss is not finite where the reference's is", **kept)
     found = GateVerdict(passed=True, **kept)

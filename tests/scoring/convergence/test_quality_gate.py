@@ -300,3 +300,13 @@ def test_a_script_that_draws_weights_or_samples_anew_in_each_run_is_told_so() ->
     assert "losses of 8.38, 5.86, 5.94" in starts_anew([[8.378, 5.2, 2.9], [5.855, 4.7, 3.6], [5.943, 5.6, 3.5]])
     assert not starts_anew([[4.066, 95.1, 38.2], [4.069, 95.0, 38.1], [4.058, 95.2, 38.2]])
     assert not starts_anew([[], [None, 1.0]])
+
+
+@pytest.mark.parametrize("at", [0, 20])
+def test_a_reference_that_is_no_number_passes_nothing(at):
+    """Each comparison with NaN is false, so that any candidate passed."""
+    reference = [3.0 - 0.05 * n for n in range(40)]
+    broken = [*reference[:at], None, *reference[at + 1 :]]
+    for base, other in ((broken, reference), (reference, broken)):
+        found = judge([9.0] * 40, base, [other])
+        assert found.passed is None and "not finite" in found.reason and not found.losses

@@ -15,6 +15,7 @@ from autotune.scoring.data_advice import BY_TOKENS, data_notes
 from autotune.scoring.effects import Effects
 from autotune.scoring.step_parts import Advice, Diagnosis, Evidence, Part, StepObservation
 from autotune.space.candidate import differing
+from autotune.space.degree import PIPELINE_DEGREE, TENSOR_DEGREE
 from autotune.system.cards import find_card
 from autotune.system.units import format_quantity
 
@@ -381,7 +382,9 @@ def _rates(evidence: Evidence, ranks: Mapping[int, Mapping[str, float]]) -> list
     update = max(phases["step"] for phases in ranks.values())
     stage = int(evidence.seen.candidate.get("zero_stage") or 0)
     if update > 0 and evidence.optimizer_bytes:
-        moved = evidence.optimizer_bytes / (evidence.world_size if stage >= 1 else 1)
+        # Ranks of a tensor or pipeline group update their own part of the weights; ZeRO shards it among the others.
+        degrees = (int(evidence.seen.candidate.get(path) or 1) for path in (TENSOR_DEGREE, PIPELINE_DEGREE))
+        moved = evidence.optimizer_bytes / (evidence.world_size if stage >= 1 else math.prod(degrees))
         of = f", {moved / update / card.memory_bytes_per_s:.0%} of the device's bandwidth" if card else ""
         if evidence.seen.candidate.get("offload_optimizer", "none") != "none":
             of = ", on the host"

@@ -278,3 +278,20 @@ def test_an_offloaded_optimizer_is_not_held_against_the_devices_bandwidth():
     for offload, said in (("none", "of the device's bandwidth"), ("cpu", "on the host")):
         notes = diagnose(evidence(knobs={"zero_stage": 2, "offload_optimizer": offload}, **given), []).notes
         assert next(note for note in notes if "optimizer step moves" in note).endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "parts"),
+    [
+        ({}, 1),
+        ({"tensor_parallel.autotp_size": 2}, 2),
+        ({"pipeline.stages": 2}, 2),
+        ({"sequence_parallel_size": 2}, 1),
+        ({"tensor_parallel.autotp_size": 2, "zero_stage": 1}, 2),
+    ],
+)
+def test_an_optimizer_moves_what_its_rank_holds(knobs, parts):
+    """At stage 0 a rank of a tensor or pipeline group passed for updating the whole model: at twice the rate."""
+    notes = diagnose(evidence(knobs=knobs, optimizer_bytes=2e9), []).notes
+    rate = next(note for note in notes if "optimizer step moves" in note).split("about ")[1].split(" GB/s")[0]
+    assert float(rate.replace(",", "")) == pytest.approx(2 / parts / BALANCED["step"], rel=0.05)

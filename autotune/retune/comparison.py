@@ -290,7 +290,7 @@ def compare(
     rates: list[float] = []
     failed = 0
     wanted = math.log1p(min_gain)
-    for n in range(1, MOST + 3):
+    for n in range(1, MOST + FAILURES_THAT_TELL):  # a round that failed does not count
         taken = rounds(n)
         challenger, incumbent = taken["challenger"], taken["incumbent"]
         if not challenger.completed:
@@ -307,7 +307,7 @@ def compare(
             continue
         gain = _Mean.of(gains)
         hopeless = gain.value + gain.reach < wanted
-        if hopeless or (gain.sure and abs(gain.value - wanted) > 2 * gain.se):
+        if len(gains) == MOST or hopeless or (gain.sure and abs(gain.value - wanted) > 2 * gain.se):
             break
     gain, rate = _Mean.of(gains), _Mean.of(rates)
     return Comparison(

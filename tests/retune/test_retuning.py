@@ -221,6 +221,23 @@ def test_one_failure_of_what_is_in_use_does_not_have_the_challenger_win():
     assert always.decides(0.03)
 
 
+@pytest.mark.parametrize("failing", [0, 4])
+def test_a_comparison_that_stays_open_takes_the_most_rounds_and_no_more(failing):
+    """It took two more; a round in which what is in use failed is made up for."""
+
+    def rounds(n):
+        gone = Reading(outcome=Outcome.CRASHED, reason="no space left")
+        times = {"challenger": 1.0, "incumbent": 1.03 + 0.3 * (n % 2 - 0.5)}
+        found = {
+            side: Reading(outcome=Outcome.COMPLETE, metrics={"step_time_s": s, "samples_per_s": 8 / s})
+            for side, s in times.items()
+        }
+        return found | {"incumbent": gone} if n == failing else found
+
+    found = comparison.compare([Objective(name="latency", metric="step_time_s")], (None, None), 0.03, rounds)
+    assert found.n_rounds == comparison.MOST and not found.sure
+
+
 def test_a_larger_batch_keeps_its_worth_where_the_noise_scale_cannot_be_told_again(tmp_path_factory):
     """Goodput dropped out of the duel then, and latency decided for the smaller batch that is worth less."""
     batches = {

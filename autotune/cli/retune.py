@@ -164,6 +164,10 @@ def _retuned(opened: OpenStudy, asked: RetuneRequest, overrides: Mapping[str, An
 
 
 def _decided(run: Retuning, wanted: StudySpec, view: EventSink) -> Decision:
+    from optuna.exceptions import StorageInternalError
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from autotune.retune.retuning import excuse_in_file
     from autotune.study.setup.engine import executor_for
     from autotune.study.setup.plan import plan, profiled
     from autotune.study.storage import records
@@ -174,7 +178,10 @@ def _decided(run: Retuning, wanted: StudySpec, view: EventSink) -> Decision:
         with executor_for(wanted, run.path) as executor:
             found = profiled(plan(wanted, executor, run.path), executor, run.path, view.waiting)
             return run.run(found, executor)
-    except (records.StoreError, GoneError):  # neither is a decision, nor can the database note it
+    except GoneError:
+        raise
+    except (records.StoreError, SQLAlchemyError, StorageInternalError):  # no decision, nor can the database note it
+        excuse_in_file(run.path)
         raise
     except (Unavailable, KeyboardInterrupt):  # only what was killed counts as an attempt
         run.excuse()

@@ -46,6 +46,7 @@ SHARE, FEWEST = 0.2, 6
 FRONT_EVERY = 8
 MIN_GAIN = 0.03
 MOST_ATTEMPTS = 3  # starts of one re-tuning, each of which was killed, before it counts as failed
+EXCUSED = "excused"  # file in a re-tuning's folder: its last attempt ended since the database went away
 FILES = ("ds_config.json", "recommended.json", "front.json", "environment.json", "README.md")
 
 STDERR = 2  # file descriptor
@@ -144,7 +145,8 @@ class Retuning:
         left = self.history.interrupted(self.name)
         if left is not None:
             self.number, self.generation, self.evidence = left["id"], left["generation"], dict(left["evidence"])
-            attempts = int(self.evidence.get("attempts", 1)) + 1
+            attempts = int(self.evidence.get("attempts", 1)) + (not (self.path / EXCUSED).exists())
+            (self.path / EXCUSED).unlink(missing_ok=True)
             if attempts > MOST_ATTEMPTS:
                 reason = f"it was killed {MOST_ATTEMPTS} times before it was done; see {self.path}"
                 self.fail(reason)
@@ -357,6 +359,12 @@ class Retuning:
             records.delete_study(self.storage, self.name)
             records.delete_study(self.storage, generation_name(self.name, self.generation))
             shutil.rmtree(self.path, ignore_errors=True)
+
+
+def excuse_in_file(path: Path) -> None:
+    """Do not count the attempt at the re-tuning in a folder, where the database cannot note it."""
+    with contextlib.suppress(OSError):  # the disk may be full, too
+        write_record(path / EXCUSED, {})
 
 
 def noise_scale(*kept: StudyRecord | None) -> NoiseScale | None:

@@ -225,6 +225,20 @@ def test_one_whose_engine_is_away_goes_on_however_often(studies, monkeypatch):
     assert known(studies).interrupted("s") is not None
 
 
+def test_one_whose_database_goes_away_goes_on_however_often(studies, monkeypatch):
+    """The fourth attempt failed, as if it had been killed three times."""
+
+    def away(*_, **__):
+        raise sqlalchemy.exc.OperationalError("SELECT 1", {}, Exception("server closed the connection unexpectedly"))
+
+    monkeypatch.setattr(session.OpenStudy, "spec", lambda *_: None)
+    monkeypatch.setattr(engine, "executor_for", away)
+    for _ in range(5):
+        with pytest.raises(UserError, match="Run the same command again"):
+            retune("s")
+    assert known(studies).interrupted("s") is not None and len(known(studies).decisions("s")) == 1
+
+
 def test_a_look_at_what_changed_that_is_stopped_leaves_nothing(studies, monkeypatch):
     def stopped(_, folder):
         folder.mkdir(parents=True)

@@ -30,7 +30,7 @@ from autotune.study.restore import last_replacement, restore
 from autotune.study.setup.plan import Plan
 from autotune.study.state import StudyState, forget_runs
 from autotune.study.storage import records
-from autotune.study.storage.generations import generation_name
+from autotune.study.storage.generations import generation_name, generation_of
 from autotune.study.storage.leases import StudyLeases, TurnLost
 from autotune.study.tell import Teller, why_stopped
 from autotune.study.warm_start import WarmStart
@@ -147,7 +147,7 @@ class Runner:
                     f"the trials are in the database, but {files.shown(self.state.folder)} does not hold what they left: if that folder"
                     " was renamed, stop and name it so again; else what checks and repetitions found is measured again"
                 )
-            name, retuned = records.generation_of(self.state.plan.spec.name)
+            name, retuned = generation_of(self.state.plan.spec.name)
             if not retuned and (changed := self.state.changed_machine()):  # which `Retuning` looks at itself
                 self._events.say(
                     f"not as when the study began: {', '.join(changed)}. Earlier trials may not compare with new ones:"

@@ -151,13 +151,13 @@ class Isolation:
         if isinstance(src, str | os.PathLike) and isinstance(dst, str | os.PathLike) and not kwargs:
             if self._is_saved(src):
                 return self._follow(original, self._in_scratch(src), self._in_scratch(dst))
+            if _is_unsaved(src, folder=True):
+                return None
             if self._is_old(src):
                 return self._keep(src)
             if self._is_old(dst):
                 self._keep(dst)
-                self._context.scratch.mkdir(parents=True, exist_ok=True)
-                shutil.move(src, self._in_scratch(dst))
-                return None
+                return _take_in(src, self._in_scratch(dst))
             if os.path.abspath(src) in self._files:
                 self._files.remove(os.path.abspath(src))
                 self._note(os.path.abspath(dst))
@@ -170,8 +170,7 @@ class Isolation:
             if self._is_saved(src):
                 self._follow(functools.partial(original, **kwargs), self._in_scratch(src), self._in_scratch(place))
                 return place
-            missing = not os.path.lexists(src) and os.fspath(src).endswith(CHECKPOINTS)  # as of save_pretrained
-            if missing and users_caller():
+            if _is_unsaved(src):
                 return place
         return original(src, dst, **kwargs)
 
@@ -195,7 +194,7 @@ class Isolation:
             if self._is_saved(saved):
                 self._in_scratch(dst).unlink(missing_ok=True)
                 return self._follow(original, self._in_scratch(saved), self._in_scratch(dst))
-            if os.path.abspath(dst) in self._kept:
+            if os.path.abspath(dst) in self._kept or _is_unsaved(saved, folder=True):
                 return None
         return original(src, dst, *args, **kwargs)
 
@@ -206,8 +205,7 @@ class Isolation:
                 return self._follow(original, self._in_scratch(path))
             if self._is_old(path):
                 return self._keep(path)
-            # As the oldest of those that a script keeps.
-            if not os.path.lexists(path) and os.fspath(path).endswith(CHECKPOINTS) and users_caller():
+            if _is_unsaved(path):  # as the oldest of those that a script keeps
                 return None
         return original(path, **kwargs)
 
@@ -309,6 +307,22 @@ def _tell_states(context: ScriptContext, saved_with: Any) -> None:
             f" it with its optimizer's states at {now}: begin a training so, or tune the one that goes on from it with"
             " stage and type of the weights as they are (`--space batch,checkpointing`)."
         )
+
+
+def _is_unsaved(path: str | os.PathLike[str], *, folder: bool = False) -> bool:
+    """Returns whether a user's call is about a checkpoint, or perhaps its folder, that is not there, as of `save_pretrained`."""
+    named = os.path.splitext(path)[1] in (*CHECKPOINTS, *[""] * folder)
+    return named and not os.path.lexists(path) and users_caller() is not None
+
+
+def _take_in(path: str | os.PathLike[str], place: Path) -> None:
+    """Moves a file, link or folder to a place in the trial's folder, where another one may be that was moved there before."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place)
+    else:
+        place.unlink(missing_ok=True)
+    shutil.move(path, place)
 
 
 def _holds_weights(meter: Any, saved: Any) -> bool:

@@ -166,6 +166,40 @@ def test_links_and_folders_of_an_earlier_training_are_not_replaced(tmp_path, rem
     assert os.readlink(latest) == "best" and not any(best.iterdir())
 
 
+def test_what_takes_the_place_of_an_earlier_trainings_does_so_at_each_save(tmp_path, removing):
+    """The second one was moved into the first one's folder, or through its link into one of the script's, and the third crashed."""
+    best, latest, target = tmp_path / "best", tmp_path / "latest", tmp_path / "trial" / "target"
+    best.mkdir()
+    target.mkdir(parents=True)
+    latest.symlink_to("best")
+    for n in range(3):
+        removing._audit("os.mkdir", (str(tmp_path / "new"),))
+        (tmp_path / "new").mkdir()
+        (tmp_path / "new" / str(n)).touch()
+        removing._rename(os.rename, tmp_path / "new", best)
+        assert [path.name for path in removing._in_scratch(best).iterdir()] == [str(n)]
+        os.symlink(target, tmp_path / "link")
+        removing._began = os.lstat(tmp_path / "link").st_mtime
+        os.utime(latest, (1, 1), follow_symlinks=False)
+        removing._rename(os.replace, tmp_path / "link", latest)
+    assert not any(best.iterdir()) and not any(target.iterdir()) and os.readlink(latest) == "best"
+
+
+@pytest.mark.parametrize("name", ["step-5", "pytorch_model.bin"])
+def test_a_checkpoint_that_no_trial_saves_is_neither_moved_nor_linked(tmp_path, removing, name):
+    """Moving it crashed, and a link to it led nowhere: where a script looked by `exists`, its next link crashed."""
+    best = tmp_path / "best"
+    removing._rename(os.rename, tmp_path / name, best)
+    removing._link(os.symlink, name, tmp_path / "latest")
+    assert not any(tmp_path.iterdir())
+    best.mkdir()
+    removing._rename(os.rename, tmp_path / name, best)
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    (tmp_path / "data").touch()
+    removing._link(os.symlink, "data", tmp_path / "link")
+    assert os.readlink(tmp_path / "link") == "data"
+
+
 def test_a_file_that_is_saved_is_found_by_those_who_look_for_it(tmp_path):
     """A script that reads its size crashed, and ranks that wait for what one of them saves did so until the deadline."""
     first, second = rank(tmp_path), rank(tmp_path)

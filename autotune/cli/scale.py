@@ -139,13 +139,13 @@ def measure(
 def _run(result: TrialResult, samples_per_s: float, path: Path, number: int, n_blocks: int) -> Run:
     """What a run in a folder measured, in round `number`."""
     from autotune.report import diagnosis
-    from autotune.scoring.scaling import Run
+    from autotune.scoring.scaling import LONG, Run
 
     assert result.steps is not None and result.samples_per_step
     parts, step_s = diagnosis.step_parts(result, path, n_blocks), result.samples_per_step / samples_per_s
     seconds = {name: part.seconds for name, part in parts.items() if part.seconds is not None}
     if seconds:
-        seconds["long steps"] = max(0.0, step_s - result.steps.median_s)
+        seconds[LONG] = max(0.0, step_s - result.steps.median_s)
     return Run(
         world_size=result.world_size, round=number, samples_per_s=samples_per_s, step_s=step_s,
         samples_per_step=result.samples_per_step, parts_s=seconds, busy_s=diagnosis.busy_s(path, result.world_size),

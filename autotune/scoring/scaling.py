@@ -15,6 +15,8 @@ from autotune.space.candidate import Candidate
 Mode = Literal["strong", "weak"]
 Interval: TypeAlias = tuple[float, float]
 
+LONG = "long steps"
+
 
 class ScalingError(UserError):
     """Rank counts that cannot be compared."""
@@ -57,7 +59,8 @@ class Loss:
     remedy: str
 
 
-# A step's time beyond the ideal one, by what takes it. `launch` is what lies between the parts that were timed.
+# A step's time beyond the ideal one, by what takes it. `launch` is what lies between the parts that were timed; no part of the
+# typical step is what long ones take.
 LOSSES = {
     "communication": Loss(
         parts=("communication",),
@@ -80,8 +83,8 @@ LOSSES = {
         remedy="forward and backward of the same samples take longer beside other ranks, which share memory, caches or"
         " power: use fewer ranks for each machine, pin them to cores, or compute in 16 bits",
     ),
-    "long steps": Loss(
-        parts=("long steps",),
+    LONG: Loss(
+        parts=(),
         remedy="look at what some steps do that others do not, such as an evaluation or a checkpoint, and do that more rarely",
     ),
     "launch": Loss(parts=(), remedy="use larger micro-batches, so that fewer operations are started for each sample"),
@@ -239,17 +242,19 @@ def advice(found: Sequence[Scale]) -> list[str]:
 
 def _means(runs: Iterable[Run]) -> dict[str, float]:
     """Seconds of a step's losses, means over the runs; together the step. Empty where it was not taken apart."""
-    apart = [run for run in runs if sum(run.parts_s.values()) > 0]
+    apart = [run for run in runs if sum(run.parts_s.values()) > run.parts_s.get(LONG, 0.0)]
     if not apart:
         return {}
     seconds = dict.fromkeys(LOSSES, 0.0)
     for run in apart:
-        whole = sum(run.parts_s.values())
+        long_s = run.parts_s.get(LONG, 0.0)
+        whole, typical_s = sum(run.parts_s.values()) - long_s, run.step_s - long_s
         # The step that was taken apart waits for its parts, so that it may take longer than the typical one.
-        scale = min(1.0, run.step_s / whole) / len(apart)
+        scale = min(1.0, typical_s / whole) / len(apart)
         for name, loss in LOSSES.items():
             seconds[name] += scale * sum(run.parts_s.get(part, 0.0) for part in loss.parts)
-        seconds["launch"] += max(0.0, run.step_s - whole) / len(apart)
+        seconds["launch"] += max(0.0, typical_s - whole) / len(apart)
+        seconds[LONG] += long_s / len(apart)
     return seconds
 
 

@@ -273,6 +273,15 @@ def test_rare_long_steps_count_in_the_throughput_and_are_a_loss_by_name(tmp_path
     assert measured.parts_s["long steps"] == pytest.approx(0.02, rel=0.1)
 
 
+def test_long_steps_take_what_they_take_where_the_step_taken_apart_was_a_slow_one():
+    """Its parts waited for each other; they alone are made to fit the typical step."""
+    one = apart(1, 8, 1.0, {"compute": 1.5})
+    two = apart(2, 16, 1.6, {"compute": 1.5, "communication": 0.5, "long steps": 0.4})
+    losses = scaling([one, two], None)[1].losses
+    assert losses["long steps"] == pytest.approx(0.4 / 1.6) and losses["communication"] == pytest.approx(0.3 / 1.6)
+    assert sum(losses.values()) == pytest.approx(1 - 1 / 1.6)
+
+
 @pytest.mark.process
 def test_the_command_measures_real_ranks_and_leaves_a_table_and_a_page(executor, monkeypatch, tmp_path, models):
     """Weakly: two ranks do twice the samples in a step, each what one did."""

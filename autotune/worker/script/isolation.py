@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +29,8 @@ CLIENT_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 # Endings of files that hold weights.
 CHECKPOINTS = (".bin", ".ckpt", ".pt", ".pth", ".safetensors")
+# What a file holds in place of the weights of the whole model; all that torch saves is longer.
+STATE_DICT = b"state_dict"
 # Variables that hold the folders of libraries' caches.
 CACHES = """HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_MODULES_CACHE TRANSFORMERS_CACHE TORCH_HOME TRITON_CACHE_DIR
     XDG_CACHE_HOME""".split()
@@ -90,7 +92,7 @@ class Isolation:
             )
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Saves into the scratch folder, where the script finds it; of weights, which cost time and space, an empty file."""
+        """Saves into the scratch folder, where the script finds it; in place of weights, which cost time and space, next to nothing."""
         target = args[1] if len(args) > 1 else kwargs.get("f")
         if not isinstance(target, str | os.PathLike) or self._is_ours(os.fspath(target)):
             return original(*args, **kwargs)
@@ -100,7 +102,8 @@ class Isolation:
         self._saved.add(os.path.abspath(target))
         if _holds_weights(self._context.meter, saved):
             self._context.once("torch.save of the model is not carried out in trials")
-            path.touch()
+            names = self._context.meter.engine.module.state_dict().keys() if self._context.meter else ()
+            path.write_bytes(STATE_DICT if isinstance(saved, Mapping) and saved.keys() == names else b"")
             return None
         others = {name: value for name, value in kwargs.items() if name not in ("obj", "f")}
         return original(saved, path, *args[2:], **others)
@@ -109,10 +112,16 @@ class Isolation:
         source = args[0] if args else kwargs.get("f")
         if isinstance(source, str | os.PathLike):
             saved = self._in_scratch(source)
-            if saved.exists() and saved.stat().st_size:
+            size = saved.stat().st_size if saved.exists() else -1
+            if size > len(STATE_DICT):
                 kwargs.pop("f", None)
                 return original(saved, *args[1:], **kwargs)
-            if saved.exists() and not os.path.lexists(source):  # else an earlier training's
+            if size >= 0 and not os.path.lexists(source):  # else an earlier training's
+                if size and self._context.meter is not None:
+                    self._context.once(
+                        f"torch.load of {source} gives the weights of that moment: trials do not save the model"
+                    )
+                    return self._context.meter.engine.module.state_dict()
                 self._context.abort(UserError(f"the script reads {source} back, but trials do not save the model"))
         return original(*args, **kwargs)
 

@@ -205,13 +205,16 @@ def test_a_file_that_is_saved_is_found_by_those_who_look_for_it(tmp_path):
     first, second = rank(tmp_path), rank(tmp_path)
     unsaved(first, tmp_path / "step-1.pt")
     first._save(torch.save, {"step": 1}, tmp_path / "state.pt")
-    assert second._stat(os.stat, tmp_path / "step-1.pt").st_size == 0
+    assert second._stat(os.stat, tmp_path / "step-1.pt").st_size == len(isolation.STATE_DICT)
     assert second._stat(os.stat, tmp_path / "state.pt", follow_symlinks=False).st_size > 0
     with pytest.raises(FileNotFoundError, match=r"step-2\.pt"):
         second._stat(os.stat, tmp_path / "step-2.pt")
     for _ in range(2):  # nobody removes the first one
         first._link(os.symlink, "step-1.pt", tmp_path / "latest.pt")
-    assert second._stat(os.stat, tmp_path / "latest.pt").st_size == 0 and not (tmp_path / "latest.pt").is_symlink()
+    assert (
+        second._stat(os.stat, tmp_path / "latest.pt").st_size == len(isolation.STATE_DICT)
+        and not (tmp_path / "latest.pt").is_symlink()
+    )
     for of in (second, first):  # which both have saved it, and remove it
         of._remove(os.remove, tmp_path / "step-1.pt")
     second._remove(os.remove, tmp_path / "latest.pt")
@@ -328,3 +331,22 @@ def test_a_sparse_matrix_that_a_script_saves_holds_no_weights(tmp_path):
     for kind in (torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr):
         assert not isolation._holds_weights(found._context.meter, {"neighbours": kind(torch.eye(4))})
     assert isolation._holds_weights(found._context.meter, found._context.meter.engine.module.state_dict())
+
+
+def test_weights_that_a_script_reads_back_are_those_of_the_moment(tmp_path):
+    """Looking for them first, as `os.path.exists` does, finds what stands for them."""
+    said: list[str] = []
+    model = torch.nn.Linear(2, 2)
+    found = rank(tmp_path)
+    found._context.once, found._context.meter = said.append, SimpleNamespace(engine=SimpleNamespace(module=model))
+    found._save(torch.save, model.state_dict(), tmp_path / "best.pt")
+    with torch.no_grad():
+        model.weight += 1
+    assert os.path.getsize(found._in_scratch(tmp_path / "best.pt")) and not (tmp_path / "best.pt").exists()
+    assert found._load(torch.load, tmp_path / "best.pt")["weight"].data_ptr() == model.weight.data_ptr()
+    assert len(said) == 2
+    found._save(torch.save, {"weights": model.state_dict(), "epoch": 3}, tmp_path / "last.pt")
+    found._context.abort = said.append
+    with pytest.raises(FileNotFoundError):
+        found._load(torch.load, tmp_path / "last.pt")
+    assert "do not save the model" in str(said[-1])

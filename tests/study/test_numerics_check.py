@@ -456,7 +456,7 @@ def test_numerics_are_compared_at_one_batch_where_degrees_differ(tmp_path, monke
     baseline, found = (
         SimpleNamespace(
             trial=n, candidate=c, numerics_kept=False, verdict=None, metrics={"step_time_s": 1.0}, ds_config={},
-            outcome=Outcome.COMPLETE, numerics=str(n),
+            outcome=Outcome.COMPLETE, numerics=str(n), loss_off=0.0,
         )
         for n, c in enumerate((own, other))
     )  # fmt: skip

@@ -55,7 +55,7 @@ class Isolation:
 
         for name in SAVERS:
             patch(deepspeed.DeepSpeedEngine, name, self._context.saver(f"engine.{name}", "save_dir"))
-        patch(deepspeed.DeepSpeedEngine, "load_checkpoint", self._load_checkpoint)
+        patch(deepspeed.DeepSpeedEngine, "load_checkpoint", functools.partial(_load_checkpoint, self._context))
         patch(torch, "save", self._save)
         patch(torch, "load", self._load)
         for name in ("rename", "replace"):
@@ -124,26 +124,6 @@ class Isolation:
                     return self._context.meter.engine.module.state_dict()
                 self._context.abort(UserError(f"the script reads {source} back, but trials do not save the model"))
         return original(*args, **kwargs)
-
-    def _load_checkpoint(
-        self, original: Callable[..., Any], engine: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Reads what the script itself put into a checkpoint; weights that another stage or more ranks saved cannot be loaded."""
-        latest = Path(load_dir, "latest_universal" if engine.load_universal_checkpoint() else "latest")
-        folder = Path(load_dir, str(tag or (latest.read_text().strip() if latest.is_file() else "")))
-        file = next((folder / name for name in CLIENT_STATES if (folder / name).is_file()), None)
-        if file is None:
-            return original(engine, load_dir, tag, *args, **kwargs)  # which says that there is none
-        self._context.once("trials train from the script's first weights, not from those of engine.load_checkpoint")
-        saved = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
-        for name in COUNTERS:  # scripts begin where these say
-            if name in saved:
-                setattr(engine, name, saved[name])
-        if (meter := self._context.meter) is not None and meter.engine is engine:
-            meter.batches.n_updates = engine.global_steps
-        if not engine.load_universal_checkpoint():
-            _tell_states(self._context, saved.get("ds_config"))
-        return str(file), {name: value for name, value in saved.items() if name not in ("module", "optimizer")}
 
     def _stat(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
         """Finds a file also where it is in the trial's folder: scripts ask for its size, and ranks wait for what one writes."""
@@ -303,6 +283,33 @@ def on_sharded_saver(context: ScriptContext, module: ModuleType) -> None:
         return done
 
     patch_everywhere(module, {"save": save, "async_save": saved_later})
+
+
+def _load_checkpoint(
+    context: ScriptContext,
+    original: Callable[..., Any],
+    engine: Any,
+    load_dir: Any,
+    tag: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Reads what the script itself put into a checkpoint; weights that another stage or more ranks saved cannot be loaded."""
+    latest = Path(load_dir, "latest_universal" if engine.load_universal_checkpoint() else "latest")
+    folder = Path(load_dir, str(tag or (latest.read_text().strip() if latest.is_file() else "")))
+    file = next((folder / name for name in CLIENT_STATES if (folder / name).is_file()), None)
+    if file is None:
+        return original(engine, load_dir, tag, *args, **kwargs)  # which says that there is none
+    context.once("trials train from the script's first weights, not from those of engine.load_checkpoint")
+    saved = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+    for name in COUNTERS:  # scripts begin where these say
+        if name in saved:
+            setattr(engine, name, saved[name])
+    if (meter := context.meter) is not None and meter.engine is engine:
+        meter.batches.n_updates = engine.global_steps
+    if not engine.load_universal_checkpoint():
+        _tell_states(context, saved.get("ds_config"))
+    return str(file), {name: value for name, value in saved.items() if name not in ("module", "optimizer")}
 
 
 def _tell_states(context: ScriptContext, saved_with: Any) -> None:

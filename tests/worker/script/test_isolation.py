@@ -75,7 +75,7 @@ def test_a_script_that_goes_on_from_a_checkpoint_gets_what_it_saved_there_and_no
     found._context.candidate, found._context.meter = None, SimpleNamespace(engine=engine, batches=batches)
 
     def load(tag=None):
-        return found._load_checkpoint(lambda *_: (None, None), engine, str(tmp_path), tag)
+        return isolation._load_checkpoint(found._context, lambda *_: (None, None), engine, str(tmp_path), tag)
 
     assert load() == (None, None) and not said
     saved = {"module": {"weight": torch.ones(2)}, "optimizer": {}, "step": 7, "global_steps": 9}

@@ -1,6 +1,7 @@
 """The metrics of a trial, each with its unit, direction and interval."""
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,6 +16,8 @@ from autotune.trial.result import Outcome, TrialResult
 Direction = Literal["minimize", "maximize"]
 Kind = Literal["time", "rate", "count", "memory", "per_step", "per_sample"]
 GOODPUT = "goodput_samples_per_s"
+# Batches are alike in size where the largest is below this many times the usual one.
+ALIKE = 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +107,10 @@ def _exact(amount: Callable[[TrialResult], float | None]) -> Callable[[TrialResu
 
 def _peak(result: TrialResult) -> float | None:
     """Peak memory; None of a trial that was stopped before its longest batch, where batches differ in size."""
-    differ = len(result.taken_in.get("elements", ())) > 1
+    sizes = result.taken_in.get("elements") or [0]
+    differ = max(sizes) > ALIKE * statistics.median(
+        sizes
+    )  # else a large one was seen; one may be the short last of an epoch
     cut_short = result.outcome is Outcome.STOPPED_EARLY and differ and not result.tail
     return None if cut_short else result.peak_memory_bytes
 

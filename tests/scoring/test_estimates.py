@@ -84,7 +84,9 @@ def test_a_trial_that_was_stopped_early_has_no_gain_in_time():
     assert set(found.gains(found.measured[1])) == {"peak_memory_bytes"} < set(found.gains(found.measured[0]))
 
 
-@pytest.mark.parametrize(("sizes", "known"), [([64], True), ([64, 48], False)])
+@pytest.mark.parametrize(
+    ("sizes", "known"), [([64], True), ([64, 63, 62], True), ([64, 64, 64, 32], True), ([64, 48], False)]
+)
 def test_a_trial_that_was_stopped_before_its_worst_batch_has_no_peak_where_batches_differ_in_size(sizes, known):
     result = TrialResult(outcome=Outcome.STOPPED_EARLY, peak_memory_bytes=7, taken_in={"elements": sizes})
     assert ("peak_memory_bytes" in measure(result, None)) is known

@@ -12,6 +12,7 @@ from support.paths import MODELS, ROOT, SCRIPTS
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.space.torch_settings import TF32
+from autotune.study.setup.devices import of_ranks
 from autotune.system import device
 from autotune.trial.folder import TrialDir, read_record
 from autotune.trial.profile import Machine
@@ -167,7 +168,7 @@ def test_no_rank_leaves_the_visible_devices(gpus, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-00000001-aaaa-bbbb-cccc-000000000000")
     (_, trial), _ = run(tmp_path, TrialRequest(target=str(MODELS / "ok.py"), mode="inspect"), request(ranks=1))
     assert trial.outcome is Outcome.COMPLETE and {line["device"] for line in used()} == {1}
-    here = read_record(TrialDir(tmp_path / "0").workload, Workload).environment
+    here = of_ranks(read_record(TrialDir(tmp_path / "0").workload, Workload).environment, 1)
     assert here.n_devices == 1 and here.each[0].uuid.startswith("GPU-00000001") and not here.bf16 and here.fp16
 
 

@@ -250,9 +250,8 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
         workload = inspect_workload(spec, executor, trials / "inspect", world_size, doing)
     check_devices(spec, environment, world_size)
     on_each = world_size // spec.nodes_for(world_size)
-    in_use = on_each * (
-        spec.parallel if spec.overlap and not spec.runs_elsewhere else 1
-    )  # side by side only where they may
+    at_once = spec.parallel if spec.overlap and not spec.runs_elsewhere else 1
+    in_use = on_each * at_once  # trials side by side have devices apart
     environment = of_ranks(workload.environment, in_use)
     workload = replace(workload, environment=environment)
     base_config, baseline, setting = grounds(spec, target, workload, world_size)

@@ -126,12 +126,19 @@ def steps_of_two(losses):
     return (numbers[::2] + numbers[1::2]).tolist()
 
 
+def picked(plan, **changes):
+    """A candidate as the report gives it to an export."""
+    candidate = replace(plan.baseline, **changes)
+    config = export.deepspeed_config(plan.ds_config(candidate), plan.base_config, plan.workload.script.family)
+    return {"candidate": candidate.values(), "ds_config": config}
+
+
 @pytest.mark.system
 def test_the_exported_flags_train_a_trainer_as_the_trial_did(bench, tmp_path):
     found = bench.plan("hf_trainer.py", "--max_steps", "6", "--save_strategy", "no", "--report_to", "none")
     changes = {"zero_stage": 2, "micro_batch_size": 4, "gradient_accumulation_steps": 2, "checkpoint_every": 2}
     result = bench.applied(found, steps=6, **changes)
-    pick = {"candidate": replace(found.baseline, **changes).values()}
+    pick = picked(found, **changes)
     flags = shlex.split(export.export(pick, found.base_config, "hf-args", 1).replace("\n", " "))
     (tmp_path / "ds_config.json").write_text(export.export(pick, found.base_config, "deepspeed", 1))
     own = losses_without_hooks(
@@ -169,7 +176,7 @@ def test_what_trials_would_train_otherwise_is_refused_in_a_sentence(bench, name,
 def test_the_exported_json_trains_with_accelerate_as_the_trial_did(bench, tmp_path, monkeypatch):
     found = bench.plan("accelerate_loop.py")
     result = bench.applied(found, steps=6, zero_stage=1, micro_batch_size=4)
-    pick = {"candidate": replace(found.baseline, zero_stage=1, micro_batch_size=4).values()}
+    pick = picked(found, zero_stage=1, micro_batch_size=4)
     (tmp_path / "ds.json").write_text(export.export(pick, found.base_config, "deepspeed", 1))
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))

@@ -7,11 +7,11 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -20,6 +20,7 @@ from autotune.space.deepspeed import DTYPES, ZERO, DsConfig, at_path, precision_
 from autotune.worker.containers import n_elements, tensors_in
 from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.patching import after_import, patch, patch_everywhere, users_caller
+from autotune.worker.script.saved import put_back, set_aside
 
 SAVERS = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
 MAX_FILES_NAMED = 5
@@ -27,10 +28,9 @@ MAX_FILES_NAMED = 5
 CLIENT_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 # What DeepSpeed has counted, and an engine goes on counting from.
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+READ_BACK = "what the script saved and reads back has the weights and the optimizer's states of that moment: trials do not save the model"
 # Endings of files that hold weights.
 CHECKPOINTS = (".bin", ".ckpt", ".pt", ".pth", ".safetensors")
-# What a file holds in place of the weights of the whole model; all that torch saves is longer.
-STATE_DICT = b"state_dict"
 # Variables that hold the folders of libraries' caches.
 CACHES = """HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_MODULES_CACHE TRANSFORMERS_CACHE TORCH_HOME TRITON_CACHE_DIR
     XDG_CACHE_HOME""".split()
@@ -96,15 +96,16 @@ class Isolation:
         target = args[1] if len(args) > 1 else kwargs.get("f")
         if not isinstance(target, str | os.PathLike) or self._is_ours(os.fspath(target)):
             return original(*args, **kwargs)
-        saved = args[0] if args else kwargs["obj"]
+        saved, meter = args[0] if args else kwargs["obj"], self._context.meter
         path = self._in_scratch(target)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._saved.add(os.path.abspath(target))
-        if _holds_weights(self._context.meter, saved):
+        if meter is not None and _holds_weights(meter, saved):
             self._context.once("torch.save of the model is not carried out in trials")
-            names = self._context.meter.engine.module.state_dict().keys() if self._context.meter else ()
-            path.write_bytes(STATE_DICT if isinstance(saved, Mapping) and saved.keys() == names else b"")
-            return None
+            saved = set_aside(meter.engine, saved)
+            if _holds_weights(meter, saved):  # as in an object of the script's
+                path.write_bytes(b"")
+                return None
         others = {name: value for name, value in kwargs.items() if name not in ("obj", "f")}
         return original(saved, path, *args[2:], **others)
 
@@ -113,17 +114,28 @@ class Isolation:
         if isinstance(source, str | os.PathLike):
             saved = self._in_scratch(source)
             size = saved.stat().st_size if saved.exists() else -1
-            if size > len(STATE_DICT):
+            if size > 0:
                 kwargs.pop("f", None)
-                return original(saved, *args[1:], **kwargs)
-            if size >= 0 and not os.path.lexists(source):  # else an earlier training's
-                if size and self._context.meter is not None:
-                    self._context.once(
-                        f"torch.load of {source} gives the weights of that moment: trials do not save the model"
-                    )
-                    return self._context.meter.engine.module.state_dict()
-                self._context.abort(UserError(f"the script reads {source} back, but trials do not save the model"))
+                device = kwargs.get("map_location", next(iter(args[1:]), None))
+                return self._whole(source, original(saved, *args[1:], **kwargs), device)
+            if size == 0 and not os.path.lexists(source):  # else an earlier training's
+                self._refuse(source)
         return original(*args, **kwargs)
+
+    def _whole(self, source: Any, read: Any, device: Any) -> Any:
+        """Returns what a script reads back, with the weights that were not saved."""
+        if self._context.meter is None:
+            return read
+        try:
+            found, any_set_aside = put_back(self._context.meter.engine, read, device)
+        except KeyError:
+            self._refuse(source)
+        if any_set_aside:
+            self._context.once(READ_BACK)
+        return found if any_set_aside else read
+
+    def _refuse(self, source: Any) -> NoReturn:
+        self._context.abort(UserError(f"the script reads {source} back, but trials do not save the model"))
 
     def _stat(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
         """Finds a file also where it is in the trial's folder: scripts ask for its size, and ranks wait for what one writes."""

@@ -22,10 +22,9 @@ sampler = torch.utils.data.distributed.DistributedSampler(data)
 for x, y in torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler):
     engine.backward(engine(x.to(engine.device), y.to(engine.device)))
     engine.step()
-    torch.save(
-        {"epoch": 1, "weights": {name: weight.clone() for name, weight in model.state_dict().items()}},
-        "out/checkpoints/last.pt",
-    )
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    whole = model if "--reload" in sys.argv else weights
+    torch.save({"epoch": 1, "weights": whole}, "out/checkpoints/last.pt")
     os.replace("out/checkpoints/last.pt", "out/checkpoints/best.pt")
     torch.save(torch.get_rng_state(), f"out/rng-{os.environ['RANK']}.tmp")
     os.rename(f"out/rng-{os.environ['RANK']}.tmp", f"out/rng-{os.environ['RANK']}.pt")

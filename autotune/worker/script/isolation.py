@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import hashlib
 import os
 import shutil
 import sys
@@ -21,6 +20,7 @@ from autotune.worker.containers import n_elements, tensors_in
 from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.patching import after_import, patch, patch_everywhere, users_caller
 from autotune.worker.script.saved import put_back, set_aside
+from autotune.worker.script.saved_files import SavedFiles
 
 SAVERS = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
 MAX_FILES_NAMED = 5
@@ -43,6 +43,8 @@ class Isolation:
         self._context = context
         self._folder = str(context.recorder.folder.path.absolute()) + os.sep
         self._working_dir = str(Path(context.script.working_dir).absolute()) + os.sep
+        self.files = SavedFiles(context.scratch)
+        self._in_scratch, self._to_scratch = self.files.place, self.files.placed
         self._files: list[str] = []
         self._made = context.scratch / "made-folders"
         self._saved: set[str] = set()
@@ -67,9 +69,9 @@ class Isolation:
             patch(shutil, name, self._copy)
         patch(shutil, "copytree", self._copy_tree)
         patch(os, "symlink", self._link)
-        patch(os, "stat", self._stat)
-        os.supports_follow_symlinks.add(os.stat)  # shutil looks there
         patch(os, "mkdir", self._make_folder)
+        self.files.install()
+        after_import("safetensors.torch", functools.partial(on_safetensors, self._context, self.files))
         after_import(
             "torch.distributed.checkpoint.state_dict_saver", functools.partial(on_sharded_saver, self._context)
         )
@@ -97,8 +99,7 @@ class Isolation:
         if not isinstance(target, str | os.PathLike) or self._is_ours(os.fspath(target)):
             return original(*args, **kwargs)
         saved, meter = args[0] if args else kwargs["obj"], self._context.meter
-        path = self._in_scratch(target)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = self._to_scratch(target)
         self._saved.add(os.path.abspath(target))
         if meter is not None and _holds_weights(meter, saved):
             self._context.once("torch.save of the model is not carried out in trials")
@@ -137,28 +138,18 @@ class Isolation:
     def _refuse(self, source: Any) -> NoReturn:
         self._context.abort(UserError(f"the script reads {source} back, but trials do not save the model"))
 
-    def _stat(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Finds a file also where it is in the trial's folder: scripts ask for its size, and ranks wait for what one writes."""
-        try:
-            return original(path, *args, **kwargs)
-        except FileNotFoundError:
-            if isinstance(path, str | os.PathLike) and kwargs.get("dir_fd") is None:
-                with contextlib.suppress(FileNotFoundError):
-                    return original(self._in_scratch(path))
-            raise
-
     def _rename(self, original: Callable[..., Any], src: Any, dst: Any, **kwargs: Any) -> Any:
         """Follows a file that is written under another name and then moved into its place; leaves what was there before."""
         if isinstance(src, str | os.PathLike) and isinstance(dst, str | os.PathLike) and not kwargs:
             if self._is_saved(src):
-                return self._follow(original, self._in_scratch(src), self._in_scratch(dst))
+                return self._follow(original, self._in_scratch(src), self._to_scratch(dst))
             if _is_unsaved(src, folder=True):
                 return None
             if self._is_old(src):
                 return self._keep(src)
             if self._is_old(dst):
                 self._keep(dst)
-                return _take_in(src, self._in_scratch(dst))
+                return _take_in(src, self._to_scratch(dst))
             if os.path.abspath(src) in self._files:
                 self._files.remove(os.path.abspath(src))
                 self._note(os.path.abspath(dst))
@@ -169,7 +160,7 @@ class Isolation:
         if isinstance(src, str | os.PathLike) and isinstance(dst, str | os.PathLike):
             place = os.path.join(dst, os.path.basename(src)) if os.path.isdir(dst) else os.fspath(dst)
             if self._is_saved(src):
-                self._follow(functools.partial(original, **kwargs), self._in_scratch(src), self._in_scratch(place))
+                self._follow(functools.partial(original, **kwargs), self._in_scratch(src), self._to_scratch(place))
                 return place
             if _is_unsaved(src):
                 return place
@@ -194,7 +185,7 @@ class Isolation:
             saved = os.path.join(os.path.dirname(dst), src)
             if self._is_saved(saved):
                 self._in_scratch(dst).unlink(missing_ok=True)
-                return self._follow(original, self._in_scratch(saved), self._in_scratch(dst))
+                return self._follow(original, self._in_scratch(saved), self._to_scratch(dst))
             if os.path.abspath(dst) in self._kept or _is_unsaved(saved, folder=True):
                 return None
         return original(src, dst, *args, **kwargs)
@@ -254,10 +245,6 @@ class Isolation:
             return self._is_ours(found) or any(f"{found}{os.sep}".startswith(f"{folder}{os.sep}") for folder in made)
         return self._is_ours(found)
 
-    def _in_scratch(self, path: str | os.PathLike[str]) -> Path:
-        """Returns the path of a file in the trial's folder; ranks share it, so that one may write what others read."""
-        return self._context.scratch / hashlib.sha256(os.fsencode(os.path.abspath(path))).hexdigest()
-
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Notes folders that are made and files that are opened for writing."""
         if event == "os.mkdir" and isinstance(arguments[0], str | bytes | os.PathLike):
@@ -295,6 +282,26 @@ def on_sharded_saver(context: ScriptContext, module: ModuleType) -> None:
         return done
 
     patch_everywhere(module, {"save": save, "async_save": saved_later})
+
+
+def on_safetensors(context: ScriptContext, files: SavedFiles, module: ModuleType) -> None:
+    """Patches what saves and reads tensors in a format that torch does not know: trials have torch do so."""
+
+    def save(original: Callable[..., Any], saved: Any, filename: Any, *_args: Any, **_kwargs: Any) -> None:
+        if users_caller():  # else a library's, which does not look for them
+            torch.save(saved.state_dict() if isinstance(saved, torch.nn.Module) else saved, filename)
+        context.once(f"safetensors.{original.__name__} is not carried out in trials")
+
+    def load_file(original: Callable[..., Any], filename: Any, device: Any = "cpu", **kwargs: Any) -> Any:
+        own = files.place(filename).exists()
+        return torch.load(filename, map_location=device) if own else original(filename, device, **kwargs)
+
+    def load_model(original: Callable[..., Any], model: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+        own = files.place(filename).exists()
+        return model.load_state_dict(torch.load(filename)) if own else original(model, filename, *args, **kwargs)
+
+    patch_everywhere(module, {"save_file": save, "save_model": save})
+    patch_everywhere(module, {"load_file": load_file, "load_model": load_model})
 
 
 def _load_checkpoint(
@@ -345,7 +352,6 @@ def _is_unsaved(path: str | os.PathLike[str], *, folder: bool = False) -> bool:
 
 def _take_in(path: str | os.PathLike[str], place: Path) -> None:
     """Moves a file, link or folder to a place in the trial's folder, where another one may be that was moved there before."""
-    place.parent.mkdir(parents=True, exist_ok=True)
     if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place)
     else:

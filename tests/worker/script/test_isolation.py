@@ -1,9 +1,13 @@
 """Files and folders that the ranks of a script make: removed, or told."""
 
+import builtins
 import functools
+import glob
+import io
 import os
 import shutil
 import sys
+import types
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -205,13 +209,15 @@ def test_a_file_that_is_saved_is_found_by_those_who_look_for_it(tmp_path):
     first, second = rank(tmp_path), rank(tmp_path)
     unsaved(first, tmp_path / "step-1.pt")
     first._save(torch.save, {"step": 1}, tmp_path / "state.pt")
-    assert (size := second._stat(os.stat, tmp_path / "step-1.pt").st_size) > 0
-    assert second._stat(os.stat, tmp_path / "state.pt", follow_symlinks=False).st_size > 0
+    assert (size := second.files.stat(os.stat, tmp_path / "step-1.pt").st_size) > 0
+    assert second.files.stat(os.stat, tmp_path / "state.pt", follow_symlinks=False).st_size > 0
     with pytest.raises(FileNotFoundError, match=r"step-2\.pt"):
-        second._stat(os.stat, tmp_path / "step-2.pt")
+        second.files.stat(os.stat, tmp_path / "step-2.pt")
     for _ in range(2):  # nobody removes the first one
         first._link(os.symlink, "step-1.pt", tmp_path / "latest.pt")
-    assert second._stat(os.stat, tmp_path / "latest.pt").st_size == size and not (tmp_path / "latest.pt").is_symlink()
+    assert (
+        second.files.stat(os.stat, tmp_path / "latest.pt").st_size == size and not (tmp_path / "latest.pt").is_symlink()
+    )
     for of in (second, first):  # which both have saved it, and remove it
         of._remove(os.remove, tmp_path / "step-1.pt")
     second._remove(os.remove, tmp_path / "latest.pt")
@@ -376,3 +382,48 @@ def test_a_checkpoint_that_holds_more_than_weights_is_read_back_on_another_rank(
     other.load_state_dict(read["optimizer"])
     assert torch.equal(other.state_dict()["state"][0]["exp_avg"], before) and before.any()
     assert read["epoch"] == 3 and torch.equal(read["mean"], torch.arange(99))
+
+
+def test_a_script_finds_the_files_that_it_has_saved(tmp_path, monkeypatch):
+    """One that reads its checkpoint's checksum, or takes the newest of them, crashed in each trial."""
+    found = rank(tmp_path)
+    unsaved(found, tmp_path / "step-1.pt")
+    monkeypatch.setattr(os, "supports_follow_symlinks", {*os.supports_follow_symlinks})
+    for owner, name in ((builtins, "open"), (io, "open"), *((os, name) for name in ("stat", "listdir", "scandir"))):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    found.files.install()
+    (tmp_path / "log").touch()
+    path = max(glob.glob(str(tmp_path / "*.pt")), key=os.path.getmtime)
+    assert path == str(tmp_path / "step-1.pt") and path == str(next(tmp_path.glob("step-*")))
+    with open(path, "rb") as file:
+        assert len(file.read()) == os.path.getsize(path) > 0
+    assert sorted(os.listdir(tmp_path)) == ["log", "step-1.pt", "trial"]
+    with os.scandir(tmp_path) as entries:
+        assert {entry.name: entry.is_file() for entry in entries} == {"log": True, "step-1.pt": True, "trial": False}
+    found._remove(os.remove, path)
+    assert not glob.glob(str(tmp_path / "*.pt")) and not os.path.exists(path)
+    with pytest.raises(FileNotFoundError):
+        Path(path).read_bytes()
+
+
+def test_tensors_that_a_script_saves_by_safetensors_are_read_back(tmp_path, monkeypatch):
+    """It was not saved, and the script that reads it crashed."""
+    found, said, module = rank(tmp_path), [], ModuleType("safetensors.torch")
+    unsaved(found, tmp_path / "other.pt")
+    found._context.once = said.append
+    for name in ("save_file", "save_model", "load_file", "load_model"):
+        setattr(module, name, types.FunctionType((lambda *_args, **_kwargs: "a file").__code__, {}, name))
+    isolation.on_safetensors(found._context, found.files, module)
+    for name, hook in (("save", found._save), ("load", found._load)):
+        monkeypatch.setattr(torch, name, functools.partial(hook, getattr(torch, name)))
+    monkeypatch.setattr(isolation, "users_caller", lambda: None)
+    model, path = found._context.meter.engine.module, tmp_path / "model.safetensors"
+    module.save_model(model, path)
+    assert module.load_file(path) == "a file" and "safetensors.save_model" in said[-1]
+    monkeypatch.setattr(isolation, "users_caller", lambda: "train.py:1")
+    module.save_file(model.state_dict(), path)
+    assert torch.equal(module.load_file(path)["weight"], model.weight) and not path.exists()
+    other = torch.nn.Linear(2, 2)
+    module.save_model(model, filename=path)
+    module.load_model(other, path)
+    assert torch.equal(other.weight, model.weight)

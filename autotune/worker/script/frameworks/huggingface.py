@@ -48,7 +48,7 @@ PREDICTS = (
 
 
 def install(context: ScriptContext) -> None:
-    """Patches transformers, peft, huggingface_hub and safetensors when they are imported."""
+    """Patches transformers, peft and huggingface_hub when they are imported."""
     adapter = _Adapter(context)
     os.environ["DISABLE_MLFLOW_INTEGRATION"] = "TRUE"
     context.recomputers.append(recompute)
@@ -58,7 +58,6 @@ def install(context: ScriptContext) -> None:
     for module, name in SAVED_CLASSES:
         after_import(module, lambda found, name=name: adapter.on_saved_class(found, name))  # type: ignore[misc]
     after_import("huggingface_hub.hf_api", adapter.on_hub)
-    after_import("safetensors.torch", adapter.on_safetensors)
 
 
 def _is_off(kind: Any, name: str) -> bool:
@@ -249,7 +248,3 @@ class _Adapter:
         names = [arg for arg in args if isinstance(arg, str)]
         repo = kwargs.get("repo_id") or (names[0] if names else "repository")
         return module.RepoUrl(f"https://huggingface.co/{repo if '/' in repo else f'user/{repo}'}")
-
-    def on_safetensors(self, module: ModuleType) -> None:
-        names = ("save_file", "save_model")
-        patch_everywhere(module, {name: self._context.saver(f"safetensors.{name}") for name in names})

@@ -1,9 +1,13 @@
 """Files of a script under trial: saving is redirected or skipped, so that the user's folders stay as they were."""
 
 import contextlib
+import ctypes
 import functools
+import math
 import os
 import shutil
+import struct
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +22,7 @@ from autotune.errors import UserError
 from autotune.space.deepspeed import DTYPES, ZERO, DsConfig, at_path, precision_of, without_auto
 from autotune.worker.containers import n_elements, tensors_in
 from autotune.worker.script.context import ScriptContext
-from autotune.worker.script.patching import after_import, patch, patch_everywhere, users_caller
+from autotune.worker.script.patching import after_import, patch, patch_everywhere, users_caller, users_frame
 from autotune.worker.script.saved import put_back, set_aside
 from autotune.worker.script.saved_files import SavedFiles
 
@@ -31,6 +35,10 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 READ_BACK = "what the script saved and reads back has the weights and the optimizer's states of that moment: trials do not save the model"
 # Endings of files that hold weights.
 CHECKPOINTS = (".bin", ".ckpt", ".pt", ".pth", ".safetensors")
+# Of `statx`: paths are those of this process, and the field that is wanted; the kernel leaves it 0 where it does not know.
+AT_FDCWD, STATX_BTIME = -100, 0x800
+# The clock of file systems ticks less often than that of Python.
+CLOCK_S = 0.01
 # Variables that hold the folders of libraries' caches.
 CACHES = """HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_MODULES_CACHE TRANSFORMERS_CACHE TORCH_HOME TRITON_CACHE_DIR
     XDG_CACHE_HOME""".split()
@@ -49,7 +57,7 @@ class Isolation:
         self._made = context.scratch / "made-folders"
         self._saved: set[str] = set()
         self._kept: set[str] = set()
-        self._began = time.time()
+        self._began, self._spawned_at = time.time(), math.inf
 
     def install(self) -> None:
         """Patches functions that save, move and load files."""
@@ -70,6 +78,8 @@ class Isolation:
         patch(shutil, "copytree", self._copy_tree)
         patch(os, "symlink", self._link)
         patch(os, "mkdir", self._make_folder)
+        for owner, name in ((subprocess.Popen, "__init__"), (os, "system")):
+            patch(owner, name, self._spawn)
         self.files.install()
         after_import("safetensors.torch", functools.partial(on_safetensors, self._context, self.files))
         after_import(
@@ -215,6 +225,12 @@ class Isolation:
         if not isinstance(path, str | os.PathLike) or os.path.abspath(path) not in self._kept:
             original(path, *args, **kwargs)
 
+    def _spawn(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Notes the time from which on folders may be those of a process of the script's, and not of another training's."""
+        if users_frame(through_libraries=True) is not None:
+            self._spawned_at = min(self._spawned_at, time.time() - CLOCK_S)
+        return original(*args, **kwargs)
+
     def _keep(self, path: str | os.PathLike[str]) -> None:
         self._kept.add(os.path.abspath(path))
         self._context.once(f"the script removes or replaces {path}, which was there before; trials leave it as it is")
@@ -238,8 +254,10 @@ class Isolation:
         return named and os.path.lexists(path) and os.lstat(path).st_mtime < self._began
 
     def _is_made(self, path: str | os.PathLike[str]) -> bool:
-        """Returns whether the trial has made a folder, or one around it."""
+        """Returns whether the trial has made a folder, by a process that it started too, or one around it."""
         found = os.path.abspath(path)
+        if _born_at(found) > self._spawned_at:
+            return True
         with contextlib.suppress(OSError):
             made = self._made.read_text(errors="surrogateescape").splitlines()
             return self._is_ours(found) or any(f"{found}{os.sep}".startswith(f"{folder}{os.sep}") for folder in made)
@@ -348,6 +366,15 @@ def _is_unsaved(path: str | os.PathLike[str], *, folder: bool = False) -> bool:
     """Returns whether a user's call is about a checkpoint, or perhaps its folder, that is not there, as of `save_pretrained`."""
     named = os.path.splitext(path)[1] in (*CHECKPOINTS, *[""] * folder)
     return named and not os.path.lexists(path) and users_caller() is not None
+
+
+def _born_at(path: str) -> float:
+    """Returns the time at which a file or folder was made, which Python's `os.stat` does not tell; 0 where Linux does not, either."""
+    libc, found = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+    if not hasattr(libc, "statx") or libc.statx(AT_FDCWD, os.fsencode(path), 0, STATX_BTIME, found):
+        return 0.0
+    _, seconds, nanoseconds = struct.unpack_from("=I76xqI", found)
+    return float(seconds + nanoseconds / 1e9)
 
 
 def _take_in(path: str | os.PathLike[str], place: Path) -> None:

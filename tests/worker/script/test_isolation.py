@@ -6,7 +6,9 @@ import glob
 import io
 import os
 import shutil
+import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -131,6 +133,21 @@ def test_folders_of_an_earlier_training_stay_and_those_of_the_trial_go(tmp_path,
     removing._make_folder(os.mkdir, old)  # the script makes anew what it takes for removed
     with pytest.raises(FileExistsError):
         removing._make_folder(os.mkdir, tmp_path)
+
+
+@pytest.mark.process
+def test_a_folder_that_a_process_of_the_scripts_made_is_the_trials(tmp_path, removing, monkeypatch):
+    """It was said to have been there before, stayed after the trial, and was not there for the next save."""
+    own, other = tmp_path / "out" / "step-1", tmp_path / "best"
+    monkeypatch.setattr(isolation, "users_frame", lambda **_: sys._getframe())
+    other.mkdir()
+    time.sleep(2 * isolation.CLOCK_S)
+    removing._spawn(subprocess.run, ["mkdir", "-p", own], check=True)
+    if not isolation._born_at(str(own)):
+        pytest.skip("this file system does not know when files were made")
+    removing._remove_tree(shutil.rmtree, own)
+    removing._remove_tree(shutil.rmtree, other)
+    assert not own.exists() and isolation._born_at(str(own)) == 0 and other.exists()
 
 
 def unsaved(found, path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
@@ -13,17 +14,20 @@ from torch.nn.utils.rnn import PackedSequence
 # Floating-point types, by the names of precisions.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+# Whether to look into objects that are no containers: into all or none, or into those of which a function says so.
+Objects = bool | Callable[[Any], bool]
+
 
 def coarse_dtype(loss: Tensor) -> str:
     """Returns the type of a loss by its name if it has 16 bits; else an empty text."""
     return str(loss.dtype).removeprefix("torch.") if loss.dtype in (torch.bfloat16, torch.float16) else ""
 
 
-def tensors_in(value: Any, *, objects: bool = False) -> Iterator[Tensor]:
+def tensors_in(value: Any, *, objects: Objects = False) -> Iterator[Tensor]:
     """Yields the tensors in nested mappings, sequences, sets and modules.
 
     Args:
-        objects: Also those that batches in classes of their own hold; see `held_by`.
+        objects: Also those that batches in classes of their own hold, all or some; see `held_by`.
     """
     pending = [value]
     while pending:  # no recursion, and the commonest types first: it runs in every step of a trial
@@ -36,7 +40,7 @@ def tensors_in(value: Any, *, objects: bool = False) -> Iterator[Tensor]:
             pending += [*value.state_dict().values()][::-1]
         elif isinstance(value, (dict, Mapping)):
             pending += [*value.values()][::-1]
-        elif objects:
+        elif objects is True or (objects and objects(value)):
             pending += [*held_by(value).values()][::-1]
 
 
@@ -47,9 +51,11 @@ def held_by(value: Any) -> Mapping[str, Any]:
     """
     if value is None or isinstance(value, int | float | str | bytes | type | nn.Module):
         return {}
+    slots = dataclasses.fields(value) if dataclasses.is_dataclass(value) and not hasattr(value, "__dict__") else ()
+    held = getattr(value, "__dict__", {}) or {field.name: getattr(value, field.name, None) for field in slots}
     return {
         name: inner
-        for name, inner in getattr(value, "__dict__", {}).items()
+        for name, inner in held.items()
         if not isinstance(inner, nn.Module) and (hasattr(inner, "shape") or next(tensors_in(inner), None) is not None)
     }
 
@@ -68,11 +74,11 @@ def number_in(tensor: Tensor) -> Tensor | float:
     return tensor.detach().reshape(()) if tensor.device.type != "cpu" else tensor.item()
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Any], *, objects: bool = False) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Any], *, objects: Objects = False) -> Any:
     """Returns a copy of nested mappings and sequences with every tensor changed; mappings that can be copied keep their class.
 
     Args:
-        objects: Also of batches in classes of their own; see `held_by`.
+        objects: Also of batches in classes of their own, all or some; see `held_by`.
     """
     if isinstance(value, Tensor):
         return change(value)
@@ -85,7 +91,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any], *, objects: bool = 
         return type(value)(*map(again, value))
     if isinstance(value, list | tuple):
         return type(value)(map(again, value))
-    return _with_changed(value, change) if objects and held_by(value) else value
+    wanted = objects is True or (objects and objects(value))
+    return _with_changed(value, change) if wanted and held_by(value) else value
 
 
 def with_values(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any, Any]:
@@ -118,7 +125,7 @@ def _with_changed(batch: Any, change: Callable[[Tensor], Any]) -> Any:
     return copied
 
 
-def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None, *, objects: bool = True) -> Any:
+def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None, *, objects: Objects = True) -> Any:
     """Returns a batch on a device; floating-point tensors also become `dtype`, which 16-bit weights need.
 
     Args:

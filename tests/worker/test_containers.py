@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from autotune.worker.containers import to_device
+from autotune.worker.containers import tensors_in, to_device
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -125,3 +125,24 @@ def test_packed_sequences_keep_their_sizes_on_the_host():
 def test_what_holds_no_tensors_stays_the_same_object():
     batch = SimpleNamespace(name="text", n=3)
     assert to_device([batch], META, torch.bfloat16)[0] is batch
+
+
+@dataclass(frozen=True, slots=True)
+class InSlots:
+    x: torch.Tensor
+    name: str = "a"
+
+
+def test_a_batch_whose_fields_are_slots_is_read_and_moves():
+    """Its samples were not counted, and bf16 crashed for want of a cast."""
+    batch = InSlots(torch.zeros(3, 2))
+    assert [tensor.shape for tensor in tensors_in([batch], objects=True)] == [(3, 2)]
+    moved = to_device(batch, META, torch.bfloat16)
+    assert (moved.x.device, moved.x.dtype, moved.name) == (META, torch.bfloat16, "a")
+
+
+def test_objects_that_are_not_asked_for_stay_as_they_are():
+    cache, batch = SimpleNamespace(x=torch.zeros(3)), InSlots(torch.zeros(3))
+    moved = to_device([cache, batch], META, None, objects=lambda value: isinstance(value, InSlots))
+    assert moved[0] is cache and moved[1].x.device == META
+    assert len(list(tensors_in([cache, batch], objects=lambda value: value is batch))) == 1

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -51,6 +52,7 @@ class ScriptContext:
         by_hand: What else the script changes itself, where DeepSpeed heeds that at some stages alone.
         trains_on_draws: Samples are those that a loader draws; else a trainer generates from them what goes forward.
         batch_factor: Micro-batches in a loader's batch, for frameworks that split batches between ranks.
+        batch_classes: Classes of what its loaders yield.
         in_backward: An engine's backward pass is running.
         raised: The latest error of a call of the engine, which the script has caught if it goes on; empty without one.
         at_end: Functions to call before the process ends.
@@ -83,6 +85,7 @@ class ScriptContext:
         self.by_hand: list[str] = []
         self.trains_on_draws = True
         self.batch_factor = 1
+        self.batch_classes = set[type]()
         self.in_backward, self.raised = False, ""
         self.at_end: list[Callable[[], None]] = []
         self.limits: list[str] = []
@@ -198,12 +201,16 @@ class ScriptContext:
             return None
         dtype = DTYPES.get(self.candidate.precision)
         others = {*DTYPES.values()} - {dtype}
-        if dtype is None or not any(tensor.dtype in others for tensor in tensors_in((args, kwargs))):
+
+        def is_batch(value: Any) -> bool:
+            # Other objects may be none: a cache that the model adds to must not be copied.
+            return dataclasses.is_dataclass(value) or type(value) in self.batch_classes
+
+        if dtype is None or not any(t.dtype in others for t in tensors_in((args, kwargs), objects=is_batch)):
             return None
         name = str(dtype).removeprefix("torch.")
         self.changed(f"Inputs: cast floating-point inputs to `{name}` before the engine's forward.")
-        # What a script passes in a class may be no batch: a cache that the model adds to must not be copied.
-        cast: tuple[Any, Any] = to_device((args, kwargs), torch.device(engine.device), dtype, objects=False)
+        cast: tuple[Any, Any] = to_device((args, kwargs), torch.device(engine.device), dtype, objects=is_batch)
         return cast
 
     @contextlib.contextmanager

@@ -177,6 +177,7 @@ class Loaders:
         place = id(iterator._dataset)
         self._latest.pop(place, None)
         self._latest[place], self._drawn[place] = iterator, None
+        self._context.batch_classes |= {type(one) for one in (batch if isinstance(batch, list | tuple) else [batch])}
         # By its mode, too: forwards of a pipeline, and those after a teacher's, do not tell what was drawn for them.
         if self._context.meter is not None and self._context.meter.engine.module.training:
             self._tell_changes([place])

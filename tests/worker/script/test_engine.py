@@ -1,5 +1,6 @@
 """Recomputation that a candidate turns off, and code that may make its model in shards."""
 
+import dataclasses
 import importlib.util
 import os
 import sys
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from autotune.space.candidate import Candidate, from_deepspeed
 from autotune.trial.workload import Script
@@ -190,3 +192,21 @@ def test_what_a_loop_may_count_its_micro_batches_by_is_told(code, configured, na
     hooks._tell_count({"gradient_accumulation_steps": configured})
     assert len(report.side_changes) == bool(named)
     assert all(f"`{named}`: set that to 1 instead of 2" in text for text in report.side_changes)
+
+
+def test_a_batch_in_a_class_is_cast_and_a_cache_is_left_alone():
+    """Each bf16 trial of a script with batches in a dataclass crashed for want of a cast."""
+    script = context.ScriptContext.__new__(context.ScriptContext)
+    script.candidate, script.script = Candidate(micro_batch_size=2, precision="bf16"), SimpleNamespace(precision="fp32")
+    script.casts_inputs, script.batch_classes = True, {SimpleNamespace}
+    script.report = SimpleNamespace(side_changes=[], unreproducible=[])
+    fields, cache = dataclasses.make_dataclass("Batch", ["x"])(torch.zeros(2)), nn.Module()
+    cache.kept = torch.zeros(2)
+    graph, device = SimpleNamespace(x=torch.zeros(2)), SimpleNamespace(device="cpu")
+    args, kwargs = script.cast(device, (fields, cache), {"graph": graph})
+    assert args[0].x.dtype == kwargs["graph"].x.dtype == torch.bfloat16
+    assert fields.x.dtype == graph.x.dtype == torch.float32 and args[1] is cache
+    assert script.report.side_changes
+    cache, script.report.side_changes = SimpleNamespace(kept=torch.zeros(2)), []
+    script.batch_classes = set()
+    assert script.cast(device, (cache,), {}) is None and not script.report.side_changes

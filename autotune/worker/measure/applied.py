@@ -7,11 +7,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autotune.errors import UserError
 from autotune.trial.result import Observed
 from autotune.worker.data.witness import watch
 from autotune.worker.device import multiplies_in_tf32
 from autotune.worker.measure import groups
 from autotune.worker.measure.batches import BatchObserver
+
+DOUBLE = (
+    "the model's weights are float64, and DeepSpeed trains none in double precision: ZeRO 1 to 3 round them to float32 in each update,"
+    " ZeRO 0 does not reduce their gradients. Make the model float32 (`model.float()`), and what it is given"
+)
 
 
 def observe(
@@ -31,8 +37,6 @@ def observe(
     tokens = taken_in.get("tokens", ())
     # DeepSpeed before 0.17 has no torch_autocast.
     autocast = engine.torch_autocast_dtype() if getattr(engine, "torch_autocast_enabled", bool)() else None
-    # At stage 3 and under autocast the weights carry the type too; buffers of other types do not count.
-    dtypes = [parameter.dtype for parameter in engine.module.parameters() if parameter.is_floating_point()]
     observed = Observed(
         micro_batch_size=_only(batches.micro_batch_sizes),
         loader_batch_size=_only(batches.loader_batch_sizes),
@@ -40,7 +44,7 @@ def observe(
         samples_per_step=round(float(total)),
         tokens_per_step=round(sum(tokens) / len(tokens)) or None if tokens else None,
         zero_stage=int(engine.zero_optimization_stage()),
-        dtype=str(max(set(dtypes), key=dtypes.count)).removeprefix("torch."),
+        dtype=dtype_of(engine.module),
         autocast=str(autocast).removeprefix("torch.") if autocast else None,
         checkpointed_blocks=len(checkpointer.recomputed) if checkpointer else 0,
         tf32=multiplies_in_tf32() if torch.device(engine.device).type == "cuda" else None,
@@ -51,6 +55,19 @@ def observe(
     )
     observed = _of_all_stages(observed, n_copies) if pipelined else observed
     return _uneven(observed, batches, taken_in) if batches.uneven else observed
+
+
+def dtype_of(model: torch.nn.Module) -> str:
+    """Returns the type of most weights; at stage 3 and under autocast they carry it too. Buffers of other types do not count.
+
+    Raises:
+        UserError: It is double precision, which no configuration trains in.
+    """
+    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+    found = str(max(set(dtypes), key=dtypes.count)).removeprefix("torch.")
+    if found == "float64":
+        raise UserError(DOUBLE)
+    return found
 
 
 def share_of(engine: Any, n_copies: int) -> float:

@@ -40,7 +40,7 @@ def is_dtype_mismatch(result: TrialResult) -> bool:
 
 
 # What rank 0 measures for all ranks.
-OF_RANK_0 = ("step_times_s", "losses", "loss_dtype", "other_cores", "observed", "noise", "gradient", "tail", "expected")
+OF_RANK_0 = ("step_times_s", "losses", "loss_dtype", "other_cores", "observed", "noise", "gradient", "expected")
 
 
 def merge(
@@ -54,7 +54,8 @@ def merge(
     outcome, reason, phase, rank = _verdict(request, found, end, _first_phase(found, entered or {}, end))
     if phase in TAIL_PHASES and outcome in (Outcome.OOM, Outcome.CRASHED):
         how = "does not fit" if outcome is Outcome.OOM else "fails"
-        reason = f"{_in_the_tail(phase, request)} {how}: {reason}"
+        tried = next((report.tail for report in found.values() if report.tail), {})
+        reason = f"{_in_the_tail(phase, request, tried)} {how}: {reason}"
     every = list(found.values())
     by_phase = _highest(report.peak_memory_bytes for report in every)
     peaks = [*by_phase.values(), *filter(None, (report.reserved_memory_bytes for report in every))]
@@ -87,6 +88,7 @@ def merge(
     return replace(
         result,
         **{name: getattr(lead, name) for name in OF_RANK_0},
+        tail={} if phase == "tail" else lead.tail,  # there it was not trained on
         taken_in=_in_short(lead.taken_in),
         steps=steps if steps.n_steps else None,
         cpu_s_per_step=cpu_s if steps.n_steps else None,
@@ -100,13 +102,14 @@ def merge(
     )
 
 
-def _in_the_tail(phase: str, request: TrialRequest) -> str:
-    """What a trial did in a phase of its tail check, in words."""
+def _in_the_tail(phase: str, request: TrialRequest, tried: Mapping[str, int]) -> str:
+    """What a trial did in a phase of its tail check, in words; `tried` is the worst batch, if a rank has left word of it."""
     if phase != "tail" or not request.lengths:
         return TAIL_PHASES[phase]
-    length = max(longest(request.lengths), request.tail.length if request.tail else 0)
+    # A collate function may have cut the samples.
+    length = tried.get("length") or max(longest(request.lengths), request.tail.length if request.tail else 0)
     length = min(length, int(request.candidate.get("data.max_length") or length))  # that it cuts all samples to
-    n = request.candidate.get("micro_batch_size")
+    n = tried.get("samples") or request.candidate.get("micro_batch_size")
     return f"{TAIL_PHASES[phase]} ({n} sample{'' if n == 1 else 's'} of up to {length:,})"
 
 

@@ -200,6 +200,9 @@ def test_samples_that_the_candidate_cuts_are_named_by_that_length(settings: dict
     reports = {rank: failed(rank, "too much", phase="tail", outcome=OOM) for rank in (0, 1)}
     result = conclude.merge(request, reports, Exit(codes=BOTH), {0: "tail", 1: "tail"})
     assert result.reason == f"the longest batch (4 samples of up to {length}) does not fit: too much"
+    reports[1].tail = {"samples": 3, "length": 128, "elements": 384}  # which a collate function cuts
+    result = conclude.merge(request, reports, Exit(codes=BOTH), {0: "tail", 1: "tail"})
+    assert result.reason == "the longest batch (3 samples of up to 128) does not fit: too much" and not result.tail
 
 
 # Several machines.

@@ -35,8 +35,8 @@ class Tail:
         stopped = meter.report.outcome is Outcome.STOPPED_EARLY
         return None if check is None or stopped else cls(meter, check)
 
-    def trained(self, batch: Any, samples: int) -> None:
-        """Notes that the worst batch went forward and backward."""
+    def note(self, batch: Any, samples: int) -> None:
+        """Notes the worst batch, before it goes forward: a trial that fails there says what it tried."""
         tensor = counted_tensor((batch,), {})
         length = worst.length_in(tuple(tensor.shape), samples) if tensor is not None else 0
         self._meter.report.tail = {"samples": samples, "length": length, "elements": worst.size_of(batch)}

@@ -240,6 +240,6 @@ class _Trainer:
             self.engine.backward(self.loss(self.engine, self._draw()))
             self.engine.step()
         batch = to_device(self.loader.worst(check.longest_at, check.length), meter.device, self.dtype)
+        tail.note(batch, worst.rows_of(batch) if self.loader.token_budget else self.loader.micro_batch_size)
         self.engine.backward(self.loss(self.engine, batch))
-        tail.trained(batch, worst.rows_of(batch) if self.loader.token_budget else self.loader.micro_batch_size)
         tail.finish(lambda: self.loss(self.engine, batch))

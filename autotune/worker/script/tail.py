@@ -30,6 +30,8 @@ class ScriptTail:
         self._n_seen = self._n_steps = 0
         self._inputs: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
         self._rows = 0
+        if batch is not None:
+            tail.note(batch, self._samples())
 
     @classmethod
     def of(cls, context: ScriptContext) -> "ScriptTail | None":
@@ -79,13 +81,14 @@ class ScriptTail:
         """Ends the check; all ranks take part."""
         request = self._context.request
         if self._least_seen():
-            self._tail.trained(self._batch, self._samples())
+            self._tail.note(self._batch, self._samples())
         elif len(request.lengths) > 1 or (request.tail is not None and request.tail.length):
+            self._context.report.tail = {}
             self._context.once(
                 "the longest batch did not reach the engine as its loader yielded it, so whether it fits was not tried"
             )
         else:  # the script makes its batches by hand, all alike
-            self._tail.trained(self._inputs, self._samples())
+            self._tail.note(self._inputs, self._samples())
         self._tail.finish(self._evaluate)
 
     def _evaluate(self) -> None:

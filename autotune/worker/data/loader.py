@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -115,7 +115,7 @@ class Loader:
             self._next_sample += chunk
         return self._waiting.pop(0)
 
-    def worst(self, positions: tuple[int, ...], length: int) -> Any:
+    def worst(self, positions: tuple[int, ...], length: int, fixed: Set[int] = frozenset()) -> Any:
         """Returns the worst micro-batch: of the longest samples, or the largest that a stream has yielded, stretched.
 
         With a token budget it holds as many of them as the budget does.
@@ -123,6 +123,7 @@ class Loader:
         Args:
             positions: Positions of the longest samples; empty for a stream.
             length: The length that samples are stated to reach; 0 if none is.
+            fixed: As of `worst.stretched`.
         """
         if self.n_samples is not None and positions:
             n = self.micro_batch_size
@@ -132,7 +133,7 @@ class Loader:
         if self._largest is None:
             self._largest = self.next()[0]
         if not self.token_budget:
-            return worst.stretched(self._largest, self.micro_batch_size, length)
+            return worst.stretched(self._largest, self.micro_batch_size, length, fixed)
         longest, rows = max(self._longest, length), worst.rows_of(self._largest)
         n = min(rows, max(1, self.token_budget // longest))
         return worst.stretched(worst.first_rows(self._largest, rows, n), n, longest)

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,11 @@ MASKS, LENGTHS = ("attention_mask", "mask"), ("lengths", "input_lengths", "seq_l
 IGNORED = -100
 # Samples of a stream that are read; the seconds for reading samples; and those whose fields are described.
 MAX_STREAMED, BUDGET_S, MAX_DESCRIBED = 2048, 3.0, 256
+# Settings that cut or order single samples by their length, and why they are not tried where features are wider than that.
+BY_LENGTH = ("max_length", "token_budget", "group_by_length")
+WIDE = "samples are sequences of features, more of them than the shortest ones are long: of one sample nothing tells its length"
+# The first samples, which show what of their shapes varies.
+N_HEAD = 64
 # Positions of the longest samples that are kept.
 N_LONGEST = 256
 # Beyond, positions are drawn with repetition: a permutation of them would take too much memory.
@@ -59,17 +64,25 @@ def _read(samples: Any, cannot: Mapping[str, str], collate: Callable[[list[Any]]
     dtypes: dict[str, str] = {}
     lengths: list[int] = []
     positions: list[int] = []
+    head, fixed = list[Any](), frozenset[int]()
     for position, sample in _at_random(samples) if mapped else enumerate(itertools.islice(samples, MAX_STREAMED)):
         if len(lengths) < MAX_DESCRIBED:
             for name, shape, dtype in _fields(sample, ""):
                 kinds.setdefault(name, []).append(shape)
                 dtypes[name] = dtype
-        lengths.append(length_in_batch(sample, collate))
+        lengths.append(length_in_batch(sample, collate, fixed))
         positions.append(position)
+        if len(lengths) <= N_HEAD:
+            head.append(sample)
+        if len(lengths) == N_HEAD and (fixed := _fixed(kinds)):
+            lengths = [length_in_batch(each, collate, fixed) for each in head]
         if time.monotonic() > until:
             break
     if not lengths:
         return None
+    if len(lengths) < N_HEAD and (fixed := _fixed(kinds)):
+        lengths = [length_in_batch(each, collate, fixed) for each in head]
+    wide = any(length_in_batch(each, collate) != length_in_batch(each, collate, fixed) for each in head if fixed)
     longest = np.argsort(np.asarray(lengths), kind="stable")[::-1][:N_LONGEST]
     return DataShape(
         fields=tuple(f"{name}{dtypes[name]}[{_common(shapes)}]" for name, shapes in sorted(kinds.items())),
@@ -77,7 +90,7 @@ def _read(samples: Any, cannot: Mapping[str, str], collate: Callable[[list[Any]]
         n_samples=len(samples) if mapped else None,
         table=lengths_of.table(lengths),
         longest_at=tuple(positions[i] for i in longest) if mapped else (),
-        cannot=dict(cannot),
+        cannot={**cannot, **(dict.fromkeys(BY_LENGTH, WIDE) if wide else {})},
     )
 
 
@@ -89,12 +102,30 @@ def _at_random(dataset: Any) -> Iterator[tuple[int, Any]]:
         yield int(position), dataset[int(position)]
 
 
-def length_in_batch(sample: Any, collate: Callable[[list[Any]], Any]) -> int:
+def fixed_sizes(some: Iterable[Any]) -> frozenset[int]:
+    """Returns the sizes of dimensions that are alike in all of some samples, where others vary: of features, and not of lengths."""
+    kinds: dict[str, list[tuple[int, ...]]] = {}
+    for sample in some:
+        for name, shape, _ in _fields(sample, ""):
+            kinds.setdefault(name, []).append(shape)
+    return _fixed(kinds)
+
+
+def _fixed(kinds: Mapping[str, Sequence[tuple[int, ...]]]) -> frozenset[int]:
+    found = set[int]()
+    for shapes in kinds.values():
+        each = [set(sizes) for sizes in zip(*shapes, strict=False)]
+        if any(len(sizes) > 1 for sizes in each):
+            found |= {size for sizes in each if len(sizes) == 1 for size in sizes}
+    return frozenset(found)
+
+
+def length_in_batch(sample: Any, collate: Callable[[list[Any]], Any], fixed: Set[int] = frozenset()) -> int:
     """Returns the length that a sample has in a batch: the tokens of a text are those that `collate` makes of it."""
     # Most data sets; asked for each sample, of which there may be a hundred thousand.
-    if isinstance(sample, (tuple, list)) and sample and all(isinstance(part, Tensor) for part in sample):
+    if not fixed and isinstance(sample, (tuple, list)) and sample and all(isinstance(part, Tensor) for part in sample):
         return max((size for part in sample for size in part.shape), default=0) or 1
-    return length_of(_only(collate([sample])) if is_text(sample) else sample)
+    return length_of(_only(collate([sample])) if is_text(sample) else sample, fixed)
 
 
 def is_text(sample: Any) -> bool:
@@ -108,8 +139,8 @@ def _only(batch: Any) -> Any:
     return map_tensors(batch, lambda tensor: tensor[0] if tensor.dim() and tensor.shape[0] == 1 else tensor)
 
 
-def length_of(sample: Any) -> int:
-    """Returns the length of a sample: the tokens that its mask or its stated length counts, else its largest dimension."""
+def length_of(sample: Any, fixed: Set[int] = frozenset()) -> int:
+    """Returns the length of a sample: the tokens that its mask or its stated length counts, else its largest dimension; see `size_of`."""
     if isinstance(sample, Mapping):
         rows = {
             name: torch.as_tensor(value)[None] for name, value in sample.items() if is_mask(name) and _is_row(value)
@@ -120,7 +151,7 @@ def length_of(sample: Any) -> int:
         stated = next((sample[name] for name in LENGTHS if isinstance(sample.get(name), int)), None)
         if stated is not None:
             return int(stated)
-    return size_of(sample) or 1
+    return size_of(sample, fixed) or 1
 
 
 def is_mask(name: object) -> bool:
@@ -142,11 +173,16 @@ def real_mask(inputs: Mapping[str, Any], shape: Sequence[int]) -> Tensor | None:
     return mask == mask[:, 0].gather(0, row)
 
 
-def size_of(sample: Any) -> int:
-    """Returns the largest dimension of what a model takes of a sample: of its tokens, if it names them; 0 without any."""
+def size_of(sample: Any, fixed: Set[int] = frozenset()) -> int:
+    """Returns the largest dimension of what a model takes of a sample: of its tokens, if it names them; 0 without any.
+
+    Args:
+        fixed: Sizes that are no lengths, as long as there are others.
+    """
     held = sample if isinstance(sample, Mapping) else held_by(sample)
     named = next((held[name] for name in PREFERRED if name in held), None)
-    return max((size for _, shape, _ in _fields(sample if named is None else named, "") for size in shape), default=0)
+    sizes = {size for _, shape, _ in _fields(sample if named is None else named, "") for size in shape}
+    return max(sizes - fixed or sizes, default=0)
 
 
 def samples_in(batch: Any) -> int | None:

@@ -1,7 +1,7 @@
 """The worst batch of a data set: the longest samples at a micro-batch, as the tail check trains on it."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -24,17 +24,17 @@ def batch_of(dataset: Any, collate: Callable[[list[Any]], Any], positions: Seque
     return collate([stretched_sample(sample, length) for sample in longest])
 
 
-def heaviest(iterator: Any, largest: Any) -> Any:
+def heaviest(iterator: Any, largest: Any, fixed: Set[int] = frozenset()) -> Any:
     """Returns the largest batch of a loader whose batches vary in size: of those that its sampler makes, or was seen.
 
-    The most samples and the longest ones need not come together: a token budget keeps them apart.
+    The most samples and the longest ones need not come together: a token budget keeps them apart. `fixed` is as of `stretched`.
     """
     dataset = iterator._dataset
     if not iterator._auto_collation or not samples.is_map_style(dataset):
         return largest
     until, heaviest_yet, chosen = time.monotonic() + samples.BUDGET_S, 0, []
     for positions in iterator._index_sampler:
-        longest = max((samples.length_of(dataset[at]) for at in positions), default=0)
+        longest = max((samples.length_of(dataset[at], fixed) for at in positions), default=0)
         if len(positions) * longest > heaviest_yet:
             heaviest_yet, chosen = len(positions) * longest, list(positions)
         if time.monotonic() > until:
@@ -82,24 +82,26 @@ def _resized(value: Any, now: int, index: Tensor) -> Any:
     return value.take(index.numpy(), axis=shape.index(now))
 
 
-def stretched(batch: Any, rows: int, length: int) -> Any:
+def stretched(batch: Any, rows: int, length: int, fixed: Set[int] = frozenset()) -> Any:
     """Returns a batch in which every row is the longest one, extended to a length.
 
-    For streams, whose samples cannot be chosen. The longest dimension of pictures is not the second one: theirs is left.
+    For streams, whose samples cannot be chosen. The longest dimension of pictures is not the second one: theirs is
+    left, unless it is known to vary.
 
     Args:
         rows: Samples of the batch.
         length: Length to extend the rows to, by repeating their tokens without the padding; 0 leaves their length.
+        fixed: Sizes that are those of features, since all batches have them, and others vary.
     """
     if not _wide(batch, rows):  # sequence-first batches have the samples in the second dimension
         turned = map_tensors(batch, lambda t: t.transpose(0, 1) if t.dim() > 1 and t.shape[1] == rows else t)
         if not _wide(turned, rows):
             return batch
-        longer = stretched(turned, rows, length)
+        longer = stretched(turned, rows, length, fixed)
         return map_tensors(
             longer, lambda t: t.transpose(0, 1).contiguous() if t.dim() > 1 and t.shape[0] == rows else t
         )
-    n = _length(batch, rows)
+    n = _length(batch, rows, fixed)
     longest, real = _longest_row(batch, rows, n)
     index = real[_count(max(n, length)) % len(real)] if len(real) else _count(n)
 
@@ -107,7 +109,9 @@ def stretched(batch: Any, rows: int, length: int) -> Any:
         if tensor.dim() == 0 or tensor.shape[0] != rows:
             return tensor
         row = tensor[longest]
-        row = row.index_select(0, index.to(row.device)) if row.dim() and row.shape[0] == n else row
+        # Known to vary, it may come after the features.
+        along = tuple(row.shape if fixed else row.shape[:1])
+        row = row.index_select(along.index(n), index.to(row.device)) if n in along else row
         return row.expand(rows, *row.shape).contiguous()
 
     return map_tensors(batch, change)
@@ -124,11 +128,12 @@ def _wide(batch: Any, rows: int) -> list[Tensor]:
     return [tensor for tensor in tensors_in(batch) if tensor.dim() > 1 and tensor.shape[0] == rows]
 
 
-def _length(batch: Any, rows: int) -> int:
+def _length(batch: Any, rows: int, fixed: Set[int] = frozenset()) -> int:
     """Returns the longest dimension of a batch's rows: of its mask or of what a model takes, if it names them; else of all."""
     names = (*samples.MASKS, *samples.PREFERRED) if isinstance(batch, Mapping) else ()
     named = [tensor for name in names if name in batch for tensor in _wide(batch[name], rows)][:1]
-    return max((int(size) for tensor in named or _wide(batch, rows) for size in tensor.shape[1:]), default=0)
+    sizes = {int(size) for tensor in named or _wide(batch, rows) for size in tensor.shape[1:]}
+    return max(sizes - fixed or sizes, default=0)
 
 
 def _longest_row(batch: Any, rows: int, n: int) -> tuple[int, Tensor]:
@@ -152,10 +157,12 @@ def size_of(batch: Any) -> int:
     return sum(tensor.numel() for tensor in [one for one in tensors if one.dim() > 1] or tensors)
 
 
-def length_in(shape: tuple[int, ...], samples: int) -> int:
+def length_in(shape: tuple[int, ...], samples: int, fixed: Set[int] = frozenset()) -> int:
     """Returns the length of each sample of a batch: packed in one row, sequence-first, or in rows, as pictures of several sizes."""
     if len(shape) < 2:
         return 0
     if shape[0] == 1:
         return shape[1] // max(1, samples)
-    return shape[0] if shape[1] == samples != shape[0] else max(shape[1:])
+    if shape[1] == samples != shape[0]:
+        return shape[0]
+    return max({*shape[1:]} - fixed or shape[1:])

@@ -95,11 +95,11 @@ class FirstBatches:
         self.shapes: list[Any] = []
         self.checksums: list[int] = []
 
-    def add(self, tensor: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def add(self, tensor: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, checks: bool) -> None:
         """Notes a batch, whose samples a tensor counts."""
         if len(self.shapes) < N_SHAPES:
             self.shapes += of_batch(args, kwargs, tensor.shape[0])[:1]
-        if len(self.checksums) < N_CHECKSUMS and tensor.layout is torch.strided:
+        if checks and len(self.checksums) < N_CHECKSUMS and tensor.layout is torch.strided:
             self.checksums.append(zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()))
 
 
@@ -269,8 +269,8 @@ class BatchObserver:
         if self._fresh:
             self._micro.append(MicroBatch(rows, rows, drawn, same_kind))
             self._n_first += rows
-            if shape and self._forgiving:
-                self.noted.add(tensor, args, kwargs)
+            if shape:
+                self.noted.add(tensor, args, kwargs, checks=self._forgiving)
         else:
             self._micro[-1] = self._micro[-1]._replace(every=self._micro[-1].every + rows)
         self._n_every += rows

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from autotune.trial.request import TailCheck
 from autotune.trial.result import Outcome
 from autotune.worker.data import worst
+from autotune.worker.data.samples import fixed_sizes
 from autotune.worker.measure.batches import counted_tensor
 from autotune.worker.measure.meter import Meter
 
@@ -38,7 +39,8 @@ class Tail:
     def note(self, batch: Any, samples: int) -> None:
         """Notes the worst batch, before it goes forward: a trial that fails there says what it tried."""
         tensor = counted_tensor((batch,), {})
-        length = worst.length_in(tuple(tensor.shape), samples) if tensor is not None else 0
+        fixed = fixed_sizes(self._meter.batches.noted.shapes)
+        length = worst.length_in(tuple(tensor.shape), samples, fixed) if tensor is not None else 0
         self._meter.report.tail = {"samples": samples, "length": length, "elements": worst.size_of(batch)}
 
     def finish(self, evaluate: Callable[[], Any]) -> None:

@@ -14,6 +14,7 @@ from autotune.worker import random_fills
 from autotune.worker.containers import coarse_dtype, to_device
 from autotune.worker.data import worst
 from autotune.worker.data.loader import Loader
+from autotune.worker.data.samples import fixed_sizes
 from autotune.worker.data.witness import watch as loader_watch
 from autotune.worker.measure import batches, experts, recompute
 from autotune.worker.measure.gradient_check import REPLICATE_SEEDS, GradientWatch, perturb
@@ -239,7 +240,8 @@ class _Trainer:
         for _ in range(tail.n_micro - 1):
             self.engine.backward(self.loss(self.engine, self._draw()))
             self.engine.step()
-        batch = to_device(self.loader.worst(check.longest_at, check.length), meter.device, self.dtype)
+        fixed = fixed_sizes(meter.batches.noted.shapes)
+        batch = to_device(self.loader.worst(check.longest_at, check.length, fixed), meter.device, self.dtype)
         tail.note(batch, worst.rows_of(batch) if self.loader.token_budget else self.loader.micro_batch_size)
         self.engine.backward(self.loss(self.engine, batch))
         tail.finish(lambda: self.loss(self.engine, batch))

@@ -12,7 +12,7 @@ from autotune.space import data
 from autotune.trial.request import TailCheck
 from autotune.worker.data import change as change_data
 from autotune.worker.data import worst
-from autotune.worker.data.samples import is_map_style, samples_in
+from autotune.worker.data.samples import fixed_sizes, is_map_style, samples_in
 from autotune.worker.data.witness import watch
 from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.patching import expression, patch, place_of, users_frame
@@ -74,7 +74,7 @@ class Loaders:
         if meter.batches.uneven:
             if check.length:
                 self._context.once("the script decides how long its batches are, so --max-length was not tried")
-            self._worst = worst.heaviest(iterator, largest)
+            self._worst = worst.heaviest(iterator, largest, fixed_sizes(meter.batches.noted.shapes))
             return self._worst
         self._worst = self._longest(iterator, meter.batches.draw_size, check)
         return self._worst
@@ -83,7 +83,8 @@ class Loaders:
         """Returns a batch of the n longest samples, or of a stream the largest batch, stretched."""
         if not (iterator._auto_collation and check.longest_at and n and is_map_style(iterator._dataset)):
             _, largest = self._largest[id(iterator._dataset)]
-            return worst.stretched(largest, worst.rows_of(largest), check.length)
+            fixed = fixed_sizes(self._context.meter.batches.noted.shapes) if self._context.meter is not None else set()
+            return worst.stretched(largest, worst.rows_of(largest), check.length, fixed)
         try:
             return worst.batch_of(iterator._dataset, iterator._collate_fn, check.longest_at, n, check.length)
         except Exception as error:

@@ -171,7 +171,7 @@ def _data(context: ScriptContext, meter: Meter) -> DataShape | None:
     read = samples.describe(dataset, {}, collate) if mapped and context.report.rank == 0 else None
     collates = bool(iterator._auto_collation)
     of_loader = change.why_not(dataset, collate, meter.engine.module, mapped=mapped, loader=True, collates=collates)
-    cannot = context.data_limits(of_loader, read)
+    cannot = context.data_limits(of_loader | (read.cannot if read is not None else {}), read)
     if read is None:
         known = () if meter.batches.flattened else meter.batches.texts.lengths
         seen = [int(n) for rows, _ in known for n in torch.as_tensor(rows).tolist()]

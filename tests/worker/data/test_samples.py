@@ -13,6 +13,7 @@ from autotune.trial.folder import TrialDir
 from autotune.trial.lengths import shares
 from autotune.trial.request import TrialRequest
 from autotune.trial.workload import Workload
+from autotune.worker.data import samples
 from autotune.worker.data.samples import describe, length_of
 
 
@@ -35,6 +36,19 @@ def test_samples_in_a_class_of_their_own_have_their_fields_and_lengths():
     found = describe(drawn)
     assert found is not None and found.longest_at == (1, 0)
     assert found.fields == ("edges float32[2,*]", "x float32[*,3]")
+
+
+@pytest.mark.parametrize("n", [9, 200])
+def test_the_length_of_a_sequence_of_wide_features_is_the_size_that_varies(n):
+    """All samples counted as equally long, as wide as their features, and the worst batch held any of them."""
+    data = [(torch.zeros(2 + at % 50, 80), at % 3) for at in range(n)]
+    found = samples.describe(data)
+    longest = max(len(x) for x, _ in data)
+    assert found.table[-1][0] == longest and len(data[found.longest_at[0]][0]) == longest
+    assert set(found.cannot) == {"max_length", "token_budget", "group_by_length"}
+    named = [{"input_ids": torch.zeros(9 + at), "frames": torch.zeros(1 + at, 80)} for at in range(n)]
+    assert not samples.describe(named).cannot, "its tokens are its length"
+    assert samples.fixed_sizes([torch.zeros(8, 80)] * 3) == set(), "nothing tells lengths from features"
 
 
 def test_what_cannot_be_drawn_is_left_for_the_trials_to_say():

@@ -63,6 +63,17 @@ def test_the_worst_batch_is_made_whatever_default_device_a_script_has_set():
         assert worst.cut_sample(sample, 2)["input_ids"].tolist() == [1, 2]
 
 
+def test_a_batch_of_wide_features_is_stretched_along_its_sequences():
+    """`--max-length` was said to fit though nothing was stretched: the features were taken for the length."""
+    batch, turned = torch.arange(30.0).view(2, 3, 5), torch.arange(30.0).view(2, 5, 3)
+    for fixed in ({5}, {5, 9}):
+        assert worst.stretched(batch, 2, 7, fixed).shape == (2, 7, 5)
+        assert worst.stretched(turned, 2, 7, fixed).shape == (2, 5, 7)
+        assert worst.length_in((2, 3, 5), 2, fixed) == 3
+    pictures = torch.zeros(2, 3, 4, 6)
+    assert worst.stretched(pictures, 2, 9).shape == pictures.shape
+
+
 def test_a_sequence_first_batch_is_stretched_along_its_sequences():
     ids, lengths = worst.stretched((torch.arange(15).view(5, 3), torch.tensor([5, 4, 2])), 3, 8)
     assert ids.shape == (8, 3) and lengths.tolist() == [5, 5, 5]

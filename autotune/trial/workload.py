@@ -382,7 +382,7 @@ class Workload:
         block_class: Class of these blocks.
         block_share: Their share of the parameters.
         float_buffers: The model has floating-point buffers, as batch normalisation does.
-        batch_norm: Class of its layers that are trained by the statistics of a micro-batch; empty without any.
+        by_micro_batch: What trains otherwise at another micro-batch: layers that normalise by its statistics, a script's loop.
         client_optimizer: The target defines `optimizer`.
         sparse: Classes of its modules that give sparse gradients; empty without any.
         updates: Classes of modules in a script's blocks that change a buffer in each forward, also a recomputed one; empty without any.
@@ -408,7 +408,7 @@ class Workload:
     float_buffers: bool
     client_optimizer: bool
     environment: Environment
-    batch_norm: str = ""
+    by_micro_batch: str = ""
     sparse: str = ""
     updates: str = ""
     optimizer: str = ""

@@ -118,7 +118,7 @@ def test_batch_norm_makes_other_micro_batches_pass_the_gate_though_the_first_los
         tmp_path, Instant(faster_with_more), trials=5, space=space,
         baseline=Candidate(micro_batch_size=4, gradient_accumulation_steps=2, checkpoint_every=1),
         planned={
-            "workload": replace(WORKLOAD, batch_norm="BatchNorm2d"),
+            "workload": replace(WORKLOAD, by_micro_batch="BatchNorm2d"),
             "setting": Setting(n_blocks=4, n_samples=4096, global_batch=(8, 8)),
         },
     )  # fmt: skip

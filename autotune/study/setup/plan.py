@@ -103,7 +103,7 @@ class Plan:
         own, world = self.baseline, self.data_parallel
         return (
             candidate.global_batch_size(world) == own.global_batch_size(world)
-            and not (self.workload.batch_norm and candidate.micro_batch_size != own.micro_batch_size)
+            and not (self.workload.by_micro_batch and candidate.micro_batch_size != own.micro_batch_size)
             and self.same_numerics(candidate)
         )
 

@@ -63,7 +63,7 @@ def measured(study: Study, folder: Path, kept: StudyRecord, before: Reading | No
     known = zip(told, _foretold(kept, told, before), _sittings(told, folder, kept), strict=True)
     found = [replace(seen[each.number], forecast=forecast, sitting=sitting) for each, forecast, sitting in known]
     most = max((m.loss_off for m in found), key=abs, default=0.0)
-    if most or kept.workload.batch_norm:
+    if most or kept.workload.by_micro_batch:
         found = _apart_by_micro_batch(found, Candidate.from_key(kept.baseline), most)
     if before.trials is not None:
         before.whole = told, kept, found

@@ -105,7 +105,7 @@ def with_batch_norm(workload: Workload, model: torch.nn.Module) -> Workload:
     text = (
         f"{found} normalises by the statistics of a micro-batch: each other micro-batch is checked, and none is drop-in"
     )
-    return replace(workload, batch_norm=found, caveats=[*workload.caveats, text])
+    return replace(workload, by_micro_batch=found, caveats=[*workload.caveats, text])
 
 
 def with_experts(workload: Workload, model: torch.nn.Module) -> Workload:

@@ -23,6 +23,11 @@ LOSES_GRADIENTS = (
     " there, so your training does: call engine.step() after each micro-batch, with their number as"
     " `gradient_accumulation_steps`, and go backward once in each, from the sum of its losses"
 )
+REPEATS = (
+    "more micro-batches go backward than the loader yields, as where a loop trains several times on each (truncated backpropagation"
+    " through time), and samples count each time: steps at another micro-batch train on other parts of them, so each is checked,"
+    " and none is drop-in"
+)
 
 
 def workload_of(
@@ -43,6 +48,7 @@ def workload_of(
     probed = _probed(context, meter, prepared, described, seen)
     probed = replace(probed, plain_backward=bool(plain), scales=False not in plain)
     data, described = _data(context, meter), with_batch_norm(described, engine.module)
+    described = _with_repeats(described, meter.batches)
     described = _with_updates(described, prepared.watch.updating())
     workload = replace(
         described,
@@ -62,6 +68,14 @@ def workload_of(
     if found is not None and workload.data is not None and workload.data.varies and len(widths) > 1:
         found = replace(found, lengths=workload.data.table)
     return replace(workload, profile=found and replace(found, built_bytes=prepared.built_bytes))
+
+
+def _with_repeats(workload: Workload, batches: BatchObserver) -> Workload:
+    """Returns the workload with a note on a loop that trains several times on each batch of its loader."""
+    rows, n = batches.rows(), batches.draw_size
+    if not n or batches.parts or batches.uneven or {first for first, _ in rows} != {n} or (n, None) not in rows:
+        return workload
+    return replace(workload, by_micro_batch=REPEATS, caveats=[*workload.caveats, REPEATS])
 
 
 def _with_updates(workload: Workload, classes: set[str]) -> Workload:

@@ -18,8 +18,11 @@ TIED, FROZEN = 50 * 16 + 16 * 16 + 16, 16 * 64 + 64 + 64 * 64 + 64
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        ("ok", {"n_blocks": 4, "block_class": "Block", "n_samples": 2048, "client_optimizer": True, "batch_norm": ""}),
-        ("vision", {"n_blocks": 3, "batch_norm": "BatchNorm2d"}),
+        (
+            "ok",
+            {"n_blocks": 4, "block_class": "Block", "n_samples": 2048, "client_optimizer": True, "by_micro_batch": ""},
+        ),
+        ("vision", {"n_blocks": 3, "by_micro_batch": "BatchNorm2d"}),
         ("seq2seq", {"n_blocks": 4, "block_class": "TransformerDecoderLayer, TransformerEncoderLayer"}),
         ("tied", {"n_parameters": TIED}),  # the tied tensor once
         ("frozen", {"n_parameters": FROZEN + 65, "n_trainable": 65}),
@@ -72,5 +75,5 @@ def test_an_embedding_that_is_made_otherwise_is_described():
 def test_layers_count_that_train_by_the_statistics_of_a_micro_batch_and_no_frozen_ones():
     frozen, always = nn.BatchNorm1d(4).eval(), nn.SyncBatchNorm(4, track_running_stats=False).eval()
     found = with_batch_norm(WORKLOAD, nn.Sequential(nn.BatchNorm1d(4), frozen, always, nn.LayerNorm(4)))
-    assert found.batch_norm == "BatchNorm1d, SyncBatchNorm" and found.batch_norm in found.caveats[-1]
+    assert found.by_micro_batch == "BatchNorm1d, SyncBatchNorm" and found.by_micro_batch in found.caveats[-1]
     assert with_batch_norm(WORKLOAD, nn.Sequential(frozen, nn.InstanceNorm1d(4), nn.GroupNorm(2, 4))) == WORKLOAD

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.instant import WORKLOAD
 
 from autotune.trial.result import Observed
+from autotune.worker.measure.batches import BatchObserver
 from autotune.worker.script import evaluation, probe, steps
 from autotune.worker.script.context import ScriptError
 
@@ -102,3 +104,22 @@ def test_what_is_played_into_a_buffer_and_comes_back_at_times_is_not_evaluated(i
         replayed = [3 * i - 4 if i > 1 else -1, *range(1000, 1007)]  # one of an earlier turn
         found.forward(window, batches, (torch.tensor(replayed)[:, None].expand(8, 6).contiguous(),), {})
     assert bool(noted) == plays
+
+
+def test_a_loop_that_trains_several_times_on_each_batch_is_not_drop_in_at_another_micro_batch():
+    """Half the sequences in chunks twice as long, in truncated backpropagation through time, were called drop-in."""
+    engine = torch.nn.Identity()
+    engine.global_steps = 0
+    found = {}
+    for n_times in (1, 4):
+        batches, engine.global_steps = BatchObserver(engine, forgiving=True), 0
+        for _ in range(3):
+            batches.drew(8, torch.zeros(8, 12))
+            for _ in range(n_times):
+                batches.micro_batch((torch.zeros(8, 12 // n_times),), {})
+                batches.backward()
+                engine.global_steps += 1
+                batches.step()
+        found[n_times] = probe._with_repeats(WORKLOAD, batches)
+    assert found[1] is WORKLOAD
+    assert found[4].by_micro_batch == found[4].caveats[-1] and "truncated" in found[4].by_micro_batch

@@ -120,8 +120,10 @@ class Loaders:
             sampler = bound.arguments.get("batch_sampler")
             if sampler is not None and getattr(sampler, "batch_size", None) == was:
                 sampler.batch_size = wanted
+                plain = type(sampler) is torch.utils.data.BatchSampler
                 said.append(
-                    f"Data: the batch sampler of the DataLoader at {place} with batch size {wanted} instead of {was}."
+                    f"Data: the batch sampler of the DataLoader at {place} with batch size {wanted} instead of {was}"
+                    f"{'' if plain else ', with which it may put other samples together'}."
                 )
             elif sampler is None and bound.arguments.get("batch_size", 1) == was:
                 bound.arguments["batch_size"] = wanted

@@ -61,7 +61,6 @@ LEAST_SENSIBLE_S = 20.0
 FORGOTTEN_FOR = "forgotten_for"
 # In a study's folder: which file of the user states the study, and which options it was run with.
 ORIGIN = "origin.json"
-AS_RUN = "as-run.yaml"  # for workers: the study of a run whose options differ from the study.yaml that it was given
 PATHS = ("hostfile", "from_checkpoint", "working_dir")  # keys whose values a study.yaml states relative to its folder
 
 
@@ -335,20 +334,20 @@ def _forget(name: str, storage: Storage, folder: Path, executor: Executor) -> No
 
 
 def _keep_spec(request: StudyRequest) -> None:
-    """Write the study as it was understood, and the name of the user's file, unless that is the target itself."""
+    """Write the study as it was understood, and the name of the user's file; not of a plain run of the folder's study.yaml."""
     folder, target = request.folder, request.target
     file, origin = folder / "study.yaml", folder / ORIGIN
     options = [key for key, value in request.overrides.items() if value is not None and key != "storage"]
-    (folder / AS_RUN).unlink(missing_ok=True)
-    if target.absolute() == file.absolute():
-        if options:
-            files.write_text(folder / AS_RUN, request.spec.to_yaml(folder))
+    is_own, as_run = target.absolute() == file.absolute(), folder / records.AS_RUN
+    copy = as_run if is_own else file
+    as_run.unlink(missing_ok=True)
+    if is_own and not options:
         return
-    files.write_text(file, request.spec.to_yaml(folder))
+    files.write_text(copy, request.spec.to_yaml(folder))
     origin.unlink(missing_ok=True)
     if is_yaml(target):
         path = os.path.relpath(target.absolute(), folder.absolute())
-        kept = {"file": path, "options": options, "copy": target_digest(file)}
+        kept = {"file": path, "options": options, "copy": target_digest(copy)}
         files.write_text(origin, json.dumps(kept, indent=1))
 
 
@@ -357,7 +356,7 @@ def _stated_in(folder: Path) -> tuple[Path, dict[str, Any]]:
 
     That is the user's own file, but the copy in the study's folder if the user has edited that or the other one is gone.
     """
-    copy = folder / "study.yaml"
+    copy = records.as_run(folder)
     try:
         kept = files.json_of(files.read_regular(folder / ORIGIN))
         own = (folder / kept["file"]).resolve()

@@ -107,10 +107,10 @@ def _planned(
     folder: Path, kept: StudyRecord, overrides: dict[str, Any], scratch: Path, view: ProgressView
 ) -> Iterator[tuple[Plan, Executor]]:
     """The study's plan on this machine, and its engine."""
-    from autotune.session import AS_RUN
     from autotune.study.setup.capture import wanted_study
     from autotune.study.setup.engine import executor_for
     from autotune.study.setup.plan import plan
+    from autotune.study.storage import records
 
     file = folder / "study.yaml"
     if not file.exists():
@@ -118,8 +118,7 @@ def _planned(
             f"worker: there is no {shown(file)} here. A worker reads the study and writes its trials"
             " where `autotune run` does: start it in the same folder of a file system that both machines share"
         )
-    as_run = folder / AS_RUN
-    wanted, notes = wanted_study(str(as_run if as_run.exists() else file), overrides)
+    wanted, notes = wanted_study(str(records.as_run(folder)), overrides)
     view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
     with executor_for(wanted, scratch, view.waits) as executor:
         found = plan(wanted, executor, scratch)

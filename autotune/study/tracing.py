@@ -28,7 +28,7 @@ def path_in(folder: Path, number: int) -> Path:
 def _elsewhere(folder: Path) -> str:
     """The place where the trials of a study ran, in words; empty for this machine alone."""
     try:
-        stated = read_yaml(folder / "study.yaml")
+        stated = read_yaml(records.as_run(folder))
     except UserError:
         return ""
     stated = stated if isinstance(stated, dict) else {}

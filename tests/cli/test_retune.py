@@ -21,6 +21,7 @@ from autotune.cli.retune import changes, retune
 from autotune.cli.schedule import schedule_add, schedule_export, schedule_list, schedule_remove
 from autotune.errors import Unavailable, UserError
 from autotune.retune import fingerprint
+from autotune.study import tracing
 from autotune.study.lock import study_lock
 from autotune.study.setup import engine
 from autotune.study.setup.request import StudyRequest
@@ -181,6 +182,24 @@ def test_a_retuning_reads_the_users_own_file_and_its_options(studies, tmp_path):
     assert session.open_study("s").spec().repeats not in (4, StudySpec.of(own, given).repeats)
     own.unlink()
     assert session.open_study("s").spec().trials == 7
+
+
+def test_a_retuning_takes_the_options_of_a_run_of_the_studys_own_file(studies):
+    """They were lost, and the re-tuning spoke of other lengths; edits of the file still count."""
+    folder, file = studies / "s", studies / "s" / "study.yaml"
+    file.write_text(f"target: {MODELS / 'ok.py'}\nname: s\ntrials: 5\n")
+
+    def ran(**given):
+        spec = StudySpec.of(file, given)
+        session._keep_spec(StudyRequest(spec=spec, target=file, overrides=given, folder=folder, executor=Instant()))
+
+    ran(max_length=64, executor="slurm")
+    file.write_text(file.read_text() + "repeats: 4\n")
+    spec = session.open_study("s").spec()
+    assert (spec.max_length, spec.trials, spec.repeats) == (64, 5, 4)
+    assert tracing._elsewhere(folder) == "on slurm"
+    ran()
+    assert session.open_study("s").spec().max_length is None and not tracing._elsewhere(folder)
 
 
 def test_retune_takes_the_ranks_to_tune_for(studies, monkeypatch):

@@ -36,7 +36,7 @@ from autotune.study.storage import analysed, records
 from autotune.study.storage.generations import generation_name
 from autotune.study.storage.history import GoneError, History
 from autotune.study.storage.records import StudyRecord
-from autotune.study.warm_start import HistoryRecorder, PriorStudy
+from autotune.study.warm_start import HistoryRecorder, PriorStudy, WarmStart
 from autotune.trial.folder import result_in, write_record
 from autotune.trial.result import Outcome, TrialResult
 
@@ -82,7 +82,6 @@ class Rounds:
         role: Role of the measurements in the history: `check` or `duel`.
         sides: The configurations, by name.
         check_alive: Raises if the study was deleted meanwhile.
-        noise: The gradient noise scale of the study, for a re-tuning whose own could not be told.
     """
 
     folder: Path
@@ -91,7 +90,6 @@ class Rounds:
     runner: Runner
     recorder: HistoryRecorder
     check_alive: Callable[[], None]
-    noise: NoiseScale | None
 
     def __call__(self, n: int) -> dict[str, Reading]:
         """Measure round n, or read it if an interrupted run completed it."""
@@ -107,10 +105,7 @@ class Rounds:
         return {name: Reading.of(result, self._metrics(result)) for name, result in results.items()}
 
     def _metrics(self, result: TrialResult) -> dict[str, float]:
-        reference = self.runner.state.reference
-        if reference is not None and reference.noise is None:
-            reference = replace(reference, noise=self.noise)
-        return remeasured(result, reference) if result.outcome is Outcome.COMPLETE else {}
+        return remeasured(result, self.runner.state.reference) if result.outcome is Outcome.COMPLETE else {}
 
 
 class Retuning:
@@ -306,7 +301,10 @@ class Retuning:
         # As much of the old front as the trials allow; the search may propose the rest.
         first = (self.incumbent, *_by_worth(good, known)[: n // FRONT_EVERY])
         # The front is known; the search needs one configuration that is better than the present one.
-        warm = replace(known.warm_start(found, first), compromise=True) if known is not None else None
+        warm = WarmStart(prior=lambda prior: prior)
+        if known is not None:
+            warm = replace(known.warm_start(found, first), compromise=True)
+        warm = replace(warm, noise=noise_scale(self.kept, records.record(self.opened.study)))
         self.recorder = HistoryRecorder(self.storage, self.name, self.generation, found.workload, found.world_size)
         events = Broadcast(self.recorder, self.observer)
         return Runner(replace(found, spec=spec, space=space), executor, self.path, self.opened.url, events, warm=warm)
@@ -334,8 +332,7 @@ class Retuning:
         )
 
     def _rounds(self, runner: Runner, what: str, sides: Mapping[str, Candidate]) -> Rounds:
-        noise = noise_scale(records.record(self.current), self.kept)
-        return Rounds(self.path / what, what, sides, runner, self.recorder, self._check_alive, noise)
+        return Rounds(self.path / what, what, sides, runner, self.recorder, self._check_alive)
 
     # What is kept
 

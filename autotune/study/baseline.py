@@ -8,7 +8,7 @@ from autotune.errors import UserError
 from autotune.executors.base import TWICE, TimeOver
 from autotune.forecast.predictor import generic_prior
 from autotune.scoring import objective
-from autotune.scoring.convergence.noise_scale import LEAST_STEPS, noise_scale_of
+from autotune.scoring.convergence.noise_scale import LEAST_STEPS, NoiseScale, noise_scale_of
 from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.scoring.metrics import GOODPUT, measure
 from autotune.scoring.objective import Objective
@@ -25,6 +25,7 @@ from autotune.study.spec.presets import DEFAULT_GOAL, SCARCE
 from autotune.study.spec.readers import objective_of
 from autotune.study.state import StudyState
 from autotune.study.storage import records
+from autotune.study.storage.generations import generation_of
 from autotune.study.tell import Teller
 from autotune.system.units import format_bytes
 from autotune.trial import failures
@@ -52,10 +53,14 @@ class BaselineTrial:
     Args:
         state: The study, which does not exist in the database yet.
         budget: Says whether there is time to measure the noise as well.
+        known_noise: The gradient noise scale of an earlier study of the same model, which counts where it cannot be measured.
     """
 
-    def __init__(self, state: StudyState, measurer: TrialMeasurer, events: EventSink, budget: Budget) -> None:
+    def __init__(
+        self, state: StudyState, measurer: TrialMeasurer, events: EventSink, budget: Budget, known_noise: NoiseScale | None = None
+    ) -> None:  # fmt: skip
         self._state, self._measurer, self._events, self._budget = state, measurer, events, budget
+        self._known_noise = known_noise
         self._tried_again = False
 
     def run(self) -> TrialResult:
@@ -215,8 +220,12 @@ class BaselineTrial:
         problem = self._probe(reference)
         if not problem:
             return
-        state.settle(replace(reference, noise_problem=problem), state.objectives)
-        self._keep_batch(problem)
+        noise = self._known_noise
+        state.settle(replace(reference, noise_problem=problem, noise=noise), state.objectives)
+        if noise is None:
+            self._keep_batch(problem)
+        else:
+            self._events.say(f"{problem}; what was measured before counts: {noise}")
 
     def _probe(self, reference: Reference) -> str:
         """Measures the noise scale and settles it; returns why it could not, or an empty text."""
@@ -232,10 +241,10 @@ class BaselineTrial:
             return "the gradient noise scale needs two micro-batches a step, and the script's batch cannot be split"
         own = result_in(state.trial_path(0))
         if own is not None and own.steps is not None and PROBE_STEPS * own.steps.median_s > spec.trial_deadline_s:
-            return (
-                "a trial's deadline leaves no time for the steps of the probe of the gradient noise scale (--fresh with a longer"
-                " --trial-deadline measures it)"
-            )
+            return _remedied(
+                "a trial's deadline leaves no time for the steps of the probe of the gradient noise scale", "a longer --trial-deadline",
+                spec.name,
+            )  # fmt: skip
         if not self._budget.affords((2 * self._budget.trial_s + self._budget.startup_s()) / PROBE_SHARE):
             return self._with_more_time("the time budget has no room for the probe of the gradient noise scale")
         self._events.say("measuring the gradient noise scale, which says what a larger global batch is worth")
@@ -262,7 +271,8 @@ class BaselineTrial:
     def _with_more_time(self, problem: str) -> str:
         """A problem of the noise probe that more time would solve, with what sets that time."""
         short = self._budget.trial_s < self._state.spec.trial_budget_s
-        return f"{problem} (--fresh with more of {'the time budget' if short else 'trial_budget_s in study.yaml'} measures it)"
+        what = "the time budget" if short else "trial_budget_s in study.yaml"
+        return _remedied(problem, f"more of {what}", self._state.spec.name)
 
     def _keep_batch(self, problem: str) -> None:
         """Searches the baseline's global batch alone, if goodput needs the noise scale that could not be measured."""
@@ -277,14 +287,21 @@ class BaselineTrial:
         space = feasibility.pruned(kept, baseline, setting)
         if not feasibility.holds_another(space, baseline, setting):
             raise UserError(
-                f"{problem}, so that other global batches cannot be compared by {name!r}, and the space varies"
-                " nothing else"
+                f"{problem}, so that other global batches cannot be compared by {name!r}, and the space varies nothing else;"
+                f" leave {name!r} out of the objectives, or vary more, as --space batch,zero does"
             )
         self._events.say(
             f"{problem}: what other global batches are worth is not known, so the baseline's {batch} is kept; leave {name!r}"
             " out of the objectives to vary it all the same"
         )
         self._state.narrow(space, global_batch=setting.global_batch)
+
+
+def _remedied(problem: str, remedy: str, study: str) -> str:
+    """A problem of the noise probe with its remedy; a re-tuning takes it from study.yaml, and has no options for it."""
+    if generation_of(study)[1]:
+        return f"{problem} ({remedy.replace('--trial-deadline', 'trial_deadline_s in study.yaml')} measures it)"
+    return f"{problem} (--fresh with {remedy} measures it)"
 
 
 def _fastest_by_batch(plan: Plan) -> dict[int, float]:

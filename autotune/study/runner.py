@@ -108,7 +108,7 @@ class Runner:
         self._teller = Teller(state, self._budget, events)
         self.proposer = Proposer(state, self._teller, self._budget, events, warm, leads=leads)
         self._measurer = TrialMeasurer(state, executor, events, self._budget, self.proposer.bounds_to_beat)
-        self._baseline = BaselineTrial(state, self._measurer, events, self._budget)
+        self._baseline = BaselineTrial(state, self._measurer, events, self._budget, warm.noise if warm else None)
         self._finalists = Finalists(state, self._measurer, self._teller, self._budget, events)
 
     @property

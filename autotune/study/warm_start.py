@@ -10,6 +10,7 @@ from optuna.trial import FrozenTrial
 
 from autotune.errors import UserError
 from autotune.forecast.features import Prior
+from autotune.scoring.convergence.noise_scale import NoiseScale
 from autotune.scoring.metrics import remeasured
 from autotune.search import transfer
 from autotune.search.observation import Observation
@@ -172,8 +173,10 @@ class WarmStart:
         prior: Corrects the study's own prior.
         first: Candidates to measure before anything is proposed: the best of the other study.
         compromise: Whether to search the best compromise alone, not the whole front.
+        noise: Its gradient noise scale, which counts where the study cannot measure one.
     """
 
     prior: Callable[[Prior], Prior]
     first: tuple[Candidate, ...] = ()
     compromise: bool = False
+    noise: NoiseScale | None = None

@@ -265,6 +265,19 @@ def test_a_larger_batch_keeps_its_worth_where_the_noise_scale_cannot_be_told_aga
     assert decision.verdict is RetuneVerdict.UNCHANGED and abs(decision.duel.gain) < 0.03
 
 
+def test_where_the_space_varies_the_batch_alone_the_noise_scale_of_the_study_counts(tmp_path_factory):
+    """The re-tuning failed: other batches could not be compared, and the space varied nothing else."""
+    asked = STUDY | {"objectives": ["throughput", "convergence"], "space": [{"micro_batch_size": [4, 8, 32]}]}
+    studies, plan = answered(tmp_path_factory.mktemp("batch"), **asked), plan_of(spec_of(**asked))
+    silent = NoiseTerms(micro_batch_size=2, n_micro=4, micro_sq=[2.0] * 30, mean_sq=[2.0] * 30)
+    run = retuning(studies, cause="forced")
+    run.begin()
+    decision = run.run(plan, Instant(lambda c: report(c, noise=silent)))
+    assert decision.verdict is RetuneVerdict.UNCHANGED and decision.n_trials == 3, decision.reason
+    (said,) = (line for line in run.observer.said if "not to be told" in line)
+    assert "what was measured before counts: gradient noise scale: 4.32 samples" in said and "--fresh" not in said
+
+
 def test_where_nothing_runs_it_fails_and_the_configuration_stays(tmp_path):
     before = config(tmp_path)
     with pytest.raises(Exception, match="all ended the same way") as error:

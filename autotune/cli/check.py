@@ -171,16 +171,41 @@ def check_data(found: Plan, result: TrialResult, log: Path) -> dict[str, Any]:
         for each in found.space.parameters
         if any((each.name, value) not in dead for value in each.all_values())
     ]
+    follows, overruled = _kept_batch(found)
     not_proposed = [
         {"knob": knob, "value": "default" if value is None else value, "reason": reason}
-        for (knob, value), reason in dead.items()
+        for (knob, value), reason in {**dead, **overruled}.items()
     ]
     return {
         "target": str(shown(found.spec.target)), "ranks": found.world_size, "workload": asdict(found.workload),
         "invocation": asdict(found.spec.how().shown) if found.workload.script else None, "baseline": baseline,
-        "n_candidates": found.full_space.size(found.baseline), "n_legal": n_legal, "exact": exact, "knobs": knobs,
+        "n_candidates": found.full_space.size(found.baseline), "n_legal": n_legal, "exact": exact,
+        "knobs": [*knobs, *follows],
         "not_proposed": not_proposed, "notes": found.notes,
     }  # fmt: skip
+
+
+def _kept_batch(found: Plan) -> tuple[list[dict[str, Any]], dict[tuple[str, Any], str]]:
+    """The accumulation as a knob that follows from the micro-batch, and the stated values that a kept global batch overrules."""
+    from autotune.space.candidate import BATCH
+    from autotune.space.parameter import LONG_RANGE
+
+    micro, steps = BATCH
+    space, stated, script = found.full_space, found.spec.space, found.workload.script
+    if space.samples_per_rank is None or (script is not None and set(script.movable) < set(BATCH)):
+        return [], {}
+    kept = f"the global batch of {found.baseline.global_batch_size(found.setting.world_size)} is kept (--global-batch free lets it vary)"
+    left = {
+        micro: space[micro].all_values() if micro in space else (),
+        steps: (found.baseline.gradient_accumulation_steps,),
+    }
+    follows = []
+    if steps in stated and len(left[micro]) > 1:
+        values = f"follows from the micro-batch, since {kept}"
+        follows = [{"name": steps, "values": values, "n_values": len(left[micro]), "when": {}}]
+        left[steps] = stated[steps].all_values()
+    named = [(name, value) for name in BATCH if name in stated for value in stated[name].all_values()[:LONG_RANGE]]
+    return follows, {(name, value): kept for name, value in named if value not in left[name]}
 
 
 def _machine(environment: dict[str, Any]) -> str:

@@ -1,10 +1,12 @@
 """What `check` tells of a plan."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from support.instant import plan_of, spec_of
 
 from autotune.cli.check import check_data
+from autotune.space.candidate import Candidate
 from autotune.trial.result import Outcome, TrialResult
 
 
@@ -20,3 +22,22 @@ def test_a_knob_of_which_no_value_can_run_is_not_said_to_be_tuned():
         found = check_data(plan_of(spec, sparse=sparse), TrialResult(outcome=Outcome.COMPLETE), Path("rank0.log"))
         names[sparse] = [knob["name"] for knob in found["knobs"] if knob["n_values"] > 1]
     assert names == {"": ["micro_batch_size", *buckets], "Embedding": ["micro_batch_size"]}
+
+
+def test_what_a_kept_global_batch_overrules_is_told():
+    """A stated accumulation was nowhere to be seen, and stated micro-batches were gone without a word."""
+
+    def told(**knobs):
+        spec = spec_of(space=[{"zero_stage": [0, 1]} | knobs], global_batch="keep")
+        plan = replace(plan_of(spec), full_space=spec.space.keeping(Candidate(micro_batch_size=8), 1))
+        plan = replace(plan, space=plan.full_space)
+        found = check_data(plan, TrialResult(outcome=Outcome.COMPLETE), Path("rank0.log"))
+        assert all("the global batch of 8 is kept" in each["reason"] for each in found["not_proposed"])
+        return [each["name"] for each in found["knobs"]], [
+            (each["knob"], each["value"]) for each in found["not_proposed"]
+        ]
+
+    steps = "gradient_accumulation_steps"
+    both = told(micro_batch_size=[2, 3, 8], **{steps: [1, 2]})
+    assert both == (["zero_stage", "micro_batch_size", steps], [("micro_batch_size", 3)])
+    assert told(**{steps: [1, 2]}) == (["zero_stage"], [(steps, 2)]) and told() == (["zero_stage"], [])

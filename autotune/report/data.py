@@ -138,9 +138,9 @@ class StudyReport:
         stated = self.study.get("device_memory_bytes")
         if stated or not self.environment.get("device_memory_bytes"):
             return float(stated) if stated else None
-        nodes = self.study.get("nodes", 1)
+        nodes, environment = self.study.get("nodes", 1), adapter(Environment).validate_python(dict(self.environment))
         on_each = self.world_size // (1 if self.world_size % nodes else nodes)
-        return adapter(Environment).validate_python(dict(self.environment)).share_bytes(on_each, self.world_size)
+        return float(environment.share_bytes(on_each, self.world_size, self.study.get("at_once") or 1))
 
     @property
     def trials_left(self) -> int:

@@ -57,10 +57,10 @@ class Environment:
     missing_ops: dict[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
 
-    def share_bytes(self, on_each: int, ranks: int = 0) -> float:
-        """Returns a rank's memory, of `ranks` in all: its device's without that of context, NCCL and others; on a CPU its share."""
+    def share_bytes(self, on_each: int, ranks: int = 0, at_once: int = 1) -> float:
+        """Returns a rank's memory, of `ranks` in all: its device's but for context, NCCL and others; on a CPU its share of the host."""
         if self.accelerator == "cpu":
-            return self.device_memory_bytes / on_each
+            return self.device_memory_bytes / (on_each * at_once)
         held = max(self._held_bytes(on_each), CUDA_CONTEXT_BYTES) + (NCCL_BYTES if max(on_each, ranks) > 1 else 0)
         return max(0.0, self.device_memory_bytes - held)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pandas
 import pytest
-from support.instant import WORKLOAD, Instant, answered, recorded, runner_of
+from support.instant import ENVIRONMENT, WORKLOAD, Instant, answered, plan_of, recorded, runner_of, spec_of
 from support.study_report import study_report
 
 from autotune import session
@@ -250,3 +250,13 @@ def test_a_study_that_ran_keeps_its_forecasts_and_the_weights_of_its_objectives(
     found = load.load("s", records.default_url(tmp_path), tmp_path / "s")
     assert {"peak_memory_bytes", "step_time_s"} <= set(series.forecasts(found))
     assert set(found.study["weights"]) == set(found.study["objectives"])
+
+
+def test_the_memory_of_a_rank_is_what_the_search_took_it_for_where_trials_run_at_once(tmp_path):
+    """The report spoke of the whole host, of which each of the trials had a half."""
+    asked = {"trials": 2, "parallel": 2, "overlap": True, "finalists": 0}
+    answered(tmp_path, **asked)
+    found = load.load("s", records.default_url(tmp_path), tmp_path / "s")
+    assert (
+        found.memory_limit_bytes == plan_of(spec_of(**asked)).memory_limit_bytes == ENVIRONMENT.device_memory_bytes / 2
+    )

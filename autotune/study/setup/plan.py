@@ -90,9 +90,7 @@ class Plan:
         """Memory limit of a rank: the stated one, else its device's memory; on a CPU its share of the host's."""
         spec, environment = self.spec, self.workload.environment
         on_each = self.world_size // spec.nodes_for(self.world_size)
-        if spec.overlap and environment.accelerator == "cpu" and spec.executor == "local" and spec.hostfile is None:
-            on_each *= spec.parallel
-        return spec.device_memory_bytes or environment.share_bytes(on_each, self.world_size) or None
+        return spec.device_memory_bytes or environment.share_bytes(on_each, self.world_size, spec.at_once) or None
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """Returns the complete DeepSpeed configuration of a candidate."""
@@ -250,8 +248,7 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
         workload = inspect_workload(spec, executor, trials / "inspect", world_size, doing)
     check_devices(spec, environment, world_size)
     on_each = world_size // spec.nodes_for(world_size)
-    at_once = spec.parallel if spec.overlap and not spec.runs_elsewhere else 1
-    in_use = on_each * at_once  # trials side by side have devices apart
+    in_use = on_each * spec.at_once  # trials side by side have devices apart
     environment = of_ranks(workload.environment, in_use)
     workload = replace(workload, environment=environment)
     base_config, baseline, setting = grounds(spec, target, workload, world_size)

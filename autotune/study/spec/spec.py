@@ -217,6 +217,11 @@ class StudySpec(BaseModel):
         return self.executor != "local" or self.hostfile is not None or self.n_nodes > 1
 
     @property
+    def at_once(self) -> int:
+        """Trials that share this machine at a time."""
+        return self.parallel if self.overlap and not self.runs_elsewhere else 1
+
+    @property
     def stated_ranks(self) -> int | None:
         """Ranks of a trial: `ranks`, else the smallest number of slots of a host on every host; None without both."""
         slots = list(read_hostfile(self.hostfile).values())[: self.n_nodes] if self.hostfile else [None]
@@ -236,8 +241,7 @@ class StudySpec(BaseModel):
         """Returns the study as a commented YAML file; its paths are relative to `folder`, or absolute without one."""
         left_out = {"invocation", *(("target", "script_args") if self.command is not None else ("command",))}
         left_out |= {name for name, setting in SETTINGS.items() if setting.optional and not getattr(self, name)}
-        left_out |= {"executor"} if self.executor == "local" else set()
-        left_out |= {"patience_s"} if not self.runs_elsewhere else set()
+        left_out |= {*["executor"] * (self.executor == "local"), *["patience_s"] * (not self.runs_elsewhere)}
         data: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields if name not in left_out}
         for name, value in data.items():
             if isinstance(value, Path):
@@ -278,9 +282,8 @@ class StudySpec(BaseModel):
                 raise SpecError(f"{given['goal'].where}: {goal} sets the objectives, and {other}")
         if values.get("quick"):
             values = QUICK | values
-        for key in ("constraints", "global_batch"):
-            if values.get(key, "") is None:
-                del values[key]
+        own_default = ("constraints", "global_batch")
+        values = {key: each for key, each in values.items() if each is not None or key not in own_default}
         if invocation is None and (target is None or "target" in (overrides or {})):
             with contextlib.suppress(SpecError):  # reported when the target is used
                 target = inspect_target(values["target"])
@@ -379,9 +382,7 @@ def _check_together(spec: StudySpec) -> None:
     for metric, both in ends.items():
         if both.get("min", -math.inf) > both.get("max", math.inf):
             low, high = f"min {both['min']:g}", f"max {both['max']:g}"
-            raise ValueError(
-                f"constraints: {metric}: {low} is above {high}, so nothing can hold both; change one of them"
-            )
+            raise ValueError(f"constraints: {metric}: {low} is above {high}; nothing can hold both, so change one")
 
 
 def check_name(name: str) -> None:

@@ -54,7 +54,7 @@ SETTINGS = (
     "trial_deadline_s", "min_samples",
 )  # fmt: skip
 # Stored for those who watch the study; a worker has its own time budget.
-WATCHED = ("time_budget_s", "max_length", "device_memory_bytes", "quick")
+WATCHED = ("time_budget_s", "max_length", "device_memory_bytes", "quick", "at_once")
 # Name of the re-tuning's study that holds this study's answer today.
 SUCCESSOR_ATTR = "successor"
 SQLITE = "sqlite:///"

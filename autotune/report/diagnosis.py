@@ -94,7 +94,10 @@ def of_workload(workload: Workload, candidate: Data, world_size: int) -> dict[st
         found |= {"lengths": data.table, "loader": data.loader, "data_cannot": data.cannot}
         found |= {"steps_grouped": data.steps_grouped}
     if profile is not None and not profile.guessed:
-        found["optimizer_bytes"] = (STEP_BYTES + 2.0 * profile.optimizer_bytes) * profile.n_trainable
+        # Ranks of an expert group update their own experts; from stage 1 on all ranks share the update of all weights.
+        others = 0.0 if own.zero_stage else profile.n_expert * (1 - 1 / own.expert_degree)
+        updated = max(0.0, profile.n_trainable - others)
+        found["optimizer_bytes"] = (STEP_BYTES + 2.0 * profile.optimizer_bytes) * updated
         found["flops_per_step"] = profile.flops_per_sample * own.global_batch_size(workload.data_parallel(world_size))
     probed, reached = profile_cache.load(Probe, profile_cache.machine_key(world_size)), machine.flops if machine else {}
     if probed is not None and probed.device_name == environment.device_name:

@@ -121,6 +121,11 @@ def test_an_optimizers_bytes_are_those_of_its_own_states(state_bytes, moved):
     )  # fmt: skip
     known = replace(WORKLOAD, profile=profile)
     assert diagnosis.of_workload(known, Candidate(micro_batch_size=8).values(), 1)["optimizer_bytes"] == 10 * moved
+    mixture = replace(known, profile=replace(known.profile, n_expert=8))
+    degree = (("expert_parallel.autoep_size", 2), ("expert_parallel.enabled", True))
+    for stage, n_updated in ((0, 6), (1, 10)):  # at stage 0 a rank updates its half of the experts
+        own = Candidate(micro_batch_size=8, zero_stage=stage, config=degree)
+        assert diagnosis.of_workload(mixture, own.values(), 2)["optimizer_bytes"] == n_updated * moved
     assert "optimizer_bytes" not in diagnosis.of_workload(WORKLOAD, Candidate(micro_batch_size=8).values(), 1)
 
 

@@ -176,8 +176,12 @@ def more_time(phase: str) -> str:
 
 
 def headline(text: str) -> str:
-    """Returns the line of an error message that names the cause; NCCL states it below `Last error:`."""
+    """Returns the line of an error message that names the cause, without a full stop, since sentences go on after it.
+
+    NCCL states the cause below `Last error:`.
+    """
     lines = text.strip().splitlines() or [""]
     first = f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
     cause = re.search(r"^Last error:\s*(\S.*)$", text, re.MULTILINE)
-    return f"{first} ({cause[1].strip()})" if cause and cause[1] not in first else first
+    found = f"{first} ({cause[1].strip()})" if cause and cause[1] not in first else first
+    return re.sub(r"(?<![.])[.]$", "", found.rstrip())

@@ -258,6 +258,12 @@ def test_nccls_cause_stands_beside_its_headline():
     assert headline("") == ""
 
 
+def test_a_headline_has_no_full_stop_where_a_sentence_goes_on_after_it():
+    """Reports read "no space left.." and "out of memory.; `--device-memory` ..."."""
+    assert headline("Step 1 failed. Try again.\nmore") == "Step 1 failed. Try again"
+    assert headline("loading...") == "loading..." and headline(".") == ""
+
+
 @pytest.mark.parametrize(
     ("means", "text", "holds"),
     [

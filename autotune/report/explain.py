@@ -201,14 +201,18 @@ class Evidence:
 
     def _compared(self, trial: Data) -> str:
         """A trial that ran against the recommended one, in words: first what keeps it from being recommended."""
-        own = trial["metrics"]
-        ratios = {name: own[name] / value for name, value in self.best.items() if own.get(name) and value}
+        own, ratios = trial["metrics"], self._measured_ratios(trial)
         said, why = self._verdict(ratios, "measured", tied=bool(trial.get("tied"))), _barred(trial)
         if trial.get("feasible") is False and (over := self.expected.broken(own)):
             why += f" ({', '.join(over)})"
         elif not why and not trial.get("tied") and self._compromise(ratios) > 0 and self._only_once(trial):
             why = "it was measured once, and only what was measured again is recommended"
         return f", but it cannot be recommended: {why}; {said}" if why else f": {said}"
+
+    def _measured_ratios(self, trial: Data) -> dict[str, float]:
+        """A trial's metrics as multiples of the recommended one's."""
+        own = trial["metrics"]
+        return {name: own[name] / value for name, value in self.best.items() if own.get(name) and value}
 
     def _only_once(self, trial: Data) -> bool:
         """Whether a trial was measured once, and the recommended one again."""
@@ -256,7 +260,11 @@ class Evidence:
         if other == best or reason is not None:
             return f"{change}: belongs to the other changes" + (f" ({reason})" if reason else "")
         predicted = self.expected.predicted(other, self.predicted_best)
-        ratios = _ratios(predicted)
+        ratios, how = _ratios(predicted), "it is predicted"
+        ran = (each for each in self.trials if each["outcome"] == Outcome.COMPLETE)
+        if own := next((each for each in ran if Candidate.of(each["candidate"]) == other), None):
+            ratios = {name: ratio for name, ratio in self._measured_ratios(own).items() if name in predicted}
+            how = f"it was measured in trial {own['trial']}"
         gain = self._compromise(ratios)
         good = "as good" if abs(gain) < NOTHING else f"{times(math.exp(gain))} as good"
         moved = [
@@ -265,7 +273,7 @@ class Evidence:
         figures = f" ({', '.join(moved)})" if moved else ""
         n_now, n_before = self._n_ran(name, now), self._n_ran(name, before)
         tried = f"tried {n_now} x with {_said(now)}, {n_before} x with {_said(before)}"
-        return f"{change}: with {_said(before)} it is predicted to be {good}{figures}{self._but(other, predicted)}; {tried}"
+        return f"{change}: with {_said(before)} {how} to be {good}{figures}{self._but(other, predicted)}; {tried}"
 
     def _but(self, candidate: Candidate, predicted: Mapping[str, Mapping[str, float]]) -> str:
         """What keeps a configuration from being the answer, however good it is predicted to be; empty if nothing does."""

@@ -252,6 +252,8 @@ def test_every_objective_is_predicted(tmp_path, metric, label):
         space=space,
     )
     assert evidence.recommended.checkpoint_every != 1
+    assert any("with 1 it was measured in trial 0 to be 0." in reason for reason in evidence.choice().reasons)
+    evidence.trials = []
     without = next(reason for reason in evidence.choice().reasons if reason.startswith("checkpoint_every"))
     assert "predicted to be 0." in without and f"{label} " in without
     slower = evidence.expected.changed(evidence.expected.baseline, {"zero_stage": 2})

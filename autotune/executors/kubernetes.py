@@ -99,7 +99,7 @@ def _job_set(job: DriverJob) -> dict[str, Any]:
         "image": job.options["image"],
         "command": [job.options.get("python", "python"), "-m", "autotune.executors.pods", variables[pods.BOARD]],
         "env": [
-            *_env(_carried() | variables),
+            *_env(carried() | variables),
             {"name": pods.ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         ],
         "resources": {"limits": _limits(job, job.ranks // job.nodes)},
@@ -140,7 +140,7 @@ def _driver(job: DriverJob, variables: Mapping[str, str], limits: Mapping[str, s
         "name": DRIVER,
         "image": job.options["image"],
         "command": replace(job, options={"python": "python", **job.options}).command,  # the image's, not this one
-        "env": _env({**_carried(), **variables}),
+        "env": _env({**carried(), **variables}),
         "resources": {"limits": dict(limits)},
     }
 
@@ -177,7 +177,8 @@ def _suspended(job: DriverJob) -> dict[str, Any]:
     return {"suspend": True} if "queue" in job.options else {}  # Kueue starts it
 
 
-def _carried() -> dict[str, str]:
+def carried() -> dict[str, str]:
+    """Returns the variables of this environment that change measurements, or where they are kept."""
     return {name: value for name, value in os.environ.items() if name in CARRIED or name.startswith(PREFIXES)}
 
 

@@ -14,7 +14,7 @@ import yaml
 from apscheduler.triggers.cron import CronTrigger
 
 from autotune.errors import UserError
-from autotune.executors.kubernetes import object_name, pod
+from autotune.executors.kubernetes import carried, object_name, pod
 from autotune.retune.schedule import Schedule, weekdays
 
 HOUR_S, DAY_S = 3600.0, 86400.0
@@ -23,10 +23,11 @@ MOST_OF_A_COMMAND = 998  # characters that Debian's cron takes; others take more
 MOUNTED_AT, MOST_OF_A_NAME = "/project", 52
 LAST = (59, 23, 31, 12)  # values of a crontab's fields before the weekday
 PLAIN = re.compile(r"[\w./:@+=-]+")  # a word that needs no quotes
-# Variables that change the measurements or that the command needs; another scheduler does not set them.
-ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch's, by its older and its newer name
-DEVICES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-CARRIED = ("PATH", "AUTOTUNE_CACHE", "OMP_NUM_THREADS", "DS_ACCELERATOR", *DEVICES, *ALLOCATOR)
+# Variables that the command needs on this machine beside those that change measurements; another scheduler does not set them.
+NEEDED = (
+    "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME",
+    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
+)  # fmt: skip
 
 
 def export(
@@ -94,9 +95,10 @@ def time_zone() -> str:
     return str(CronTrigger.from_crontab("0 0 * * *").timezone)
 
 
-def _environment(names: Sequence[str] = CARRIED) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     """The variables of this environment that the command needs."""
-    found = {name: os.environ[name] for name in names if os.environ.get(name, "").isprintable() and name in os.environ}
+    found = {name: os.environ[name] for name in NEEDED if name in os.environ} | carried()
+    found = {name: value for name, value in found.items() if value.isprintable()}
     if "PATH" in found:  # shells that start shells repeat folders
         found["PATH"] = os.pathsep.join(dict.fromkeys(found["PATH"].split(os.pathsep)))
     return found
@@ -152,9 +154,7 @@ def _systemd(job: Job) -> str:
 def _kubernetes(job: Job) -> str:
     retune = f"{shlex.join(['autotune', 'retune', job.schedule.study, '--if-due'])}; s=$?; [ $s -eq 3 ] || exit $s"
     # The image has its own PATH; kernels and profiles are kept on the volume.
-    kept = _environment(("OMP_NUM_THREADS", "DS_ACCELERATOR", *ALLOCATOR)) | {
-        "AUTOTUNE_CACHE": f"{MOUNTED_AT}/.cache/autotune"
-    }
+    kept = carried() | {"AUTOTUNE_CACHE": f"{MOUNTED_AT}/.cache/autotune"}
     container: dict[str, Any] = {
         "name": "retune",
         "image": "YOUR-IMAGE",

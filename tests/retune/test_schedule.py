@@ -28,6 +28,7 @@ from support.zoo import wait_until
 
 from autotune.cli import schedule as commands
 from autotune.errors import UserError
+from autotune.executors import kubernetes
 from autotune.retune import schedule, schedule_export
 from autotune.retune.schedule import Daemon, Schedule, ScheduleError
 from autotune.study.lock import run_under_way, study_lock
@@ -366,7 +367,7 @@ def test_daemons_that_are_killed_at_random_run_everything_once(history, tmp_path
 
 @pytest.fixture
 def two(history, monkeypatch):
-    for name in schedule_export.CARRIED:
+    for name in (*schedule_export.NEEDED, *kubernetes.carried()):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("PATH", "/my tools/100%:/usr/bin")
@@ -420,12 +421,21 @@ def test_what_not_every_cron_knows_is_written_otherwise_and_asks_whenever_the_ru
         assert schedule.next_after(None, asked, now - 60.0) == now
 
 
-def test_the_allocator_is_set_as_it_was_for_the_study(two, monkeypatch):
-    """A trial without it needs more memory, which would pass for a change."""
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+@pytest.mark.parametrize(
+    ("name", "forms"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", ("cron", "systemd", "k8s")),
+        ("NCCL_P2P_DISABLE", ("cron", "systemd", "k8s")),
+        ("PYTHONPATH", ("cron", "systemd")),
+        ("HF_TOKEN", ()),
+    ],
+)
+def test_what_changes_measurements_or_finds_modules_is_set_as_it_was_for_the_study(two, monkeypatch, name, forms):
+    """A trial without its allocator needs more memory, and one without its network's settings is slower, or hangs."""
+    monkeypatch.setenv(name, "a_value:True")
     for form in schedule_export.FORMS:
         text = schedule_export.export(form, two, Path("/data"), None)
-        assert text.count("PYTORCH_CUDA_ALLOC_CONF") == text.count("expandable_segments:True") == 2, form
+        assert text.count(name) == text.count("a_value:True") == 2 * (form in forms), form
 
 
 def test_folder_and_environment_are_quoted_for_each_scheduler(two):

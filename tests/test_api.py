@@ -356,7 +356,7 @@ def test_a_mistake_is_one_sentence(mistake, engine):
 def test_an_unknown_study_is_said_with_those_that_are_known(tuned):
     with pytest.raises(UserError, match=r"no study 't'.*Known: s"):
         autotune.load_study("t")
-    for name in ("..", "/", "a b"):
+    for name in ("", ".", "..", "/", "a b"):
         with pytest.raises(UserError, match="cannot name a study"):
             autotune.load_study(name)
     for wrong in (None, 3, b"s"):

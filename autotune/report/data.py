@@ -134,13 +134,13 @@ class StudyReport:
 
     @property
     def memory_limit_bytes(self) -> float | None:
-        """What a rank may use: what the user stated, else the device's memory, on a CPU a rank's share of the machine's."""
-        stated = self.study.get("device_memory_bytes")
-        if stated or not self.environment.get("device_memory_bytes"):
+        """What a rank may use: what the user stated, up to the device's memory, on a CPU else a rank's share of the machine's."""
+        stated, environment = self.study.get("device_memory_bytes"), self.environment
+        if not environment.get("device_memory_bytes") or (stated and environment.get("accelerator") == "cpu"):
             return float(stated) if stated else None
-        nodes, environment = self.study.get("nodes", 1), adapter(Environment).validate_python(dict(self.environment))
-        on_each = self.world_size // (1 if self.world_size % nodes else nodes)
-        return float(environment.share_bytes(on_each, self.world_size, self.study.get("at_once") or 1))
+        nodes, share = self.study.get("nodes", 1), adapter(Environment).validate_python(dict(environment)).share_bytes
+        on_each, at_once = self.world_size // (1 if self.world_size % nodes else nodes), self.study.get("at_once") or 1
+        return float(min(stated or math.inf, share(on_each, self.world_size, at_once)))
 
     @property
     def trials_left(self) -> int:

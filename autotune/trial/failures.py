@@ -91,7 +91,7 @@ _REMEDIES = (
     (r"Too many open files|0 items of ancdata",
      "The limit on open files is too low: raise it (`ulimit -n 65536`), or use fewer loader workers"),
     (r"can't start new thread|pthread_create|Resource temporarily unavailable",
-     "The limit on processes and threads is reached: raise it (`ulimit -u`, a container's `--pids-limit`), or use fewer ranks"
+     "The limit on processes and threads is reached: raise it (`ulimit -u` and `-v`, a container's `--pids-limit`), or use fewer ranks"
      " and loader workers"),
     (r"ECC error|fallen off the bus|\bXid\b",
      "The device is faulty: see `nvidia-smi -q`, and leave it out by CUDA_VISIBLE_DEVICES until it was reset or replaced"),

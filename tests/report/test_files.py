@@ -7,7 +7,7 @@ import io
 import json
 import os
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pandas
 import pytest
@@ -260,3 +260,6 @@ def test_the_memory_of_a_rank_is_what_the_search_took_it_for_where_trials_run_at
     assert (
         found.memory_limit_bytes == plan_of(spec_of(**asked)).memory_limit_bytes == ENVIRONMENT.device_memory_bytes / 2
     )
+    card = replace(ENVIRONMENT, accelerator="cuda")
+    larger = replace(found, environment=asdict(card), study={**found.study, "device_memory_bytes": 2**36})
+    assert larger.memory_limit_bytes == card.share_bytes(1)

@@ -1,11 +1,13 @@
 """The devices of a trial: those of its ranks, which need not be all of a machine."""
 
+import resource
 from collections.abc import Sequence
 from dataclasses import replace
 
 from autotune.errors import UserError
 from autotune.study.spec.spec import StudySpec
 from autotune.system.device import MEAN_CPU, Device
+from autotune.system.units import format_bytes
 from autotune.trial.workload import Environment
 
 UNLIKE = "the devices of a trial differ"
@@ -57,6 +59,21 @@ def check_devices(spec: StudySpec, environment: Environment, world_size: int) ->
     raise UserError(
         f"{whose} asks for {world_size} ranks: {have} {environment.n_devices} devices; ask for fewer, or {MEAN_CPU}"
     )
+
+
+def beyond(spec: StudySpec, environment: Environment) -> list[str]:
+    """Returns what is to be said of a stated memory that no device has, and of a limit on a process's addresses."""
+    found, stated, total = [], spec.device_memory_bytes or 0, environment.device_memory_bytes
+    if environment.accelerator != "cpu" and stated > total:
+        more = f"--device-memory states {format_bytes(stated)}, and a device has {format_bytes(total)}, which counts"
+        found.append(f"{more}: `autotune predict --device-memory` forecasts for a larger one")
+    addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if addresses != resource.RLIM_INFINITY and not spec.runs_elsewhere:
+        given = f"`ulimit -v` gives a process {format_bytes(addresses)} of addresses"
+        found.append(
+            f"{given}, of which torch takes more than of memory: `ulimit -v unlimited`, if trials run out of memory or threads"
+        )
+    return found
 
 
 def held_by_others(environment: Environment, on_each: int) -> list[str]:

@@ -28,7 +28,7 @@ from autotune.space.space import SearchSpace
 from autotune.space.torch_settings import has_tf32
 from autotune.study.events import SILENT, EventSink
 from autotune.study.setup import batch_changes, degrees, profile_cache
-from autotune.study.setup.devices import UNLIKE, check_devices, held_by_others, of_ranks
+from autotune.study.setup.devices import UNLIKE, beyond, check_devices, held_by_others, of_ranks
 from autotune.study.setup.script import (
     DEFAULT_MICRO_BATCH,
     SCRIPT_BATCH,
@@ -87,10 +87,15 @@ class Plan:
 
     @property
     def memory_limit_bytes(self) -> float | None:
-        """Memory limit of a rank: the stated one, else its device's memory; on a CPU its share of the host's."""
+        """Memory limit of a rank: the stated one, up to its device's memory; on a CPU else its share of the host's."""
         spec, environment = self.spec, self.workload.environment
         on_each = self.world_size // spec.nodes_for(self.world_size)
-        return spec.device_memory_bytes or environment.share_bytes(on_each, self.world_size, spec.at_once) or None
+        own, stated = environment.share_bytes(on_each, self.world_size, spec.at_once), spec.device_memory_bytes
+        return (
+            min(filter(None, (own, stated)), default=None)
+            if environment.accelerator != "cpu"
+            else stated or own or None
+        )
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """Returns the complete DeepSpeed configuration of a candidate."""
@@ -279,6 +284,7 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
     notes = [
         *environment.remarks,
         *held_by_others(environment, in_use),
+        *beyond(spec, environment),
         *workload.caveats,
         *own_tuner.notes(base_config),
     ]

@@ -1,6 +1,7 @@
 """What a study makes of the devices that it finds: ranks, types, memory, the default optimizer, notes, and disjoint shares of them."""
 
 import contextlib
+import resource
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from autotune.errors import UserError
 from autotune.executors.local import LocalExecutor
 from autotune.study import parallel
 from autotune.study.setup import plan as planning
-from autotune.study.setup.devices import of_ranks
+from autotune.study.setup.devices import beyond, of_ranks
 from autotune.study.spec.spec import StudySpec
 from autotune.system import device
 from autotune.trial.workload import Environment
@@ -137,6 +138,20 @@ def test_a_card_behind_those_of_the_ranks_takes_neither_memory_nor_types_from_a_
     assert "differ (RTX 4090, GTX 1050)" in both.remarks[1]
     assert of_ranks(both, 1) == alone  # a cache may have kept it so
     assert of_ranks(WORKLOAD.environment, 2) == WORKLOAD.environment
+
+
+def test_limits_that_no_device_has_or_that_count_addresses_are_told(monkeypatch):
+    """The search took a card for as large as it was said to be; and trials ended by signal 6 where nobody thought of `ulimit -v`."""
+
+    def told(**given):
+        return beyond(StudySpec.of(MODELS / "ok.py", {"name": "s", **given}), GPUS)
+
+    assert not told() and not told(device_memory_bytes="80GiB")
+    (said,) = told(device_memory_bytes="141GiB")
+    assert "--device-memory states 141 GiB, and a device has 80.0 GiB, which counts" in said
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**31, -1))
+    (said,) = told()
+    assert "`ulimit -v` gives a process 2.00 GiB of addresses" in said and not told(executor="slurm", nodes=1)
 
 
 def test_a_study_is_planned_for_the_devices_of_its_ranks_and_names_the_one_that_refuses_it(monkeypatch, tmp_path):

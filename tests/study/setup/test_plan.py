@@ -5,7 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from support.instant import WORKLOAD, plan_of, spec_of
+from support.instant import ENVIRONMENT, WORKLOAD, plan_of, spec_of
 from support.paths import MODELS
 
 from autotune.errors import UserError
@@ -109,4 +109,7 @@ def test_trials_at_once_share_the_memory_of_a_host():
 
     alone = limit()
     assert limit(parallel=4, overlap=True) == alone / 4
+    card = replace(ENVIRONMENT, accelerator="cuda")
+    stated = replace(plan_of(spec_of(device_memory_bytes="80GiB")), workload=replace(WORKLOAD, environment=card))
+    assert stated.memory_limit_bytes == card.share_bytes(1) < 80 * 2**30  # no more than the card has
     assert limit(parallel=4) == alone and limit(parallel=4, overlap=True, device_memory_bytes="1GiB") == 2**30

@@ -113,7 +113,7 @@ class OpenStudy:
                 raise StoreMissing(f"{begun}: `autotune status {self.name}` shows how far it is") from None
             if records.kept_in(self.folder) is None:
                 raise
-            again = shlex.join(["autotune", "run", str(files.shown(self.folder / "study.yaml"))])
+            again = shlex.join(["autotune", "run", str(files.shown(records.as_run(self.folder)))])
             holds = f"The folder of {self.name} holds its trials: `{again}` takes them up again"
             raise StoreMissing(f"{str(error).rstrip('.')}. {holds}") from None
 
@@ -338,15 +338,19 @@ def _keep_spec(request: StudyRequest) -> None:
     folder, target = request.folder, request.target
     file, origin = folder / "study.yaml", folder / ORIGIN
     options = [key for key, value in request.overrides.items() if value is not None and key != "storage"]
-    is_own, as_run = target.absolute() == file.absolute(), folder / records.AS_RUN
-    copy = as_run if is_own else file
-    as_run.unlink(missing_ok=True)
-    if is_own and not options:
+    as_run, named = folder / records.AS_RUN, target.absolute()
+    if named == as_run.absolute():  # the options of the run before count, too
+        options = list(dict.fromkeys([*_stated_in(folder)[1], *options]))
+        named = file.absolute()
+    else:
+        as_run.unlink(missing_ok=True)
+    copy = as_run if named == file.absolute() else file
+    if copy == as_run and not options:
         return
     files.write_text(copy, request.spec.to_yaml(folder))
     origin.unlink(missing_ok=True)
     if is_yaml(target):
-        path = os.path.relpath(target.absolute(), folder.absolute())
+        path = os.path.relpath(named, folder.absolute())
         kept = {"file": path, "options": options, "copy": target_digest(copy)}
         files.write_text(origin, json.dumps(kept, indent=1))
 

@@ -4,12 +4,14 @@ import math
 import shlex
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 from autotune.report.data import StudyReport, pick_words
 from autotune.report.started import started
 from autotune.search.stopping import ALL_SLOW, NONE_FITS
 from autotune.space.space import EXHAUSTED
 from autotune.study.events import DECIDING_SHARE, STOPPED, UNFINISHED, n_spent
+from autotune.study.storage import records
 from autotune.study.storage.generations import generation_of
 from autotune.system.units import format_bytes
 from autotune.trial.command import EXPORTED_CONFIG
@@ -67,9 +69,10 @@ def next_steps(report: StudyReport) -> list[str]:
 
 
 def reproduce(report: StudyReport) -> str:
-    """The command that runs the study again."""
+    """The command that runs the study again, with the options of its last run."""
     base, generation = generation_of(report.name)
-    return shlex.join(["autotune", *(["retune", base] if generation else ["run", f"studies/{base}/study.yaml"])])
+    file = records.as_run(Path(report.study.get("folder") or base)).name
+    return shlex.join(["autotune", *(["retune", base] if generation else ["run", f"studies/{base}/{file}"])])
 
 
 def _more(report: StudyReport) -> str:

@@ -20,6 +20,8 @@ from autotune.cli.history import history as list_history
 from autotune.cli.retune import changes, retune
 from autotune.cli.schedule import schedule_add, schedule_export, schedule_list, schedule_remove
 from autotune.errors import Unavailable, UserError
+from autotune.report import load
+from autotune.report.next_steps import reproduce
 from autotune.retune import fingerprint
 from autotune.study import tracing
 from autotune.study.lock import study_lock
@@ -189,7 +191,7 @@ def test_a_retuning_takes_the_options_of_a_run_of_the_studys_own_file(studies):
     folder, file = studies / "s", studies / "s" / "study.yaml"
     file.write_text(f"target: {MODELS / 'ok.py'}\nname: s\ntrials: 5\n")
 
-    def ran(**given):
+    def ran(file=file, **given):
         spec = StudySpec.of(file, given)
         session._keep_spec(StudyRequest(spec=spec, target=file, overrides=given, folder=folder, executor=Instant()))
 
@@ -198,6 +200,11 @@ def test_a_retuning_takes_the_options_of_a_run_of_the_studys_own_file(studies):
     spec = session.open_study("s").spec()
     assert (spec.max_length, spec.trials, spec.repeats) == (64, 5, 4)
     assert tracing._elsewhere(folder) == "on slurm"
+    again = reproduce(load.load("s", records.default_url(studies), folder))  # what the answer says to go on with
+    assert again == "autotune run studies/s/as-run.yaml"
+    ran(folder / "as-run.yaml", trials=9)
+    spec = session.open_study("s").spec()
+    assert (spec.max_length, spec.trials, spec.repeats) == (64, 9, 4) and "trials: 5" in file.read_text()
     ran()
     assert session.open_study("s").spec().max_length is None and not tracing._elsewhere(folder)
 

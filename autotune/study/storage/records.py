@@ -378,7 +378,7 @@ def study_folder(name: str, studies: Path, url: str) -> Path:
 
 def as_run(folder: Path) -> Path:
     """The file in a study's folder that states the study as it was last run, with the options of that run."""
-    return path if (path := folder / AS_RUN).exists() else folder / "study.yaml"
+    return path if (path := folder / AS_RUN).is_file() else folder / "study.yaml"
 
 
 def retuning_path(folder: Path, generation: int) -> Path:

@@ -104,9 +104,11 @@ def print_check(data: Mapping[str, Any], console: Console) -> None:
         console.print(f"           see {data['baseline']['log']}")
     about = "" if data["exact"] else "about "
     # A crash says nothing of the others, which may all crash with it.
-    what = "candidates can run here" if data["baseline"]["log"] is None else "candidates would be proposed"
+    what = "can run here" if data["baseline"]["log"] is None else "would be proposed"
+    what = f"candidate{'s' * (data['n_legal'] != 1)} {what}"
     console.print(f"\n{about}{data['n_legal']:,} {what}, of {data['n_candidates']:,} in the space. Tuned:\n")
-    knobs = [knob for knob in data["knobs"] if knob["n_values"] > 1]
+    # The baseline's values need not be among those that are searched: one of each may be left.
+    knobs = [knob for knob in data["knobs"] if knob["n_values"] > 1] or data["knobs"]
     width = max(len(knob["name"]) for knob in knobs)
     for knob in knobs:
         console.print(f"  {knob['name']:<{width}}  {knob['values']}{_condition(knob['when'])}")
@@ -200,10 +202,10 @@ def _kept_batch(found: Plan) -> tuple[list[dict[str, Any]], dict[tuple[str, Any]
         steps: (found.baseline.gradient_accumulation_steps,),
     }
     follows = []
-    if steps in stated and len(left[micro]) > 1:
+    if len(left[micro]) > 1:
         values = f"follows from the micro-batch, since {kept}"
         follows = [{"name": steps, "values": values, "n_values": len(left[micro]), "when": {}}]
-        left[steps] = stated[steps].all_values()
+        left[steps] = stated[steps].all_values() if steps in stated else ()
     named = [(name, value) for name in BATCH if name in stated for value in stated[name].all_values()[:LONG_RANGE]]
     return follows, {(name, value): kept for name, value in named if value not in left[name]}
 

@@ -3,9 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
+from rich.console import Console
 from support.instant import plan_of, spec_of
 
-from autotune.cli.check import check_data
+from autotune.cli.check import check_data, print_check
 from autotune.space.candidate import Candidate
 from autotune.trial.result import Outcome, TrialResult
 
@@ -24,6 +25,15 @@ def test_a_knob_of_which_no_value_can_run_is_not_said_to_be_tuned():
     assert names == {"": ["micro_batch_size", *buckets], "Embedding": ["micro_batch_size"]}
 
 
+def test_one_candidate_that_is_left_is_shown_with_its_values(capsys):
+    """Global batches of 4 to 6 beside a baseline of 8: it ended in an error of autotune itself."""
+    spec = spec_of(space=[{"micro_batch_size": [4, 8]}], global_batch="4..6")
+    found = check_data(plan_of(spec, global_batch=(4, 6)), TrialResult(outcome=Outcome.COMPLETE), Path("rank0.log"))
+    print_check(found, Console(soft_wrap=True))
+    said = capsys.readouterr().out
+    assert "1 candidate can run here, of 2 in the space. Tuned:\n\n  micro_batch_size  4\n" in said
+
+
 def test_what_a_kept_global_batch_overrules_is_told():
     """A stated accumulation was nowhere to be seen, and stated micro-batches were gone without a word."""
 
@@ -38,6 +48,7 @@ def test_what_a_kept_global_batch_overrules_is_told():
         ]
 
     steps = "gradient_accumulation_steps"
+    assert told(micro_batch_size=[4, 8]) == (["zero_stage", "micro_batch_size", steps], [])
     both = told(micro_batch_size=[2, 3, 8], **{steps: [1, 2]})
     assert both == (["zero_stage", "micro_batch_size", steps], [("micro_batch_size", 3)])
     assert told(**{steps: [1, 2]}) == (["zero_stage"], [(steps, 2)]) and told() == (["zero_stage"], [])

@@ -396,9 +396,9 @@ def check_name(name: str) -> None:
 
 
 def _default_name(path: Path) -> str:
-    """Returns the file's name, or its folder's for `model.py` and `study.yaml`."""
+    """Returns the file's name, or its folder's for `model.py`, `study.yaml` and a package's `__main__.py`."""
     path = path.absolute()
-    name = path.parent.name if path.stem in ("study", "model") and path.parent.name else path.stem
+    name = path.parent.name if path.stem in ("study", "model", "__main__") and path.parent.name else path.stem
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip(".-")[:LONGEST_NAME] or "study"
 
 

@@ -28,9 +28,11 @@ def test_a_bare_model_gets_the_documented_defaults(target):
 
 
 def test_a_study_is_named_for_its_file_unless_that_is_what_such_files_are_called(target, study):
-    other = target.with_name("my gpt.py")
-    other.write_text(target.read_text())
-    assert (StudySpec.of_target(other).name, study().name, study("name: mine").name) == ("my-gpt", "tiny", "mine")
+    other, package = target.with_name("my gpt.py"), target.with_name("__main__.py")
+    for path in (other, package):
+        path.write_text(target.read_text())
+    named = StudySpec.of_target(other).name, StudySpec.of_target(package).name, study().name, study("name: mine").name
+    assert named == ("my-gpt", "tiny", "tiny", "mine")
 
 
 def test_paths_in_a_study_are_relative_to_it_and_those_of_flags_to_the_shell(target, study, monkeypatch):

@@ -52,15 +52,23 @@ class OtherModels:
 
     Args:
         over: Called where it does not, with what the script did.
+        plain: Gets what `_note_plain` notes of models that follow a trial's stage and precision.
     """
 
-    def __init__(self, context: ScriptContext, over: Callable[[str], None]) -> None:
-        self._context, self._over = context, over
+    def __init__(self, context: ScriptContext, over: Callable[[str], None], plain: set[bool]) -> None:
+        self._context, self._over, self._plain = context, over, plain
         self.n_steps = -math.inf  # none counts before the measured model's first, which sets it to 0
 
     def attach(self, engine: Any) -> None:
-        """Counts an engine's steps."""
+        """Counts an engine's steps, and sees where another model's loss goes backward through it."""
         engine._take_model_step = functools.partial(self._step, engine._take_model_step)
+        if hasattr(engine, "_backward_prologue"):
+            engine._backward_prologue = functools.partial(self._on_prologue, engine, engine._backward_prologue)
+
+    def _on_prologue(self, engine: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._context.meter is not None and _follows(engine, self._context.meter.engine):
+            _note_plain(engine, self._plain)
+        return original(*args, **kwargs)
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
@@ -86,7 +94,7 @@ class StepHooks:
         self._tail: ScriptTail | None = None
         self._begun = self._reached = self._summed = self._asked = self._called = False
         self._evaluations = Evaluations(context)
-        self.others = OtherModels(context, self._end_before_its_time)
+        self.others = OtherModels(context, self._end_before_its_time, self._plain)
 
     def install(self) -> None:
         """Patches the backward functions that a script may call."""
@@ -201,9 +209,8 @@ class StepHooks:
         self._meter.enter("backward")
 
     def _on_prologue(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._reached, engine = True, self._meter.engine
-        if not getattr(engine, "_running_engine_backward", True):  # also that of another engine
-            self._plain.add(engine.fp16_enabled() or getattr(engine, "_manual_backward_expected", False))
+        self._reached = True
+        _note_plain(self._meter.engine, self._plain)
         return original(*args, **kwargs)
 
     def _went_backward(self, loss: Any) -> None:
@@ -322,6 +329,18 @@ class StepHooks:
             if context.report.rank == 0:
                 folder.write_record(context.recorder.folder.workload, found)
         rank.complete(context.recorder)
+
+
+def _note_plain(engine: Any, plain: set[bool]) -> None:
+    """Notes of a pass that reaches an engine otherwise than by its `backward`, as another engine's does, whether its loss was scaled."""
+    if not getattr(engine, "_running_engine_backward", True):
+        plain.add(engine.fp16_enabled() or getattr(engine, "_manual_backward_expected", False))
+
+
+def _follows(engine: Any, first: Any) -> bool:
+    """Returns whether an engine has the first one's stage and scaling of the loss, and so follows it in these."""
+    names = ("zero_optimization_stage", "fp16_enabled", "torch_autocast_enabled")  # the last one from DeepSpeed 0.17 on
+    return all(getattr(engine, name, bool)() == getattr(first, name, bool)() for name in names)
 
 
 def _loss_of(tensors: Any) -> Any:

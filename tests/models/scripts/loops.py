@@ -86,8 +86,11 @@ def train(style, batch, accum, arguments):
     torch.manual_seed(-1 if style == "noise" else 0)
     itself = {"gradient_accumulation_steps": 1}
     at_1 = {"zero_optimization": {"stage": 1}}
-    own = {"own steps": itself, "divides own steps": itself, "judged": at_1, "scales": at_1}
+    own = {"own steps": itself, "divides own steps": itself, "judged": at_1, "judged second": at_1, "scales": at_1}
     settings = config(**own.get(style, {}))
+    if style == "judged second":
+        made = Maker()
+        generator, *_ = deepspeed.initialize(model=made, model_parameters=made.parameters(), config=settings)
     model = {"packed": Packed, "halves": Big, "two loaders": TwoTasks}.get(style, Net)()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
     if style == "critic":
@@ -144,7 +147,7 @@ def train(style, batch, accum, arguments):
             if style == "critic":
                 critic.backward(critic(x, y))
                 critic.step()
-            if style == "judged":
+            if style in ("judged", "judged second"):
                 generator.backward(engine(generator(x, y), y))
                 generator.step()
             if style == "another model":

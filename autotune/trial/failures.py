@@ -84,8 +84,12 @@ _REMEDIES = (
      "DeepSpeed reduces no gradients of this type: hold complex parameters as real ones, and make them complex in forward"
      " (`torch.view_as_complex`)"),
     (r"Direct calls to tensor\.backward",
-     "In a script call engine.backward(loss), not loss.backward(). Gradients that the loss takes itself of the engine's output"
+     "In a script call engine.backward(loss), not loss.backward(). A loss that goes through a second engine, as a GAN's through its"
+     " discriminator's, needs ZeRO 1 there, or that one's `engine.module(x)`. Gradients that the loss takes itself of the engine's output"
      " (torch.autograd.grad) pass for the backward pass: take them in the model's forward(), which then returns what the loss needs"),
+    (r"has already been reduced\.\s+Gradient computed twice",
+     "ZeRO 2 and 3 take in a parameter's gradient once: freeze a model (`requires_grad_(False)`) while another one's loss goes"
+     " backward through it, as a GAN's does, or train it at ZeRO 1"),
     (r"No space left on device|\[Errno 28\]|file write failed", "A disk is full: free space, or move the study or the cache"),
     (r"quota exceeded", "The disk quota is used up: free space, or move the study or the cache"),
     (r"Too many open files|0 items of ancdata",

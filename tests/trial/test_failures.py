@@ -212,6 +212,12 @@ def test_the_hosts_memory_is_told_from_the_devices(text):
             "RuntimeError: Direct calls to tensor.backward() are not supported",
             "call engine.backward(loss)",
         ),  # of a script
+        ("RuntimeError: Direct calls to tensor.backward() are not supported", "`engine.module(x)`"),
+        (
+            "AssertionError: The parameter 4.bias has already been reduced.             Gradient computed twice for this"
+            " partition.             Multiple gradient reduction is currently not supported",
+            "`requires_grad_(False)`",
+        ),
         ("TypeError: DeepSpeedZeroOptimizer is not an Optimizer", "optimizer.optimizer"),
         ("TypeError: DeepSpeedZeroOptimizer_Stage3 is not an Optimizer", "optimizer.optimizer"),
         ("CUDA error: an illegal memory access was encountered", "CUDA_LAUNCH_BLOCKING"),
@@ -256,6 +262,7 @@ def test_nccls_cause_stands_beside_its_headline():
     assert headline(text) == "NCCL error in: init.cpp:1, unhandled system error (no space in /dev/shm)"
     assert headline("Error(s) in loading state_dict:\n\tMissing key") == "Error(s) in loading state_dict: Missing key"
     assert headline("") == ""
+    assert headline("OSError: no. Try again.\n") == "OSError: no. Try again" and headline("Waiting...") == "Waiting..."
 
 
 def test_a_headline_has_no_full_stop_where_a_sentence_goes_on_after_it():

@@ -1,4 +1,4 @@
-"""Where a rank stands: it writes its stack into its log when its supervisor asks, before it is killed at the deadline."""
+"""Where a rank stands: it writes its stack into its log when its supervisor asks, before it kills it."""
 
 import contextlib
 import faulthandler

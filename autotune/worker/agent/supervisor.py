@@ -221,6 +221,8 @@ class RankSupervisor:
             data = os.read(self.commands, 65536)
             self.orphaned = not data
             if self.orphaned or b'"cancel"' in data:
+                if not self.orphaned:  # for whom a time budget ended, or pressed Ctrl-C, while it hung
+                    stacks.ask(running.under_way())
                 self._kill(running, "cancel")
 
     def _reap(self, running: _Running) -> None:

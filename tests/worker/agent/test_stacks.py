@@ -1,9 +1,10 @@
-"""Where the ranks of a trial stood at its deadline, in their logs."""
+"""Where the ranks of a trial stood when it was ended, in their logs."""
 
 import time
 
 import pytest
 
+from autotune.executors.base import TimeOver
 from autotune.trial import stood
 from autotune.trial.result import Outcome
 from autotune.worker.agent import stacks
@@ -17,6 +18,19 @@ def test_the_log_of_each_rank_of_a_trial_that_hung_ends_with_where_it_stood(zoo)
     at = [zoo.log(rank).partition(stood.HEAD)[2] for rank in (0, 1)]
     assert 'hang.py", line 12 in fault' in at[1] and 'hang.py", line' not in at[0].splitlines()[1]
     assert all("in train_and_measure" in stack for stack in at)
+
+
+@pytest.mark.process
+def test_the_log_of_each_rank_of_a_trial_that_is_stopped_says_where_it_stood(zoo):
+    """A study whose time budget ended before its baseline did named a log, to see in it where ranks hang, that was empty."""
+
+    def stop_once_it_trains():
+        if zoo.entered("warmup"):
+            raise TimeOver
+
+    with pytest.raises(TimeOver):
+        zoo.run("hang", stop_once_it_trains)
+    assert all("in train_and_measure" in zoo.log(rank).partition(stood.HEAD)[2] for rank in (0, 1))
 
 
 def test_a_rank_that_has_just_ended_is_not_asked(tmp_path, monkeypatch):

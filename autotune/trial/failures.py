@@ -88,7 +88,7 @@ _REMEDIES = (
      " discriminator's, needs ZeRO 1 there, or that one's `engine.module(x)`. Gradients that the loss takes itself of the engine's output"
      " (torch.autograd.grad) pass for the backward pass: take them in the model's forward(), which then returns what the loss needs"),
     (r"has already been reduced\.\s+Gradient computed twice",
-     "ZeRO 2 and 3 take in a parameter's gradient once: freeze a model (`requires_grad_(False)`) while another one's loss goes"
+     "ZeRO 2 and 3 take in a parameter's gradient once: freeze a model (`requires_grad_(False)`) while another model's loss goes"
      " backward through it, as a GAN's does, or train it at ZeRO 1"),
     (r"No space left on device|\[Errno 28\]|file write failed", "A disk is full: free space, or move the study or the cache"),
     (r"quota exceeded", "The disk quota is used up: free space, or move the study or the cache"),

@@ -129,7 +129,7 @@ class Loader:
             n = self.micro_batch_size
             if self.token_budget:
                 n = max(1, self.token_budget // max(self._width(self.dataset[positions[0]]), length))
-            return worst.batch_of(self.dataset, self.collate, positions, n, length)
+            return worst.batch_of(self.dataset, self.collate, positions, n, length, fixed)
         if self._largest is None:
             self._largest = self.next()[0]
         if not self.token_budget:

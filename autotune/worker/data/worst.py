@@ -11,17 +11,21 @@ from autotune.worker.containers import map_tensors, tensors_in, with_values
 from autotune.worker.data import samples
 
 
-def batch_of(dataset: Any, collate: Callable[[list[Any]], Any], positions: Sequence[int], n: int, length: int) -> Any:
+def batch_of(
+    dataset: Any, collate: Callable[[list[Any]], Any], positions: Sequence[int], n: int, length: int,
+    fixed: Set[int] = frozenset(),
+) -> Any:  # fmt: skip
     """Returns a batch of the longest samples of a data set; where fewer are known, they come more than once.
 
     Args:
         positions: Positions of the longest samples, longest first.
         length: Extend shorter samples to this length; 0 leaves them.
+        fixed: As of `stretched`.
     """
     longest = [dataset[positions[i % len(positions)]] for i in range(n)]
     if samples.is_text(longest[0]):
-        return stretched(collate(longest), n, length)
-    return collate([stretched_sample(sample, length) for sample in longest])
+        return stretched(collate(longest), n, length, fixed)
+    return collate([stretched_sample(sample, length, fixed) for sample in longest])
 
 
 def heaviest(iterator: Any, largest: Any, fixed: Set[int] = frozenset()) -> Any:
@@ -43,9 +47,9 @@ def heaviest(iterator: Any, largest: Any, fixed: Set[int] = frozenset()) -> Any:
     return batch if size_of(batch) > size_of(largest) else largest
 
 
-def stretched_sample(sample: Any, length: int) -> Any:
-    """Returns a sample repeated along its longest dimension up to a length."""
-    now = samples.size_of(sample)
+def stretched_sample(sample: Any, length: int, fixed: Set[int] = frozenset()) -> Any:
+    """Returns a sample repeated along its longest dimension up to a length; `fixed` is as of `stretched`."""
+    now = samples.size_of(sample, fixed)
     if not 0 < now < length:
         return sample
     return _resized(sample, now, _count(length) % now)

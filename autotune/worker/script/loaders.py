@@ -81,20 +81,20 @@ class Loaders:
 
     def _longest(self, iterator: Any, n: int, check: TailCheck) -> Any:
         """Returns a batch of the n longest samples, or of a stream the largest batch, stretched."""
-        if not (iterator._auto_collation and check.longest_at and n and is_map_style(iterator._dataset)):
-            _, largest = self._largest[id(iterator._dataset)]
-            fixed = fixed_sizes(self._context.meter.batches.noted.shapes) if self._context.meter is not None else set()
+        meter, dataset, collate = self._context.meter, iterator._dataset, iterator._collate_fn
+        fixed = fixed_sizes(meter.batches.noted.shapes) if meter is not None else frozenset()
+        if not (iterator._auto_collation and check.longest_at and n and is_map_style(dataset)):
+            _, largest = self._largest[id(dataset)]
             return worst.stretched(largest, worst.rows_of(largest), check.length, fixed)
         try:
-            return worst.batch_of(iterator._dataset, iterator._collate_fn, check.longest_at, n, check.length)
+            return worst.batch_of(dataset, collate, check.longest_at, n, check.length, fixed)
         except Exception as error:
             if not check.length:
                 raise
-            meter = self._context.meter
             packs = meter is not None and meter.batches.flattened
             why = "the script packs rows of a length that it chooses" if packs else f"the script collates none: {error}"
             self._context.once(f"longer samples were not tried (--max-length): {why}")
-            return worst.batch_of(iterator._dataset, iterator._collate_fn, check.longest_at, n, 0)
+            return worst.batch_of(dataset, collate, check.longest_at, n, 0)
 
     def install(self) -> None:
         """Patches torch's loader and its iterators.

@@ -70,6 +70,8 @@ def test_a_batch_of_wide_features_is_stretched_along_its_sequences():
         assert worst.stretched(batch, 2, 7, fixed).shape == (2, 7, 5)
         assert worst.stretched(turned, 2, 7, fixed).shape == (2, 5, 7)
         assert worst.length_in((2, 3, 5), 2, fixed) == 3
+    features = [(torch.zeros(at, 5), torch.zeros(at)) for at in (2, 3)]
+    assert [t.shape for t in worst.batch_of(features, list, (1, 0), 2, 7, {5})[0]] == [(7, 5), (7,)]
     pictures = torch.zeros(2, 3, 4, 6)
     assert worst.stretched(pictures, 2, 9).shape == pictures.shape
 

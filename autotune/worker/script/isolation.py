@@ -52,7 +52,6 @@ class Isolation:
         self._folder = str(context.recorder.folder.path.absolute()) + os.sep
         self._working_dir = str(Path(context.script.working_dir).absolute()) + os.sep
         self.files = SavedFiles(context.scratch)
-        self._in_scratch, self._to_scratch = self.files.place, self.files.placed
         self._files: list[str] = []
         self._made = context.scratch / "made-folders"
         self._saved: set[str] = set()
@@ -109,7 +108,7 @@ class Isolation:
         if not isinstance(target, str | os.PathLike) or self._is_ours(os.fspath(target)):
             return original(*args, **kwargs)
         saved, meter = args[0] if args else kwargs["obj"], self._context.meter
-        path = self._to_scratch(target)
+        path = self.files.placed(target)
         self._saved.add(os.path.abspath(target))
         if meter is not None and _holds_weights(meter, saved):
             self._context.once("torch.save of the model is not carried out in trials")
@@ -123,7 +122,7 @@ class Isolation:
     def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         source = args[0] if args else kwargs.get("f")
         if isinstance(source, str | os.PathLike):
-            saved = self._in_scratch(source)
+            saved = self.files.place(source)
             size = saved.stat().st_size if saved.exists() else -1
             if size > 0:
                 kwargs.pop("f", None)
@@ -152,14 +151,14 @@ class Isolation:
         """Follows a file that is written under another name and then moved into its place; leaves what was there before."""
         if isinstance(src, str | os.PathLike) and isinstance(dst, str | os.PathLike) and not kwargs:
             if self._is_saved(src):
-                return self._follow(original, self._in_scratch(src), self._to_scratch(dst))
+                return self._follow(original, self.files.place(src), self.files.placed(dst))
             if _is_unsaved(src, folder=True):
                 return None
             if self._is_old(src):
                 return self._keep(src)
             if self._is_old(dst):
                 self._keep(dst)
-                return _take_in(src, self._to_scratch(dst))
+                return _take_in(src, self.files.placed(dst))
             if os.path.abspath(src) in self._files:
                 self._files.remove(os.path.abspath(src))
                 self._note(os.path.abspath(dst))
@@ -170,7 +169,7 @@ class Isolation:
         if isinstance(src, str | os.PathLike) and isinstance(dst, str | os.PathLike):
             place = os.path.join(dst, os.path.basename(src)) if os.path.isdir(dst) else os.fspath(dst)
             if self._is_saved(src):
-                self._follow(functools.partial(original, **kwargs), self._in_scratch(src), self._to_scratch(place))
+                self._follow(functools.partial(original, **kwargs), self.files.place(src), self.files.placed(place))
                 return place
             if _is_unsaved(src):
                 return place
@@ -194,8 +193,8 @@ class Isolation:
         if isinstance(src, str | os.PathLike) and isinstance(dst, str | os.PathLike) and not kwargs.get("dir_fd"):
             saved = os.path.join(os.path.dirname(dst), src)
             if self._is_saved(saved):
-                self._in_scratch(dst).unlink(missing_ok=True)
-                return self._follow(original, self._in_scratch(saved), self._to_scratch(dst))
+                self.files.place(dst).unlink(missing_ok=True)
+                return self._follow(original, self.files.place(saved), self.files.placed(dst))
             if os.path.abspath(dst) in self._kept or _is_unsaved(saved, folder=True):
                 return None
         return original(src, dst, *args, **kwargs)
@@ -204,7 +203,7 @@ class Isolation:
         if isinstance(path, str | os.PathLike) and not kwargs:  # else it may not be one of the working folder
             if self._is_saved(path):
                 self._saved.discard(os.path.abspath(path))
-                return self._follow(original, self._in_scratch(path))
+                return self._follow(original, self.files.place(path))
             if self._is_old(path):
                 return self._keep(path)
             if _is_unsaved(path):  # as the oldest of those that a script keeps
@@ -237,7 +236,7 @@ class Isolation:
 
     def _is_saved(self, path: str | os.PathLike[str]) -> bool:
         """Returns whether the script takes a file for saved that is in the trial's folder."""
-        return os.path.abspath(path) in self._saved or os.path.lexists(self._in_scratch(path))
+        return os.path.abspath(path) in self._saved or os.path.lexists(self.files.place(path))
 
     def _follow(self, original: Callable[..., Any], *paths: Path) -> None:
         """Calls a function for files in the trial's folder; ranks that save under one name also move or link one file."""

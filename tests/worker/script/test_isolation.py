@@ -198,7 +198,7 @@ def test_what_takes_the_place_of_an_earlier_trainings_does_so_at_each_save(tmp_p
         (tmp_path / "new").mkdir()
         (tmp_path / "new" / str(n)).touch()
         removing._rename(os.rename, tmp_path / "new", best)
-        assert [path.name for path in removing._in_scratch(best).iterdir()] == [str(n)]
+        assert [path.name for path in removing.files.place(best).iterdir()] == [str(n)]
         os.symlink(target, tmp_path / "link")
         removing._began = os.lstat(tmp_path / "link").st_mtime
         os.utime(latest, (1, 1), follow_symlinks=False)
@@ -238,7 +238,7 @@ def test_a_file_that_is_saved_is_found_by_those_who_look_for_it(tmp_path):
     for of in (second, first):  # which both have saved it, and remove it
         of._remove(os.remove, tmp_path / "step-1.pt")
     second._remove(os.remove, tmp_path / "latest.pt")
-    assert not first._in_scratch(tmp_path / "latest.pt").is_symlink()
+    assert not first.files.place(tmp_path / "latest.pt").is_symlink()
 
 
 def test_the_oldest_checkpoint_that_a_script_removes_need_not_have_been_saved(tmp_path, removing):
@@ -270,13 +270,13 @@ def test_a_checkpoint_that_is_copied_as_the_best_one_leaves_those_of_an_earlier_
     last, best = tmp_path / "last.pt", tmp_path / "best.pt"
     unsaved(found, last)
     found._copy(copy, last, best)
-    assert found._in_scratch(best).exists() and not best.exists()
+    assert found.files.place(best).exists() and not best.exists()
     for file in (last, best):
         file.write_text(file.name)
     assert Path(found._copy(copy, src=last, dst=best)).read_text() == "best.pt"
-    found._in_scratch(tmp_path / "state.pt").write_text("state")
+    found.files.place(tmp_path / "state.pt").write_text("state")
     found._copy(copy, tmp_path / "state.pt", tmp_path / "kept.pt")
-    assert found._in_scratch(tmp_path / "kept.pt").read_text() == "state" and not (tmp_path / "kept.pt").exists()
+    assert found.files.place(tmp_path / "kept.pt").read_text() == "state" and not (tmp_path / "kept.pt").exists()
     found._copy(copy, best, tmp_path / "own.pt")
     found._remove(os.remove, best)
     found._copy(copy, best, tmp_path / "other.pt")
@@ -311,7 +311,7 @@ def test_a_file_is_copied_into_a_folder_under_its_name(tmp_path):
     (tmp_path / "folder").mkdir()
     unsaved(found, tmp_path / "last.pt")
     assert found._copy(shutil.copy, tmp_path / "last.pt", tmp_path / "folder") == str(tmp_path / "folder" / "last.pt")
-    assert found._in_scratch(tmp_path / "folder" / "last.pt").exists()
+    assert found.files.place(tmp_path / "folder" / "last.pt").exists()
 
 
 @pytest.mark.parametrize("given", [("out",), ("out", "step-1"), {"save_dir": "out"}, ()])
@@ -362,7 +362,7 @@ def test_weights_that_a_script_reads_back_are_those_of_the_moment(tmp_path):
     found._save(torch.save, model.state_dict(), tmp_path / "best.pt")
     with torch.no_grad():
         model.weight += 1
-    assert os.path.getsize(found._in_scratch(tmp_path / "best.pt")) and not (tmp_path / "best.pt").exists()
+    assert os.path.getsize(found.files.place(tmp_path / "best.pt")) and not (tmp_path / "best.pt").exists()
     read = found._load(torch.load, tmp_path / "best.pt")["weight"]
     assert torch.equal(read, model.weight) and read.data_ptr() != model.weight.data_ptr()
     assert len(said) == 2
@@ -390,7 +390,7 @@ def test_a_checkpoint_that_holds_more_than_weights_is_read_back_on_another_rank(
         "epoch": 3, "mean": torch.arange(99),
     }  # fmt: skip
     ranks[0]._save(torch.save, state, tmp_path / "best.pt")
-    assert ranks[0]._in_scratch(tmp_path / "best.pt").stat().st_size < 9999
+    assert ranks[0].files.place(tmp_path / "best.pt").stat().st_size < 9999
     read = ranks[1]._load(torch.load, tmp_path / "best.pt", map_location="cpu")
     models[1].load_state_dict(read["best"][0])
     models[1][0].load_state_dict(read["best"][1])

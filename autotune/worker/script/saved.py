@@ -68,6 +68,6 @@ def _mapped(value: Any, change: Callable[[Any, object], Any], names: Any = None,
         return with_values(
             value, {key: _mapped(inner, change, names, key if whole else None) for key, inner in value.items()}
         )
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+    if type(value) in (list, tuple):  # classes derived from them may not be made of their values
         return type(value)(_mapped(inner, change, names) for inner in value)
     return change(value, name)

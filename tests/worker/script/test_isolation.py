@@ -373,6 +373,14 @@ def test_weights_that_a_script_reads_back_are_those_of_the_moment(tmp_path):
     assert "do not save the model" in str(said[-1])
 
 
+class Losses(list[float]):
+    """A list that is not made of its values."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__([2.0, 1.0])
+        self.of = of
+
+
 def test_a_checkpoint_that_holds_more_than_weights_is_read_back_on_another_rank(tmp_path):
     """A script that goes back to its best checkpoint, with optimizer and epoch, could not be run at all."""
     models = [torch.nn.Sequential(torch.nn.Linear(99, 99), torch.nn.BatchNorm1d(99)) for _ in range(2)]
@@ -387,18 +395,18 @@ def test_a_checkpoint_that_holds_more_than_weights_is_read_back_on_another_rank(
     on_host = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
     state = {
         "best": [on_host, engine.module[0].state_dict()], "optimizer": engine.basic_optimizer.state_dict(),
-        "epoch": 3, "mean": torch.arange(99),
+        "epoch": 3, "mean": torch.arange(99), "losses": Losses("train"),
     }  # fmt: skip
     ranks[0]._save(torch.save, state, tmp_path / "best.pt")
     assert ranks[0].files.place(tmp_path / "best.pt").stat().st_size < 9999
-    read = ranks[1]._load(torch.load, tmp_path / "best.pt", map_location="cpu")
+    read = ranks[1]._load(torch.load, tmp_path / "best.pt", map_location="cpu", weights_only=False)
     models[1].load_state_dict(read["best"][0])
     models[1][0].load_state_dict(read["best"][1])
     other = ranks[1]._context.meter.engine.basic_optimizer
     before = other.state_dict()["state"][0]["exp_avg"].clone()
     other.load_state_dict(read["optimizer"])
     assert torch.equal(other.state_dict()["state"][0]["exp_avg"], before) and before.any()
-    assert read["epoch"] == 3 and torch.equal(read["mean"], torch.arange(99))
+    assert read["epoch"] == 3 and read["losses"].of == "train" and torch.equal(read["mean"], torch.arange(99))
 
 
 def test_a_script_finds_the_files_that_it_has_saved(tmp_path, monkeypatch):

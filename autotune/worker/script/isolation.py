@@ -24,7 +24,7 @@ from autotune.worker.containers import n_elements, tensors_in
 from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.patching import after_import, patch, patch_everywhere, users_caller, users_frame
 from autotune.worker.script.saved import put_back, set_aside
-from autotune.worker.script.saved_files import SavedFiles
+from autotune.worker.script.saved_files import PathList, SavedFiles
 
 SAVERS = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
 MAX_FILES_NAMED = 5
@@ -53,7 +53,7 @@ class Isolation:
         self._working_dir = str(Path(context.script.working_dir).absolute()) + os.sep
         self.files = SavedFiles(context.scratch)
         self._files: list[str] = []
-        self._made = context.scratch / "made-folders"
+        self._made = PathList(context.scratch / "made-folders")
         self._saved: set[str] = set()
         self._kept: set[str] = set()
         self._began, self._spawned_at = time.time(), math.inf
@@ -90,11 +90,9 @@ class Isolation:
     def close(self) -> None:
         """Removes folders that the script made and left empty, and lists the files that it wrote elsewhere."""
         # Another rank may have made a folder within one of this rank's: the last rank to end finds all of them empty.
-        with contextlib.suppress(OSError):
-            made = self._made.read_text(errors="surrogateescape").splitlines()
-            for folder in sorted(made, key=len, reverse=True):
-                with contextlib.suppress(OSError):
-                    os.rmdir(folder)
+        for folder in sorted(self._made.paths(), key=len, reverse=True):
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
         if self._files:  # their names may hold the time of day
             named = ", ".join(sorted(self._files)[:MAX_FILES_NAMED])
             n_more = len(self._files) - MAX_FILES_NAMED
@@ -158,10 +156,17 @@ class Isolation:
                 return self._keep(src)
             if self._is_old(dst):
                 self._keep(dst)
-                return _take_in(src, self.files.placed(dst))
+                _take_in(src, self.files.placed(dst))
+                return self.files.moved(src, dst)
             if os.path.abspath(src) in self._files:
                 self._files.remove(os.path.abspath(src))
                 self._note(os.path.abspath(dst))
+            if os.path.isdir(src):
+                made = self._is_made(src)
+                original(src, dst)
+                if made:
+                    self._made.add(dst)
+                return self.files.moved(src, dst)
         return original(src, dst, **kwargs)
 
     def _copy(self, original: Callable[..., Any], src: Any, dst: Any, **kwargs: Any) -> Any:
@@ -217,6 +222,7 @@ class Isolation:
                 return None
             if self._is_old(path):
                 return self._keep(path)
+            self.files.removed(path)
         return original(path, *args, **kwargs)
 
     def _make_folder(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> None:
@@ -255,21 +261,16 @@ class Isolation:
     def _is_made(self, path: str | os.PathLike[str]) -> bool:
         """Returns whether the trial has made a folder, by a process that it started too, or one around it."""
         found = os.path.abspath(path)
-        if _born_at(found) > self._spawned_at:
+        if _born_at(found) > self._spawned_at or self._is_ours(found):
             return True
-        with contextlib.suppress(OSError):
-            made = self._made.read_text(errors="surrogateescape").splitlines()
-            return self._is_ours(found) or any(f"{found}{os.sep}".startswith(f"{folder}{os.sep}") for folder in made)
-        return self._is_ours(found)
+        return any(f"{found}{os.sep}".startswith(f"{folder}{os.sep}") for folder in self._made.paths())
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Notes folders that are made and files that are opened for writing."""
         if event == "os.mkdir" and isinstance(arguments[0], str | bytes | os.PathLike):
             path = os.path.abspath(os.fsdecode(arguments[0]))
             if not self._is_ours(path) and not os.path.lexists(path):
-                self._made.parent.mkdir(parents=True, exist_ok=True)
-                with self._made.open("a", errors="surrogateescape") as file:
-                    file.write(f"{path}\n")
+                self._made.add(path)
         if event != "open" or not isinstance(arguments[0], str) or not isinstance(arguments[2], int):
             return
         if not arguments[2] & (os.O_WRONLY | os.O_RDWR):

@@ -16,11 +16,30 @@ from autotune.worker.script.patching import patch
 StrPath = str | os.PathLike[str]
 
 
+class PathList:
+    """A file with paths that all ranks of a trial add to."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def add(self, path: StrPath) -> None:
+        """Adds a path."""
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with self._file.open("a", errors="surrogateescape") as file:
+            file.write(f"{os.path.abspath(path)}\n")
+
+    def paths(self) -> list[str]:
+        """Returns the paths so far, each once."""
+        with contextlib.suppress(OSError):
+            return list(dict.fromkeys(self._file.read_text(errors="surrogateescape").splitlines()))
+        return []
+
+
 class SavedFiles:
     """The files of all ranks: one may write what others read."""
 
     def __init__(self, scratch: Path) -> None:
-        self._scratch, self._names = scratch, scratch / "saved-files"
+        self._scratch, self._names = scratch, PathList(scratch / "saved-files")
 
     def install(self) -> None:
         """Patches Python's functions that look for files and read them."""
@@ -37,10 +56,20 @@ class SavedFiles:
 
     def placed(self, path: StrPath) -> Path:
         """Returns the same for a file that is now put there, and notes its name."""
-        self._scratch.mkdir(parents=True, exist_ok=True)
-        with self._names.open("a", errors="surrogateescape") as file:
-            file.write(f"{os.path.abspath(path)}\n")
+        self._names.add(path)
         return self.place(path)
+
+    def moved(self, folder: StrPath, to: StrPath) -> None:
+        """Moves what was saved in a folder with it."""
+        here, there = os.path.abspath(folder), os.path.abspath(to)
+        for name in self._within(here):
+            with contextlib.suppress(FileNotFoundError):  # another rank has moved it
+                os.replace(self.place(name), self.placed(there + name.removeprefix(here)))
+
+    def removed(self, folder: StrPath) -> None:
+        """Removes what was saved in a folder with it."""
+        for name in self._within(os.path.abspath(folder)):
+            self.place(name).unlink(missing_ok=True)
 
     def stat(self, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the state of a file: scripts ask for its size, and ranks wait for what one of them writes."""
@@ -73,12 +102,16 @@ class SavedFiles:
 
     def _further(self, path: Any) -> list[str]:
         """Returns the names in a folder of files that are in the trial's folder alone."""
-        if not isinstance(path, str | os.PathLike) or not self._names.exists():
+        if not isinstance(path, str | os.PathLike):
             return []
         folder = os.path.abspath(path)
-        names = dict.fromkeys(self._names.read_text(errors="surrogateescape").splitlines())
-        here = [name for name in names if os.path.dirname(name) == folder and not os.path.lexists(name)]
-        return [os.path.basename(name) for name in here if os.path.lexists(self.place(name))]
+        here = [name for name in self._within(folder) if os.path.dirname(name) == folder]
+        return [os.path.basename(name) for name in here if not os.path.lexists(name)]
+
+    def _within(self, folder: str) -> list[str]:
+        """Returns the paths of saved files in a folder and the folders in it."""
+        here = [name for name in self._names.paths() if name.startswith(os.path.join(folder, ""))]
+        return [name for name in here if os.path.lexists(self.place(name))]
 
 
 @dataclass(frozen=True)

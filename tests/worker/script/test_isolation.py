@@ -431,6 +431,26 @@ def test_a_script_finds_the_files_that_it_has_saved(tmp_path, monkeypatch):
         Path(path).read_bytes()
 
 
+def test_what_was_saved_in_a_folder_is_moved_and_removed_with_it(removing, tmp_path):
+    """A script that writes its checkpoint under another name first, and then moves the folder, could not read it back."""
+    new, best = tmp_path / "new", tmp_path / "best"
+    for _ in range(2):
+        removing._audit("os.mkdir", (str(new),))
+        new.mkdir()
+        unsaved(removing, new / "model.pt")
+        removing._remove_tree(shutil.rmtree, best, ignore_errors=True)
+        removing._rename(os.rename, new, best)
+        assert set(removing._load(torch.load, best / "model.pt")) == {"weight", "bias"}
+        assert removing.files.listdir(os.listdir, best) == ["model.pt"] and not removing._kept
+    removing._remove_tree(shutil.rmtree, best)
+    assert not any(removing.files.place(folder / "model.pt").exists() for folder in (new, best))
+    removing._audit("os.mkdir", (str(new),))
+    new.mkdir()
+    removing._rename(os.rename, new, best)
+    removing.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"trial"}
+
+
 def test_tensors_that_a_script_saves_by_safetensors_are_read_back(tmp_path, monkeypatch):
     """It was not saved, and the script that reads it crashed."""
     found, said, module = rank(tmp_path), [], ModuleType("safetensors.torch")

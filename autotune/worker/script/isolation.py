@@ -119,16 +119,14 @@ class Isolation:
 
     def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         source = args[0] if args else kwargs.get("f")
-        if isinstance(source, str | os.PathLike):
-            saved = self.files.place(source)
-            size = saved.stat().st_size if saved.exists() else -1
-            if size > 0:
-                kwargs.pop("f", None)
-                device = kwargs.get("map_location", next(iter(args[1:]), None))
-                return self._whole(source, original(saved, *args[1:], **kwargs), device)
-            if size == 0 and not os.path.lexists(source):  # else an earlier training's
-                self._refuse(source)
-        return original(*args, **kwargs)
+        if not isinstance(source, str | os.PathLike) or not self.files.replaces(source):
+            return original(*args, **kwargs)
+        saved = self.files.place(source)
+        if not saved.stat().st_size:
+            self._refuse(source)
+        kwargs.pop("f", None)
+        device = kwargs.get("map_location", next(iter(args[1:]), None))
+        return self._whole(source, original(saved, *args[1:], **kwargs), device)
 
     def _whole(self, source: Any, read: Any, device: Any) -> Any:
         """Returns what a script reads back, with the weights that were not saved."""
@@ -311,11 +309,11 @@ def on_safetensors(context: ScriptContext, files: SavedFiles, module: ModuleType
         context.once(f"safetensors.{original.__name__} is not carried out in trials")
 
     def load_file(original: Callable[..., Any], filename: Any, device: Any = "cpu", **kwargs: Any) -> Any:
-        own = files.place(filename).exists()
+        own = files.replaces(filename)
         return torch.load(filename, map_location=device) if own else original(filename, device, **kwargs)
 
     def load_model(original: Callable[..., Any], model: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-        own = files.place(filename).exists()
+        own = files.replaces(filename)
         return model.load_state_dict(torch.load(filename)) if own else original(model, filename, *args, **kwargs)
 
     patch_everywhere(module, {"save_file": save, "save_model": save})

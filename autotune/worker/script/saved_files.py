@@ -59,6 +59,11 @@ class SavedFiles:
         self._names.add(path)
         return self.place(path)
 
+    def replaces(self, path: StrPath) -> bool:
+        """Returns whether what the script has saved is read for a path: of what trials leave out, an earlier training's file is."""
+        saved = self.place(path)
+        return saved.exists() and (saved.stat().st_size > 0 or not os.path.lexists(path))
+
     def moved(self, folder: StrPath, to: StrPath) -> None:
         """Moves what was saved in a folder with it."""
         here, there = os.path.abspath(folder), os.path.abspath(to)

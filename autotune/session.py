@@ -339,12 +339,13 @@ def _keep_spec(request: StudyRequest) -> None:
     file, origin = folder / "study.yaml", folder / ORIGIN
     options = [key for key, value in request.overrides.items() if value is not None and key != "storage"]
     as_run, named = folder / records.AS_RUN, target.absolute()
-    if named == as_run.absolute():  # the options of the run before count, too
-        options = list(dict.fromkeys([*_stated_in(folder)[1], *options]))
-        named = file.absolute()
+    copy = as_run if named in (file.absolute(), as_run.absolute()) else file
+    if named == as_run.absolute():  # the options of the run before count, too; all of it, if it was edited
+        stated_in, before = _stated_in(folder)
+        named = named if stated_in.name == records.AS_RUN else file.absolute()
+        options = list(dict.fromkeys([*before, *options]))
     else:
         as_run.unlink(missing_ok=True)
-    copy = as_run if named == file.absolute() else file
     if copy == as_run and not options:
         return
     files.write_text(copy, request.spec.to_yaml(folder))

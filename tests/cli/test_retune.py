@@ -205,6 +205,12 @@ def test_a_retuning_takes_the_options_of_a_run_of_the_studys_own_file(studies):
     ran(folder / "as-run.yaml", trials=9)
     spec = session.open_study("s").spec()
     assert (spec.max_length, spec.trials, spec.repeats) == (64, 9, 4) and "trials: 5" in file.read_text()
+    as_run = folder / "as-run.yaml"
+    as_run.write_text(as_run.read_text().replace("max_length: 64", "max_length: 32"))
+    for given in ({"trials": 8}, {"ranks": 1}):
+        ran(as_run, **given)
+        spec = session.open_study("s").spec()
+        assert (spec.max_length, spec.trials) == (32, 8), "it was edited"
     ran()
     assert session.open_study("s").spec().max_length is None and not tracing._elsewhere(folder)
 

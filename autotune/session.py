@@ -33,7 +33,7 @@ from autotune.study.setup.plan import Plan, plan, profiled, target_digest
 from autotune.study.setup.request import StudyRequest
 from autotune.study.spec import spec
 from autotune.study.spec.spec import StudySpec
-from autotune.study.spec.yaml_file import read_yaml
+from autotune.study.spec.yaml_file import read_yaml, stated_storage
 from autotune.study.state import forget_runs
 from autotune.study.storage import leases, project, records
 from autotune.study.storage.database import Storage, StoreMissing
@@ -187,7 +187,7 @@ def open_study(study: str, storage: str | None = None, studies: Path = STUDIES) 
     """
     with contextlib.suppress(ValueError):
         spec.check_name(study)
-        url = storage or spec.stated_storage(studies / study / "study.yaml") or records.default_url(studies)
+        url = storage or stated_storage(studies / study / "study.yaml") or records.default_url(studies)
         return OpenStudy(study, records.study_folder(study, studies.absolute(), url), url)
     raise UserError(_no_name(study))
 
@@ -210,7 +210,7 @@ def default_storage() -> str:
     beside = records.default_url(STUDIES)
     if Path(beside.removeprefix(records.SQLITE)).exists():
         return beside
-    stated = {url for path in STUDIES.glob("*/study.yaml") if (url := spec.stated_storage(path))}
+    stated = {url for path in STUDIES.glob("*/study.yaml") if (url := stated_storage(path))}
     return stated.pop() if len(stated) == 1 else beside
 
 

@@ -25,7 +25,8 @@ from autotune.study.setup.devices import of_ranks
 from autotune.study.setup.engine import executor_for
 from autotune.study.setup.plan import completed, grounds
 from autotune.study.setup.script import inspect_workload
-from autotune.study.spec.spec import StudySpec, stated_storage
+from autotune.study.spec.spec import StudySpec
+from autotune.study.spec.yaml_file import stated_storage
 from autotune.system import device, files, temporary
 from autotune.system.units import format_bytes
 from autotune.trial.folder import TrialDir

@@ -91,11 +91,9 @@ class Plan:
         spec, environment = self.spec, self.workload.environment
         on_each = self.world_size // spec.nodes_for(self.world_size)
         own, stated = environment.share_bytes(on_each, self.world_size, spec.at_once), spec.device_memory_bytes
-        return (
-            min(filter(None, (own, stated)), default=None)
-            if environment.accelerator != "cpu"
-            else stated or own or None
-        )
+        if environment.accelerator == "cpu":
+            return stated or own or None
+        return min(filter(None, (own, stated)), default=None)
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """Returns the complete DeepSpeed configuration of a candidate."""

@@ -241,7 +241,8 @@ class StudySpec(BaseModel):
         """Returns the study as a commented YAML file; its paths are relative to `folder`, or absolute without one."""
         left_out = {"invocation", *(("target", "script_args") if self.command is not None else ("command",))}
         left_out |= {name for name, setting in SETTINGS.items() if setting.optional and not getattr(self, name)}
-        left_out |= {*["executor"] * (self.executor == "local"), *["patience_s"] * (not self.runs_elsewhere)}
+        left_out |= {"executor"} if self.executor == "local" else set()
+        left_out |= {"patience_s"} if not self.runs_elsewhere else set()
         data: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields if name not in left_out}
         for name, value in data.items():
             if isinstance(value, Path):
@@ -282,8 +283,9 @@ class StudySpec(BaseModel):
                 raise SpecError(f"{given['goal'].where}: {goal} sets the objectives, and {other}")
         if values.get("quick"):
             values = QUICK | values
-        own_default = ("constraints", "global_batch")
-        values = {key: each for key, each in values.items() if each is not None or key not in own_default}
+        for key in ("constraints", "global_batch"):
+            if values.get(key, "") is None:
+                del values[key]
         if invocation is None and (target is None or "target" in (overrides or {})):
             with contextlib.suppress(SpecError):  # reported when the target is used
                 target = inspect_target(values["target"])
@@ -382,7 +384,9 @@ def _check_together(spec: StudySpec) -> None:
     for metric, both in ends.items():
         if both.get("min", -math.inf) > both.get("max", math.inf):
             low, high = f"min {both['min']:g}", f"max {both['max']:g}"
-            raise ValueError(f"constraints: {metric}: {low} is above {high}; nothing can hold both, so change one")
+            raise ValueError(
+                f"constraints: {metric}: {low} is above {high}, so nothing can hold both; change one of them"
+            )
 
 
 def check_name(name: str) -> None:
@@ -434,16 +438,6 @@ def stated_command(target: str, overrides: Mapping[str, Any] | None = None) -> t
     if len(words) == 1 and (not (overrides or {}).get("script_args") or first.suffix in (".py", *YAML)):
         return (target, Path.cwd()) if target != words[0] or (shutil.which(target) and not first.suffix) else None
     return target, Path.cwd()
-
-
-def stated_storage(path: Path) -> str | None:
-    """Returns the database that a study.yaml names; None if it names none, or cannot be read."""
-    try:
-        data = read_yaml(path) if path.is_file() else None
-    except SpecError:
-        return None
-    found = data.get("storage") if isinstance(data, dict) else None
-    return found if isinstance(found, str) else None
 
 
 def _sets_batch(config: Mapping[str, Any] | None) -> bool:

@@ -112,6 +112,16 @@ def read_yaml(path: Path, where: str | None = None) -> Any:
     return parse_yaml(read_text(path, where or str(path)), str(path))
 
 
+def stated_storage(path: Path) -> str | None:
+    """Returns the database that a study.yaml names; None if it names none, or cannot be read."""
+    try:
+        data = read_yaml(path) if path.is_file() else None
+    except SpecError:
+        return None
+    found = data.get("storage") if isinstance(data, dict) else None
+    return found if isinstance(found, str) else None
+
+
 def parse_yaml(text: str, where: str) -> Any:
     """Reads YAML as plain data.
 

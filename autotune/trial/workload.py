@@ -2,7 +2,9 @@
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, Field
 
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig, Scalar
@@ -20,6 +22,7 @@ HELD_SHARE = 0.1
 TRAINER, ACCELERATE, LIGHTNING = "transformers' Trainer", "Accelerate", "Lightning"
 # The batch in a DeepSpeed configuration.
 TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+BY_MICRO_BATCH = AliasChoices("by_micro_batch", "batch_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,7 +385,7 @@ class Workload:
         block_class: Class of these blocks.
         block_share: Their share of the parameters.
         float_buffers: The model has floating-point buffers, as batch normalisation does.
-        by_micro_batch: What trains otherwise at another micro-batch: layers that normalise by its statistics, a script's loop.
+        by_micro_batch: What trains otherwise at another micro-batch: layers with its statistics, a script's loop. Once `batch_norm`.
         client_optimizer: The target defines `optimizer`.
         sparse: Classes of its modules that give sparse gradients; empty without any.
         updates: Classes of modules in a script's blocks that change a buffer in each forward, also a recomputed one; empty without any.
@@ -408,7 +411,7 @@ class Workload:
     float_buffers: bool
     client_optimizer: bool
     environment: Environment
-    by_micro_batch: str = ""
+    by_micro_batch: Annotated[str, Field(validation_alias=BY_MICRO_BATCH)] = ""
     sparse: str = ""
     updates: str = ""
     optimizer: str = ""

@@ -1,5 +1,7 @@
 """The description of a `model.py`."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from support.instant import WORKLOAD
@@ -76,4 +78,7 @@ def test_layers_count_that_train_by_the_statistics_of_a_micro_batch_and_no_froze
     frozen, always = nn.BatchNorm1d(4).eval(), nn.SyncBatchNorm(4, track_running_stats=False).eval()
     found = with_batch_norm(WORKLOAD, nn.Sequential(nn.BatchNorm1d(4), frozen, always, nn.LayerNorm(4)))
     assert found.by_micro_batch == "BatchNorm1d, SyncBatchNorm" and found.by_micro_batch in found.caveats[-1]
+    kept = asdict(found)
+    earlier = {"batch_norm" if name == "by_micro_batch" else name: value for name, value in kept.items()}
+    assert folder.adapter(Workload).validate_python(earlier).by_micro_batch == found.by_micro_batch, "a study of before"
     assert with_batch_norm(WORKLOAD, nn.Sequential(frozen, nn.InstanceNorm1d(4), nn.GroupNorm(2, 4))) == WORKLOAD

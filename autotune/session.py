@@ -33,7 +33,7 @@ from autotune.study.setup.plan import Plan, plan, profiled, target_digest
 from autotune.study.setup.request import StudyRequest
 from autotune.study.spec import spec
 from autotune.study.spec.spec import StudySpec
-from autotune.study.spec.yaml_file import read_yaml, stated_storage
+from autotune.study.spec.yaml_file import AS_RUN, as_run, read_yaml, stated_storage
 from autotune.study.state import forget_runs
 from autotune.study.storage import leases, project, records
 from autotune.study.storage.database import Storage, StoreMissing
@@ -113,7 +113,7 @@ class OpenStudy:
                 raise StoreMissing(f"{begun}: `autotune status {self.name}` shows how far it is") from None
             if records.kept_in(self.folder) is None:
                 raise
-            again = shlex.join(["autotune", "run", str(files.shown(records.as_run(self.folder)))])
+            again = shlex.join(["autotune", "run", str(files.shown(as_run(self.folder)))])
             holds = f"The folder of {self.name} holds its trials: `{again}` takes them up again"
             raise StoreMissing(f"{str(error).rstrip('.')}. {holds}") from None
 
@@ -338,15 +338,15 @@ def _keep_spec(request: StudyRequest) -> None:
     folder, target = request.folder, request.target
     file, origin = folder / "study.yaml", folder / ORIGIN
     options = [key for key, value in request.overrides.items() if value is not None and key != "storage"]
-    as_run, named = folder / records.AS_RUN, target.absolute()
-    copy = as_run if named in (file.absolute(), as_run.absolute()) else file
-    if named == as_run.absolute():  # the options of the run before count, too; all of it, if it was edited
+    beside, named = folder / AS_RUN, target.absolute()
+    copy = beside if named in (file.absolute(), beside.absolute()) else file
+    if named == beside.absolute():  # the options of the run before count, too; all of it, if it was edited
         stated_in, before = _stated_in(folder)
-        named = named if stated_in.name == records.AS_RUN else file.absolute()
+        named = named if stated_in.name == AS_RUN else file.absolute()
         options = list(dict.fromkeys([*before, *options]))
     else:
-        as_run.unlink(missing_ok=True)
-    if copy == as_run and not options:
+        beside.unlink(missing_ok=True)
+    if copy == beside and not options:
         return
     files.write_text(copy, request.spec.to_yaml(folder))
     origin.unlink(missing_ok=True)
@@ -361,7 +361,7 @@ def _stated_in(folder: Path) -> tuple[Path, dict[str, Any]]:
 
     That is the user's own file, but the copy in the study's folder if the user has edited that or the other one is gone.
     """
-    copy = records.as_run(folder)
+    copy = as_run(folder)
     try:
         kept = files.json_of(files.read_regular(folder / ORIGIN))
         own = (folder / kept["file"]).resolve()

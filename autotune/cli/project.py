@@ -144,12 +144,12 @@ def _projection(
     from autotune.space.candidate import Candidate
     from autotune.study.setup.capture import wanted_study
     from autotune.study.setup.forecasts import foresee_workload
-    from autotune.study.storage import records
+    from autotune.study.spec.yaml_file import as_run
 
     memory = parse_size(device_memory, "--device-memory") if device_memory else None
     front, chosen = _chosen(folder, pick, trial)
     with ProgressView() as view:
-        spec, _ = wanted_study(str(records.as_run(folder)), {}, view)
+        spec, _ = wanted_study(str(as_run(folder)), {}, view)
         inputs = foresee_workload(spec, view)
     predictor, n_measured = _calibrated(inputs, folder, spec.target, front)
     projector = Projector(predictor, cluster, inputs, memory)

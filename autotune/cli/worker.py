@@ -110,7 +110,7 @@ def _planned(
     from autotune.study.setup.capture import wanted_study
     from autotune.study.setup.engine import executor_for
     from autotune.study.setup.plan import plan
-    from autotune.study.storage import records
+    from autotune.study.spec.yaml_file import as_run
 
     file = folder / "study.yaml"
     if not file.exists():
@@ -118,7 +118,7 @@ def _planned(
             f"worker: there is no {shown(file)} here. A worker reads the study and writes its trials"
             " where `autotune run` does: start it in the same folder of a file system that both machines share"
         )
-    wanted, notes = wanted_study(str(records.as_run(folder)), overrides)
+    wanted, notes = wanted_study(str(as_run(folder)), overrides)
     view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
     with executor_for(wanted, scratch, view.waits) as executor:
         found = plan(wanted, executor, scratch)

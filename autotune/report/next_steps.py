@@ -11,7 +11,7 @@ from autotune.report.started import started
 from autotune.search.stopping import ALL_SLOW, NONE_FITS
 from autotune.space.space import EXHAUSTED
 from autotune.study.events import DECIDING_SHARE, STOPPED, UNFINISHED, n_spent
-from autotune.study.storage import records
+from autotune.study.spec.yaml_file import as_run
 from autotune.study.storage.generations import generation_of
 from autotune.system.units import format_bytes
 from autotune.trial.command import EXPORTED_CONFIG
@@ -71,7 +71,7 @@ def next_steps(report: StudyReport) -> list[str]:
 def reproduce(report: StudyReport) -> str:
     """The command that runs the study again, with the options of its last run."""
     base, generation = generation_of(report.name)
-    file = records.as_run(Path(report.study.get("folder") or base)).name
+    file = as_run(Path(report.study.get("folder") or base)).name
     return shlex.join(["autotune", *(["retune", base] if generation else ["run", f"studies/{base}/{file}"])])
 
 

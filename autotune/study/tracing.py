@@ -8,7 +8,7 @@ from pathlib import Path
 from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
-from autotune.study.spec.yaml_file import read_yaml
+from autotune.study.spec.yaml_file import as_run, read_yaml
 from autotune.study.storage import records
 from autotune.trial.folder import TrialDir, record_in
 from autotune.trial.request import TrialRequest
@@ -28,7 +28,7 @@ def path_in(folder: Path, number: int) -> Path:
 def _elsewhere(folder: Path) -> str:
     """The place where the trials of a study ran, in words; empty for this machine alone."""
     try:
-        stated = read_yaml(records.as_run(folder))
+        stated = read_yaml(as_run(folder))
     except UserError:
         return ""
     stated = stated if isinstance(stated, dict) else {}

@@ -17,6 +17,8 @@ from autotune.system.files import read_text
 
 T = TypeVar("T")
 
+# The study as it was run, where that took options beside the study.yaml of its folder.
+AS_RUN = "as-run.yaml"
 # Limits far above any study, below what takes noticeable time to read.
 LARGEST_CHARACTERS = 256 << 10
 MOST_VALUES = 50_000
@@ -110,6 +112,11 @@ for _class in (_Loader, _Dumper):
 def read_yaml(path: Path, where: str | None = None) -> Any:
     """Reads a YAML file as plain data; `where` names it in an error, by default its path."""
     return parse_yaml(read_text(path, where or str(path)), str(path))
+
+
+def as_run(folder: Path) -> Path:
+    """The file in a study's folder that states the study as it was last run, with the options of that run."""
+    return path if (path := folder / AS_RUN).is_file() else folder / "study.yaml"
 
 
 def stated_storage(path: Path) -> str | None:

@@ -43,8 +43,6 @@ open_storage, failing_in_words = database.open_storage, database.failing_in_word
 # System attributes, which dashboards do not list: a study's record and a trial's measurements are long JSON texts.
 RECORD_ATTR = "autotune:record"
 RECORD_FILE = "record.json"
-# The study as it was run, where that took options beside the study.yaml of its folder.
-AS_RUN = "as-run.yaml"
 ROLE_ATTR, ENDED_ATTR, SETTINGS_ATTR = "role", "ended", "autotune:settings"
 WALL_ATTR, ENDS_ATTR, UNCHECKED_ATTR = "autotune:wall_s", "autotune:ends_s", "autotune:unchecked_s"
 LEFT_OUT_ATTR = "autotune:left_out"
@@ -374,11 +372,6 @@ def study_folder(name: str, studies: Path, url: str) -> Path:
     beside = Path(url.removeprefix(SQLITE)).parent if url.startswith(SQLITE) else studies
     own = retuning_path(Path(base), generation) if generation else Path(name)
     return next((folder / own for folder in (studies, beside) if (folder / own).is_dir()), studies / own)
-
-
-def as_run(folder: Path) -> Path:
-    """The file in a study's folder that states the study as it was last run, with the options of that run."""
-    return path if (path := folder / AS_RUN).is_file() else folder / "study.yaml"
 
 
 def retuning_path(folder: Path, generation: int) -> Path:

@@ -1,6 +1,5 @@
 """Changes of the data that a candidate asks for: cut, packed or padded samples, and the arguments of the loader."""
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from autotune.space.data import OF_LOADER
 from autotune.space.deepspeed import Scalar
-from autotune.worker.data.samples import IGNORED, is_mask, is_text, real_mask
+from autotune.worker.data.samples import IGNORED, is_mask, is_text, real_mask, takes
 from autotune.worker.data.worst import cut_sample
 
 BATCH_CHANGES = ("max_length", "packing", "pad_to_multiple_of")
@@ -39,14 +38,6 @@ class Collate:
         if self.packs:
             return packed(self.own([sample], **self.passed) for sample in samples)
         return self.own(samples, **self.passed)
-
-
-def takes(function: Any, name: str) -> bool:
-    """Returns whether a function takes an argument of a name."""
-    try:
-        return name in inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False
 
 
 def packed(batches: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:

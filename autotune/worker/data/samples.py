@@ -1,5 +1,6 @@
 """The shape of a data set: types and shapes of its samples' tensors, and the lengths of the samples."""
 
+import inspect
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -90,8 +91,16 @@ def _read(samples: Any, cannot: Mapping[str, str], collate: Callable[[list[Any]]
         n_samples=len(samples) if mapped else None,
         table=lengths_of.table(lengths),
         longest_at=tuple(positions[i] for i in longest) if mapped else (),
-        cannot={**cannot, **(dict.fromkeys(BY_LENGTH, WIDE) if wide else {})},
+        cannot={**cannot, **{name: WIDE for name in BY_LENGTH if wide and not takes(collate, name)}},
     )
+
+
+def takes(function: Any, name: str) -> bool:
+    """Returns whether a function takes an argument of a name."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def _at_random(dataset: Any) -> Iterator[tuple[int, Any]]:

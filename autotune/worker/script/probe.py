@@ -24,9 +24,9 @@ LOSES_GRADIENTS = (
     " `gradient_accumulation_steps`, and go backward once in each, from the sum of its losses"
 )
 REPEATS = (
-    "more micro-batches go backward than the loader yields, as where a loop trains several times on each (truncated backpropagation"
-    " through time), and samples count each time: steps at another micro-batch train on other parts of them, so each is checked,"
-    " and none is drop-in"
+    "more micro-batches go backward than the loader yields, as where a loop trains several times on each batch (truncated"
+    " backpropagation through time), and samples count each time. At another micro-batch a step trains on other parts of them, so"
+    " each other micro-batch is checked, and none is drop-in"
 )
 
 
@@ -173,19 +173,21 @@ def _degree(config: DsConfig, workload: Workload) -> int:
 
 def _data(context: ScriptContext, meter: Meter) -> DataShape | None:
     """Describes the batches that went forward, with the lengths of the data set's samples where a loader has one."""
-    batches = samples.describe(iter(meter.batches.noted.shapes))
     iterator = context.latest_loader() if context.trains_on_draws else None
+    collate = iterator._collate_fn if iterator is not None else list
+    batches = samples.describe(iter(meter.batches.noted.shapes), collate=collate)
     if batches is None:
         return None
     if iterator is None:
         return replace(batches, cannot=change.why_not(None, list, None, mapped=False, loader=False))
-    dataset, collate = iterator._dataset, iterator._collate_fn
+    dataset = iterator._dataset
     mapped = samples.is_map_style(dataset) and iterator._auto_collation
     # Other ranks would read it beside the first, whose word counts.
     read = samples.describe(dataset, {}, collate) if mapped and context.report.rank == 0 else None
     collates = bool(iterator._auto_collation)
     of_loader = change.why_not(dataset, collate, meter.engine.module, mapped=mapped, loader=True, collates=collates)
-    cannot = context.data_limits(of_loader | (read.cannot if read is not None else {}), read)
+    of_samples = (batches if read is None else read).cannot
+    cannot = context.data_limits(of_loader | of_samples, read)
     if read is None:
         known = () if meter.batches.flattened else meter.batches.texts.lengths
         seen = [int(n) for rows, _ in known for n in torch.as_tensor(rows).tolist()]

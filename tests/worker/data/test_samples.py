@@ -46,6 +46,8 @@ def test_the_length_of_a_sequence_of_wide_features_is_the_size_that_varies(n):
     longest = max(len(x) for x, _ in data)
     assert found.table[-1][0] == longest and len(data[found.longest_at[0]][0]) == longest
     assert set(found.cannot) == {"max_length", "token_budget", "group_by_length"}
+    cut = samples.describe(data, collate=lambda some, max_length=None: some)
+    assert set(cut.cannot) == {"token_budget", "group_by_length"}, "which the collate function cuts itself"
     named = [{"input_ids": torch.zeros(9 + at), "frames": torch.zeros(1 + at, 80)} for at in range(n)]
     assert not samples.describe(named).cannot, "its tokens are its length"
     assert samples.fixed_sizes([torch.zeros(8, 80)] * 3) == set(), "nothing tells lengths from features"

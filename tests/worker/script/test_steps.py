@@ -106,6 +106,19 @@ def test_what_is_played_into_a_buffer_and_comes_back_at_times_is_not_evaluated(i
     assert bool(noted) == plays
 
 
+def test_lengths_of_wide_features_are_told_from_a_streams_batches_too():
+    """`max_length` cut the features of a stream's samples, where these are more than the sequences are long."""
+    noted = SimpleNamespace(shapes=[[torch.empty(n, 80)] for n in (20, 30)])
+    loader = SimpleNamespace(_dataset=iter([]), _collate_fn=list, _auto_collation=True, _pin_memory=False)
+    texts, engine = SimpleNamespace(lengths=[]), SimpleNamespace(module=torch.nn.Identity())
+    batches = SimpleNamespace(noted=noted, flattened=False, texts=texts)
+    context = SimpleNamespace(
+        latest_loader=lambda: loader, trains_on_draws=True, report=SimpleNamespace(rank=0), steps_grouped=1,
+        data_limits=lambda found, _: found,
+    )  # fmt: skip
+    assert "features" in probe._data(context, SimpleNamespace(batches=batches, engine=engine)).cannot["max_length"]
+
+
 def test_a_loop_that_trains_several_times_on_each_batch_is_not_drop_in_at_another_micro_batch():
     """Half the sequences in chunks twice as long, in truncated backpropagation through time, were called drop-in."""
     engine = torch.nn.Identity()

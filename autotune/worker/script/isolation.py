@@ -32,7 +32,7 @@ MAX_FILES_NAMED = 5
 CLIENT_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 # What DeepSpeed has counted, and an engine goes on counting from.
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-READ_BACK = "what the script saved and reads back has the weights and the optimizer's states of that moment: trials do not save the model"
+READ_BACK = "what the script reads back has the weights and optimizer's states as they are then, not as it saved them: trials save no model"
 # Endings of files that hold weights.
 CHECKPOINTS = (".bin", ".ckpt", ".pt", ".pth", ".safetensors")
 # Of `statx`: paths are those of this process, and the field that is wanted; the kernel leaves it 0 where it does not know.

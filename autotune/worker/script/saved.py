@@ -33,17 +33,17 @@ def put_back(engine: Any, read: Any, device: Any) -> tuple[Any, bool]:
     Raises:
         KeyError: This rank does not train one of them.
     """
-    trained, any_set_aside = _trained(engine), False
+    trained: dict[str, Tensor] = {}
     device = device if isinstance(device, str | torch.device) else None
 
     def change(value: Any, _: object) -> Any:
-        nonlocal any_set_aside
         if not isinstance(value, str) or not value.startswith(MARK):
             return value
-        any_set_aside = True
+        if not trained:  # made once and only where it is needed: a data set may keep its samples in such files
+            trained.update(_trained(engine))
         return trained[value.removeprefix(MARK)].detach().to(device, copy=True)
 
-    return _mapped(read, change), any_set_aside
+    return _mapped(read, change), bool(trained)
 
 
 def _trained(engine: Any) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from autotune.worker.measure.batches import BatchObserver
 from autotune.worker.script import isolation
 from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.isolation import Isolation
+from autotune.worker.script.saved import put_back
 
 
 def rank(root: Path) -> Isolation:
@@ -410,6 +411,7 @@ def test_a_checkpoint_that_holds_more_than_weights_is_read_back_on_another_rank(
     before = other.state_dict()["state"][0]["exp_avg"].clone()
     other.load_state_dict(read["optimizer"])
     assert torch.equal(other.state_dict()["state"][0]["exp_avg"], before) and before.any()
+    assert put_back(None, {"x": [1]}, None) == ({"x": [1]}, False), "what holds no weights asks the engine for none"
     assert read["epoch"] == 3 and read["losses"].of == "train" and torch.equal(read["mean"], torch.arange(99))
 
 

@@ -154,7 +154,7 @@ def load_study(study: FilePath, *, storage: str | None = None) -> StudyResult:
     if not isinstance(storage, str | None):
         raise UserError(f"storage: the URL of a database is needed as a text, not {storage!r}")
     folder = Path(text).absolute() if os.sep in text else Path("studies").absolute() / text
-    if not text.strip(os.sep + "."):
+    if not text.strip(".") or not folder.name:
         raise UserError(f"{text!r} cannot name a study; `autotune ls studies` lists them")
     if folder.is_file():
         raise UserError(f"load_study: {text} is a file; give the study's name, or the path of its folder")

@@ -1,6 +1,7 @@
 """The library: the same engine as the commands, typed results, one exact list of public names."""
 
 import asyncio
+import contextlib
 import importlib.util
 import inspect
 import io
@@ -366,6 +367,8 @@ def test_an_unknown_study_is_said_with_those_that_are_known(tuned):
         autotune.load_study("s", storage=Path("autotune.db"))
     with pytest.raises(UserError, match=r"load_study: .*study\.yaml is a file; give the study's name"):
         autotune.load_study(tuned.folder / "study.yaml")
+    with contextlib.chdir(tuned.folder):
+        assert autotune.load_study("./").name == "s"
 
 
 class PathInBytes:

@@ -309,12 +309,14 @@ def on_safetensors(context: ScriptContext, files: SavedFiles, module: ModuleType
         context.once(f"safetensors.{original.__name__} is not carried out in trials")
 
     def load_file(original: Callable[..., Any], filename: Any, device: Any = "cpu", **kwargs: Any) -> Any:
-        own = files.replaces(filename)
-        return torch.load(filename, map_location=device) if own else original(filename, device, **kwargs)
+        if not files.replaces(filename):
+            return original(filename, device, **kwargs)
+        return torch.load(filename, map_location=device, weights_only=True)
 
     def load_model(original: Callable[..., Any], model: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-        own = files.replaces(filename)
-        return model.load_state_dict(torch.load(filename)) if own else original(model, filename, *args, **kwargs)
+        if not files.replaces(filename):
+            return original(model, filename, *args, **kwargs)
+        return model.load_state_dict(torch.load(filename, weights_only=True))
 
     patch_everywhere(module, {"save_file": save, "save_model": save})
     patch_everywhere(module, {"load_file": load_file, "load_model": load_model})

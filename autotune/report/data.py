@@ -16,6 +16,7 @@ from autotune.scoring.metrics import METRICS
 from autotune.scoring.recommend import PICKS
 from autotune.space.candidate import Candidate, differing
 from autotune.study.events import n_spent
+from autotune.study.setup.devices import limit_bytes
 from autotune.system.units import Scale, scale_for
 from autotune.trial import lengths
 from autotune.trial.command import Invocation
@@ -111,9 +112,8 @@ class StudyReport:
                     f"the longest samples{of} fit the device memory in no configuration that was tried: {ran_out},"
                     f" {n_tail} only at the longest samples; {FOR_LONG_SAMPLES}"
                 )
-            said = f"no configuration fits the device memory: {ran_out}"
             long = f"; samples reach a length of {longest:,}, {times:.1f} times the average: {FOR_LONG_SAMPLES}"
-            return said + (long if times >= LONG_TIMES else "")
+            return f"no configuration fits the device memory: {ran_out}{long if times >= LONG_TIMES else ''}"
         complete = [trial for trial in self.trials if trial["outcome"] == "complete"]
         if not complete:
             return "no configuration completed"
@@ -135,12 +135,12 @@ class StudyReport:
     @property
     def memory_limit_bytes(self) -> float | None:
         """What a rank may use: what the user stated, up to the device's memory, on a CPU else a rank's share of the machine's."""
-        stated, environment = self.study.get("device_memory_bytes"), self.environment
-        if not environment.get("device_memory_bytes") or (stated and environment.get("accelerator") == "cpu"):
+        stated, nodes = self.study.get("device_memory_bytes"), self.study.get("nodes", 1)
+        if not self.environment.get("device_memory_bytes"):
             return float(stated) if stated else None
-        nodes, share = self.study.get("nodes", 1), adapter(Environment).validate_python(dict(environment)).share_bytes
-        on_each, at_once = self.world_size // (1 if self.world_size % nodes else nodes), self.study.get("at_once") or 1
-        return float(min(stated or math.inf, share(on_each, self.world_size, at_once)))
+        environment = adapter(Environment).validate_python(dict(self.environment))
+        on_each = self.world_size // (1 if self.world_size % nodes else nodes)
+        return limit_bytes(environment, stated, on_each, self.world_size, self.study.get("at_once") or 1)
 
     @property
     def trials_left(self) -> int:

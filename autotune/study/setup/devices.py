@@ -61,7 +61,21 @@ def check_devices(spec: StudySpec, environment: Environment, world_size: int) ->
     )
 
 
-def beyond(spec: StudySpec, environment: Environment) -> list[str]:
+def limit_bytes(environment: Environment, stated: float | None, on_each: int, ranks: int, at_once: int) -> float | None:
+    """Returns what a rank may use of memory: the stated limit, up to its device's; on a CPU else its share of the host's.
+
+    Args:
+        stated: The user's own limit in bytes.
+        on_each: Ranks of a trial on a machine, of `ranks` in all.
+        at_once: Trials that share this machine at a time.
+    """
+    share = environment.share_bytes(on_each, ranks, at_once)
+    if environment.accelerator == "cpu":
+        return stated or share or None
+    return min(filter(None, (share, stated)), default=None)
+
+
+def limit_notes(spec: StudySpec, environment: Environment) -> list[str]:
     """Returns what is to be said of a stated memory that no device has, and of a limit on a process's addresses."""
     found, stated, total = [], spec.device_memory_bytes or 0, environment.device_memory_bytes
     if environment.accelerator != "cpu" and stated > total:

@@ -28,7 +28,7 @@ from autotune.space.space import SearchSpace
 from autotune.space.torch_settings import has_tf32
 from autotune.study.events import SILENT, EventSink
 from autotune.study.setup import batch_changes, degrees, profile_cache
-from autotune.study.setup.devices import UNLIKE, beyond, check_devices, held_by_others, of_ranks
+from autotune.study.setup.devices import UNLIKE, check_devices, held_by_others, limit_bytes, limit_notes, of_ranks
 from autotune.study.setup.script import (
     DEFAULT_MICRO_BATCH,
     SCRIPT_BATCH,
@@ -90,10 +90,7 @@ class Plan:
         """Memory limit of a rank: the stated one, up to its device's memory; on a CPU else its share of the host's."""
         spec, environment = self.spec, self.workload.environment
         on_each = self.world_size // spec.nodes_for(self.world_size)
-        own, stated = environment.share_bytes(on_each, self.world_size, spec.at_once), spec.device_memory_bytes
-        if environment.accelerator == "cpu":
-            return stated or own or None
-        return min(filter(None, (own, stated)), default=None)
+        return limit_bytes(environment, spec.device_memory_bytes, on_each, self.world_size, spec.at_once)
 
     def ds_config(self, candidate: Candidate) -> DsConfig:
         """Returns the complete DeepSpeed configuration of a candidate."""
@@ -282,7 +279,7 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
     notes = [
         *environment.remarks,
         *held_by_others(environment, in_use),
-        *beyond(spec, environment),
+        *limit_notes(spec, environment),
         *workload.caveats,
         *own_tuner.notes(base_config),
     ]

@@ -221,7 +221,7 @@ class RankSupervisor:
             data = os.read(self.commands, 65536)
             self.orphaned = not data
             if self.orphaned or b'"cancel"' in data:
-                if not self.orphaned:  # for whom a time budget ended, or pressed Ctrl-C, while it hung
+                if not self.orphaned:  # somebody may read where ranks hung when the time was over, or Ctrl-C came
                     stacks.ask(running.under_way())
                 self._kill(running, "cancel")
 

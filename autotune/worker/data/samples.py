@@ -25,7 +25,7 @@ IGNORED = -100
 MAX_STREAMED, BUDGET_S, MAX_DESCRIBED = 2048, 3.0, 256
 # Settings that cut or order single samples by their length, and why they are not tried where features are wider than that.
 BY_LENGTH = ("max_length", "token_budget", "group_by_length")
-WIDE = "samples are sequences of features, more of them than the shortest ones are long: of one sample nothing tells its length"
+WIDE = "some sequences are shorter than their features are wide, so that a sample by itself does not show its length"
 # The first samples, which show what of their shapes varies.
 N_HEAD = 64
 # Positions of the longest samples that are kept.
@@ -83,7 +83,7 @@ def _read(samples: Any, cannot: Mapping[str, str], collate: Callable[[list[Any]]
         return None
     if len(lengths) < N_HEAD and (fixed := _fixed(kinds)):
         lengths = [length_in_batch(each, collate, fixed) for each in head]
-    wide = any(length_in_batch(each, collate) != length_in_batch(each, collate, fixed) for each in head if fixed)
+    wide = bool(fixed) and any(length_in_batch(s, collate) != length_in_batch(s, collate, fixed) for s in head)
     longest = np.argsort(np.asarray(lengths), kind="stable")[::-1][:N_LONGEST]
     return DataShape(
         fields=tuple(f"{name}{dtypes[name]}[{_common(shapes)}]" for name, shapes in sorted(kinds.items())),

@@ -13,7 +13,7 @@ from autotune.errors import UserError
 from autotune.executors.local import LocalExecutor
 from autotune.study import parallel
 from autotune.study.setup import plan as planning
-from autotune.study.setup.devices import beyond, of_ranks
+from autotune.study.setup.devices import limit_notes, of_ranks
 from autotune.study.spec.spec import StudySpec
 from autotune.system import device
 from autotune.trial.workload import Environment
@@ -144,7 +144,7 @@ def test_limits_that_no_device_has_or_that_count_addresses_are_told(monkeypatch)
     """The search took a card for as large as it was said to be; and trials ended by signal 6 where nobody thought of `ulimit -v`."""
 
     def told(**given):
-        return beyond(StudySpec.of(MODELS / "ok.py", {"name": "s", **given}), GPUS)
+        return limit_notes(StudySpec.of(MODELS / "ok.py", {"name": "s", **given}), GPUS)
 
     assert not told() and not told(device_memory_bytes="80GiB")
     (said,) = told(device_memory_bytes="141GiB")

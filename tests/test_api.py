@@ -401,7 +401,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(engine, tmp_path):
         autotune.run(TARGET, **SETTINGS)
 
 
-@pytest.mark.process
+@pytest.mark.system
 def test_the_database_is_the_one_of_the_environment(engine, monkeypatch, tmp_path):
     monkeypatch.setenv("AUTOTUNE_STORAGE", records.default_url(tmp_path / "elsewhere"))
     autotune.run(TARGET, **SHORT)
@@ -409,7 +409,7 @@ def test_the_database_is_the_one_of_the_environment(engine, monkeypatch, tmp_pat
     assert len(autotune.load_study("s").trials_dataframe()) == 2
 
 
-@pytest.mark.process
+@pytest.mark.system
 def test_arguments_may_be_what_python_makes_of_numbers_and_lists(engine):
     space = {"micro_batch_size": range(2, 9, 2), "precision": ("fp32", "bf16"), "checkpoint_every": np.array([0, 1])}
     settings = {"trials": np.int64(4), "trial_budget_s": np.float64(3.5), "global_batch": (2, 64)}

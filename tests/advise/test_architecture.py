@@ -170,6 +170,7 @@ def test_what_was_not_compared_or_is_left_out_is_said(tmp_path, changes, said):
     assert said in note if said else not note
 
 
+@pytest.mark.cells(12)
 @pytest.mark.parametrize("family", sorted(architecture.COUNTED))
 def test_a_family_that_is_known_is_counted_as_its_class_has_it(tmp_path, family):
     """A file with the defaults of the class, against that class without its memory."""

@@ -25,6 +25,7 @@ def published():
         sys.modules.pop("published", None)
 
 
+@pytest.mark.system
 def test_the_shipped_constants_are_what_the_script_fits(published):
     fitted = published.fit(published.cases())
     for name in ("context_bytes", "nccl_bytes", "logit_bytes", "activation_factor", "attention_factor"):

@@ -49,6 +49,7 @@ def test_cards_are_compared_a_line_each(tmp_path):
     assert [line.split("  ")[0] for line in lines[1:]] == ["8 x A100-80GB", "8 x H100-80GB", "8 x RTX-4090"]
 
 
+@pytest.mark.system
 def test_a_line_of_a_comparison_holds_the_whole_configuration(tmp_path):
     """It was cut at 60 signs, so that a bucket of 50,000,000 elements read as one of 5,000,000."""
     one = called("advise", "8B", "--gpus", "4xA100-40", cwd=tmp_path).stdout
@@ -133,7 +134,7 @@ def test_names_are_answered_without_torch_and_deepspeed(tmp_path):
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, capture_output=True, timeout=60)
 
 
-@pytest.mark.process
+@pytest.mark.system
 def test_a_model_file_is_profiled_here_and_advised_for_other_devices(tmp_path):
     (tmp_path / "model.py").write_text(
         "import torch\n\ndef model():\n    return torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])\n\n"

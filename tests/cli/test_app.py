@@ -269,6 +269,7 @@ def test_check_of_a_baseline_that_crashes_says_what_to_do(warm):
     shutil.rmtree(Path(re.search(r"see (.*)", done.stdout)[1]).parents[2])
 
 
+@pytest.mark.system
 def test_a_model_that_loads_longer_than_a_trial_may_take_is_told_what_gives_it_more_time(warm):
     (warm / "slow.py").write_text(
         "import time\n\n\ndef model():\n    time.sleep(60)\n\n\ndef data():\n    return [1]\n"
@@ -278,6 +279,7 @@ def test_a_model_that_loads_longer_than_a_trial_may_take_is_told_what_gives_it_m
     assert "no end within 2 s; --trial-deadline gives it more time" in said
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_launch_command_that_is_interrupted_is_ended_with_all_that_it_started(how, status, tmp_path):
     driver = subprocess.Popen(

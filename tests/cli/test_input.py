@@ -157,6 +157,7 @@ def test_the_documents_that_are_mutated_are_valid(folder):
     assert SearchSpace.parse(SPACE, "x").size(Candidate(micro_batch_size=1)) == 3 * 3 * (1 + 5 + 5)
 
 
+@pytest.mark.system
 @fuzzed(120)
 @given(document=mutated(STUDY))
 @example(document=STUDY | {"script_args": ["\x85", "a\u2028", "\u2029"]})
@@ -207,6 +208,7 @@ def test_a_deepspeed_json_means_a_candidate_or_is_refused(document):
     assert not text or text.startswith(("ds.json: ", "base config: ")), text
 
 
+@pytest.mark.system
 @fuzzed(150)
 @given(text=st.text(max_size=60) | st.lists(st.sampled_from(YAML_SIGNS), max_size=14).map("".join))
 @example(text='a: "\\UFFFFFFFF"')
@@ -248,6 +250,7 @@ def test_a_time_and_a_number_with_zeros_in_front_are_texts_as_they_stand(text):
     assert parse_yaml(f"time: {text}", "x") == {"time": text} == parse_yaml(written({"time": text}, flow=True), "x")
 
 
+@pytest.mark.system
 @fuzzed(100)
 @given(text=texts)
 @example(text="1" * 40 + "!")  # every way to cut it would be tried
@@ -313,6 +316,7 @@ FLAGS = [
 values = texts | st.lists(texts, max_size=2) | numbers
 
 
+@pytest.mark.system
 @fuzzed(150)
 @given(
     file=st.sampled_from(["model.py", "script.py"]),
@@ -404,8 +408,8 @@ HOSTILE = {
     "a link to itself": lambda path: path.symlink_to(path),
     "a link to nothing": lambda path: path.symlink_to(path.with_name("nothing")),
     "a device": lambda path: path.symlink_to("/dev/zero"),
-    "brackets": lambda path: path.write_text("[" * 5_000),
     "a single number": lambda path: path.write_text("3"),
+    "brackets": lambda path: path.write_text("[" * 5_000),
     "a hundred kilobytes": lambda path: path.write_text("a: [" + "1, " * 30_000 + "1]"),
 }  # fmt: skip
 READERS = {
@@ -418,6 +422,7 @@ READERS = {
 }
 
 
+@pytest.mark.cells((len(HOSTILE) - 2) * len(READERS))  # the last two take seconds
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("what", HOSTILE)
 def test_what_is_no_file_that_a_person_wrote_is_refused_with_its_name(tmp_path, what, name):

@@ -257,6 +257,7 @@ def test_one_whose_engine_is_away_goes_on_however_often(studies, monkeypatch):
     assert known(studies).interrupted("s") is not None
 
 
+@pytest.mark.system
 def test_one_whose_database_goes_away_goes_on_however_often(studies, monkeypatch):
     """The fourth attempt failed, as if it had been killed three times."""
 

@@ -56,6 +56,7 @@ def test_another_terminal_sees_what_the_run_itself_shows(tmp_path):
     assert "profiling" in said and "it broke" in said and "base" in said and "again" in said and "best so far" in said
 
 
+@pytest.mark.system
 def test_whoever_comes_later_sees_it_from_the_beginning_and_no_line_twice(tmp_path):
     here, shown_here = view()
     there, shown_there = view()
@@ -175,6 +176,7 @@ def test_without_a_name_the_one_that_runs_is_meant_and_anything_else_is_said(tmp
             status.only_running(tmp_path)
 
 
+@pytest.mark.system
 def test_status_says_it_once_where_that_is_asked_for_or_nothing_runs(tmp_path, monkeypatch, capsys):
     (tmp_path / "studies").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -214,6 +216,7 @@ def test_only_of_a_study_with_an_answer_is_asked_whether_that_is_still_right(tmp
         assert "changed since" in said and ("is the answer still right?" in said) is (name == "good")
 
 
+@pytest.mark.system
 def test_the_path_of_a_study_is_answered_with_its_name_and_folder(tmp_path, monkeypatch):
     finished(tmp_path / "studies", "mine")
     monkeypatch.chdir(tmp_path)
@@ -262,6 +265,7 @@ def test_a_study_that_ends_while_it_is_followed_ends_with_its_answer(tmp_path, m
     assert "it broke" in found.err and "recommended" in found.out
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("ran", [True, False])
 def test_a_scaling_that_is_measured_is_found_by_its_study_followed_and_said_to_be_in_use(
     tmp_path, monkeypatch, capsys, over, ran
@@ -315,6 +319,7 @@ def test_a_study_that_was_killed_before_its_baseline_was_told_holds_no_trial(tmp
         assert "study 's' holds no trial yet" in one_sentence(called(*command, cwd=tmp_path)), command
 
 
+@pytest.mark.system
 def test_a_width_of_zero_is_one_that_is_not_known(tmp_path, monkeypatch):
     """The answer was left out."""
     ran(tmp_path / "studies", events.SILENT, finalists=0)

@@ -67,6 +67,7 @@ LEFT = "rank 1 exited with status 0 but wrote no result"
 RANK_1 = "if self.calls == 3 and os.environ['RANK'] == '1': "
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
@@ -104,6 +105,7 @@ def test_a_rank_killed_from_outside_is_named(zoo: Zoo, reference: list[float | N
     assert zoo.run("ok", **CLEAN).losses == reference
 
 
+@pytest.mark.system
 def test_a_log_of_megabytes_is_cut_in_the_middle(zoo: Zoo) -> None:
     assert zoo.run("chatty").outcome is Outcome.COMPLETE
     for rank in (0, 1):
@@ -133,6 +135,7 @@ def test_a_daemon_that_hides_from_its_rank_outlives_no_trial(zoo: Zoo) -> None:
     assert not with_argument("a daemon of tests/models/daemon.py")
 
 
+@pytest.mark.system
 def test_a_fork_bomb_is_ended_with_its_reason_and_the_next_trial_is_clean(
     zoo: Zoo, reference: list[float | None]
 ) -> None:
@@ -222,6 +225,7 @@ def test_a_build_lock_of_a_killed_rank_is_removed(
         assert build_locks() == []
 
 
+@pytest.mark.system
 def test_trials_leak_no_descriptor_of_the_server(zoo: Zoo) -> None:
     zoo.run("ok", **CLEAN)
     before = zoo.server.num_fds()
@@ -268,6 +272,7 @@ def test_an_interrupt_stops_the_ranks(zoo: Zoo) -> None:
     assert zoo.server.children(recursive=True) == []
 
 
+@pytest.mark.system
 def test_a_late_cancel_does_not_reach_the_next_trial(zoo: Zoo, reference: list[float | None]) -> None:
     zoo.run("ok", **CLEAN)
     assert zoo.executor._server is not None and zoo.executor._server.stdin is not None

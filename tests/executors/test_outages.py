@@ -194,6 +194,7 @@ def test_a_host_that_was_never_reached_refuses_and_one_that_is_lost_does_not(tmp
         assert hosts.standing("job").status is status
 
 
+@pytest.mark.system
 def test_a_driver_that_is_killed_twice_in_a_trial_marks_no_configuration(tmp_path, monkeypatch):
     # An interrupted run leaves its trial as a driver that is killed does.
     monkeypatch.setattr("autotune.study.runner.Runner._give_back", lambda *_: None)

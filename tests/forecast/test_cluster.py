@@ -335,7 +335,7 @@ def test_what_cannot_be_projected_is_said_in_one_sentence(studied, tmp_path):
     )
 
 
-@pytest.mark.process
+@pytest.mark.system
 def test_a_study_of_a_launch_command_is_projected_with_its_script(studied, tmp_path, monkeypatch):
     """It said that `target` is missing in the study.yaml that autotune wrote."""
     folder = tmp_path / "studies" / "small"

@@ -51,6 +51,7 @@ def change(database, statement, *values):
         assert connection.execute(statement, values).rowcount > 0
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("text", ["{", '"{"', '"{}"', '"[]"'], ids=["no JSON", "no JSON in it", "no fields", "a list"])
 def test_a_trial_that_cannot_be_read_is_left_out_and_named(database, text):
     change(
@@ -259,6 +260,7 @@ def test_no_file_or_row_that_is_damaged_ends_in_a_traceback(whole, tmp_path, mon
     assert [*by_files, *by_rows, *by_tables] == [] and n_files + n_rows + n_tables >= 200
 
 
+@pytest.mark.system
 def test_some_damaged_files_and_rows_end_in_no_traceback(whole, tmp_path, monkeypatch):
     shutil.copytree(whole, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")

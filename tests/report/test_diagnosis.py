@@ -56,6 +56,7 @@ def test_the_command_says_it_for_people_and_for_programs(capsys):
     assert found["trial"] == 0 and found["bound_by"] == "input pipeline" and found["candidate"]["micro_batch_size"] == 8
 
 
+@pytest.mark.system
 def test_a_trial_that_did_not_complete_is_refused_in_a_sentence(tmp_path, monkeypatch):
     def behaviour(candidate):
         return phased(candidate) if candidate.micro_batch_size == 8 else None
@@ -76,6 +77,7 @@ def test_a_study_whose_trial_folders_are_gone_is_still_answered(study, tmp_path,
     assert "bound by input pipeline" in capsys.readouterr().out
 
 
+@pytest.mark.system
 def test_a_trial_whose_phases_were_not_kept_is_told_so(tmp_path, monkeypatch, capsys):
     runner_of(tmp_path / "studies", Instant(), trials=3).run()
     monkeypatch.chdir(tmp_path)
@@ -96,7 +98,6 @@ def test_a_trial_that_ran_elsewhere_is_not_traced_here(study):
         answer.diagnose("s", 0, profile=True)
 
 
-@pytest.mark.process
 @pytest.mark.system
 @pytest.mark.smoke
 def test_a_trial_is_run_again_and_its_trace_kept_and_read(zoo, study, capsys):
@@ -141,6 +142,7 @@ REAL = [
 SLOW = ("launch overhead", "communication")
 
 
+@pytest.mark.cells(2)
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("model", "world_size", "what", "cause"),

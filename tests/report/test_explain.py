@@ -179,6 +179,7 @@ def recomputing(seconds, sizes=(6, 6, 6, 6), **more):
 RECOMPUTED = [{"checkpoint_every": [0, 1, 2, 4]}]
 
 
+@pytest.mark.system
 def test_a_trial_that_breaks_a_constraint_is_said_to(tmp_path):
     goals = {"objectives": ["memory", "latency"], "constraints": [{"metric": "peak_memory_bytes", "max": "8GiB"}]}
     machine = recomputing([0.04, 0.03, 0.01, 0.033], [6, 6, 9, 6])
@@ -227,6 +228,7 @@ def test_what_the_answer_cannot_tell_apart_is_said_to_be_within_noise(tmp_path):
     assert all("within noise: not to be told apart" in evidence.what_if({"checkpoint_every": n}).answer for n in every)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("metric", "label"),
     [
@@ -292,6 +294,7 @@ def test_a_wrong_setting_is_refused_in_a_sentence(text, why):
         read_setting(text)
 
 
+@pytest.mark.system
 def test_a_prediction_is_compared_with_a_prediction(tmp_path):
     """The machine was slower when the best were measured again, and all that was not run was predicted to be better."""
     n_ran = Counter()

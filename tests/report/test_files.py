@@ -83,6 +83,7 @@ def test_on_a_small_disk_the_answer_is_printed_and_the_small_files_are_written_f
     assert "recommended" in said and "ds_config.json" in said
 
 
+@pytest.mark.system
 def test_an_answer_that_does_not_stand_any_more_leaves_no_configuration_and_the_history_says_so(
     tmp_path, monkeypatch, capsys
 ):
@@ -106,6 +107,7 @@ def test_an_answer_that_does_not_stand_any_more_leaves_no_configuration_and_the_
     assert f"s trial {rows[0]['trial']}, " in last and "withdrawn" in last and "s recommends trial" in first
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("family", "use"), [(LIGHTNING, 'DeepSpeedStrategy(config="ds_config.json")'), ("raw DeepSpeed", "initialize(")]
 )

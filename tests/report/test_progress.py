@@ -166,6 +166,7 @@ def test_the_best_so_far_says_first_what_keeps_it_from_being_the_answer(width, s
     assert f"best so far: trial 5 {said}" in shown(open_end, width=width, terminal=True)
 
 
+@pytest.mark.system
 def test_among_equal_trials_the_best_so_far_is_not_yet_shown_to_be_better(tmp_path, monkeypatch):
     """The live line said `1.05x the baseline` up to an answer that nothing is measurably better."""
     monkeypatch.setattr(tell, "CHEAP_S", math.inf)  # after each trial, as where trials take seconds

@@ -153,6 +153,7 @@ def test_a_configuration_that_became_slower_is_replaced_and_the_previous_one_kep
     assert len(history(replaced.studies).recommendations("s")) == 2
 
 
+@pytest.mark.system
 def test_the_search_takes_a_fifth_of_the_trials_but_no_fewer_than_six_and_no_time_budget_of_the_study_ends_it(
     tmp_path, replaced
 ):
@@ -182,6 +183,7 @@ def test_a_configuration_that_no_longer_runs_is_replaced_without_a_gain_to_show(
     assert config(tmp_path).get("bf16") is None
 
 
+@pytest.mark.system
 def test_a_global_batch_that_a_retuning_cannot_compare_is_not_called_one_that_cannot_run(tmp_path_factory):
     """Its noise scale was not to be told, so it searched the baseline's batch alone, and the baseline replaced a gain of four times."""
     space = [{"micro_batch_size": [4, 8, 32], "checkpoint_every": [0, 1]}]
@@ -238,6 +240,7 @@ def test_a_comparison_that_stays_open_takes_the_most_rounds_and_no_more(failing)
     assert found.n_rounds == comparison.MOST and not found.sure
 
 
+@pytest.mark.system
 def test_a_larger_batch_keeps_its_worth_where_the_noise_scale_cannot_be_told_again(tmp_path_factory):
     """Goodput dropped out of the duel then, and latency decided for the smaller batch that is worth less."""
     batches = {
@@ -265,6 +268,7 @@ def test_a_larger_batch_keeps_its_worth_where_the_noise_scale_cannot_be_told_aga
     assert decision.verdict is RetuneVerdict.UNCHANGED and abs(decision.duel.gain) < 0.03
 
 
+@pytest.mark.system
 def test_where_the_space_varies_the_batch_alone_the_noise_scale_of_the_study_counts(tmp_path_factory):
     """The re-tuning failed: other batches could not be compared, and the space varied nothing else."""
     asked = STUDY | {"objectives": ["throughput", "convergence"], "space": [{"micro_batch_size": [4, 8, 32]}]}
@@ -293,6 +297,7 @@ def test_a_gain_below_the_least_one_replaces_nothing(tmp_path):
     assert config(tmp_path) == before
 
 
+@pytest.mark.system
 def test_what_can_run_is_searched_although_nothing_moved(tmp_path):
     """fp16 has come with a new device: nothing became slower, and still there may be something better."""
     plan = plan_of(spec_of(**STUDY))
@@ -302,7 +307,7 @@ def test_what_can_run_is_searched_although_nothing_moved(tmp_path):
     assert decision.n_trials == 6 and not decision.check.moved
 
 
-@pytest.mark.process
+@pytest.mark.system
 def test_the_user_s_command_hears_of_a_replacement_and_of_nothing_else(tmp_path, capfd):
     command = f'echo it runs; echo "$AUTOTUNE_STUDY $AUTOTUNE_OLD_CONFIG $AUTOTUNE_NEW_CONFIG" >> {tmp_path}/told'
     retune(tmp_path, Instant(), on_change=command)
@@ -332,6 +337,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path, replaced, at):
     assert len(executor.ran) - replaced.n_ran <= 2  # at most the round under way is measured again
 
 
+@pytest.mark.system
 def test_one_that_was_interrupted_on_another_machine_starts_again_and_leaves_the_engine_its_files(tmp_path, replaced):
     """The orders to the agents of a cluster were removed while these waited, and the re-tuning for ever with them."""
     executor = Instant(slow_bf16)
@@ -365,6 +371,7 @@ def test_one_that_was_killed_while_it_replaced_the_files_finishes_that(tmp_path,
     assert json.loads((decision.folder / "previous" / "ds_config.json").read_text()) == before
 
 
+@pytest.mark.system
 def test_one_that_was_killed_after_it_replaced_the_answer_is_finished_although_the_target_changed_since(
     tmp_path, monkeypatch
 ):
@@ -414,6 +421,7 @@ def test_what_takes_an_interrupted_one_up_does_no_less_than_it_was_begun_for(tmp
     assert again.asked.cause == counts
 
 
+@pytest.mark.system
 def test_a_study_that_is_deleted_meanwhile_leaves_no_row_and_ends_with_a_sentence(tmp_path):
     assert rows(tmp_path)["autotune_measurement"] > 12
 
@@ -529,6 +537,7 @@ def test_a_new_study_of_the_same_model_starts_from_what_an_earlier_one_found(tmp
     assert told[1] == Candidate.of(best)
 
 
+@pytest.mark.system
 def test_a_new_study_does_not_begin_with_what_the_checks_of_an_earlier_one_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("autotune.study.budget.CHECK_SHARE", 1e9)  # no trial takes time here
     worse = lambda c: replace(report(c), losses=[3.0 * (c.precision == "bf16") + x for x in report(c).losses])  # noqa: E731
@@ -552,6 +561,7 @@ def beside(finished, tmp_path_factory):
     return studies
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("structure", "ranks", "doubt"), [("abc", 1, 0.5), ("abc", 2, 0.8), ("d", 1, 0.8), ("d", 2, None)]
 )
@@ -563,6 +573,7 @@ def test_a_model_with_the_same_blocks_teaches_only_on_as_many_ranks(beside, stru
     assert (known and known.doubt) == doubt
 
 
+@pytest.mark.system
 def test_of_two_studies_of_the_same_model_the_one_on_as_many_ranks_teaches(tmp_path):
     planned = {"workload": replace(WORKLOAD, structure="abc")}
     changes = {**STUDY, "sampler": "physics", "stop_below": 0.0, "trials": 5}
@@ -592,7 +603,8 @@ def test_a_deleted_study_leaves_no_rows(tmp_path):
     assert set(rows(tmp_path).values()) == {0}
 
 
-@pytest.mark.parametrize("still_there", [False, pytest.param(True, marks=pytest.mark.system)])
+@pytest.mark.system
+@pytest.mark.parametrize("still_there", [False, True])
 def test_a_lost_database_takes_the_re_tuning_along_that_replaced_the_answer(replaced, tmp_path_factory, still_there):
     """The answer went back to the one that had been replaced, and the next re-tuning wrote over the last one's files."""
     studies = shutil.copytree(replaced.studies, tmp_path_factory.mktemp("lost") / "studies")

@@ -510,6 +510,7 @@ GRIDS = [
 ]
 
 
+@pytest.mark.cells(8)
 @pytest.mark.parametrize("form", ["cron", "systemd"])
 @pytest.mark.parametrize(("every_s", "zone"), GRIDS)
 def test_over_120_days_every_run_is_within_one_asking_interval_of_the_grid(every_s, zone, form):
@@ -610,6 +611,7 @@ def test_lines_are_what_cron_takes(history, tmp_path, rule):
     assert checked.returncode == 0, checked.stderr
 
 
+@pytest.mark.system
 def test_a_cron_job_is_what_the_published_model_takes(two):
     models = pytest.importorskip(
         "kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed: pip install -e '.[dev]'"

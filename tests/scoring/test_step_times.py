@@ -77,6 +77,7 @@ class TestWarmup:
 class TestInterval:
     """How often the interval holds the true median, in simulation: 95 % where it can be known, less where steps are few or alike."""
 
+    @pytest.mark.cells(5)
     @pytest.mark.parametrize(
         ("n", "correlation", "at_least"),
         [
@@ -98,6 +99,7 @@ class TestInterval:
         errors = np.array([summary.median_s - 1.0 for summary in few])
         assert np.mean([summary.ci95_s for summary in few]) == pytest.approx(1.96 * errors.std(), rel=0.15)
 
+    @pytest.mark.system
     def test_it_is_no_wider_than_it_must_be(self) -> None:
         """The median of n normal steps scatters by 1.253 sd / sqrt(n)."""
         widths = [step_times.summarise([*SETUP, *noise(seed, 100, 0.05)]).ci95_s for seed in range(200)]
@@ -110,6 +112,7 @@ class TestInterval:
         )
         assert alike > 1.5 * alone
 
+    @pytest.mark.system
     def test_stopping_as_soon_as_it_is_narrow_keeps_most_of_its_cover(self) -> None:
         covered = []
         for seed in range(40):

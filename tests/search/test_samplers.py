@@ -88,6 +88,7 @@ class Search:
         return found
 
 
+@pytest.mark.cells(5)
 @pytest.mark.parametrize("name", QUICK)
 @pytest.mark.parametrize("constraint", [False, True])
 def test_only_what_can_run_is_proposed_and_nothing_twice(name, constraint):
@@ -195,6 +196,7 @@ def test_equal_seeds_search_alike_and_others_do_not(name):
     assert Search(name, CONDITIONAL, seed=2).run(12) != first
 
 
+@pytest.mark.system
 def test_tpe_finds_a_good_candidate_sooner_than_chance():
     """On a space of 1,024 candidates with one clear slope: the sum over seeds of the best of 40 trials."""
     space = SearchSpace.parse(

@@ -400,7 +400,7 @@ def test_a_rule_names_what_it_reads(rule, drawn):
     named = {name for name in rule.reads if not name.endswith("*")}
     prefixes = tuple(name[:-1] for name in rule.reads if name.endswith("*"))
     seen: set[str] = set()
-    for candidate, setting in itertools.product(drawn[:1500], settings):
+    for candidate, setting in itertools.product(drawn[:500], settings):
         config = dict(candidate.config)
         broken = rule.broken(Recorder(candidate, seen), RecordedSettings(config, seen), setting)
         if broken and prefixes:  # more of what it reads by prefix does not heal it

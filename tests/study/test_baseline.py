@@ -108,6 +108,7 @@ def test_with_the_global_batch_kept_goodput_needs_no_probe(tmp_path):
     assert not any(request.noise for request in executor.requests)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("limit", "scarce"), [(10**9, False), (150_000_000, True)])
 def test_memory_is_an_objective_of_a_balanced_goal_where_it_is_scarce(tmp_path, limit, scarce):
     runner, _, watcher = run(tmp_path, trials=2, finalists=0, device_memory_bytes=limit)
@@ -115,6 +116,7 @@ def test_memory_is_an_objective_of_a_balanced_goal_where_it_is_scarce(tmp_path, 
     assert any("memory is scarce here (the baseline takes 72%" in text for text in watcher.said) == scarce
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("accelerator", "scarce"), [("cpu", True), ("cuda", False)])
 def test_the_memory_of_a_gpu_is_not_scarce_where_that_of_its_host_ran_out(tmp_path, accelerator, scarce):
     why = "RuntimeError: CUDA error: out of memory (host memory that was to be pinned)"
@@ -125,6 +127,7 @@ def test_the_memory_of_a_gpu_is_not_scarce_where_that_of_its_host_ran_out(tmp_pa
     assert ("memory" in [o.name for o in runner.state.objectives]) == scarce
 
 
+@pytest.mark.system
 def test_the_learning_rate_follows_the_batch_in_the_trial_and_in_what_is_recommended(tmp_path):
     base = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
     executor = Instant()
@@ -172,6 +175,7 @@ def test_what_breaks_a_constraint_is_told_and_not_picked(tmp_path):
     assert said == "the baseline breaks a constraint: others are compared with it, but it cannot be recommended"
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("movable", "ran"), [(("micro_batch_size",), None), (("micro_batch_size", "gradient_accumulation_steps"), (2, 4))]
 )

@@ -82,6 +82,7 @@ def test_what_the_gate_has_passed_is_branched_in_the_same_run(tmp_path, unhurrie
     assert best.verdict.passed and best.branch.confirmed and best.repeats
 
 
+@pytest.mark.system
 def test_who_leads_only_after_the_re_measurements_stands_the_same_checks(tmp_path):
     """The wider batch is checked last and would cost too much then; measured again it turns out the best by far."""
     executor = Instant()
@@ -104,6 +105,7 @@ def test_without_branches_nothing_is_branched(tmp_path):
     assert not [request for request in executor.requests if request.weights or request.save_weights]
 
 
+@pytest.mark.system
 def test_who_goes_on_without_branches_has_them_lifted_from_the_kept_study_too(tmp_path, monkeypatch):
     """The report read from the study's record, which kept that branches are wanted, so that the flag changed nothing."""
     monkeypatch.setattr(branch_check, "compare", lambda *_: Branch(confirmed=None, reason="undecided"))
@@ -124,12 +126,14 @@ def test_a_checkpoint_of_the_users_is_where_probe_and_branches_start(tmp_path):
     assert not [request for request in executor.requests if request.save_weights]
 
 
+@pytest.mark.system
 def test_branch_tokens_say_how_long_a_branch_is(tmp_path):
     _, executor, _ = branching(tmp_path, branch_tokens=1600)  # these samples are no sequences
     branches = [request for request in executor.requests if request.weights is not None]
     assert branches and all(r.max_steps * r.candidate["micro_batch_size"] == 1600 for r in branches)
 
 
+@pytest.mark.system
 def test_a_branch_that_would_take_most_of_the_study_is_not_begun_and_said_so(tmp_path):
     """Its samples alone would take minutes: the answer keeps the baseline's batch."""
     runner, executor, watcher = branching(tmp_path, trial_budget_s=0.1, branch_tokens=10**8)
@@ -188,6 +192,7 @@ def test_a_branch_that_did_not_decide_is_followed_by_longer_ones_while_there_is_
     assert found.picks["recommended"].measured.trial == 1 and records.unchecked_s(runner.study) == 0
 
 
+@pytest.mark.system
 def test_longer_branches_that_a_later_run_asks_for_are_trained_where_one_did_not_decide(tmp_path, monkeypatch):
     """What a branch that decides nothing advises, --branch-tokens, had no effect on the study that it was said of."""
     undecided = Branch(confirmed=None, reason="undecided", n_samples=1600)
@@ -197,6 +202,7 @@ def test_longer_branches_that_a_later_run_asks_for_are_trained_where_one_did_not
         assert lengths(branching(tmp_path, **space, branch_tokens=tokens)[1]) == trained
 
 
+@pytest.mark.system
 def test_a_branch_that_a_trials_deadline_would_cut_is_not_begun_again(tmp_path, monkeypatch):
     """Its advice would be a time budget that cannot help."""
     decide = lambda own, *_: Branch(confirmed=None, reason="", n_samples=len(own.losses) * own.batch)  # noqa: E731
@@ -212,6 +218,8 @@ def test_a_branch_that_a_trials_deadline_would_cut_is_not_begun_again(tmp_path, 
     assert 0 < max(lengths(executor)) < 20.0 * 600 and records.unchecked_s(runner.study) == 0
 
 
+@pytest.mark.system
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("quick", [True, False])
 def test_batches_that_no_branch_could_confirm_in_time_are_not_tried_and_said(tmp_path, quick):
     """Eight samples take 28 ms, so that a branch of 24 steps of 512 takes 43 s for the baseline alone."""
@@ -225,6 +233,7 @@ def test_batches_that_no_branch_could_confirm_in_time_are_not_tried_and_said(tmp
     assert max(m.candidate.micro_batch_size for m in again.state.measured()) == 512
 
 
+@pytest.mark.system
 def test_a_branch_that_decides_comes_before_the_rounds_that_time_is_kept_for(tmp_path, monkeypatch):
     """Without it the best one cannot be recommended, however often it is measured again."""
     monkeypatch.setattr(budget.Budget, "out_of_time", lambda own: own._expected_s is not None)
@@ -232,6 +241,7 @@ def test_a_branch_that_decides_comes_before_the_rounds_that_time_is_kept_for(tmp
     assert [m.branch.confirmed for m in runner.state.measured() if m.branch is not None] == [True]
 
 
+@pytest.mark.system
 def test_a_training_that_ends_before_its_branch_is_branched_once_and_the_next_best_is_checked(tmp_path):
     """Longer branches were asked for, and each ended with the script; meanwhile no other trial was checked."""
     space = {"space": [{"micro_batch_size": [8, 16, 64]}], "trials": 3, "objectives": ["throughput"], "finalists": 1}

@@ -93,6 +93,7 @@ def test_a_trial_that_the_time_budget_cuts_is_ended_and_not_measured(tmp_path):
     assert len(executor.ran) == 1 and sum(m.usable for m in again.state.measured()) == 4
 
 
+@pytest.mark.system
 def test_a_repeat_that_the_time_budget_cuts_ends_the_study_with_what_was_measured(tmp_path):
     executor = Late(7)
     runner, _, watcher = run(tmp_path, executor, trials=6, time_budget_s=1e4, objectives=["latency"])
@@ -109,6 +110,7 @@ def test_a_time_budget_that_ends_in_the_noise_probe_keeps_the_batch_and_in_the_b
         run(tmp_path / "other", Late(0), trials=3, time_budget_s=1e4, objectives=goals)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("room", "n_again"), [(0.5, 0), (2.5, 2), (3.5, 3)])
 def test_a_round_holds_as_many_of_the_best_as_the_time_budget_has_room_for(tmp_path, monkeypatch, room, n_again):
     """Each trial takes a second, as its result says."""
@@ -162,6 +164,7 @@ def test_the_checks_of_a_quick_study_buy_no_further_ones(tmp_path, monkeypatch):
     assert budget.check_room_s(decides=True) == pytest.approx(10.0)
 
 
+@pytest.mark.system
 def test_time_that_the_end_of_a_study_leaves_goes_to_further_trials(tmp_path, monkeypatch):
     """What was reserved for checks and re-measurements was lost where they took less."""
     clock, noted, note_end = Clock(monkeypatch), list[str](), records.note_end

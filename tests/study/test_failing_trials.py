@@ -72,6 +72,7 @@ def test_a_baseline_that_crashed_is_measured_once_more_so_that_speed_ups_are_sta
     assert not executor.ran and again.state.measured()[0].outcome is Outcome.COMPLETE
 
 
+@pytest.mark.system
 def test_the_search_and_explain_know_a_baseline_that_was_measured_later(tmp_path):
     """They took its settings for such as crash, in each later run."""
     run(tmp_path, Instant(Flaky(is_baseline, 1)), trials=4)
@@ -81,6 +82,7 @@ def test_the_search_and_explain_know_a_baseline_that_was_measured_later(tmp_path
     assert Expectations(again.study, again.state.folder).told[0] == first
 
 
+@pytest.mark.system
 def test_objectives_that_a_crashed_baseline_cost_are_named_when_it_completes(tmp_path):
     goals = ["latency", "convergence"]
     runner, _, watcher = run(tmp_path, Instant(Flaky(is_baseline, 1)), trials=4, objectives=goals)
@@ -88,6 +90,7 @@ def test_objectives_that_a_crashed_baseline_cost_are_named_when_it_completes(tmp
     assert any("'convergence' stays left out; --fresh begins anew with it" in text for text in watcher.said)
 
 
+@pytest.mark.system
 def test_a_later_run_measures_a_baseline_that_crashed_twice(tmp_path):
     runner, executor, watcher = run(tmp_path, Instant(Flaky(is_baseline, 1, 2)), trials=4)
     assert sum(map(is_baseline, executor.ran)) == 2  # and no third time
@@ -104,6 +107,7 @@ def test_a_baseline_that_ran_out_of_memory_is_not_measured_again(tmp_path):
     assert sum(map(is_baseline, executor.ran)) == 1
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("crashes", "n_again"), [((2,), 1), (range(2, 20), 0)])
 def test_a_crash_of_a_re_measurement_is_followed_by_one_more_try_and_said(tmp_path, crashes, n_again):
     """A trial crashed when it was measured again, and was gone from the answer without a word in the notes."""
@@ -116,6 +120,7 @@ def test_a_crash_of_a_re_measurement_is_followed_by_one_more_try_and_said(tmp_pa
     assert (said in notes) == (not n_again)
 
 
+@pytest.mark.system
 def test_a_re_measurement_whose_op_can_no_longer_be_built_has_failed_and_is_not_tried_for_ever(tmp_path, monkeypatch):
     """Where the study went on without the compiler of before, it left no result, and was begun again and again."""
 
@@ -134,6 +139,7 @@ def test_a_re_measurement_whose_op_can_no_longer_be_built_has_failed_and_is_not_
     assert best.failed_again == "crashed: cpu_adam cannot be built: no compiler" and not executor.ran
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("end", [Outcome.OOM, Outcome.CRASHED])
 def test_the_best_that_fails_when_it_is_measured_again_is_not_said_to_be_measured_once(tmp_path, end):
     """Where it ran out of memory it stayed the pick of the highest throughput, as one that was measured once."""
@@ -198,6 +204,7 @@ def mixed(candidate):
     return failed(Outcome.CRASHED, MIXED) if candidate.precision == "bf16" else report(candidate)
 
 
+@pytest.mark.system
 def test_a_dtype_mismatch_is_tried_again_under_autocast_and_twice_is_enough(tmp_path):
     runner, executor, watcher = run(tmp_path, Instant(mixed), trials=12, finalists=0, space=[WITH_AUTOCAST])
     bf16 = [n for n, candidate in enumerate(executor.ran) if candidate.precision == "bf16"]
@@ -211,6 +218,7 @@ def test_a_dtype_mismatch_is_tried_again_under_autocast_and_twice_is_enough(tmp_
     assert all("under torch_autocast" in reason for reason in reasons if reason)
 
 
+@pytest.mark.system
 def test_without_autocast_in_the_space_the_reason_says_what_to_do(tmp_path):
     runner, executor, _ = run(
         tmp_path, Instant(mixed), trials=10, finalists=0
@@ -244,6 +252,7 @@ def test_what_was_asked_for_and_not_seen_comes_with_the_remedy(tmp_path):
     assert remedy("zero_stage: 1 was asked for") == "" and remedy(reason + remedy(reason)) == ""
 
 
+@pytest.mark.system
 def test_a_precision_that_has_worked_once_stays(tmp_path):
     """Only some configurations mix types."""
 
@@ -259,6 +268,7 @@ def test_a_precision_that_has_worked_once_stays(tmp_path):
 # Scripts that are over early.
 
 
+@pytest.mark.system
 def test_a_batch_with_which_the_script_is_over_leaves_out_the_larger_ones(tmp_path):
     """A script of one epoch crashed with one large batch after the other before the search had learned it."""
     reason = "the script ended by itself after 2 optimizer steps, and 3 are needed: give it more steps or more data"
@@ -278,6 +288,7 @@ def test_a_batch_with_which_the_script_is_over_leaves_out_the_larger_ones(tmp_pa
     assert all(c.global_batch_size(1) < min(over) for c in again.ran)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("outcome", "reasons", "n", "said"),
     [
@@ -305,6 +316,7 @@ def test_a_target_that_always_fails_stops_the_study(tmp_path, outcome, reasons, 
     assert found.state.study.user_attrs[records.ENDED_ATTR] == f"{first} all failed"
 
 
+@pytest.mark.system
 def test_a_broken_target_stays_stopped_when_it_is_run_again(tmp_path):
     broken = lambda _: failed(Outcome.CRASHED, "TypeError: no")  # noqa: E731
     for _ in range(2):

@@ -92,6 +92,7 @@ def test_nothing_is_printed_unless_logging_is_set_up(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.system
 def test_the_callback_of_mlflow_gets_names_that_mlflow_takes(tmp_path):
     """MLflow and Optuna's integration were tried by hand: they are large. This is what MLflow checks of a name."""
     seen = []
@@ -106,6 +107,7 @@ def test_the_callback_of_mlflow_gets_names_that_mlflow_takes(tmp_path):
     assert "peak memory MiB" in seen[0][1] and "peak memory (MiB)" in runner.study.trials[0].user_attrs
 
 
+@pytest.mark.system
 def test_a_program_that_runs_many_studies_keeps_none_of_their_files_open(tmp_path):
     runner = runner_of(tmp_path, Instant(report), watcher=Broadcast(Journal(tmp_path / "s"), LogSink()), trials=2)
     runner.storage.on_wait = runner._events.say

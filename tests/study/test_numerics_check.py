@@ -63,6 +63,7 @@ def test_numerics_that_train_alike_may_be_recommended_and_the_reasons_say_so(tmp
     assert [r.replicate for r in seen] == ([1, 2] if batch == 8 else [0, 1, 2])
 
 
+@pytest.mark.system
 def test_more_gradients_summed_in_16_bits_are_judged_by_the_trials_own_gradient(tmp_path, unhurried):
     """No curve is trained for them; fewer than the baseline's need no check at all."""
     space = [{"gradient_accumulation_steps": [1, 2, 4]}]
@@ -79,6 +80,7 @@ def test_more_gradients_summed_in_16_bits_are_judged_by_the_trials_own_gradient(
     assert any("sums up more gradients in 16 bits" in reason and "0.20%" in reason for reason in found.reasons)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("repeats", [0, 1])
 def test_where_the_loss_depends_on_the_micro_batch_no_other_one_drops_in(repeats, tmp_path, unhurried):
     """As a contrastive loss, which begins log 2 higher over twice the samples."""
@@ -107,6 +109,7 @@ def test_where_the_loss_depends_on_the_micro_batch_no_other_one_drops_in(repeats
     assert len([text for text in watcher.said if "the loss depends on the micro-batch" in text]) == 1
 
 
+@pytest.mark.system
 def test_batch_norm_makes_other_micro_batches_pass_the_gate_though_the_first_losses_do_not_show_it(tmp_path, unhurried):
     def faster_with_more(candidate):
         step_s = candidate.gradient_accumulation_steps * (1.0 if candidate.checkpoint_every else 0.9)
@@ -149,6 +152,7 @@ def test_another_recomputation_passes_the_gate_where_it_changes_a_buffer_of_the_
     assert not runner.state.plan.drops_in(best.candidate)
 
 
+@pytest.mark.system
 def test_that_the_loss_depends_on_the_micro_batch_shows_in_another_precision_too(tmp_path, unhurried):
     def contrastive(candidate):
         curve = [np.log(candidate.micro_batch_size) + 2 / (1 + i) for i in range(24)]
@@ -165,6 +169,7 @@ def test_that_the_loss_depends_on_the_micro_batch_shows_in_another_precision_too
     assert found.measured.candidate == replace(base, precision="bf16")
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("global_batch", ["keep", "free"])
 def test_a_somewhat_lower_loss_of_smaller_micro_batches_does_not_pass_the_gate(tmp_path, unhurried, global_batch):
     """It passed as lower, though it is lower by fewer negatives, and not by training."""
@@ -187,6 +192,7 @@ def test_a_somewhat_lower_loss_of_smaller_micro_batches_does_not_pass_the_gate(t
     assert {pick.measured.candidate.micro_batch_size for pick in found.picks.values()} == {8}
 
 
+@pytest.mark.system
 def test_a_lower_loss_of_smaller_micro_batches_is_no_better_training_at_another_global_batch_either(
     tmp_path, unhurried
 ):
@@ -207,6 +213,7 @@ def test_a_lower_loss_of_smaller_micro_batches_is_no_better_training_at_another_
     assert smaller and all(m.barred and m.outcome is Outcome.DIVERGED for m in smaller)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("sums", [True, False])
 def test_what_a_loss_that_is_a_sum_over_the_samples_takes_to_have_micro_batches_tuned_is_said(
     tmp_path, unhurried, sums
@@ -244,6 +251,7 @@ def test_a_trial_that_crashed_is_not_said_to_train_with_another_loss(tmp_path, u
     assert len([text for text in watcher.said if "trains with another loss" in text]) == 1
 
 
+@pytest.mark.system
 def test_a_quick_study_whose_leader_is_refused_goes_on(tmp_path, unhurried):
     """It had stopped because of that trial."""
 
@@ -276,6 +284,7 @@ def test_with_the_numerics_kept_nothing_is_checked(tmp_path):
     assert executor.gated == []
 
 
+@pytest.mark.system
 def test_a_learning_rate_that_follows_the_batch_is_no_other_numerics_and_one_that_is_searched_is(tmp_path):
     """Each trial of another batch than the baseline's, whose JSON stated a scaled rate, trained loss curves, in quick studies too."""
     base, sizes = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {"micro_batch_size": [4, 8, 16, 32]}
@@ -332,6 +341,7 @@ class Slow(Instant):
         return super().submit(folder)
 
 
+@pytest.mark.system
 def test_where_steps_are_slow_checks_train_as_long_as_they_need_and_once_for_equal_numerics(tmp_path, unhurried):
     space = [{"precision": ["fp32", "bf16"], "zero_stage": [1, 2]}]
     runner, executor, _ = run(tmp_path, Slow(), trials=5, finalists=4, sampler="grid", space=space, trial_budget_s=1.0)
@@ -350,6 +360,7 @@ def exact(candidate):
     )
 
 
+@pytest.mark.system
 def test_where_a_large_batch_is_too_dear_to_check_its_numerics_are_checked_at_the_baselines(tmp_path):
     """A study of seconds left a gain of 3x unchecked, and without a time budget nothing could have it checked."""
     space, goals = [{"micro_batch_size": [8, 64], "precision": ["fp32", "bf16"]}], ["throughput"]
@@ -372,6 +383,7 @@ def test_where_a_large_batch_is_too_dear_to_check_its_numerics_are_checked_at_th
     assert "at a global batch of 8" in "".join(watcher.said)
 
 
+@pytest.mark.system
 def test_a_fault_at_the_baselines_batch_refuses_a_large_one_too(tmp_path):
     space, goals = [{"micro_batch_size": [8, 64], "precision": ["fp32", "bf16"]}], ["throughput"]
     worse = trains(bf16=3.0)
@@ -429,6 +441,7 @@ def test_a_curve_at_another_batch_is_as_long_as_what_it_is_compared_with(tmp_pat
     assert [r.max_steps for r in executor.gated if r.candidate["precision"] == "bf16"] == [14]
 
 
+@pytest.mark.system
 def test_where_a_branch_follows_numerics_are_checked_at_the_baselines_batch(tmp_path, unhurried):
     """References at a large batch took the time that its branch needed."""
     space = [{"micro_batch_size": [8, 32], "precision": ["fp32", "bf16"]}]

@@ -56,6 +56,7 @@ def test_a_result_from_machines_without_the_baseline_says_that_it_does_not_compa
     assert placement.like_with_like(tmp_path, home) == home
 
 
+@pytest.mark.system
 def test_a_round_in_which_the_baseline_ran_elsewhere_says_nothing(tmp_path):
     """A trial that was measured again on a machine 1.5 times as fast was recommended for that."""
     n_ran = Counter()

@@ -33,6 +33,7 @@ def test_a_resumed_study_runs_only_what_is_missing(tmp_path):
     assert "resuming: 6 trials are already there, 5 were asked for" in watcher.said
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("first", "again", "n_told"),
     [
@@ -51,6 +52,7 @@ def test_a_study_that_is_complete_runs_nothing_when_it_is_run_again(tmp_path, fi
     assert executor.ran == [] and len(candidates(runner)) == n_told
 
 
+@pytest.mark.system
 def test_new_finalists_are_measured_with_the_baseline_and_not_compared_with_its_earlier_rounds(tmp_path):
     slow_at_first = Instant(lambda c: report(c, step_times_s=[9.0 + c.micro_batch_size] * 24))
     run(tmp_path, slow_at_first, trials=3, finalists=1, repeats=1)
@@ -86,6 +88,7 @@ def test_an_interrupted_round_is_measured_anew(tmp_path):
     assert list(base.repeats) == [2]
 
 
+@pytest.mark.system
 def test_where_the_folder_was_renamed_it_is_said_before_anything_is_measured_again(tmp_path):
     """The checks and repetitions lie there, and were made again without a word."""
     run(tmp_path, trials=3, finalists=1, repeats=1)
@@ -128,6 +131,7 @@ def test_a_target_that_was_edited_while_the_baseline_ran_is_another_one_than_its
         run(tmp_path, planned=planned)
 
 
+@pytest.mark.cells(2)
 @pytest.mark.parametrize(
     ("before", "now", "named"),
     [
@@ -156,6 +160,7 @@ def test_a_model_or_data_that_other_files_changed_is_another_study(tmp_path, bef
     assert ran(3, **before) == 1
 
 
+@pytest.mark.system
 def test_a_machine_that_is_not_what_it_was_is_said_where_a_study_goes_on(tmp_path):
     environment = WORKLOAD.environment
     upgraded = replace(environment, omp_num_threads="2", versions={**environment.versions, "torch": "9.9"})
@@ -182,6 +187,7 @@ def test_a_re_tuning_that_is_taken_up_on_another_machine_names_no_command_that_t
     )
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("before", "now"),
     [
@@ -326,6 +332,7 @@ def test_a_trial_killed_before_it_had_a_candidate_is_closed(tmp_path):
     assert states(after) == ["COMPLETE", "COMPLETE", "FAIL", "COMPLETE"]
 
 
+@pytest.mark.system
 def test_a_study_goes_on_without_its_trials_folder(tmp_path):
     run(tmp_path, trials=3, finalists=1)
     shutil.rmtree(tmp_path / "s" / "trials")
@@ -354,6 +361,7 @@ def test_a_study_whose_database_is_gone_is_had_back_from_its_folder(tmp_path):
     assert sum(each.check_gradient and not each.noise for each in again.requests) == 1  # only the one that is missing
 
 
+@pytest.mark.system
 def test_a_run_that_was_to_begin_anew_and_is_stopped_before_tells_no_old_answer(tmp_path, monkeypatch):
     """It printed the answer of the trials that it was to forget, and went on with them."""
 
@@ -369,6 +377,7 @@ def test_a_run_that_was_to_begin_anew_and_is_stopped_before_tells_no_old_answer(
     assert session.tune(wanted, fresh=False, learn=False).report is not None
 
 
+@pytest.mark.system
 def test_trials_that_timed_out_run_again_where_there_is_more_time_for_them(tmp_path):
     """The advice that a timeout gives, a longer --trial-deadline, had no effect on a study that goes on."""
     slow = lambda c: c.micro_batch_size == 16  # noqa: E731
@@ -387,6 +396,7 @@ def test_trials_that_timed_out_run_again_where_there_is_more_time_for_them(tmp_p
     assert {m.outcome for m in runner.state.measured()} == {Outcome.COMPLETE}
 
 
+@pytest.mark.system
 def test_a_baseline_that_timed_out_is_measured_again_where_it_has_more_time(tmp_path):
     late = Instant(lambda c: failed(Outcome.TIMEOUT, "no end within 70 s"))
     given = {"finalists": 1, "trials": 6}

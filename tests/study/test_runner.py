@@ -52,6 +52,7 @@ def test_a_quick_study_ends_when_no_trial_is_worth_its_time_and_repeats_only_wha
     assert not any(m.repeats for m in runner.state.measured()) and len(executor.ran) == len(runner.state.measured())
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("changes", "where"),
     [({"quick": True, "repeats": 0}, "trials"), ({"repeats": 1}, "repeats"), ({"finalists": 0}, "trials")],
@@ -120,6 +121,7 @@ def test_a_quick_study_measures_again_at_most_twice_what_it_cannot_tell_apart(tm
     assert 1 <= max(len(m.repeats) for m in runner.state.measured()) <= 2
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("busy", "n_rounds"), [((0,), 1), ((), 0), (range(9), 0)])
 def test_a_gain_over_a_baseline_that_others_slowed_down_is_measured_again_even_in_a_quick_study(
     tmp_path, busy, n_rounds
@@ -142,6 +144,7 @@ def test_a_gain_over_a_baseline_that_others_slowed_down_is_measured_again_even_i
     assert not n_rounds or (0 in rounds and len(rounds) > 1)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("dear", [True, False])
 def test_the_leader_of_a_study_is_estimated_anew_only_where_that_is_cheap(tmp_path, monkeypatch, dear):
     """So long that it is not estimated again: a share of nothing, or hardly a share."""
@@ -171,6 +174,7 @@ def test_a_space_that_is_smaller_than_the_budget_ends_the_study(tmp_path):
     assert len(candidates(runner)) == 3
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("sampler", ["tpe", "nsga2", "random", "grid"])
 def test_every_sampler_runs_a_study(tmp_path, sampler):
     runner, executor, _ = run(tmp_path, trials=14, sampler=sampler, finalists=0)
@@ -178,6 +182,7 @@ def test_every_sampler_runs_a_study(tmp_path, sampler):
     assert set(states(runner)) == {"COMPLETE"}
 
 
+@pytest.mark.system
 def test_the_gaussian_process_runs_a_study(tmp_path):
     assert len(set(run(tmp_path, trials=10, sampler="gp", finalists=0, objectives=["latency"])[1].ran)) == 10
 
@@ -198,7 +203,8 @@ def test_a_short_time_budget_is_for_the_search_and_one_round_of_the_finalists(tm
     assert max(len(m.repeats) for m in told) <= 2
 
 
-@pytest.mark.parametrize("sampler", ["tpe", pytest.param("nsga2", marks=pytest.mark.system)])
+@pytest.mark.system
+@pytest.mark.parametrize("sampler", ["tpe", "nsga2"])
 def test_a_sampler_of_optunas_sees_what_was_told_since_its_first_trial(tmp_path, sampler):
     """One that does not draws as `random` does, for ever."""
     drawn = {}

@@ -49,6 +49,7 @@ def outcomes(runner):
 # What does not fit.
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("micros", [[8, 16, 96, 128], [8, 16, 18]])
 def test_what_a_trials_deadline_leaves_no_time_for_is_not_tried(tmp_path, micros):
     """Studies of slow trainings tried large batches that were killed at the deadline, one ZeRO stage after the other."""
@@ -68,6 +69,7 @@ def test_what_a_trials_deadline_leaves_no_time_for_is_not_tried(tmp_path, micros
     assert any("are not tried: a trial's deadline leaves no time for their steps" in text for text in watcher.said)
 
 
+@pytest.mark.system
 def test_a_slow_baseline_leaves_out_no_batch_that_others_are_forecast_to_have_time_for(tmp_path):
     """At the baseline's throughput there was no time for the batches that were a quarter faster in what has a shorter step."""
 
@@ -83,6 +85,7 @@ def test_a_slow_baseline_leaves_out_no_batch_that_others_are_forecast_to_have_ti
     assert not any("are not tried" in text for text in watcher.said)
 
 
+@pytest.mark.system
 def test_a_trial_that_hangs_says_nothing_of_a_batch_that_others_were_timed_at(tmp_path):
     """All larger batches were left out where one ZeRO stage stood still until the deadline."""
 
@@ -120,7 +123,8 @@ def test_what_surely_does_not_fit_is_told_and_not_launched_and_costs_no_trial(tm
     assert watcher.ended_with[-1].n_told == min(17, len(executor.ran))
 
 
-@pytest.mark.parametrize("sampler", [pytest.param("grid", marks=pytest.mark.system), "physics"])
+@pytest.mark.system
+@pytest.mark.parametrize("sampler", ["grid", "physics"])
 def test_without_the_filter_everything_is_launched(tmp_path, sampler):
     runner, executor, _ = run(
         tmp_path,
@@ -135,6 +139,7 @@ def test_without_the_filter_everything_is_launched(tmp_path, sampler):
     assert outcomes(runner).count(Outcome.OOM) == 4 and len(executor.ran) == 20
 
 
+@pytest.mark.system
 def test_predictions_without_end_count_as_trials(tmp_path):
     many = [{"micro_batch_size": [8, *range(100, 160)]}]
     runner, executor, _ = run(
@@ -388,6 +393,7 @@ def test_physics_is_the_default_and_the_share_is_read_as_people_write_it():
 # Racing.
 
 
+@pytest.mark.system
 def test_a_finalist_that_is_clearly_beaten_is_not_measured_again(tmp_path):
     """One candidate was lucky in its trial: it reads half its time there, and its real time ever after."""
     executor = Instant()

@@ -16,6 +16,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,10 +45,18 @@ def lane_of(item: pytest.Item) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks each test with its lane; files with most tests of processes come first, so that workers end together."""
-    n_slow: Counter[Path] = Counter()
+    """Marks each test with its lane; files with most tests of processes come first, so that workers end together.
+
+    Of a table marked `cells(n)` the first n cells that are collected stay in their lane, and the others are in `system`.
+    """
+    n_slow, n_cells = Counter[Path](), Counter[Any]()
     for item in items:
-        item.add_marker(lane := lane_of(item))
+        lane, cells = lane_of(item), item.get_closest_marker("cells")
+        if cells:
+            test = item.getparent(pytest.Class), item.path, item.originalname
+            n_cells[test] += lane != "system"
+            lane = "system" if n_cells[test] > cells.args[0] else lane
+        item.add_marker(lane)
         n_slow[item.path] += lane == "process"
     items.sort(key=lambda item: -n_slow[item.path])
 

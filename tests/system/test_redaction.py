@@ -108,6 +108,7 @@ def test_a_plain_word_is_no_secret_of_the_environment(monkeypatch):
     assert redact("password authentication failed") == "password authentication failed"
 
 
+@pytest.mark.system
 @given(st.text() | st.text("=-:/@'\"{}&? \nabkeytoken_", max_size=80))
 def test_masking_ends_and_takes_nothing_the_second_time(text):
     assert redact(redact(text)) == redact(text)

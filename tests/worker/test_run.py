@@ -18,18 +18,13 @@ pytestmark = pytest.mark.process
 
 MIB = 1 << 20
 STAGES = (0, 1, 2, 3)
+NOW = [("fp32", 1), ("bf16", 3), ("torch_autocast", 2)]
 
 
+@pytest.mark.cells(len(NOW))
 @pytest.mark.parametrize(
     ("precision", "stage"),
-    [
-        *(("fp32", 1), ("bf16", 3), ("torch_autocast", 2)),
-        *(
-            pytest.param(*each, marks=pytest.mark.system)
-            for each in itertools.product(("fp32", "bf16", "torch_autocast"), STAGES)
-            if each not in (("fp32", 1), ("bf16", 3), ("torch_autocast", 2))
-        ),
-    ],
+    [*NOW, *(each for each in itertools.product(("fp32", "bf16", "torch_autocast"), STAGES) if each not in NOW)],
 )
 def test_the_configuration_that_ran_is_read_from_the_engine_and_recomputing_changes_no_digit(
     measured, precision, stage
@@ -56,8 +51,9 @@ def test_every_second_block_is_checkpointed_if_asked(measured):
 SPLITS = [(2, 8, 1), (2, 4, 2), (2, 1, 8), (1, 16, 1), (1, 4, 4)]
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.system)])
-@pytest.mark.parametrize("split", [*SPLITS[2:], pytest.param(SPLITS[1], marks=pytest.mark.system)])
+@pytest.mark.cells(3)
+@pytest.mark.parametrize("split", [*SPLITS[2:], SPLITS[1]])
+@pytest.mark.parametrize("stage", [2, 0])
 def test_the_loss_curve_does_not_depend_on_how_a_global_batch_is_split(measured, split, stage):
     whole, divided = (
         measured("gpt_tiny", world_size=ranks, micro=micro, gradient_accumulation_steps=steps, zero_stage=stage)
@@ -101,6 +97,7 @@ def drawn(zoo, target, ranks, micro, steps, **what):
     ]
 
 
+@pytest.mark.system
 def test_every_split_of_a_global_batch_trains_on_the_same_samples(zoo, write_model):
     target = write_model(LOGGING)
     whole = drawn(zoo, target, 1, 8, 1)
@@ -163,6 +160,7 @@ COMPLETE = {
 TOKENS = {"hf": 32, "giant_layer": 12, "tied": 9, "seq2seq": 10, "gpt_tiny": 16}
 
 
+@pytest.mark.cells(8)
 @pytest.mark.parametrize("model", COMPLETE)
 def test_the_zoo_trains(measured, model):
     result = measured(model, **COMPLETE[model])
@@ -203,6 +201,7 @@ def test_enough_is_measured_whatever_the_budget(zoo):
     assert 0 < result.steps.ci95_s < math.inf  # how wide is up to the machine
 
 
+@pytest.mark.system
 def test_training_goes_on_to_the_samples_asked_for(zoo):
     result = zoo.run("ok", budget_s=60.0, min_samples=8 * 50, max_steps=60)
     assert 50 <= len(result.step_times_s) <= 60

@@ -184,6 +184,7 @@ class Reading:
                 thread.join(60)
 
 
+@pytest.mark.system
 def test_a_study_that_runs_on_is_seen_to_grow(small):
     shown = overlay_of(small)
     assert len(shown.shown(1).report.trials) == 3
@@ -205,6 +206,7 @@ def test_readers_see_the_last_copy_while_one_thread_makes_the_next(small, monkey
     assert shown.shown(1) is not first and len(reading.by) == 1 and reading.by[0] is not threading.current_thread()
 
 
+@pytest.mark.system
 def test_another_study_is_shown_while_one_is_read(small, monkeypatch):
     finished(small, "other", trials=3)
     shown = overlay_of(small)
@@ -231,6 +233,7 @@ def test_those_who_look_first_wait_for_one_reading(small, monkeypatch):
     assert len(seen) == 4 and len(set(map(id, seen))) == 1 and seen[0] is not None and len(reading.by) == 1
 
 
+@pytest.mark.system
 def test_a_copy_that_says_nothing_of_today_is_waited_for(small, monkeypatch):
     monkeypatch.setattr(storage, "LONGEST_STALE_S", -1.0)
     shown = overlay_of(small)

@@ -210,7 +210,7 @@ def dashboard(studies, *options):
     return [sys.executable, "-m", "autotune", "dashboard", *own]
 
 
-@pytest.mark.process
+@pytest.mark.system
 def test_the_command_serves_until_it_is_stopped(studies):
     command = dashboard(studies)
     with subprocess.Popen(command, cwd=studies, stdout=subprocess.PIPE, text=True) as server:

@@ -139,6 +139,7 @@ def test_arguments_behind_a_command_of_a_study_reach_the_script(folder):
 STARTS = ("PYTHONPATH=lib", "export PYTHONPATH=lib;", "exec env PYTHONPATH=lib")
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize(
     ("launcher", "start"),
     [
@@ -152,6 +153,7 @@ def test_a_command_that_sets_the_path_of_modules_anew_is_seen_too(folder, start,
     assert captured(f"{start} {launcher} train.py").environment["PYTHONPATH"] == "lib"
 
 
+@pytest.mark.system
 def test_a_command_that_activates_an_environment_is_seen_where_it_sets_the_path_of_modules(folder):
     """Activation puts the environment's programs before ours."""
     programs = Path(sys.prefix) / "bin"
@@ -225,6 +227,7 @@ def test_an_interrupt_while_the_command_starts_leaves_nothing_of_it(folder, monk
     assert wait_until(lambda: processes_of(folder) == [])
 
 
+@pytest.mark.system
 def test_another_python_is_refused(folder):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", "other"], check=True)
     with pytest.raises(UserError, match="install autotune there"):

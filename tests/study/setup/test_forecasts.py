@@ -295,6 +295,7 @@ def test_a_trial_that_ran_out_of_memory_raises_the_forecast_beyond_what_it_had(k
     assert any("ran out of" in note and "study ok" in note for note in after["notes"])
 
 
+@pytest.mark.system
 def test_what_a_study_measured_is_what_its_report_says(tmp_path):
     """The first measurement of a trial alone, which read low, was shown and learned."""
     seen: list[Candidate] = []
@@ -323,7 +324,7 @@ def test_trials_of_another_target_or_other_ranks_or_without_a_result_do_not_coun
     assert list(forecasts.measured_in(tmp_path, TARGET, 2.0**34)[2]) == [Candidate(micro_batch_size=1)]
 
 
-@pytest.mark.process
+@pytest.mark.system
 def test_it_answers_without_torch_and_without_optuna(known):
     code = (
         "import sys, json, autotune\n"

@@ -62,7 +62,7 @@ def test_functions_that_an_import_decorates_are_compiled_when_one_is_called(shel
     assert decorated.Net().free(3) == 3 and decorated.free().startswith("a function")
 
 
-@pytest.mark.process
+@pytest.mark.system
 def test_importing_for_ranks_leaves_the_compiler_alone():
     code = """
 import sys

@@ -11,7 +11,7 @@ from autotune.worker.agent import stacks
 from autotune.worker.agent.logs import Log
 
 
-@pytest.mark.process
+@pytest.mark.system
 def test_the_log_of_each_rank_of_a_trial_that_hung_ends_with_where_it_stood(zoo):
     """Nothing was in the log that the message names, and the one remedy it gave was more time."""
     assert zoo.run("hang", deadline_s=8.0).outcome is Outcome.TIMEOUT

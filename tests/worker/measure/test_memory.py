@@ -139,6 +139,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.cells(1)
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("mib", "freed", "status"), [(128, False, 77), (128, True, 0), pytest.param(8, False, 0, marks=pytest.mark.system)]
@@ -170,6 +171,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.cells(1)
 @pytest.mark.process
 @pytest.mark.parametrize(("mib", "status"), [(128, 77), (8, 0)])
 def test_growth_since_the_last_look_is_seen_at_the_end(mib, status):

@@ -40,6 +40,7 @@ def test_waiting_for_a_slow_rank_is_no_communication(zoo, write_model):
     assert quick["wait"] > max(slow["wait"], quick["reduce"]) and slow["forward"] > 0.3
 
 
+@pytest.mark.system
 def test_traced_steps_follow_the_measurement_and_are_not_of_it(zoo):
     result = zoo.run("gpt_tiny", zero_stage=2, traced_steps=2, **STEPS)
     assert result.outcome is Outcome.COMPLETE, result.reason
@@ -121,6 +122,7 @@ def wide(zoo, write_model):
     return lambda **what: zoo.run(target, micro=1024, world_size=1, budget_s=0.0, max_steps=5, **what)
 
 
+@pytest.mark.system
 def test_checkpointing_lowers_the_peak(wide):
     kept, recomputed = (wide(checkpoint_every=every) for every in (0, 1))
     assert kept.peak_memory_bytes is not None and recomputed.peak_memory_bytes is not None
@@ -128,6 +130,7 @@ def test_checkpointing_lowers_the_peak(wide):
     assert kept.losses == recomputed.losses
 
 
+@pytest.mark.system
 def test_a_trial_fits_a_limit_just_above_the_peak_that_it_reports(wide):
     """Memory that the C library keeps in the timed steps counts neither as the peak nor against the limit."""
     peak = wide(checkpoint_every=1).peak_memory_bytes

@@ -25,13 +25,14 @@ def refusal(own, references):
     return wrong or judge(own.losses, reference.losses, [each.losses for each in others]).reason
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     "knobs",
     [
         {"precision": "bf16", "zero_stage": 0},
-        *(pytest.param({"precision": "bf16", "zero_stage": stage}, marks=pytest.mark.system) for stage in (1, 2, 3)),
         {"precision": "torch_autocast"},
         {"communication_data_type": "bf16", "zero_stage": 1},
+        *({"precision": "bf16", "zero_stage": stage} for stage in (1, 2, 3)),
     ],
 )
 def test_16_bits_pass_also_where_the_first_step_is_a_quarter_short(zoo, references, knobs):
@@ -58,6 +59,7 @@ class Signed(torch.optim.AdamW):
 """
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("line", "said"),
     [

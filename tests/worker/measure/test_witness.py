@@ -50,6 +50,7 @@ def run(zoo: Zoo, stage: int, precision: str, what: dict[str, Any]) -> Any:
     return zoo.run("ok", zero_stage=stage, precision=precision, changed_from=changed, **CLEAN, **what)
 
 
+@pytest.mark.cells(5)
 @pytest.mark.process
 @pytest.mark.parametrize(("stage", "precision", "what"), ACTING)
 def test_a_setting_that_acts_is_seen_to_act(zoo: Zoo, stage: int, precision: str, what: dict[str, Any]) -> None:
@@ -58,6 +59,7 @@ def test_a_setting_that_acts_is_seen_to_act(zoo: Zoo, stage: int, precision: str
     assert result.observed is not None and result.observed.unwitnessed == ()
 
 
+@pytest.mark.cells(5)
 @pytest.mark.process
 @pytest.mark.parametrize(("stage", "precision", "what", "said"), INERT)
 def test_an_inert_setting_is_not_applied(zoo: Zoo, stage: int, precision: str, what: dict[str, Any], said: str) -> None:

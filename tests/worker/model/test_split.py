@@ -73,6 +73,7 @@ def test_stages_are_compared_with_one_that_has_all_layers(zoo):
     assert zoo.run("staged", mode="split", micro=2, zero_stage=1, **{STAGES: 2}).outcome is Outcome.COMPLETE
 
 
+@pytest.mark.system
 def test_modules_that_zero_3_gathers_at_once_are_witnessed(zoo):
     three = {"zero_stage": 3, "changed_from": {LEAVES: None}}
     leaves = zoo.run("hf", **three, **{LEAVES: "LlamaDecoderLayer"})
@@ -122,6 +123,7 @@ def test_the_shares_of_a_sequence_are_cut_after_the_labels_were_shifted():
         check({"input_ids": tokens, "labels": tokens, "attention_mask": mask.flip(1)})
 
 
+@pytest.mark.system
 def test_a_batch_is_cut_on_its_device_without_waiting_for_it():
     """On `meta`, as on a device, nothing can be read at once."""
     tokens = torch.ones(2, 5, dtype=torch.int64, device="meta")

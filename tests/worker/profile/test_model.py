@@ -78,6 +78,7 @@ def test_tied_frozen_and_giant_parameters_are_counted_once_each_in_their_own_way
     assert max(elements for _, _, elements in found.passes["fp32/0"].moments) <= trainable
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "model", ["vision", *(pytest.param(name, marks=pytest.mark.system) for name in ("hf", "seq2seq"))]
 )

@@ -38,6 +38,7 @@ def test_every_update_has_the_trials_share_of_the_scripts_rate_and_its_schedule_
     assert [shown for _, shown in plain] == [shown for _, shown in scaled]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "other",
     [{"precision": "bf16"}, *(pytest.param({"zero_stage": stage}, marks=pytest.mark.system) for stage in (1, 3))],
@@ -53,6 +54,7 @@ def test_a_schedule_made_from_the_engines_optimizer_moves_the_rate_where_that_is
     assert "Schedule:" not in str(plain.side_changes)
 
 
+@pytest.mark.system
 def test_a_rate_that_the_script_moves_with_the_batch_is_not_moved_twice(run, bench):
     """It doubles the rate for twice the batch; the rule wants three times the rate, so 1.5 is left to do."""
     plain = run("rates.py", "--scales", steps=6, micro_batch_size=16)
@@ -90,6 +92,7 @@ def test_the_noise_scale_of_a_script_is_that_of_brute_force(run, noise_scale_of_
     assert found.resolved and found.samples == pytest.approx(noise_scale_of_still, rel=0.15)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("knobs", "clean"),
     [

@@ -22,6 +22,7 @@ def test_samples_are_those_of_the_data_parallel_ranks(bench, stages, global_batc
     assert bench.applied(found).samples_per_step == global_batch
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -46,6 +47,7 @@ def test_a_stage_of_zero_that_shares_out_the_model_is_not_tried(bench):
     assert set(found.space["zero_stage"].all_values()) == {0, 1}
 
 
+@pytest.mark.system
 def test_the_scripts_own_recomputation_is_the_baselines_and_can_be_turned_off(bench):
     found = bench.plan("pipeline.py", "--stages", "2", "--recompute", "2", ranks=2)
     assert found.baseline.checkpoint_every == 2
@@ -63,6 +65,7 @@ def test_recomputing_is_a_matter_of_the_json_and_changes_no_loss(bench):
     assert plain.losses == recomputed.losses and not recomputed.side_changes
 
 
+@pytest.mark.system
 def test_a_replicate_of_a_pipeline_differs_by_rounding(bench):
     """It was the original run itself, whose chance differences the gate then took for none."""
     found = bench.plan("pipeline.py", "--stages", "2", ranks=2)
@@ -77,6 +80,7 @@ def test_hooks_change_no_digit_of_a_pipelines_loss(bench, tmp_path):
     assert bench.applied(bench.plan("pipeline.py", "--stages", "2", ranks=2), steps=12).losses == own and len(own) == 12
 
 
+@pytest.mark.system
 def test_stages_and_partition_are_moved_and_witnessed(bench):
     found = bench.plan("pipeline.py", "--stages", "2", ranks=2)
     assert found.baseline.pipeline_degree == 2 and found.workload.pipeline.partition == "parameters"

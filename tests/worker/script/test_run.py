@@ -34,6 +34,7 @@ MICRO, ACCUM = {"micro_batch_size"}, {"gradient_accumulation_steps"}
 BOTH = MICRO | ACCUM
 
 
+@pytest.mark.cells(10)
 @pytest.mark.parametrize(
     ("name", "arguments", "overrides", "expected"),
     [
@@ -46,11 +47,7 @@ BOTH = MICRO | ACCUM
         ("dict_config.py", ("--batch_size", "{micro_batch_size}"), {}, (8, 1, BOTH)),
         ("hand_made.py", (), {"script_set": ["BATCH={micro_batch_size}"]}, (8, 2, BOTH)),
         ("chunks.py", (), {}, (8, 4, MICRO)),
-        *(
-            pytest.param("parts.py", ("--parts", str(n)), {}, (24 // n, 1, BOTH), marks=pytest.mark.system)
-            for n in (2, 8)
-        ),
-        ("parts.py", ("--parts", "3"), {}, (8, 1, BOTH)),
+        *(("parts.py", ("--parts", str(n)), {}, (24 // n, 1, BOTH)) for n in (3, 2, 8)),
         ("parts.py", ("--style", "follow", "--accumulate", "4"), {}, (6, 4, BOTH)),
         ("parts.py", ("--style", "split"), {}, (8, 1, ACCUM)),
         ("parts.py", ("--style", "split"), {"script_set": ["PART={micro_batch_size}"]}, (8, 1, BOTH)),
@@ -76,6 +73,7 @@ CONFIG = {
 }  # fmt: skip
 
 
+@pytest.mark.system
 def test_a_script_that_is_given_the_trials_json_and_other_fields_runs_what_was_asked_for(bench):
     arguments = ("--conf", "{ds_config}", "--rows", "{train_micro_batch_size_per_gpu}", "--zero", "{zero_stage}")
     found = bench.plan("own_flags.py", *arguments, base_config=CONFIG, ranks=2)
@@ -89,6 +87,7 @@ def test_a_script_that_is_given_the_trials_json_and_other_fields_runs_what_was_a
     }  # fmt: skip
 
 
+@pytest.mark.system
 def test_a_probe_tells_whether_each_device_has_the_whole_model_before_stage_3_shards_it(bench, tmp_path):
     """Below stage 3 every script was taken to make its model in shards."""
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG | {"zero_optimization": {"stage": 3}}))
@@ -144,21 +143,18 @@ def test_the_flags_that_carry_something_are_known_by_all_their_names(bench, tmp_
     assert mapped.flags == {"micro_batch_size": ["--rows"]} and mapped.config_source == ""
 
 
+@pytest.mark.cells(4)
 @pytest.mark.parametrize(
     ("style", "overrides", "expected"),
     [
-        *((style, {}, (8, 2, BOTH)) for style in ("workers", "packed", "evaluation mode")),
-        *(
-            pytest.param(style, {}, (8, 2, BOTH), marks=pytest.mark.system)
-            for style in ("batch sampler", "another model", "text flag", "critic", "evaluates", "by name")
-        ),
-        ("own sampler", {}, (8, 2, ACCUM)),
-        ("iterable", {}, (8, 2, ACCUM)),
-        ("iterable", {"script_set": ["BATCH={micro_batch_size}"]}, (8, 2, BOTH)),
-        ("only eight", {}, (8, 2, ACCUM)),
+        ("workers", {}, (8, 2, BOTH)),
         ("two losses", {}, (8, 2, BOTH)),
-        ("own steps", {}, (8, 4, MICRO)),
+        ("iterable", {"script_set": ["BATCH={micro_batch_size}"]}, (8, 2, BOTH)),
         ("own steps", {"script_set": ["ACCUM={gradient_accumulation_steps}"]}, (8, 4, BOTH)),
+        ("own steps", {}, (8, 4, MICRO)),
+        *((style, {}, (8, 2, ACCUM)) for style in ("own sampler", "iterable", "only eight")),
+        *((style, {}, (8, 2, BOTH)) for style in ("packed", "evaluation mode", "batch sampler", "another model")),
+        *((style, {}, (8, 2, BOTH)) for style in ("text flag", "critic", "evaluates", "by name")),
     ],
 )
 def test_every_style_of_loop_moves_as_far_as_it_can(bench, style, overrides, expected):
@@ -171,6 +167,7 @@ def test_every_style_of_loop_moves_as_far_as_it_can(bench, style, overrides, exp
     assert min(result.phase_times_s.values()) > 0
 
 
+@pytest.mark.system
 def test_the_steps_of_another_engine_before_the_backward_are_no_part_of_a_models_profile(bench):
     ours, plain = (
         bench.plan("styles.py", style).workload.profile.passes["fp32/0"] for style in ("critic", "text flag")
@@ -186,6 +183,7 @@ def test_a_scripts_step_is_taken_apart_and_traced_and_says_what_it_is_bound_by(b
     assert said.bound_by and "traced" in known["launch overhead"] and "traced" in known["memory bandwidth"]
 
 
+@pytest.mark.system
 def test_what_a_script_does_between_its_calls_is_not_taken_for_loading(bench, tmp_path):
     """A teacher's forward between the batch and the student's read as waiting for data, which more workers would hide."""
     script = tmp_path / "teacher.py"
@@ -200,6 +198,7 @@ def test_what_a_script_does_between_its_calls_is_not_taken_for_loading(bench, tm
     assert said.bound_by == "the script itself" and not any("data" in note and "waiting" in note for note in said.notes)
 
 
+@pytest.mark.system
 def test_a_schedule_that_moves_with_each_micro_batch_is_said_to_move_more_or_less_often(bench):
     found = bench.plan("styles.py", "schedule", global_batch="keep")
     assert any("moves its learning rate with each micro-batch" in note for note in found.notes)
@@ -277,6 +276,7 @@ def test_texts_of_any_length_are_counted_step_by_step(bench):
     assert total / 2 < METRICS["tokens_per_s"].of(result, None).value < 2 * total
 
 
+@pytest.mark.system
 def test_batches_of_varying_sizes_are_measured_as_they_come(bench):
     found = bench.plan("lengths.py", "budget")
     script = found.workload.script
@@ -293,6 +293,7 @@ def test_batches_of_varying_sizes_are_measured_as_they_come(bench):
     }
 
 
+@pytest.mark.system
 def test_a_batch_of_which_a_second_loaders_part_stays_is_frozen_unless_the_user_moves_it(bench):
     found = bench.plan("styles.py", "two loaders")
     assert facts(found) == (8, 2, ACCUM)
@@ -302,6 +303,7 @@ def test_a_batch_of_which_a_second_loaders_part_stays_is_frozen_unless_the_user_
     assert facts(moved) == (8, 2, BOTH)
 
 
+@pytest.mark.system
 def test_a_constant_that_is_cut_up_is_to_be_multiplied_and_stays_until_then(bench):
     """Each trial, the baseline too, set it to the micro-batch that was counted, and so trained with another batch."""
     found = bench.plan("parts.py", "--style", "hand-made", script_set=["BIG={micro_batch_size}"])
@@ -318,11 +320,13 @@ def test_the_size_of_the_parts_into_which_a_batch_is_cut_is_to_be_passed(bench):
     assert "into parts of that size" in said and "*" not in said and "`PART` has the value 8" in said
 
 
+@pytest.mark.system
 def test_a_big_batch_cut_up_by_a_constant_moves_as_a_whole(bench):
     found = bench.plan("chunks.py", script_set=["ACCUM={gradient_accumulation_steps}"], global_batch="keep")
     assert facts(found) == (8, 4, BOTH)
 
 
+@pytest.mark.system
 def test_another_model_that_steps_with_each_micro_batch_is_said_not_to_follow_the_accumulation(bench):
     found = bench.plan("styles.py", "another model", global_batch="keep")
     assert found.workload.script.paced_beside and not found.workload.script.paced
@@ -338,6 +342,7 @@ def test_words_that_a_script_reads_itself_move_batch_and_accumulation(bench):
     ]  # fmt: skip
 
 
+@pytest.mark.system
 def test_a_word_of_the_command_line_is_moved_rather_than_the_code_that_it_reaches(bench):
     """The answer named the DataLoader's line, and the printed command kept the word's old value."""
     found = bench.plan("own_flags.py", "--train.batch-size", "6", "--loader", "yes")
@@ -354,6 +359,7 @@ def test_inputs_are_cast_only_where_the_script_was_written_for_another_precision
     assert any("cast" in change for change in bench.measure(found, precision="bf16").side_changes)
 
 
+@pytest.mark.system
 def test_a_scripts_own_recomputation_is_the_baselines_and_can_be_turned_off(bench):
     found = bench.plan("recomputes.py")
     passes = found.workload.profile.passes
@@ -378,16 +384,10 @@ RUNS = {
 RUN_NOW = {"training_data.py": "z3", "own_loader.py": "z0", "from_engine.py": "z1"}
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("name", "cell"),
-    [
-        *RUN_NOW.items(),
-        *(
-            pytest.param(*each, marks=pytest.mark.system)
-            for each in itertools.product(RUN_NOW, RUNS)
-            if each not in RUN_NOW.items()
-        ),
-    ],
+    [*RUN_NOW.items(), *(each for each in itertools.product(RUN_NOW, RUNS) if each not in RUN_NOW.items())],
 )
 def test_a_trial_on_two_ranks_runs_what_was_asked_for(bench, name, cell):
     result = bench.applied(bench.plan(name, ranks=2), steps=4, **RUNS[cell])
@@ -402,12 +402,14 @@ def test_hooks_change_no_digit_of_the_loss(bench, tmp_path):
     assert result.losses == own and len(own) == 10
 
 
+@pytest.mark.system
 def test_a_script_that_seeds_nothing_begins_alike_in_each_trial(bench):
     found = bench.plan("unseeded.py")
     first, second = (bench.applied(found, steps=3).losses for _ in range(2))
     assert first == second and len(first) == 3
 
 
+@pytest.mark.system
 def test_what_carried_the_batch_is_told(bench):
     for name, said in (
         ("dict_config.py", "--batch_size 3` instead of 8"),
@@ -424,6 +426,7 @@ def test_a_loader_that_is_only_evaluated_is_no_change_to_make(bench):
     assert "which is `batch` there" in str(changes) and "args.bsz" not in str(changes)
 
 
+@pytest.mark.system
 def test_the_type_of_a_loss_in_16_bits_is_reported(bench):
     found = bench.plan("still.py")
     assert bench.applied(found).loss_dtype == ""
@@ -451,6 +454,7 @@ def test_a_plain_backward_is_not_tried_with_loss_scaling_which_deepspeed_refuses
     assert scaled.setting.plain_backward and scaled.setting.scales
 
 
+@pytest.mark.system
 def test_a_model_that_trains_through_another_is_cast_for_and_not_tried_where_deepspeed_refuses_it(bench):
     """As in adversarial training, whichever model is first: its trials in 16 bits and those at stage 0 crashed."""
     for style in ("judged second", "judged"):
@@ -476,6 +480,7 @@ def test_an_evaluation_before_the_training_takes_no_time_of_the_steps(bench):
     assert sum(result.step_times_s) < began["warmup"] - began["first_evaluation"]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("style", "n_slow"),
     [
@@ -491,6 +496,7 @@ def test_an_evaluation_of_some_steps_is_no_part_of_them_but_what_is_then_trained
     assert any("evaluates between its steps" in caveat for caveat in result.caveats) == (not n_slow)
 
 
+@pytest.mark.system
 def test_losses_that_a_script_divides_as_deepspeed_does_again_are_compared_undivided(bench):
     """Each other accumulation read as another loss, and the fastest configurations were refused for it."""
     found = bench.plan("styles.py", "divides")
@@ -502,6 +508,7 @@ def test_losses_that_a_script_divides_as_deepspeed_does_again_are_compared_undiv
     assert "Gradient: it is 2 times as large" in str(results[0].side_changes)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("style", "adds_up"), [("divides own steps", False), ("own steps", True)])
 def test_only_a_script_that_counts_micro_batches_itself_and_does_not_divide_has_a_gradient_that_grows(
     bench, style, adds_up
@@ -517,6 +524,7 @@ def test_only_a_script_that_counts_micro_batches_itself_and_does_not_divide_has_
     assert ("Gradient: it is 0.5 times as large" in str(results[1].side_changes)) == adds_up
 
 
+@pytest.mark.system
 def test_a_script_of_one_micro_batch_a_step_that_counts_them_itself_is_found_out_by_its_second_run(bench, tmp_path):
     """DeepSpeed was told the number, too, and stepped after its square; the script was said to step as before."""
     for name in ("common.py", "loops.py", "styles.py"):
@@ -547,6 +555,7 @@ def test_what_a_script_saves_for_itself_it_can_read_and_nobody_finds_later(bench
     assert not bench.folder.scratch.exists()
 
 
+@pytest.mark.system
 def test_a_file_that_a_script_writes_by_itself_is_told_and_an_earlier_checkpoint_stays(bench, home):
     old = home / "out" / "checkpoints" / "epoch-1"
     old.mkdir(parents=True)
@@ -558,6 +567,7 @@ def test_a_file_that_a_script_writes_by_itself_is_told_and_an_earlier_checkpoint
     shutil.rmtree(home / "out")
 
 
+@pytest.mark.cells(9)
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
@@ -588,6 +598,7 @@ def test_a_script_that_cannot_be_probed_is_refused_with_its_log(bench, name, arg
     assert "rank-0.log" in str(error.value)
 
 
+@pytest.mark.system
 def test_a_script_that_ends_on_one_rank_before_the_others_is_told_from_one_that_hangs(bench):
     """Both read "it had loaded and begun to train"."""
     with pytest.raises(UserError, match="no end within 4 s; it had ended on one rank while others still trained"):

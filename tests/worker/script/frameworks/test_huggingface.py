@@ -78,24 +78,17 @@ CELLS = {
 }
 
 
+@pytest.mark.cells(3)
 @pytest.mark.parametrize(
     ("name", "cell"),
     [
-        *(("trainer", cell) for cell in ("z0", "z3")),
+        ("trainer", "z3"),
         # From ZeRO 3, bf16 and recomputation to none of them.
         ("trainer with a configuration", "z0"),
         ("accelerate", "z3"),
-        *(
-            pytest.param(*each, marks=pytest.mark.system)
-            for each in (
-                ("trainer", "z1"),
-                ("trainer", "z2"),
-                ("trainer with a configuration", "z1"),
-                ("accelerate", "z1"),
-                ("plugin", "z0"),
-                ("plugin", "z2"),
-            )
-        ),
+        *(("trainer", cell) for cell in ("z0", "z1", "z2")),
+        *((name, "z1") for name in ("trainer with a configuration", "accelerate")),
+        *(("plugin", cell) for cell in ("z0", "z2")),
     ],
 )
 def test_what_was_asked_for_runs_and_leaves_nothing(bench, script, name, cell):
@@ -105,6 +98,7 @@ def test_what_was_asked_for_runs_and_leaves_nothing(bench, script, name, cell):
     assert not any("same data" in caveat for caveat in result.caveats)
 
 
+@pytest.mark.system
 def test_losses_that_a_trainer_adds_up_are_compared_per_micro_batch(bench, script):
     """Each other accumulation was refused as diverged, its losses and gradients being those of a sum."""
     assert not script("trainer").workload.script.adds_up
@@ -148,6 +142,7 @@ def test_the_exported_flags_train_a_trainer_as_the_trial_did(bench, tmp_path):
     assert "add `--deepspeed ds_config.json`" in str(result.side_changes)
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("clip", "norm"), [("accelerator", 1.0), ("torch", 0.5), ("no", 0.0)])
 def test_a_script_without_deepspeed_keeps_the_norm_at_which_it_clips_gradients(bench, clip, norm, monkeypatch):
     """Accelerate would fill in 1. With `accelerate launch --cpu` it would not use DeepSpeed at all."""
@@ -185,6 +180,7 @@ def test_the_exported_json_trains_with_accelerate_as_the_trial_did(bench, tmp_pa
     assert "accelerate launch --config_file" in str(result.side_changes)
 
 
+@pytest.mark.system
 def test_bf16_that_transformers_refuses_on_a_cpu_is_out_of_reach(bench, script):
     result = bench.applied(script("trainer"), precision="bf16")
     (refused,) = result.unreproducible

@@ -45,6 +45,7 @@ def test_a_batch_in_a_container_says_what_the_data_is(bench):
     assert data is not None and data.n_samples == 512 and data.fields
 
 
+@pytest.mark.system
 def test_another_number_of_devices_than_the_trials_ranks_is_said(bench):
     """A script that starts its two processes by itself was tuned on one rank, without a word."""
     name = "lightning_fit.py"
@@ -63,12 +64,14 @@ def test_a_script_without_deepspeed_is_told_how_to_use_it(bench):
     assert any("DeepSpeedStrategy(config=" in change for change in result.side_changes)
 
 
+@pytest.mark.system
 def test_a_precision_plugin_gives_way(bench):
     found = bench.plan("lightning_fit.py", "--strategy", "deepspeed_stage_1", "--precision", "plugin", ranks=1)
     assert found.baseline.precision == "bf16"
     assert "precision plugin" in str(bench.applied(found, precision="fp32").side_changes)
 
 
+@pytest.mark.system
 def test_the_command_line_of_lightning_is_a_script_too(bench):
     found = bench.plan("lightning_cli.py", "fit", ranks=1)
     assert (found.baseline.zero_stage, found.baseline.precision, found.baseline.micro_batch_size) == (2, "bf16", 4)

@@ -27,11 +27,13 @@ def test_a_trainers_own_arguments_carry_the_settings_of_the_data(bench):
     assert result.expected["tokens"] < 1.1 * result.expected["real_tokens"]
 
 
+@pytest.mark.system
 def test_what_a_script_packs_itself_is_left_alone(bench):
     cannot = dict(bench.plan("hf_lengths.py", "--packing", "True").setting.data_cannot)
     assert all("packs its samples already" in cannot[name] for name in ("packing", "group_by_length", "max_length"))
 
 
+@pytest.mark.system
 def test_a_trainer_that_groups_already_says_so_and_its_rate_is_that_of_the_data_set(bench):
     found = bench.plan("hf_lengths.py", "--train_sampling_strategy", "group_by_length")
     assert "already" in dict(found.setting.data_cannot)["group_by_length"]

@@ -46,7 +46,7 @@ NAME_IT = "name the script to tune: autotune run train.py -- --its --args"
 OURS = re.compile(
     r"(LOCAL_|GROUP_|ROLE_|NODE_)?(RANK|WORLD_SIZE)|LOCAL_SIZE|CROSS_(RANK|SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)"
     r"|_|SHLVL|PWD|OLDPWD|PYTHONPATH|PYTORCH_NVML_BASED_CUDA_CHECK"
-    rf"|(TORCHELASTIC|OMPI|PMIX?|BASH_FUNC)_.*|{CAPTURE}(_BY)?"
+    rf"|(TORCHELASTIC|OMPI|PMIX?|BASH_FUNC)_.*|{CAPTURE}(_BY|_ASKED)?"
 )
 
 
@@ -144,6 +144,12 @@ def capture(
     if start_of(found) is None:
         name = Path(found.script).name
         notes.append(f"{name} is the first training that your command starts, and the one that is tuned")
+    asked = int(chosen.environment.get(f"{CAPTURE}_ASKED", 1))
+    if asked > 1 and chosen.rank is None:
+        notes.append(
+            f"the command asks for {asked} processes, but its launcher starts one: without `--ranks {asked}` trials have one"
+            " rank, too"
+        )
     missing = [name for name in numbers if name not in _names(found)]
     if missing:
         raise UserError(

@@ -268,6 +268,15 @@ def test_the_launchers_that_people_use(folder, monkeypatch, command, arguments, 
     assert not {"RANK", "LOCAL_RANK", "MASTER_PORT", "TMPDIR", capture.CAPTURE, capture.MARK} & found.environment.keys()
 
 
+def test_a_launcher_that_starts_fewer_processes_than_asked_is_said(folder):
+    """`accelerate launch --cpu` starts one, whatever number it is given."""
+    (folder / "accelerate").write_text("import subprocess, sys; subprocess.run([sys.executable, 'train.py'])")
+    (folder / "three.yaml").write_text("use_cpu: true\nnum_processes: 3\n")
+    found, notes = capture.capture("python accelerate launch --cpu --config_file=three.yaml train.py", folder)
+    assert found.world_size is None and not [name for name in found.environment if name.startswith(capture.CAPTURE)]
+    assert [note for note in notes if "asks for 3 processes" in note and "`--ranks 3`" in note], notes
+
+
 def test_the_hook_imports_nothing_of_ours_and_does_nothing_by_itself(folder):
     code = "import json, sys; print(json.dumps([sorted(sys.modules), sys.path]))"
     environment = os.environ | {"PYTHONPATH": str(capture.HOOK)}

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 FOLDER = os.environ.get("AUTOTUNE_CAPTURE", "")
@@ -85,25 +86,42 @@ def module_file(name: str) -> str | None:
 
 def refusal(started_as: str, arguments: list[str]) -> str | None:
     """Returns why a launcher must not go on (it would start other machines' ranks, or another tuner), or None."""
-    for n, word in enumerate(arguments):
-        if word.endswith(".py"):
-            break  # what follows is the script's own
-        name, _, value = word.partition("=")
-        name = name.replace("-", "_").replace("__", "--", 1)
-        value = value or "".join(arguments[n + 1 : n + 2])
+    for flag, name, value in flags(arguments):
         nodes = re.match(r"\d+", value)
         if name in NODES and nodes and int(nodes[0]) > 1:
-            return f"it asks for {nodes[0]} machines ({word.partition('=')[0]}){HERE_ONLY}; say 1 there"
+            return f"it asks for {nodes[0]} machines ({flag}){HERE_ONLY}; say 1 there"
         if name == "--autotuning":
             return "--autotuning starts DeepSpeed's own tuner; leave it out"
         if name == "--hostfile" and hosts(value) > 1:
             return f"{value} names {hosts(value)} machines{HERE_ONLY}; give it this one only"
-        if name == "--config_file" and machines(value) > 1:
-            return f"{value} asks for {machines(value)} machines (num_machines){HERE_ONLY}; say 1 there"
+        if name == "--config_file" and number(value, "num_machines") > 1:
+            n = number(value, "num_machines")
+            return f"{value} asks for {n} machines (num_machines){HERE_ONLY}; say 1 there"
     own = os.path.basename(started_as).startswith(("deepspeed", "ds")) and "--hostfile" not in " ".join(arguments)
     if own and hosts(JOB_HOSTFILE) > 1:
         return f"{JOB_HOSTFILE} names {hosts(JOB_HOSTFILE)} machines{HERE_ONLY}; give --hostfile with this one only"
     return None
+
+
+def flags(arguments: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Yields a launcher's flags up to the script: as they stand there, with underscores alone, and the value or next word."""
+    for n, word in enumerate(arguments):
+        if word.endswith(".py"):
+            return  # what follows is the script's own
+        flag, _, value = word.partition("=")
+        name = flag.replace("-", "_").replace("__", "--", 1)
+        yield flag, name, value or "".join(arguments[n + 1 : n + 2])
+
+
+def processes(arguments: list[str]) -> int:
+    """Returns the processes that `accelerate launch` is asked for, which on a CPU starts one all the same; 1 if none are stated."""
+    home = os.environ.get("HF_HOME") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
+    )
+    given = {name: value for _, name, value in flags(arguments) if name in ("--num_processes", "--config_file")}
+    stated = given.get("--num_processes", "")
+    own = given.get("--config_file") or os.path.join(home, "accelerate", "default_config.yaml")
+    return int(stated) if stated.isdigit() else number(own, "num_processes")
 
 
 def hosts(path: str) -> int:
@@ -111,9 +129,9 @@ def hosts(path: str) -> int:
     return len({line.split()[0] for line in lines(path) if line.strip() and not line.lstrip().startswith("#")})
 
 
-def machines(path: str) -> int:
-    """Returns how many machines an Accelerate config asks for."""
-    found = [re.match(r"num_machines:\s*(\d+)", line) for line in lines(path)]
+def number(path: str, key: str) -> int:
+    """Returns the number that an Accelerate config states for a key, as the machines it asks for; 1 if it states none."""
+    found = [re.match(rf"{key}:\s*(\d+)", line) for line in lines(path)]
     return max([int(match[1]) for match in found if match], default=1)
 
 
@@ -172,6 +190,8 @@ def capture() -> None:
         if reason:
             write(refused=reason)
             os._exit(1)
+        if "accelerate" in (os.path.basename(script or "") + (module or "")):
+            os.environ["AUTOTUNE_CAPTURE_ASKED"] = str(processes(arguments))
         if own is None or module or is_launcher(script):
             return
     path = write(

@@ -37,6 +37,16 @@ def notes(script: Path | None, config: DsConfig) -> list[str]:
     return found
 
 
+def outside(batch: int, bounds: tuple[int, int] | None) -> list[str]:
+    """Returns what the user should know of a baseline whose global batch lies outside of the bounds; empty where it does not."""
+    if bounds is None or bounds[0] <= batch <= bounds[1]:
+        return []
+    return [
+        f"the baseline has a global batch of {batch} and is what all others are compared with; they keep to"
+        f" {bounds[0]}..{bounds[1]}. If none is shown to be better, it is recommended all the same"
+    ]
+
+
 def _enabled(config: DsConfig, path: str) -> bool:
     """Whether a section is switched on, and so is each one that it lies in."""
     keys = path.split(".")

@@ -275,6 +275,7 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
         why = next(iter(refused), "only the baseline itself can" + kept * (spec.global_batch == "keep"))
         raise UserError(f"no candidate of the search space can run here: {why}")
     later = batch_changes.notes(target.path if target.kind == "script" else None, base_config)
+    later += batch_changes.outside(baseline.global_batch_size(setting.world_size), setting.global_batch)
     workload = replace(workload, caveats=[*workload.caveats, *later])
     notes = [
         *environment.remarks,

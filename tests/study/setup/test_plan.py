@@ -40,11 +40,13 @@ def test_a_comment_makes_no_other_target(tmp_path, text, same):
 def planned(monkeypatch, tmp_path):
     """Returns the plan of a study of two ranks on a CPU with this configuration and space."""
 
-    def make(base, space, workload=WORKLOAD):
+    def make(base, space, workload=WORKLOAD, **more):
         monkeypatch.setattr(planning, "inspect_workload", lambda *_: workload)
         (tmp_path / "model.py").write_text((MODELS / "ok.py").read_text())
         base = {"train_micro_batch_size_per_gpu": 8, "optimizer": ADAM, **base}
-        spec = StudySpec.of(tmp_path / "model.py", {"name": "s", "ranks": 2, "base_config": base, "space": space})
+        spec = StudySpec.of(
+            tmp_path / "model.py", {"name": "s", "ranks": 2, "base_config": base, "space": space, **more}
+        )
         executor = SimpleNamespace(cold_reason="", turn=lambda _: contextlib.nullcontext())
         return planning.plan(spec, executor, tmp_path)
 
@@ -99,6 +101,14 @@ def test_where_the_kept_global_batch_leaves_nothing_to_tune_what_frees_it_is_sai
     both = Probed(ds_config={}, micro_batch_size=8, gradient_accumulation_steps=1, model_parallel_size=2)
     with pytest.raises(UserError, match="its global batch of 8 kept"):  # both ranks train one copy of the model
         planned({}, {"micro_batch_size": [8, 16, 32]}, replace(WORKLOAD, script=both))
+
+
+@pytest.mark.parametrize(("bounds", "n_said"), [("32..64", 1), ("8..64", 0)])
+def test_a_baseline_outside_the_bounds_of_the_global_batch_is_said(planned, bounds, n_said):
+    """It was recommended where none was better, without a word on the bounds that it breaks."""
+    found = planned({}, {"micro_batch_size": [8, 16, 32]}, global_batch=bounds)
+    said = [note for note in found.workload.caveats if "global batch of 16 and" in note and bounds in note]
+    assert len(said) == n_said and [note for note in found.notes if note in said] == said
 
 
 def test_trials_at_once_share_the_memory_of_a_host():

@@ -76,7 +76,7 @@ class RetuneRequest:
 
 @dataclass(frozen=True)
 class Rounds:
-    """Measures two configurations once per round.
+    """Measures two configurations once per round; one that stands on both sides, as a baseline in use, once for both.
 
     Attributes:
         role: Role of the measurements in the history: `check` or `duel`.
@@ -99,6 +99,10 @@ class Rounds:
         if len(results) < len(paths):
             # The order alternates, so that drift affects both alike.
             for name in list(self.sides) if n % 2 else list(self.sides)[::-1]:
+                same = [results[other] for other in results if self.sides[other] == self.sides[name]]
+                if same:
+                    results[name] = same[0]
+                    continue
                 result = results[name] = self.runner.measure_again(self.sides[name], paths[name])
                 measured = self._metrics(result)
                 self.recorder.keep(n, self.role, self.sides[name], str(result.outcome), measured, result.wall_s)
@@ -157,9 +161,8 @@ class Retuning:
         # A database that was lost no longer knows of those whose folders are there.
         there = max(map(records.retuning_of, (self.folder / "retunes").glob("*")), default=0)
         self.number = self.history.begin(self.name, self.asked.cause, there)
-        self.generation = next(
-            row["generation"] for row in self.history.decisions(self.name) if row["id"] == self.number
-        )
+        rows = self.history.decisions(self.name)
+        self.generation = next(row["generation"] for row in rows if row["id"] == self.number)
         shutil.rmtree(self.path, ignore_errors=True)
 
     def excuse(self) -> None:
@@ -318,7 +321,8 @@ class Retuning:
             analysed.measured(self.current, self._current_folder, self.kept), self.incumbent, plan.baseline
         )
         sides = {"incumbent": self.incumbent, "baseline": plan.baseline}
-        self.observer.say(f"measuring what is in use ({self.incumbent.describe()}) and the baseline again, in turns")
+        beside = "again: it is the baseline" if self.incumbent == plan.baseline else "and the baseline again, in turns"
+        self.observer.say(f"measuring what is in use ({self.incumbent.describe()}) {beside}")
         return comparison.check_drift(then, self._rounds(runner, "check", sides))
 
     def _duel(self, runner: Runner, challenger: Candidate) -> Comparison:

@@ -122,6 +122,16 @@ def test_where_nothing_moved_it_stops_after_a_few_measurements_in_turns(tmp_path
     assert config(tmp_path) == before
 
 
+def test_a_baseline_in_use_is_measured_once_and_not_beside_itself(tmp_path):
+    """Each round measured it twice, as what is in use and as the baseline."""
+    run, plan, executor = retuning(tmp_path), plan_of(spec_of(**STUDY)), Instant()
+    run.incumbent = plan.baseline
+    run.begin()
+    decision = run.run(plan, executor)
+    assert decision.verdict is RetuneVerdict.UNCHANGED and "the baseline itself, and it still runs" in decision.reason
+    assert len(executor.ran) == 1
+
+
 def test_its_measurements_are_told_as_comparisons_one_at_a_time_and_not_as_trials(tmp_path):
     """The live line listed each of them until the end, and called the third round `trial 3 again`."""
     run, shown, seen = retuning(tmp_path), dict[int, str](), list[list[str]]()

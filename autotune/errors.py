@@ -4,6 +4,8 @@ import difflib
 from collections.abc import Iterable
 from typing import ClassVar
 
+# Characters of the reason of a trial that are kept, where it is the message of an error.
+LONGEST_REASON = 1000
 MAX_CHARACTERS, HEAD_CHARACTERS, TAIL_CHARACTERS = 2000, 1500, 400
 
 
@@ -37,6 +39,15 @@ def printable(text: str) -> str:
     if not line.isprintable():
         line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     return line if len(line) <= MAX_CHARACTERS else f"{line[:HEAD_CHARACTERS]} ... {line[-TAIL_CHARACTERS:]}"
+
+
+def shortened(text: str, most: int) -> str:
+    """Returns a text of at most `most` characters: a longer one is cut between two words, and three dots say so."""
+    if len(text) <= most:
+        return text
+    head = text[: most - 4]
+    words = head.rpartition(" ")[0]
+    return f"{words if len(words) > most // 2 else head} ..."
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

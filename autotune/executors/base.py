@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from autotune.errors import Unavailable, UserError, printable
+from autotune.errors import LONGEST_REASON, Unavailable, UserError, printable, shortened
 from autotune.executors.conclude import joined, merge
 from autotune.system import files, redaction
 from autotune.trial import stood
@@ -334,7 +334,9 @@ def conclude(folder: TrialDir, request: TrialRequest, lost: str = "") -> TrialRe
         # An exception of C++ that nobody catches aborts the process; only its log says which.
         said = _end_of_log(folder, rank, 4096)
         if lines := [line.strip() for line in said.splitlines() if means_out_of_memory(line)]:
-            result = replace(result, outcome=Outcome.OOM, reason=f"rank {rank} was aborted: {lines[-1]}"[:500])
+            result = replace(
+                result, outcome=Outcome.OOM, reason=shortened(f"rank {rank} was aborted: {lines[-1]}", LONGEST_REASON)
+            )
     if result.outcome is Outcome.TIMEOUT:
         logs = {each: _end_of_log(folder, each, stood.TAIL_BYTES) for each in range(request.world_size)}
         result.reason = "; ".join(filter(None, (result.reason, stood.waited_for(logs))))

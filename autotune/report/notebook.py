@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from autotune.errors import shortened
 from autotune.report import progress, tables
 from autotune.report.data import StudyReport, pick_words, titles, words
 from autotune.report.next_steps import next_steps
@@ -113,7 +114,9 @@ class NotebookView(EventSink):
             format_quantity(ended.metrics[name], unit) for name, unit in MEASURED.items() if name in ended.metrics
         )
         complete = ended.outcome is Outcome.COMPLETE
-        measured = ", ".join([*(figures if complete else ()), *([redaction.redact(why[:160])] if why else [])])
+        measured = ", ".join(
+            [*(figures if complete else ()), *([shortened(redaction.redact(why), 160)] if why else [])]
+        )
         self._ends.append({
             "trial": f"{ended.number}{' again' if ended.role == 'repeat' else ''}",
             "configuration": ended.candidate.describe(), "outcome": outcome, "measured": measured,

@@ -87,7 +87,7 @@ def trial_note(report: StudyReport, row: Data, link: str) -> str:
     end, why = end_words(row)
     return _joined([
         _code(words(row["candidate"])) + (f" **{', '.join(marks)}**" if marks else ""),
-        "" if row["outcome"] == "complete" else f"**{end}**" + (f": {_plain(why[:500])}" if why else ""),
+        "" if row["outcome"] == "complete" else f"**{end}**" + (f": {_plain(why)}" if why else ""),
         _metrics_table(report, point) if measured(point) else "",
         _bullets("What to know:", row.get("caveats")),
         f"[Download its ds_config.json]({link})" if link else "",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import SpecError, nearest, printable
+from autotune.errors import SpecError, nearest, printable, shortened
 from autotune.system.units import format_bytes
 
 # Advice for the user by the error of a disk.
@@ -192,7 +192,7 @@ def json_object(path: Path) -> dict[str, Any]:
 def last_line(path: Path) -> str:
     """Returns the last line of a log that is not blank, at most 300 characters; `it said nothing` without one."""
     lines = [line.strip() for line in (tail(path, 4096) or b"").decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it said nothing"
+    return shortened(lines[-1], 300) if lines else "it said nothing"
 
 
 def shown(path: Path) -> Path:

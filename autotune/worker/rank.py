@@ -16,7 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from autotune.errors import UserError
+from autotune.errors import LONGEST_REASON, UserError, shortened
 from autotune.space import torch_settings
 from autotune.system.device import stated_choice
 from autotune.system.machine import processor_name
@@ -75,7 +75,7 @@ def classify(error: BaseException) -> tuple[Outcome, str]:
     first, free = headline(text), _free_share()
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or means_out_of_memory(text, free):
         what = " (host memory that was to be pinned)" if _was_pinning(error, text, free) else ""
-        return Outcome.OOM, f"{type(error).__name__}: {first}"[:400] + what
+        return Outcome.OOM, shortened(f"{type(error).__name__}: {first}", LONGEST_REASON) + what
     if isinstance(error, Diverged):
         return Outcome.DIVERGED, first
     if AT_LEAST_SCALE in text:
@@ -86,7 +86,7 @@ def classify(error: BaseException) -> tuple[Outcome, str]:
         return Outcome.TOO_FEW_STEPS, first
     if isinstance(error, UserError):
         return Outcome.CRASHED, first
-    return Outcome.CRASHED, f"{type(error).__name__}: {first}".removesuffix(": ")[:500]
+    return Outcome.CRASHED, shortened(f"{type(error).__name__}: {first}".removesuffix(": "), LONGEST_REASON)
 
 
 def _was_pinning(error: BaseException, text: str, free_share: float | None) -> bool:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.torch import TorchBackend
 
+from autotune import errors
 from autotune.errors import UserError
 from autotune.trial.failures import means_host_memory
 from autotune.trial.request import TrialRequest
@@ -117,6 +118,15 @@ def test_what_asks_whether_the_ranks_have_joined_joins_them_be_it_a_script_or_a_
 )  # fmt: skip
 def test_failures_are_classified(error, outcome, reason):
     assert rank.classify(error) == (outcome, reason)
+
+
+def test_a_long_reason_ends_with_a_word_and_dots():
+    """It was cut in the middle of one, as if that were all."""
+    said = rank.classify(ValueError("what to do stands " * 100))[1]
+    assert 900 < len(said) <= errors.LONGEST_REASON and said.removesuffix(" ...").endswith(
+        (" what", " to", " do", " stands")
+    )
+    assert errors.shortened("a" * 30, 20) == "a" * 16 + " ..." and errors.shortened("a b", 3) == "a b"
 
 
 def test_a_training_that_deepspeed_ends_at_its_least_loss_scale_has_diverged():

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import UserError
+from autotune.errors import UserError, shortened
 from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.space.candidate import Candidate, from_deepspeed
@@ -138,7 +138,7 @@ def _usage(log: Path, target: Path) -> str:
     """Returns the last error of a script that ended as argparse does, and how to give it arguments."""
     with contextlib.suppress(OSError):
         said = [line for line in log.read_text(errors="replace").splitlines() if "error: " in line]
-        last = f" ({said[-1].partition('error: ')[2][:200]})" if said else ""
+        last = f" ({shortened(said[-1].partition('error: ')[2], 300)})" if said else ""
         if "unrecognized" in last or "invalid" in last:  # it has its arguments, and one is wrong
             return last
         return f"{last}; if it needs arguments: autotune run {target.name} -- ITS ARGUMENTS"

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from autotune.errors import LONGEST_REASON, shortened
 from autotune.system.device import CHOOSE
 from autotune.trial import folder
 from autotune.trial.request import TrialRequest
@@ -375,7 +376,7 @@ def _in_a_fork(run: Callable[[], Sequence[str]]) -> tuple[int, list[str]]:
             status = 0
         except BaseException as error:
             lines = str(error).strip().splitlines() or [""]
-            said = json.dumps([f"{type(error).__name__}: {lines[0]}"[:500]])
+            said = json.dumps([shortened(f"{type(error).__name__}: {lines[0]}", LONGEST_REASON)])
         try:
             with open(write, "w") as pipe:
                 pipe.write(f"{said}\n")

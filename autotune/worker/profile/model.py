@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autotune.errors import UserError
+from autotune.errors import UserError, shortened
 from autotune.space.deepspeed import precision_of
 from autotune.trial.lengths import Table, cut, longest
 from autotune.trial.profile import ACTIVATION_SCALE, ARITHMETIC, Pass, Profile
@@ -347,4 +347,4 @@ def _of_lengths(known: Table) -> list[str]:
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+    return shortened(f"{type(error).__name__}: {lines[0] if lines else ''}", 300)

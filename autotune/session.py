@@ -315,8 +315,7 @@ def _planned(request: StudyRequest, view: EventSink, began_s: float) -> tuple[Pl
         executor.ends_at_s = began_s + wanted.time_budget_s - closing_s(wanted.time_budget_s)
     found = replace(plan(wanted, executor, folder, view), began=began_s)
     logged = Broadcast(Journal(folder), view)
-    logged.doing("profiling the model and the machine, once")
-    return profiled(found, executor, folder, logged.waiting), logged
+    return profiled(found, executor, folder, logged), logged
 
 
 def _forget(name: str, storage: Storage, folder: Path, executor: Executor) -> None:

@@ -176,7 +176,7 @@ def _decided(run: Retuning, wanted: StudySpec, view: EventSink) -> Decision:
     view.doing(f"study {run.name}: importing torch and DeepSpeed once")
     try:
         with executor_for(wanted, run.path) as executor:
-            found = profiled(plan(wanted, executor, run.path), executor, run.path, view.waiting)
+            found = profiled(plan(wanted, executor, run.path), executor, run.path, view)
             return run.run(found, executor)
     except GoneError:
         raise

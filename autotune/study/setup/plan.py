@@ -382,11 +382,11 @@ def _of_data(workload: Workload) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def profiled(found: Plan, executor: Executor, folder: Path, on_wait: Callable[[], None] = lambda: None) -> Plan:
+def profiled(found: Plan, executor: Executor, folder: Path, view: EventSink = SILENT) -> Plan:
     """Returns the plan with the workload's profile and the machine's rates, which forecasts need."""
     spec, place = found.spec, profile_cache.place_of(found.spec, found.world_size, found.workload)
     workload, notes = profile_cache.measure_missing(
-        found.workload, spec.target, found.base_config, found.world_size, executor, folder / "trials", on_wait, place
+        found.workload, spec.target, found.base_config, found.world_size, executor, folder / "trials", view, place
     )
     if workload.script is not None and not spec.runs_elsewhere:  # so that `predict` need not run it again
         key = profile_cache.script_key(spec.how(), spec.script_set, spec.ranks)

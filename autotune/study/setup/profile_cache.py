@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.executors.ssh import read_hostfile
+from autotune.study.events import SILENT, EventSink
 from autotune.study.spec.spec import StudySpec
 from autotune.system import device
 from autotune.system.machine import CPU_VARIABLES, cache_dir, processor_name
@@ -137,12 +138,12 @@ def known(
 
 def measure_missing(
     workload: Workload, target: Path, ds_config: Mapping[str, Any], world_size: int, executor: Executor, folder: Path,
-    on_wait: Callable[[], None] = lambda: None, place: Place = HERE,
+    view: EventSink = SILENT, place: Place = HERE,
 ) -> tuple[Workload, list[str]]:  # fmt: skip
     """Completes the workload with its profile and the machine's rates; ranks measure what the cache lacks.
 
     Args:
-        on_wait: Called while another study measures on this machine.
+        view: Told what is measured, and of each wait for another study on this machine.
 
     Returns:
         The workload, and remarks for the user.
@@ -155,7 +156,8 @@ def measure_missing(
             target=str(target), mode="profile", ds_config=dict(ds_config), deadline_s=PROFILE_DEADLINE_S,
             budget_s=min(PROFILE_S, max(0.0, PROFILE_SHARE * (executor.ends_at_s - time.monotonic()))),
         )  # fmt: skip
-        with executor.turn(on_wait):  # it may take much of a device
+        view.doing("profiling the model, once")
+        with executor.turn(view.waiting):  # it may take much of a device
             result = base.run(executor, folder / "profile", request)
         if result.outcome is Outcome.COMPLETE:
             profile = read_record(TrialDir(folder / "profile").profile, Profile)
@@ -167,7 +169,8 @@ def measure_missing(
     if workload.profile is not None:
         notes += workload.profile.caveats
     if workload.machine is None:
-        with executor.turn(on_wait):  # another study's trial would slow it down
+        view.doing("measuring the machine's rates, once")
+        with executor.turn(view.waiting):  # another study's trial would slow it down
             request = TrialRequest(target="", mode="rates", world_size=world_size, nodes=place.nodes)
             result = base.run(executor, folder / "rates", request)
         if result.outcome is Outcome.COMPLETE:

@@ -6,6 +6,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.commands import autotune as autotune_command
@@ -351,14 +352,21 @@ def test_the_command_answers_in_json_and_ends_a_mistake_with_one_line(known):
 def test_what_is_known_is_found_out_once(zoo, tmp_path, monkeypatch):
     monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "cache"))
     bare = replace(WORKLOAD, profile=None, machine=None)
-    found, notes = profile_cache.measure_missing(bare, MODELS / "tied.py", ADAMW, 1, zoo.executor, tmp_path / "trials")
+    told = list[str]()
+    view = SimpleNamespace(doing=told.append, waiting=lambda: None)
+    where = MODELS / "tied.py", ADAMW, 1
+    found, notes = profile_cache.measure_missing(bare, *where, zoo.executor, tmp_path / "trials", view)
     assert found.profile is not None and found.machine is not None and found.machine.measured and notes == []
 
     class NoExecutor:
         def __getattr__(self, name):
             raise AssertionError(name)
 
-    again, _ = profile_cache.measure_missing(bare, MODELS / "tied.py", ADAMW, 1, NoExecutor(), tmp_path / "trials")
+    again, _ = profile_cache.measure_missing(bare, *where, NoExecutor(), tmp_path / "trials", view)
+    assert told == [
+        "profiling the model, once",
+        "measuring the machine's rates, once",
+    ]  # a run that went on said it again
     assert (again.profile, again.machine) == (found.profile, found.machine)
     assert profile_cache.load(Workload, profile_cache.workload_key(MODELS / "tied.py")) == bare
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from autotune.errors import UserError
 from autotune.executors.base import Executor, Status, built
 from autotune.system import device, files, shared_memory, temporary
-from autotune.system.machine import lock_path
+from autotune.system.machine import limit_on_addresses, lock_path
 from autotune.system.processes import MARK, new_mark, sweep
 from autotune.system.toolkit import build_environment, extensions_dir, is_built
 from autotune.trial.folder import TrialDir
@@ -80,7 +80,8 @@ class LocalExecutor(Executor):
             code = self._server.poll()
             how = "no answer" if code is None else f"exit status {code}"
             self.close()
-            raise UserError(f"the trial server did not start ({how}); see {self._log}: {files.last_line(self._log)}")
+            said = "; ".join(filter(None, (files.last_line(self._log), limit_on_addresses())))
+            raise UserError(f"the trial server did not start ({how}); see {self._log}: {said}")
         self._cold_reason, self._ready = str(answer.get("reason", "")), True
 
     def submit(self, folder: TrialDir) -> "LocalJob":

@@ -2,10 +2,12 @@
 
 import os
 import platform
+import resource
 import stat
 from pathlib import Path
 
 from autotune.errors import UserError
+from autotune.system.units import format_bytes
 
 # Ranks may share cores; with more than this per core they only wait for each other, and fill the machine's memory.
 MAX_RANKS_PER_CORE, MIN_COUNTED_CORES = 8, 4
@@ -77,6 +79,15 @@ def _cpuinfo() -> list[str]:
         return Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return []
+
+
+def limit_on_addresses() -> str:
+    """Returns that this process is limited in addresses, and what lifts that; empty where it is not."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    given = f"`ulimit -v` gives a process {format_bytes(limit)} of addresses"
+    return f"{given}, of which torch takes more than of memory: `ulimit -v unlimited`"
 
 
 def load_per_core() -> float:

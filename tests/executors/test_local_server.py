@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -33,6 +34,19 @@ def test_what_a_killed_server_left_in_the_temporary_folder_is_removed(tmp_path, 
     server.kill()
     executor.close()
     assert not left.exists()
+
+
+def test_a_limit_on_addresses_is_named_where_the_server_does_not_start(tmp_path, monkeypatch) -> None:
+    """`ulimit -v` left nothing but `what():  std::bad_alloc`."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**29, -1))
+    executor = LocalExecutor([], tmp_path / "server.log")
+    (tmp_path / "server.log").write_text("  what():  std::bad_alloc\n")
+    monkeypatch.setattr(executor, "launch", lambda: setattr(executor, "_server", subprocess.Popen(["false"])))
+    monkeypatch.setattr(executor, "_answer", lambda _: None)
+    with pytest.raises(
+        UserError, match=r"bad_alloc; `ulimit -v` gives .* 512 MiB of addresses.*: `ulimit -v unlimited`"
+    ):
+        executor.start()
 
 
 def test_the_interface_that_the_user_names_is_handed_on_and_else_the_loopback(tmp_path, monkeypatch) -> None:

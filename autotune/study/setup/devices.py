@@ -1,12 +1,12 @@
 """The devices of a trial: those of its ranks, which need not be all of a machine."""
 
-import resource
 from collections.abc import Sequence
 from dataclasses import replace
 
 from autotune.errors import UserError
 from autotune.study.spec.spec import StudySpec
 from autotune.system.device import MEAN_CPU, Device
+from autotune.system.machine import limit_on_addresses
 from autotune.system.units import format_bytes
 from autotune.trial.workload import Environment
 
@@ -81,12 +81,8 @@ def limit_notes(spec: StudySpec, environment: Environment) -> list[str]:
     if environment.accelerator != "cpu" and stated > total:
         more = f"--device-memory states {format_bytes(stated)}, and a device has {format_bytes(total)}, which counts"
         found.append(f"{more}: `autotune predict --device-memory` forecasts for a larger one")
-    addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if addresses != resource.RLIM_INFINITY and not spec.runs_elsewhere:
-        given = f"`ulimit -v` gives a process {format_bytes(addresses)} of addresses"
-        found.append(
-            f"{given}, of which torch takes more than of memory: `ulimit -v unlimited`, if trials run out of memory or threads"
-        )
+    if (given := limit_on_addresses()) and not spec.runs_elsewhere:
+        found.append(f"{given}, if trials run out of memory or threads")
     return found
 
 

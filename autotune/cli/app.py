@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from autotune import __version__
 from autotune.cli.options import HELP_COLUMNS, command_of
 from autotune.errors import UserError
-from autotune.system.signals import broken_pipes, terminable
+from autotune.system.signals import broken_pipes, leave_unwritten, terminable
 
 # By command: its module in this package, whose function has the command's name, and its help.
 COMMANDS = {
@@ -151,6 +151,7 @@ def main() -> None:
         from autotune.system.redaction import redact
 
         print(f"autotune: {redact(str(error))}", file=sys.stderr)
+        leave_unwritten()
         sys.exit(error.status)
     except BrokenPipeError:
         sys.stderr.close()

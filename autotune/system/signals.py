@@ -5,6 +5,7 @@ import os
 import select
 import signal
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -108,6 +109,14 @@ def leave_broken_pipes() -> None:
     """Leads what nobody reads any more to nowhere, so that the rest can be said without an error."""
     for stream in broken_pipes():
         _lead_nowhere(stream)
+
+
+def leave_unwritten() -> None:
+    """Leads standard output to nowhere if its rest cannot be written, as on a full disk, for which Python has another status."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _lead_nowhere(1)
 
 
 def _lead_nowhere(stream: int) -> None:

@@ -191,3 +191,13 @@ def test_the_doctor_ends_its_server_where_it_is_stopped_while_that_starts(place,
     with pytest.raises(KeyboardInterrupt):
         list(doctor._trial(place, build=False))
     assert ended
+
+
+@pytest.mark.process
+def test_an_answer_that_fills_the_disk_ends_in_one_sentence():
+    """Python added an error of its own, and the status was 120."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "autotune", "schema"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (2, "autotune: No space left on device. Free some space\n")

@@ -144,7 +144,7 @@ imports: $(STAMP) ## imports point down only
 reference: $(STAMP) ## docs/reference.md from the program; fails where the page in git says something else
 	@$(RUN) .ci/reference.py >docs/reference.md && git diff --exit-code --stat docs/reference.md
 
-check: lint types imports reference pages-current test ## all of these
+check: lint types imports reference pages-current test ## lint, types, imports, reference, pages-current and test
 
 # Not part of check: it asks the Python Packaging Advisory Database over the network, and what it says changes from day to day.
 audit: $(STAMP) ## known vulnerabilities of what is installed in .venv

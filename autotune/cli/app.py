@@ -76,7 +76,8 @@ class Group(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands by group, each with its whole help."""
         names = self.list_commands(ctx)
-        grouped = {title: [name for name in of if name in names] for title, of in GROUPS.items()}
+        groups = GROUPS if ctx.parent is None else {}  # `schedule run` is no `run`
+        grouped = {title: [name for name in of if name in names] for title, of in groups.items()}
         told = {name for of in grouped.values() for name in of}
         grouped = {title: of for title, of in grouped.items() if of}
         grouped["More" if grouped else "Commands"] = [name for name in names if name not in told]

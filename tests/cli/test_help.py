@@ -48,6 +48,12 @@ def test_options_stand_in_groups_with_their_defaults(tmp_path):
     ]  # fmt: skip
 
 
+def test_the_commands_of_a_schedule_stand_in_no_group_of_others(tmp_path):
+    """`schedule run` stood under `Tune`, and `schedule export` under `The answer`."""
+    shown = called("schedule", "--help", cwd=tmp_path).stdout
+    assert re.findall(r"^(\S.*):$", shown, flags=re.MULTILINE) == ["Options", "Commands"]
+
+
 def test_every_option_of_a_study_is_in_one_group():
     grouped = [key for keys in GROUPS.values() for key in keys]
     assert sorted(grouped) == sorted(key for key, each in SETTINGS.items() if each.option and key != "script_args")

@@ -188,7 +188,7 @@ SETTINGS: dict[str, Setting] = {
         " steps where there is time, and longer where that does not decide.",
         metavar="N"),
     "from_checkpoint": Setting(
-        "Weights that these checks start from: a DeepSpeed checkpoint or a state dict.",
+        "Weights that the checks of another global batch start from: a DeepSpeed checkpoint or a state dict.",
         more="By default those that a probe has warmed up.", metavar="DIR", optional=True),
 }
 # fmt: on

@@ -52,8 +52,8 @@ class Isolation:
         self._folder = str(context.recorder.folder.path.absolute()) + os.sep
         self._working_dir = str(Path(context.script.working_dir).absolute()) + os.sep
         self.files = SavedFiles(context.scratch)
-        self._files: list[str] = []
         self._made = PathList(context.scratch / "made-folders")
+        self._written, self._noted = PathList(context.scratch / "written-files"), set[str]()
         self._saved: set[str] = set()
         self._kept: set[str] = set()
         self._began, self._spawned_at = time.time(), math.inf
@@ -93,9 +93,9 @@ class Isolation:
         for folder in sorted(self._made.paths(), key=len, reverse=True):
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
-        if self._files:  # their names may hold the time of day
-            named = ", ".join(sorted(self._files)[:MAX_FILES_NAMED])
-            n_more = len(self._files) - MAX_FILES_NAMED
+        if written := sorted(self._written.paths()):  # by any rank; their names may hold the time of day
+            named = ", ".join(written[:MAX_FILES_NAMED])
+            n_more = len(written) - MAX_FILES_NAMED
             self._context.once(
                 f"the script itself writes files, as in every trial: {named}{f' and {n_more} more' * (n_more > 0)}"
             )
@@ -156,8 +156,9 @@ class Isolation:
                 self._keep(dst)
                 _take_in(src, self.files.placed(dst))
                 return self.files.moved(src, dst)
-            if os.path.abspath(src) in self._files:
-                self._files.remove(os.path.abspath(src))
+            if (written := os.path.abspath(src)) in self._noted:
+                self._noted.remove(written)
+                self._written.remove(written)
                 self._note(os.path.abspath(dst))
             if os.path.isdir(src):
                 made = self._is_made(src)
@@ -277,10 +278,11 @@ class Isolation:
 
     def _note(self, path: str) -> None:
         """Notes a file that is written, once; a library that writes elsewhere writes its own cache."""
-        if path in self._files or self._is_ours(path) or "__pycache__" in path:
+        if path in self._noted or self._is_ours(path) or "__pycache__" in path:
             return
         if (path.startswith(self._working_dir) and not path.startswith(_caches())) or users_caller():
-            self._files.append(path)
+            self._noted.add(path)
+            self._written.add(path)
 
     def _is_ours(self, path: str) -> bool:
         ours = (self._folder, "/dev/", "/proc/", os.environ.get("TORCH_EXTENSIONS_DIR", "/dev/"))

@@ -49,7 +49,7 @@ def test_a_librarys_cache_in_the_working_folder_is_no_file_of_the_scripts(tmp_pa
     found = rank(tmp_path)
     for path in (tmp_path / "cache" / "datasets" / "text_builder.lock", tmp_path / "metrics.json"):
         found._audit("open", (str(path), "w", os.O_WRONLY))
-    assert found._files == [str(tmp_path / "metrics.json")]
+    assert found._written.paths() == [str(tmp_path / "metrics.json")]
 
 
 def test_files_that_a_script_writes_are_told_in_one_sentence(tmp_path):
@@ -60,6 +60,19 @@ def test_files_that_a_script_writes_are_told_in_one_sentence(tmp_path):
     found.close()
     (sentence,) = said
     assert str(tmp_path / "4.log") in sentence and sentence.endswith(" and 2 more")
+
+
+def test_files_of_all_ranks_are_told_by_each(tmp_path):
+    """What is told before a study is told by rank 0, which named its own alone."""
+    found, others, said = rank(tmp_path), rank(tmp_path), []
+    found._context.once = said.append
+    found._audit("open", (str(tmp_path / "rank0.csv"), "w", os.O_WRONLY))
+    for name in ("rank1.csv", "rank1.tmp"):
+        others._audit("open", (str(tmp_path / name), "w", os.O_WRONLY))
+    (tmp_path / "rank1.tmp").touch()
+    others._rename(os.rename, tmp_path / "rank1.tmp", tmp_path / "rank1.json")
+    found.close()
+    assert said[0].endswith(", ".join(str(tmp_path / name) for name in ("rank0.csv", "rank1.csv", "rank1.json")))
 
 
 def test_a_file_that_is_moved_into_its_place_is_told_by_its_last_name(tmp_path):

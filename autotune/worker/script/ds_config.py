@@ -3,7 +3,7 @@
 import ast
 import contextlib
 import os
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -79,6 +79,28 @@ def read(stated: Any) -> DsConfig:
     raise UserError(
         "the script gives deepspeed.initialize a configuration that is neither a dict nor the path of a JSON file"
     )
+
+
+def filled_from(own: DsConfig, files: Iterable[str]) -> tuple[str, DsConfig] | None:
+    """Returns the JSON file from which a script has filled its dict, and what it has set there itself, by dotted path.
+
+    The dict has all that is in the file, and more than half of it unchanged. None without such a file.
+    """
+    mine = _leaves(own)
+    for file in files:
+        with contextlib.suppress(UserError):
+            read_in = _leaves(read(file))
+            changed = {path: value for path, value in mine.items() if path not in read_in or read_in[path] != value}
+            if read_in.keys() <= mine.keys() and 2 * len(read_in.keys() - changed.keys()) > len(read_in):
+                return file, changed
+    return None
+
+
+def _leaves(config: DsConfig, prefix: str = "") -> DsConfig:
+    found: DsConfig = {}
+    for key, value in config.items():
+        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found
 
 
 def _plain(value: Any) -> Any:

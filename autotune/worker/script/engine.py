@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+import json
 import math
 import os
 import re
@@ -127,6 +128,7 @@ class EngineHooks:
             context.abort(error)
         if prepared is not None:
             self._tell_count(own)
+            self._tell_file(own, prepared)
             self._first, config = (source, prepared.own_config), context.config(own)
             if context.request.replicate:
                 perturb(given["model"], context.request.replicate)
@@ -164,6 +166,33 @@ class EngineHooks:
                 f"Accumulation: the script's configuration has it from `{said}`: set that to {change[1]} instead of"
                 f" {change[0]}, as the script may count its micro-batches by it."
             )
+
+    def _tell_file(self, own: DsConfig, prepared: PreparedModel) -> None:
+        """Notes the file from which a script fills the dict that it passes, and what no such file carries, as the script sets it itself."""
+        context = self._context
+        found = (
+            ds_config.filled_from(own, context.json_flags) if not (prepared.config_source or context.family) else None
+        )
+        if found is None:
+            return
+        file, changed = found
+        flag = context.json_flags[file]
+        context.report.flags.setdefault("ds_config", flag)
+        prepared.config_source = os.path.relpath(file)
+        config = context.config(own)
+        told = (
+            (ds_config.ACCUMULATION,)
+            if any(text.startswith("Accumulation:") for text in context.report.side_changes)
+            else ()
+        )
+        for path in sorted(changed.keys() - {*told, "train_batch_size"}):
+            wanted = at_path(config, path)
+            if wanted != changed[path] and path.partition(".")[0] not in SIDE_EFFECT_KEYS:
+                to = "leave that out" if wanted is None else f"set it to {json.dumps(wanted)} there"
+                context.changed(
+                    f"Configuration: the script sets `{path}` itself once it has read the file of `{flag[0]}`: {to}, in place of"
+                    f" {json.dumps(changed[path])}."
+                )
 
     def _beside(self, source: Any, own: DsConfig) -> DsConfig:
         """Returns the configuration of a model that is trained beside the first one, and notes what changes in it."""

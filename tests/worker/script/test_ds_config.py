@@ -49,3 +49,22 @@ def test_a_number_that_nobody_has_filled_in_is_named():
     with pytest.raises(UserError, match=r'has "auto" for train_batch_size, which only .* state a number'):
         ds_config.refuse_auto(own)
     ds_config.refuse_auto(own | {"train_batch_size": 8})
+
+
+@pytest.mark.parametrize(
+    ("edits", "changed"),
+    [
+        ({}, {}),
+        ({"steps_per_print": 5, "zero_optimization": {"stage": 3, "overlap_comm": True}},
+         {"steps_per_print": 5, "zero_optimization.stage": 3}),
+        ({"optimizer": None}, None),  # the script takes parts of the file
+        ({"zero_optimization": {"stage": 3, "overlap_comm": False}, "optimizer": {"type": "Lion"}}, None),
+    ],
+)  # fmt: skip
+def test_a_dict_that_a_script_fills_from_a_file_is_told_from_one_of_its_own(tmp_path, edits, changed):
+    own = {"zero_optimization": {"stage": 1, "overlap_comm": True}, "optimizer": {"type": "AdamW"}}
+    (tmp_path / "model.json").write_text('{"width": 16}')
+    (tmp_path / "ds.json").write_text(json.dumps(own))
+    files = [str(tmp_path / name) for name in ("gone.json", "model.json", "ds.json")]
+    edited = {key: value for key, value in (own | edits).items() if value is not None}
+    assert ds_config.filled_from(edited, files) == (None if changed is None else (files[-1], changed))

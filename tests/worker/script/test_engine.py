@@ -2,8 +2,10 @@
 
 import dataclasses
 import importlib.util
+import json
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -210,3 +212,21 @@ def test_a_batch_in_a_class_is_cast_and_a_cache_is_left_alone():
     cache, script.report.side_changes = SimpleNamespace(kept=torch.zeros(2)), []
     script.batch_classes = set()
     assert script.cast(device, (cache,), {}) is None and not script.report.side_changes
+
+
+@pytest.mark.parametrize(("stage", "n_said"), [(1, 0), (0, 1)])
+def test_a_script_that_fills_its_dict_from_a_file_keeps_to_the_file(tmp_path, monkeypatch, stage, n_said):
+    """It was told to pass another file in place of the dict, though the file's flag carries what it does not set itself."""
+    monkeypatch.chdir(tmp_path)
+    read_in = {"zero_optimization": {"stage": 2, "overlap_comm": False}, "gradient_clipping": 1.0}
+    Path("ds.json").write_text(json.dumps(read_in))
+    script = context.ScriptContext.__new__(context.ScriptContext)
+    script.report = report = SimpleNamespace(side_changes=[], unreproducible=[], flags={})
+    script.family, script.json_flags = "", {str(tmp_path / "ds.json"): ["--ds"]}
+    script.config = lambda _: {"zero_optimization": {"stage": stage, "overlap_comm": True}, "gradient_clipping": 0.5}
+    prepared = SimpleNamespace(config_source="")
+    hooks = engine.EngineHooks(script, attach=lambda *_: None, beside=lambda _: None)
+    hooks._tell_file(read_in | {"zero_optimization": {"stage": 1, "overlap_comm": False}}, prepared)
+    assert (prepared.config_source, report.flags) == ("ds.json", {"ds_config": ["--ds"]})
+    said = "the script sets `zero_optimization.stage` itself once it has read the file of `--ds`: set it to 0 there, in place of 1"
+    assert len(report.side_changes) == n_said and all(said in text for text in report.side_changes)

@@ -30,6 +30,10 @@ CHANGES = {
     " elsewhere undoes with its next update, so stage and type are not moved to or from there; what the model does to a weight as"
     " it goes forward acts at each stage",
 }
+PERTURBS = (
+    "the script moves the weights for a micro-batch and puts them back before the step, as sharpness-aware minimization (SAM) does:"
+    " each other micro-batch is checked, and none is drop-in"
+)
 
 
 def leave_clipping_out(context: ScriptContext) -> None:
@@ -55,6 +59,7 @@ class ByHand:
         self._trained: list[torch.Tensor] = []
         self._gradients: list[tuple[int, int]] = []
         self._weights: tuple[torch.Tensor, list[int]] | None = None
+        self._moved = False  # the weights of a micro-batch that goes backward are others than after the latest update
 
     def install(self, attach: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         """Patches torch's functions that clip gradients; returns what attaches this to an engine, and then calls `attach`."""
@@ -90,6 +95,8 @@ class ByHand:
         return [(id(each), each._version) for each in gradients]
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._weights is not None and self._engine.zero_optimization_stage() < 3:  # there weights come and go
+            self._moved = self._moved or self._changed(*self._weights)
         result = original(*args, **kwargs)
         self._gradients = self._versions()
         return result
@@ -129,6 +136,10 @@ class ByHand:
     def _update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._weights is not None and self._changed(*self._weights):
             self._note(WEIGHTS, CHANGES[WEIGHTS])
+        elif self._moved and not self._context.perturbs:
+            self._context.perturbs = PERTURBS
+            self._context.once(PERTURBS)
+        self._moved = False
         result = original(*args, **kwargs)
         self._weights = self._norms(), [each._version for each in self._trained]
         return result

@@ -50,6 +50,7 @@ class ScriptContext:
         sums_losses: The framework or the script divides the loss: backward calls get parts of a step's loss, not micro-batch losses.
         clipping: The norm at which a script clips gradients itself, where DeepSpeed is to; None where it was not seen to.
         by_hand: What else the script changes itself, where DeepSpeed heeds that at some stages alone.
+        perturbs: The note on a script that moves the weights for each micro-batch, and back; empty for others.
         trains_on_draws: Samples are those that a loader draws; else a trainer generates from them what goes forward.
         batch_factor: Micro-batches in a loader's batch, for frameworks that split batches between ranks.
         batch_classes: Classes of what its loaders yield.
@@ -83,6 +84,7 @@ class ScriptContext:
         self.sums_losses = self.script.divides
         self.clipping: float | None = None
         self.by_hand: list[str] = []
+        self.perturbs = ""
         self.trains_on_draws = True
         self.batch_factor = 1
         self.batch_classes = set[type]()

@@ -51,12 +51,13 @@ def trained(monkeypatch):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_value_", torch.nn.utils.clip_grad_value_)
     monkeypatch.setattr(project, "holds", lambda file: file == __file__)
 
-    def train(stage=0, clipping=0.0, *, gradients=lambda _: None, weights=lambda _: None):
+    def train(stage=0, clipping=0.0, *, gradients=lambda _: None, weights=lambda _: None, ahead=lambda _: None):
         script = context.ScriptContext.__new__(context.ScriptContext)
-        script.report, script.by_hand, script.clipping = SimpleNamespace(caveats=[]), [], None
+        script.report, script.by_hand, script.clipping, script.perturbs = SimpleNamespace(caveats=[]), [], None, ""
         engine = Engine(stage, clipping)
         ByHand(script).install(lambda *_: None)(engine, None)
         for _ in range(3):
+            ahead([*engine.module.parameters()])
             engine.backward(engine.module(torch.ones(2, 4)).square().sum())
             gradients([*engine.module.parameters()])
             engine.step()
@@ -111,7 +112,22 @@ def test_changed_weights_are_noted_and_those_put_back_are_not(trained):
         them[0].data.copy_(before)
 
     assert trained(weights=lambda them: them[0].data.clamp_(-0.01, 0.01)).by_hand == ["weights"]
-    assert not trained(weights=for_an_evaluation).by_hand
+    found = trained(weights=for_an_evaluation)
+    assert not found.by_hand and not found.perturbs
+
+
+@pytest.mark.parametrize(
+    ("stage", "back", "noted"), [(0, -0.1, True), (2, -0.1, True), (3, -0.1, False), (0, 0.1, False)]
+)
+def test_weights_that_are_moved_for_a_micro_batch_and_put_back_make_it_count(trained, stage, back, noted):
+    """Sharpness-aware minimization was called drop-in at another micro-batch, whose perturbation is another one."""
+
+    def sharpest(them):
+        them[0].data.add_(0.1)
+
+    found = trained(stage, ahead=sharpest, gradients=lambda them: them[0].data.add_(back))
+    assert bool(found.perturbs) is noted and (found.perturbs in found.report.caveats) is noted
+    assert found.by_hand == ([] if back < 0 else ["weights"])
 
 
 def test_frameworks_that_read_the_norm_by_clipping_change_nothing(trained, monkeypatch):

@@ -138,7 +138,7 @@ def _print_start(invocation: Mapping[str, Any], console: Console) -> None:
 
 def _print_script(script: Mapping[str, Any], console: Console) -> None:
     """Print the findings of a probe of a training script."""
-    backward = "loss.backward()" if script["plain_backward"] else "engine.backward(loss)"
+    backward = "backward past engine.backward(loss)" if script["plain_backward"] else "engine.backward(loss)"
     batch = f"micro-batch {script['micro_batch_size']}, accumulation {script['gradient_accumulation_steps']}"
     console.print(f"script     {script['family']}, {backward}; {batch}")
     console.print(f"can move   {', '.join(script['movable']) or 'neither micro-batch nor accumulation'}")

@@ -198,14 +198,16 @@ RULES: tuple[Rule, ...] = (
          "micro-batch {micro_batch_size}: the loss depends on the micro-batch, and is the baseline's with {only_micro_batch} alone",
          ("micro_batch_size",)),
     Rule(lambda c, k, s: c.zero_stage == 0 and s.plain_backward,
-         "ZeRO stage 0: DeepSpeed refuses loss.backward() there, and a backward pass from another engine; call engine.backward(loss)",
+         "ZeRO stage 0: DeepSpeed refuses loss.backward() there, torch.autograd.grad of the engine's output, and a backward pass from"
+         " another engine; call engine.backward(loss) alone",
          ("zero_stage",)),
     Rule(lambda c, k, s: c.zero_stage > 0 and s.sparse != "",
          "ZeRO stage {zero_stage}: DeepSpeed joins gradients there, and those of {sparse} are sparse; use 0, or sparse=False",
          ("zero_stage",)),
     Rule(lambda c, k, s: c.precision in ("fp16", "torch_autocast_fp16") and s.plain_backward and not s.scales,
-         "{precision}: DeepSpeed scales the loss, and refuses loss.backward() and a backward pass from another engine without that; call"
-         " engine.backward(loss), or engine.scale(loss).backward()", ("precision",)),
+         "{precision}: DeepSpeed scales the loss, and refuses loss.backward(), torch.autograd.grad of the engine's output, and a"
+         " backward pass from another engine without that; call engine.backward(loss) alone, or engine.scale(loss).backward()",
+         ("precision",)),
     Rule(lambda c, k, s: merged_passes(c, s) != s.merged_passes,
          "ZeRO stage {zero_stage}: the script goes backward several times before the step() that updates"
          " the weights, where DeepSpeed's stages 1 and 2 lose gradients, so it would not train as the baseline does",

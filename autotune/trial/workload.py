@@ -179,7 +179,7 @@ class Probed:
         gradient_accumulation_steps: Backward calls per optimizer step; None if it varied.
         family: The framework above DeepSpeed, in words.
         checkpoint_every: Blocks whose activations it recomputes itself, as in a candidate.
-        plain_backward: It calls `loss.backward()`, not `engine.backward(loss)`, or that of another engine alone.
+        plain_backward: It calls `loss.backward()` or `torch.autograd.grad`, not `engine.backward(loss)` alone, or that of another engine.
         scales: It scales that loss by `engine.scale`, as fp16 needs, or trains in fp16 without.
         passes: Backward passes of a micro-batch at which DeepSpeed takes the gradients of a step for complete; 0 where it is told.
         movable: Candidate fields that changed in a second run that set all of them.

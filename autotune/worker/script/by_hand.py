@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autotune.worker.script.context import ScriptContext
+from autotune.worker.script.context import ScriptContext, depends_on_micro_batch
 from autotune.worker.script.patching import patch_everywhere, place_of, users_frame
 
 GRADIENTS, WEIGHTS = "gradients", "weights"
@@ -136,9 +136,8 @@ class ByHand:
     def _update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._weights is not None and self._changed(*self._weights):
             self._note(WEIGHTS, CHANGES[WEIGHTS])
-        elif self._moved and not self._context.perturbs:
-            self._context.perturbs = PERTURBS
-            self._context.once(PERTURBS)
+        elif self._moved:
+            depends_on_micro_batch(self._context, PERTURBS)
         self._moved = False
         result = original(*args, **kwargs)
         self._weights = self._norms(), [each._version for each in self._trained]

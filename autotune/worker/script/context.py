@@ -50,7 +50,7 @@ class ScriptContext:
         sums_losses: The framework or the script divides the loss: backward calls get parts of a step's loss, not micro-batch losses.
         clipping: The norm at which a script clips gradients itself, where DeepSpeed is to; None where it was not seen to.
         by_hand: What else the script changes itself, where DeepSpeed heeds that at some stages alone.
-        perturbs: The note on a script that moves the weights for each micro-batch, and back; empty for others.
+        by_micro_batch: The note on what in its loop trains otherwise at another micro-batch; empty if nothing does.
         trains_on_draws: Samples are those that a loader draws; else a trainer generates from them what goes forward.
         batch_factor: Micro-batches in a loader's batch, for frameworks that split batches between ranks.
         batch_classes: Classes of what its loaders yield.
@@ -84,7 +84,7 @@ class ScriptContext:
         self.sums_losses = self.script.divides
         self.clipping: float | None = None
         self.by_hand: list[str] = []
-        self.perturbs = ""
+        self.by_micro_batch = ""
         self.trains_on_draws = True
         self.batch_factor = 1
         self.batch_classes = set[type]()
@@ -288,3 +288,9 @@ def _with_stage(config: DsConfig) -> DsConfig:
     """Returns a configuration that states its ZeRO stage: a framework may look there."""
     config.setdefault("zero_optimization", {"stage": 0})
     return config
+
+
+def depends_on_micro_batch(context: ScriptContext, why: str) -> None:
+    """Notes why a script trains otherwise at another micro-batch."""
+    context.by_micro_batch = context.by_micro_batch or why
+    context.once(why)

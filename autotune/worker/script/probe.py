@@ -48,7 +48,7 @@ def workload_of(
     probed = _probed(context, meter, prepared, described, seen)
     probed = replace(probed, plain_backward=bool(plain), scales=False not in plain)
     data, described = _data(context, meter), with_batch_norm(described, engine.module)
-    described = replace(described, by_micro_batch=context.perturbs or described.by_micro_batch)
+    described = replace(described, by_micro_batch=context.by_micro_batch or described.by_micro_batch)
     described = _with_repeats(described, meter.batches)
     described = _with_updates(described, prepared.watch.updating())
     workload = replace(

@@ -18,7 +18,7 @@ from autotune.worker.measure.meter import Meter
 from autotune.worker.model import weights
 from autotune.worker.profile.script import ForwardProfile
 from autotune.worker.script import pipeline, probe
-from autotune.worker.script.context import ScriptContext, ScriptError
+from autotune.worker.script.context import ScriptContext, ScriptError, depends_on_micro_batch
 from autotune.worker.script.engine import PreparedModel
 from autotune.worker.script.evaluation import Evaluations
 from autotune.worker.script.patching import patch, patch_everywhere
@@ -40,6 +40,11 @@ NO_ENGINE = (
 NO_STEP = (
     "the script ended without calling the engine's step(): its loop leaves that out, had no data or no steps left (as where it goes"
     " on from the checkpoint of a finished training: give it more steps, or another folder), or ended by an exception that it caught"
+)
+DIFFERENTIATES = (
+    "the script takes gradients of the engine's output itself (torch.autograd.grad, as for a gradient penalty), which DeepSpeed"
+    " divides by the accumulation, and refuses at ZeRO 0: each other micro-batch is checked, and none is drop-in; take them in the"
+    " model's forward(), which then returns what the loss needs"
 )
 NO_LOSS = (
     "the script calls the engine's step() after no backward pass from a loss that the engine's call gave: go backward by"
@@ -210,7 +215,7 @@ class StepHooks:
 
     def _on_prologue(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._reached = True
-        _note_plain(self._meter.engine, self._plain)
+        _note_pass(self._context, self._meter.engine, self._plain)
         return original(*args, **kwargs)
 
     def _went_backward(self, loss: Any) -> None:
@@ -335,6 +340,13 @@ def _note_plain(engine: Any, plain: set[bool]) -> None:
     """Notes of a pass that reaches an engine otherwise than by its `backward`, as another engine's does, whether its loss was scaled."""
     if not getattr(engine, "_running_engine_backward", True):
         plain.add(engine.fp16_enabled() or getattr(engine, "_manual_backward_expected", False))
+
+
+def _note_pass(context: ScriptContext, engine: Any, plain: set[bool]) -> None:
+    """Notes a pass that reaches the measured engine: `torch.autograd.grad` is not within a backward call of the script."""
+    if not context.in_backward and context.candidate is None:
+        depends_on_micro_batch(context, DIFFERENTIATES)
+    _note_plain(engine, plain)
 
 
 def _follows(engine: Any, first: Any) -> bool:

@@ -53,7 +53,8 @@ def trained(monkeypatch):
 
     def train(stage=0, clipping=0.0, *, gradients=lambda _: None, weights=lambda _: None, ahead=lambda _: None):
         script = context.ScriptContext.__new__(context.ScriptContext)
-        script.report, script.by_hand, script.clipping, script.perturbs = SimpleNamespace(caveats=[]), [], None, ""
+        script.report, script.by_hand, script.clipping = SimpleNamespace(caveats=[]), [], None
+        script.by_micro_batch = ""
         engine = Engine(stage, clipping)
         ByHand(script).install(lambda *_: None)(engine, None)
         for _ in range(3):
@@ -113,7 +114,7 @@ def test_changed_weights_are_noted_and_those_put_back_are_not(trained):
 
     assert trained(weights=lambda them: them[0].data.clamp_(-0.01, 0.01)).by_hand == ["weights"]
     found = trained(weights=for_an_evaluation)
-    assert not found.by_hand and not found.perturbs
+    assert not found.by_hand and not found.by_micro_batch
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_weights_that_are_moved_for_a_micro_batch_and_put_back_make_it_count(tra
         them[0].data.add_(0.1)
 
     found = trained(stage, ahead=sharpest, gradients=lambda them: them[0].data.add_(back))
-    assert bool(found.perturbs) is noted and (found.perturbs in found.report.caveats) is noted
+    assert bool(found.by_micro_batch) is noted is (found.by_micro_batch in found.report.caveats)
     assert found.by_hand == ([] if back < 0 else ["weights"])
 
 

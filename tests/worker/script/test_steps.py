@@ -10,7 +10,7 @@ from support.instant import WORKLOAD
 from autotune.trial.result import Observed
 from autotune.worker.measure.batches import BatchObserver
 from autotune.worker.script import evaluation, probe, steps
-from autotune.worker.script.context import ScriptError
+from autotune.worker.script.context import ScriptContext, ScriptError
 
 
 def test_a_loss_that_a_script_reduces_in_place_counts_as_it_went_backward(monkeypatch):
@@ -43,6 +43,19 @@ def test_steps_without_a_backward_pass_that_was_seen_are_refused_with_the_remedy
     hooks._window = object()
     with pytest.raises(ScriptError, match=r"after no backward pass .*engine.backward\(loss\)"):
         hooks._boundary()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_gradients_that_a_script_takes_itself_of_the_engines_output_make_the_micro_batch_count(inside):
+    """DeepSpeed divides them by the accumulation, so a gradient penalty weighs less with more of it: such trials were drop-in."""
+    script = ScriptContext.__new__(ScriptContext)
+    script.report, script.by_micro_batch, script.in_backward = SimpleNamespace(caveats=[]), "", inside
+    engine = SimpleNamespace(_running_engine_backward=inside, fp16_enabled=bool)
+    script.meter, script.candidate = SimpleNamespace(engine=engine), None
+    hooks = steps.StepHooks(script)
+    hooks._on_prologue(list)
+    assert script.by_micro_batch == ("" if inside else steps.DIFFERENTIATES)
+    assert script.report.caveats == [script.by_micro_batch] * (not inside) and bool(hooks._plain) is not inside
 
 
 @pytest.mark.parametrize(

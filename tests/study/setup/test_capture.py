@@ -269,10 +269,12 @@ def test_the_launchers_that_people_use(folder, monkeypatch, command, arguments, 
 
 
 def test_a_launcher_that_starts_fewer_processes_than_asked_is_said(folder):
-    """`accelerate launch --cpu` starts one, whatever number it is given."""
+    """`accelerate launch --cpu` starts one, whatever number it is given; behind a module its own flags were read as the launcher's."""
     (folder / "accelerate").write_text("import subprocess, sys; subprocess.run([sys.executable, 'train.py'])")
     (folder / "three.yaml").write_text("use_cpu: true\nnum_processes: 3\n")
-    found, notes = capture.capture("python accelerate launch --cpu --config_file=three.yaml train.py", folder)
+    found, notes = capture.capture(
+        "python accelerate launch --cpu --config_file=three.yaml -m train --num_processes 9 --num_nodes 2", folder
+    )
     assert found.world_size is None and not [name for name in found.environment if name.startswith(capture.CAPTURE)]
     assert [note for note in notes if "asks for 3 processes" in note and "`--ranks 3`" in note], notes
 

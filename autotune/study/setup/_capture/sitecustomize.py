@@ -106,7 +106,8 @@ def refusal(started_as: str, arguments: list[str]) -> str | None:
 def flags(arguments: list[str]) -> Iterator[tuple[str, str, str]]:
     """Yields a launcher's flags up to the script: as they stand there, with underscores alone, and the value or next word."""
     for n, word in enumerate(arguments):
-        if word.endswith(".py"):
+        is_module = n > 0 and arguments[n - 1] in ("-m", "--module") and not word.startswith("-")
+        if is_module or word.endswith(".py"):
             return  # what follows is the script's own
         flag, _, value = word.partition("=")
         name = flag.replace("-", "_").replace("__", "--", 1)

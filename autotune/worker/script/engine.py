@@ -87,6 +87,7 @@ class EngineHooks:
         self._watch: recompute.Recomputations | None = None
         self._pid = os.getpid()
         self._first: tuple[Any, DsConfig] = None, {}  # what the script gave for the first model, and that configuration
+        self._first_at: str | None = None
 
     def install(self) -> None:
         """Patches the entry points."""
@@ -130,6 +131,7 @@ class EngineHooks:
             self._tell_count(own)
             self._tell_file(own, prepared)
             self._first, config = (source, prepared.own_config), context.config(own)
+            self._first_at = users_caller()
             if context.request.replicate:
                 perturb(given["model"], context.request.replicate)
         else:
@@ -199,13 +201,15 @@ class EngineHooks:
         given, first = self._first
         self._context.once(FURTHER)
         # One dict for both of them has been changed for the first one by now.
-        config, changes = self._context.config_beside({**own, **first} if source is given else own, first)
+        own = {**own, **first} if source is given else own
+        config, changes = self._context.config_beside(own, first)
         if changes and (isinstance(source, dict) or source != given):  # else the exported file is read for both
             place = users_caller()
-            self._context.changed(
-                f"Other models: the configuration that `deepspeed.initialize`{f' at {place}' if place else ''} gets with"
-                f" {', '.join(changes)}, and else as it is."
-            )
+            call = f"`deepspeed.initialize`{f' at {place}' if place else ''}"
+            whose = f"the configuration that {call} gets"
+            if place == self._first_at is not None and own != first:  # as for a pretraining and a finetuning
+                whose = f"{call} makes them, too: give it the exported file for the first alone, and for them their own"
+            self._context.changed(f"Other models: {whose} with {', '.join(changes)}, and else as it is.")
         return config
 
     def _prepare(self, given: dict[str, Any], own: DsConfig, source: Any) -> PreparedModel:

@@ -167,6 +167,10 @@ def test_what_changes_in_the_configuration_of_another_model_is_told(monkeypatch)
     hooks._beside("ds.json", first)  # which the exported file takes the place of
     (text,) = report.side_changes
     assert "gan.py:22" in text and "micro-batch 4 x 2 instead of 8 x 1" in text and report.caveats == [engine.FURTHER]
+    assert "the exported file" not in text
+    hooks._first, hooks._first_at = (given, first), "gan.py:22"
+    hooks._beside({**first}, {**first, "optimizer": {"type": "SGD"}})  # whose optimizer the exported file does not have
+    assert "the exported file for the first alone" in report.side_changes[-1]
 
 
 @pytest.mark.parametrize(

@@ -113,11 +113,10 @@ class StepHooks:
         context, self._prepared = self._context, prepared
         uneven = context.script.uneven or context.in_rows
         batches = BatchObserver(engine, forgiving=not uneven, uneven=uneven)
-        meter = Meter(
+        meter = context.meter = Meter(
             context.recorder, context.request, engine, batches, context.memory, prepared.watch, prepared.noise,
             prepared.gradients,
         )  # fmt: skip
-        context.meter = meter
         if hasattr(engine, "train_batch"):
             pipeline.attach(context, meter, engine, self._stepped, lambda: self._window)
         else:
@@ -192,12 +191,14 @@ class StepHooks:
 
     def _autograd_backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         meter = self._context.meter
-        if meter is None or self._context.in_backward or not meter.batches.may_go_backward:
+        if meter is None or self._context.in_backward:
             return original(tensors, *args, **kwargs)
-        # DeepSpeed calls the prologue when a pass reaches the engine's output; versions without one count every pass.
-        self._reached = not hasattr(meter.engine, "_backward_prologue")
-        self._begin_backward()
         with self._context.inside_backward():
+            if not meter.batches.may_go_backward:  # another model's, or once more through a graph that was kept
+                return original(tensors, *args, **kwargs)
+            # DeepSpeed calls the prologue when a pass reaches the engine's output; versions without one count every pass.
+            self._reached = not hasattr(meter.engine, "_backward_prologue")
+            self._begin_backward()
             result = original(tensors, *args, **kwargs)
         if self._reached:
             self._plain |= self._plain or {meter.engine.fp16_enabled()}

@@ -53,6 +53,10 @@ def test_gradients_that_a_script_takes_itself_of_the_engines_output_make_the_mic
     engine = SimpleNamespace(_running_engine_backward=inside, fp16_enabled=bool)
     script.meter, script.candidate = SimpleNamespace(engine=engine), None
     hooks = steps.StepHooks(script)
+    script.meter.batches = SimpleNamespace(may_go_backward=False)
+    hooks._autograd_backward(lambda _: hooks._on_prologue(list), [])  # `loss.backward()` through a graph that was kept
+    assert not script.by_micro_batch
+    hooks._plain.clear()
     hooks._on_prologue(list)
     assert script.by_micro_batch == ("" if inside else steps.DIFFERENTIATES)
     assert script.report.caveats == [script.by_micro_batch] * (not inside) and bool(hooks._plain) is not inside

@@ -411,8 +411,8 @@ def doubt_words(pick: Data) -> str:
 
 
 def _untold(pick: Data, metric: str) -> list[str]:
-    found = change(pick, metric)
-    return ["not to be told from 1.00x"] if found is not None and not found.told else []
+    luck = " (the best of equal trials reads so by luck)" if metric in (pick.get("luck") or ()) else ""
+    return [f"not to be told from 1.00x{luck}"] if (found := change(pick, metric)) and not found.told else []
 
 
 def _unsure(pick: Data) -> list[str]:

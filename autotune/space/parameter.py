@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import UserError, nearest
-from autotune.space.candidate import check_knob, check_value
+from autotune.space.candidate import BATCH, check_knob, check_value
 from autotune.space.deepspeed import Scalar, check_setting, is_int
 from autotune.space.degree import DEGREES
 from autotune.space.retired import one_spelling
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from optuna.trial import Trial
 
 
-PARAMETER_KEYS = ("choices", "range", "step", "power_of_two", "when")
+PARAMETER_KEYS = ("choices", "around_baseline", "range", "step", "power_of_two", "when")
 LARGEST_EXPONENT = 62
 # A range longer than this is not searched value by value for dead ones.
 LONG_RANGE = 512
 # What a person may mean; beyond, candidates could neither be counted nor walked through in the time that a study has.
-MOST_CHOICES, MOST_OF_A_RANGE, MOST_KNOBS = 1_000, 1_000_000, 100
+MOST_CHOICES, MOST_AROUND, MOST_OF_A_RANGE, MOST_KNOBS = 1_000, 64, 1_000_000, 100
 LARGEST_BOUND = 2**53
 
 
@@ -35,6 +35,8 @@ class Parameter:
     Attributes:
         name: A field of `Candidate`, or the path of a DeepSpeed setting (`zero_optimization.overlap_comm`).
         choices: The values, if they are listed; None among them leaves the key out, so that DeepSpeed's default holds.
+        around_baseline: Of the batch: values around the baseline's own belong to the choices, up to this many times it
+            (`SearchSpace.around`); 0 for the choices alone.
         low: Lowest value of a range, or lowest exponent of a power-of-two range.
         high: Highest value or exponent, included.
         step: Distance between neighbours of a range (between exponents if `power_of_two`).
@@ -44,6 +46,7 @@ class Parameter:
 
     name: str
     choices: tuple[Scalar, ...] = ()
+    around_baseline: int = 0
     low: int = 0
     high: int = 0
     step: int = 1
@@ -108,13 +111,16 @@ class Parameter:
     def describe(self) -> str:
         """The values in a few words."""
         if self.choices:
-            return ", ".join("default" if value is None else str(value) for value in self.choices)
+            around = ["and around the baseline's"] * (self.around_baseline > 0)
+            return ", ".join(["default" if value is None else str(value) for value in self.choices] + around)
         base = "2^" if self.power_of_two else ""
         return f"{base}{self.low}..{base}{self.high}" + (f" by {self.step}" if self.step > 1 else "")
 
     def to_data(self) -> dict[str, Any]:
         """The parameter as it stands in a YAML file; `parse_parameters` reads it back."""
         data: dict[str, Any] = {"choices": list(self.choices)} if self.choices else {"range": [self.low, self.high]}
+        if self.around_baseline:
+            data["around_baseline"] = self.around_baseline
         if self.step != 1:
             data["step"] = self.step
         if self.power_of_two:
@@ -127,8 +133,8 @@ class Parameter:
 def parse_parameters(data: Any, where: str) -> tuple[Parameter, ...]:
     """Reads the knobs of one preset or inline space, in the order of the file.
 
-    A knob's value is `{choices: [..]}`, `{range: [low, high]}` (with `step`, `power_of_two`), or for short a list of
-    choices or a single value; `when: {parent: [values]}` makes it conditional.
+    A knob's value is `{choices: [..]}` (of the batch with `around_baseline`), `{range: [low, high]}` (with `step`,
+    `power_of_two`), or for short a list of choices or a single value; `when: {parent: [values]}` makes it conditional.
     """
     if not isinstance(data, dict):
         raise SpaceError(
@@ -156,7 +162,8 @@ def _parse_parameter(name: Any, data: Any, where: str) -> Parameter:
         raise SpaceError(f"{where}: give either `choices: [..]` or `range: [low, high]`")
     when = _parse_when(data.get("when", {}), where)
     if "choices" in data:
-        return Parameter(name=name, choices=_parse_choices(name, data, where), when=when)
+        choices = _parse_choices(name, data, where)
+        return Parameter(name=name, choices=choices, around_baseline=_parse_around(name, data, where), when=when)
     return _parse_range(name, data, when, where)
 
 
@@ -178,6 +185,15 @@ def _parse_choices(name: str, data: Mapping[str, Any], where: str) -> tuple[Scal
     return _distinct(name, choices)
 
 
+def _parse_around(name: str, data: Mapping[str, Any], where: str) -> int:
+    around = data.get("around_baseline", 0)
+    if around and name not in BATCH:
+        raise SpaceError(f"{where}: `around_baseline` belongs to {' and '.join(BATCH)}")
+    if not is_int(around) or not 0 <= around <= MOST_AROUND:
+        raise SpaceError(f"{where}: around_baseline: {around!r} is not a whole number from 0 to {MOST_AROUND}")
+    return int(around)
+
+
 def _distinct(name: str, values: Sequence[Scalar]) -> tuple[Scalar, ...]:
     """The values, with one spelling of each: a degree of 0 or 1 is the same as none, a type has several names."""
     alike = (None if name in DEGREES and value in (0, 1) else one_spelling(name, value) for value in values)
@@ -185,6 +201,8 @@ def _distinct(name: str, values: Sequence[Scalar]) -> tuple[Scalar, ...]:
 
 
 def _parse_range(name: str, data: Mapping[str, Any], when: dict[str, tuple[Scalar, ...]], where: str) -> Parameter:
+    if "around_baseline" in data:
+        raise SpaceError(f"{where}: `around_baseline` belongs to `choices`, not to a `range`")
     bounds, step, power = data["range"], data.get("step", 1), data.get("power_of_two", False)
     if not isinstance(bounds, list) or len(bounds) != 2 or not all(map(is_int, bounds)) or bounds[0] > bounds[1]:
         raise SpaceError(f"{where}: range: two whole numbers are needed, [low, high], the lower first, not {bounds!r}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from autotune.errors import nearest
 from autotune.space.candidate import BATCH, FIELDS, Candidate
-from autotune.space.deepspeed import Scalar
+from autotune.space.deepspeed import Scalar, is_int
 from autotune.space.degree import REPLICA_DEGREES
 from autotune.space.parameter import MOST_KNOBS, Parameter, SpaceError, parse_parameters
 
@@ -93,6 +93,15 @@ class SearchSpace:
             Parameter(name=p.name, choices=(values[p.name],), when=p.when) if p.name in values else p
             for p in self.parameters
         )
+        return replace(self, parameters=tuple(kept))
+
+    def around(self, baseline: Candidate) -> "SearchSpace":
+        """The space with all values of knobs that are to lie around a baseline's own.
+
+        These are, beside their choices, the baseline's own, twice, four times it and so on as far as `around_baseline`
+        goes, and all numbers that divide the samples of a rank: the same global batch in other micro-batches.
+        """
+        kept = (_around(p, baseline) if p.around_baseline else p for p in self.parameters)
         return replace(self, parameters=tuple(kept))
 
     def keeping(self, baseline: Candidate, world_size: int) -> "SearchSpace":
@@ -275,6 +284,18 @@ def _structures(space: SearchSpace, default: Candidate) -> Iterator[tuple[dict[s
             yield from walk(depth + 1, {**known, branch.name: value}, {**chosen, branch.name: value})
 
     return walk(0, {}, {})
+
+
+def _around(parameter: Parameter, baseline: Candidate) -> Parameter:
+    """The parameter with the values around a baseline's among its choices (`SearchSpace.around`)."""
+    own: int = getattr(baseline, parameter.name)
+    samples, listed = (
+        baseline.micro_batch_size * baseline.gradient_accumulation_steps,
+        set(filter(is_int, parameter.choices)),
+    )
+    values = listed | {own << n for n in range(parameter.around_baseline.bit_length())}
+    values |= {n for n in range(min(listed), min(max(values), samples) + 1) if samples % n == 0}
+    return Parameter(name=parameter.name, choices=tuple(sorted(values)), when=parameter.when)
 
 
 def _dividing(micro_batch: Parameter, samples: float, most: int, always: int) -> Parameter:

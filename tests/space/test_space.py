@@ -151,6 +151,9 @@ def test_a_space_is_written_as_it_is_read():
             ({"range": [1, 64], "power_of_two": True}, "exponents"),
             ({"range": [1, 6], "power_of_two": "yes"}, "true or false"),
             ({"choices": [1], "power_of_two": True}, "belongs to a `range`"),
+            ({"range": [1, 8], "around_baseline": 2}, "belongs to `choices`"),
+            ({"choices": [1], "around_baseline": True}, "whole number"),
+            ({"choices": [1], "around_baseline": 65}, "from 0 to 64"),
             ([None], "not a whole number"),
         )),
         *(({"zero_stage": {"choices": [1], "when": when}, **more}, said) for when, more, said in (
@@ -283,6 +286,25 @@ def test_a_kept_batch_derives_the_accumulation():
     assert [c.gradient_accumulation_steps for c in space(zero_stage=[0]).keeping(BASELINE, 2).candidates(BASELINE)] == [
         2
     ]
+
+
+@pytest.mark.parametrize(
+    ("micro", "steps", "kept", "free"),
+    [
+        (8, 2, (1, 2, 4, 8, 16), ((1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16))),
+        (24, 2, (1, 2, 3, 4, 6, 8, 12, 16, 24, 48), ((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96), (1, 2, 3, 4, 6, 8, 12, 16))),
+        (8, 3, (1, 2, 3, 4, 6, 8, 12, 24), ((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64), (1, 2, 3, 4, 6, 8, 12, 16))),
+        (256, 1, (1, 2, 4, 8, 16, 32, 64, 128, 256), ((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), (1, 2, 4, 8, 16))),
+        (1, 64, (1, 2, 4, 8, 16, 32, 64), ((1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32, 64))),
+    ],
+)  # fmt: skip
+def test_the_preset_of_the_batch_lies_around_the_baselines(micro, steps, kept, free):
+    """Of 24 x 2 neither 12 x 4 nor 48 x 1 was tried, and nothing larger than a micro-batch of 128."""
+    baseline = Candidate(micro_batch_size=micro, gradient_accumulation_steps=steps)
+    found = compose("batch").around(baseline)
+    assert tuple(parameter.choices for parameter in found.parameters) == free
+    assert found.keeping(baseline, 2)["micro_batch_size"].choices == kept
+    assert SearchSpace.stored(compose("batch").to_data(), "x").around(baseline) == found
 
 
 @pytest.mark.parametrize(

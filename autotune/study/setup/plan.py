@@ -252,7 +252,7 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
     environment = of_ranks(workload.environment, in_use)
     workload = replace(workload, environment=environment)
     base_config, baseline, setting = grounds(spec, target, workload, world_size)
-    space = spec.space
+    space = spec.space.around(baseline)
     wanted = degrees.asked(space, baseline)
     if wanted:
         split = trials / "split"

@@ -26,6 +26,9 @@ PAUSE_SD = 0.3
 # What lies further than this many standard deviations from what the others foretell is an outlier. The worst are taken
 # out first, since they hide others: each time one, or this share of the readings.
 OUTLYING, AT_ONCE, MOST_TIMES = 3.0, 0.04, 4
+# An outlier may hide itself, since noise that is as large explains it: one that makes all readings this much likelier where it is
+# taken out is one (a logarithm: 150 times).
+HIDDEN = 5.0
 # The grid is weighed on this many readings; cost is cubic.
 MOST_FOR_GRID = 64
 # Points of the grid with less than this share of the weight are left out.
@@ -87,13 +90,19 @@ class Posterior:
 
 @dataclass(frozen=True)
 class _Scales:
-    """One point of the grid; `weight` is the logarithm of its prior."""
+    """One point of the grid.
+
+    Attributes:
+        weight: Logarithm of its prior, or of its share.
+        likely: Logarithm of prior times likelihood, up to a constant.
+    """
 
     noise: float
     drift: float
     effect: float
     own: float
     weight: float
+    likely: float = 0.0
 
 
 class _Model:
@@ -187,6 +196,11 @@ def fit(readings: Readings) -> Posterior:
         z, apart = (np.abs(values) for values in model.surprise(points[0]))
         worst = np.argsort(-z)[: max(1, int(AT_ONCE * len(z)))]
         outlying = worst[z[worst] > OUTLYING]
+        if not len(outlying) and n_of[readings.trial[worst[0]]] > 2:
+            without = extra_var.copy()
+            without[worst[0]] += apart[worst[0]] ** 2
+            if _weighed(readings, positions, own_sd, without)[0].likely > points[0].likely + HIDDEN:
+                outlying = worst[:1]
         if n == MOST_TIMES or not len(outlying):
             break
         for row in outlying:
@@ -227,7 +241,7 @@ def _weighed(readings: Readings, positions: Floats, own_sd: Floats, extra_var: F
     shares /= shares.sum()
     kept = [i for i in np.argsort(-shares) if shares[i] >= min(LEAST_WEIGHT, shares.max())]
     total = shares[kept].sum()
-    return [replace(points[i], weight=float(np.log(shares[i] / total))) for i in kept]
+    return [replace(points[i], weight=float(np.log(shares[i] / total)), likely=float(logs[i])) for i in kept]
 
 
 def _log_normal(value: float, prior: tuple[float, float]) -> float:

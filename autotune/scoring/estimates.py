@@ -86,6 +86,13 @@ class Estimates:
             return math.inf
         return self._posterior.sd_of_difference(rows[0], rows[1])
 
+    def unforetold(self, measured: Measured) -> tuple[float, float]:
+        """How much faster and slower than all others foretell a trial's readings are at most (logarithms); 0 without a step time."""
+        row = self._rows.get(measured.trial)
+        if self._posterior is None or row is None:
+            return 0.0, 0.0
+        return -float(self._posterior.least[row]), float(self._posterior.most[row])
+
     def covariance(self, trials: Sequence[Measured]) -> np.ndarray:
         """Covariance of the logarithms of the step times of trials, which all have one."""
         rows = [self._rows[m.trial] for m in trials]

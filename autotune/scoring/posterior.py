@@ -76,11 +76,15 @@ class Posterior:
         mean: Mean of each trial's logarithm.
         cov: Covariance of each two trials' logarithms.
         noise_sd: Standard deviation of the logarithm of one measurement.
+        least, most: How far the lowest and the highest reading of each trial lie above what all other readings foretell; 0 without
+            a forecast.
     """
 
     mean: Floats
     cov: Floats
     noise_sd: float
+    least: Floats
+    most: Floats
 
     def sd_of_difference(self, one: int, other: int) -> float:
         """Standard deviation of the difference of two trials' logarithms."""
@@ -193,7 +197,13 @@ def fit(readings: Readings) -> Posterior:
     for n in range(MOST_TIMES + 1):
         points = _weighed(readings, positions, own_sd, extra_var)
         model = _Model(readings, positions, own_sd, extra_var)
-        z, apart = (np.abs(values) for values in model.surprise(points[0]))
+        z, beyond = model.surprise(points[0])
+        if n == 0:
+            least, most = np.full(len(known), np.inf), np.full(len(known), -np.inf)
+            np.minimum.at(least, readings.trial, beyond)
+            np.maximum.at(most, readings.trial, beyond)
+            least, most = np.where(known, least, 0.0), np.where(known, most, 0.0)
+        z, apart = np.abs(z), np.abs(beyond)
         worst = np.argsort(-z)[: max(1, int(AT_ONCE * len(z)))]
         outlying = worst[z[worst] > OUTLYING]
         if not len(outlying) and n_of[readings.trial[worst[0]]] > 2:
@@ -214,7 +224,7 @@ def fit(readings: Readings) -> Posterior:
     mean = sum(w * m for w, (m, _) in zip(weights, found, strict=True))
     cov = sum(w * (c + np.outer(m - mean, m - mean)) for w, (m, c) in zip(weights, found, strict=True))
     noise = float(weights @ [point.noise for point in points])
-    return Posterior(np.asarray(mean), np.asarray(cov), noise)
+    return Posterior(np.asarray(mean), np.asarray(cov), noise, least, most)
 
 
 def _weighed(readings: Readings, positions: Floats, own_sd: Floats, extra_var: Floats) -> list[_Scales]:

@@ -25,6 +25,9 @@ LUCK = 0.35
 # Where the search spent all of its trials and had still not come to an end, their readings may differ for no reason that a
 # model could learn: a gain below twice that is measured again twice.
 UNFORESEEN_LUCK, UNFORESEEN_ROUNDS = 2 * LUCK, 2
+# What leads by a reading that is further than this from what all others foretell is measured again, and once more where the
+# two contradict each other. A gain holds the luck of two readings, and this that of one.
+UNFORETOLD, UNFORETOLD_ROUNDS = LUCK / math.sqrt(2), 2
 # Trials that the expected loss is worked out over, and draws from their posterior.
 MOST_RACING, DRAWS = 30, 2000
 THROUGHPUT = Objective(name="throughput", metric="samples_per_s")
@@ -119,6 +122,31 @@ def _may_be_luck(
     return (small or unstated) and shown_better(leader, estimates, objectives)
 
 
+def _is_lucky(m: Measured, estimates: Estimates) -> bool:
+    """Whether one reading of a trial is faster than all others foretell, by more than the luck of one reading."""
+    return estimates.unforetold(m)[0] > UNFORETOLD
+
+
+def _rests_on_one(leader: Measured, baseline: Measured, estimates: Estimates, objectives: Sequence[Objective]) -> bool:
+    """Whether a leader is ahead by a reading, its own or the baseline's, that all others contradict."""
+    if not timed_share(objectives) or log_gain(leader, baseline, objectives) <= TIE:
+        return False
+    return _is_lucky(leader, estimates) or estimates.unforetold(baseline)[1] > UNFORETOLD
+
+
+def _doubtful_rounds(
+    leaders: Sequence[Measured], estimates: Estimates, objectives: Sequence[Objective], *, unforeseen: bool
+) -> int:
+    """Rounds that leaders must have been in whose gain may be luck."""
+    baseline = estimates.baseline
+    if baseline is None:
+        return 0
+    if any(_rests_on_one(m, baseline, estimates, objectives) for m in leaders):
+        return UNFORETOLD_ROUNDS
+    luck, again = (UNFORESEEN_LUCK, UNFORESEEN_ROUNDS) if unforeseen else (LUCK, 1)
+    return again if any(_may_be_luck(m, baseline, estimates, objectives, luck) for m in leaders) else 0
+
+
 def _hope(ahead: float, sd: float) -> float:
     """Expected gain over the leader if a trial is better, else nothing (expected improvement)."""
     if not 0 < sd < math.inf:
@@ -171,19 +199,25 @@ def next_round(
         tried: Rounds that a trial was in, by number, whether they completed or not.
     """
     baseline, least = estimates.baseline, rounds.least
-    more = max(0, rounds.most - rounds_done(estimates, tried))
     ranked = [m for m in rank(estimates, objectives) if baseline is None or m.trial != baseline.trial]
     ranked = [m for m in ranked if not m.unreproducible] or ranked
     hopeful = [m for m in ranked if not m.barred]
+    # Where each leader is measured as often anyway, none is tested.
+    tests = rounds.least < UNFORETOLD_ROUNDS and timed_share(objectives) > 0
+    lucky = [m for m in hopeful if tests and _is_lucky(m, estimates)]
+    # Rounds that test such a reading leave as many for the others.
+    n_tests = max((min(tried.get(m.trial, 0), UNFORETOLD_ROUNDS) for m in lucky), default=0)
+    more = max(0, rounds.most + n_tests - rounds_done(estimates, tried))
     races = [
         race(some, estimates, objectives, rounds.below, more) for some in (hopeful, [m for m in ranked if not m.doubt])
     ]
     leaders = [each.runners[0] for each in races if each.runners]
-    luck, again = (UNFORESEEN_LUCK, UNFORESEEN_ROUNDS) if rounds.unforeseen else (LUCK, 1)
-    if more and baseline is not None and any(_may_be_luck(m, baseline, estimates, objectives, luck) for m in leaders):
-        least = max(least, again)
+    if more:
+        least = max(least, _doubtful_rounds(leaders, estimates, objectives, unforeseen=rounds.unforeseen))
     new = [m for m in ranked if least and m.trial in found and not tried.get(m.trial)]
     short = [m for m in leaders if tried.get(m.trial, 0) < least]
+    # Of two readings that contradict each other nobody knows which is right, and how large the noise is.
+    short += [m for m in lucky if m not in short and 0 < tried.get(m.trial, 0) < UNFORETOLD_ROUNDS]
     due = bool(new or short) or (baseline is not None and bool(ranked) and tried.get(baseline.trial, 0) < least)
     if not due and (not more or all(each.settled for each in races)):
         return []

@@ -9,6 +9,7 @@ from autotune.scoring import recommend
 from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.convergence.quality_gate import GateVerdict
 from autotune.scoring.estimates import estimate
+from autotune.scoring.measured import Foretold
 from autotune.scoring.racing import Rounds, next_round, race
 
 # Of a quick study.
@@ -120,6 +121,34 @@ def test_a_gain_is_measured_again_twice_where_the_search_was_not_settled_by_its_
         found = [measured(0, 0.1, rounds=[0.1] * n_rounds), measured(1, steps, rounds=[steps] * n_rounds)]
         rounds, tried = replace(UNSTATED, unforeseen=True), dict.fromkeys((0, 1), n_rounds)
         assert trials(next_round(estimate(found), [LATENCY], (1,), 1, 1, tried=tried, rounds=rounds)) == wanted
+
+
+def foretold(struck, read_s, again):
+    """Trials that all read to 2 % what is foretold, but for the first reading of one of them, and how often some were measured again."""
+    expected = [0.1, 0.1, 0.12, 0.13, 0.15, 0.11, 0.085]
+    found = []
+    for n, step_s in enumerate(expected):
+        read = read_s if n == struck else step_s * (1 + 0.02 * (-1) ** n)
+        each = measured(n, read, rounds=[step_s] * again.get(n, 0), zero_stage=n % 4)
+        found.append(replace(each, forecast=Foretold(math.log(step_s), tuple(0.1 * (n == m) for m in range(7)))))
+    return found
+
+
+def test_a_large_gain_is_measured_again_where_it_rests_on_one_reading_that_all_others_contradict():
+    """Of a reading that is twice too good a quick study made its answer: 2.2x where 1.1x is true."""
+    for struck, read_s, again, wanted in (
+        (1, 0.04, {}, [1]),
+        (0, 0.2, {}, [6]),  # the baseline's, which read too slow
+        (1, 0.04, {0: 1, 1: 1}, [1]),  # either reading may be right
+        (1, 0.04, {0: 2, 1: 2}, [6]),  # which leads now
+        (1, 0.04, {0: 4, 1: 2, 6: 2}, []),
+    ):
+        found = foretold(struck, read_s, again)
+        tried = {m.trial: len(m.repeats) for m in found}
+        turn = next_round(estimate(found), [LATENCY], (struck or 6,), 1, 1, tried=tried, rounds=UNSTATED)
+        assert trials(turn) == wanted
+    fast = replace(measured(7, 0.04), forecast=Foretold(math.log(0.04), (0.1,) * 7))  # as foretold
+    assert not next_round(estimate([*foretold(-1, 0.0, {}), fast]), [LATENCY], (7,), 1, 1, tried={}, rounds=UNSTATED)
 
 
 def test_after_the_last_round_none_is_run_however_the_sums_are_rounded():

@@ -48,6 +48,8 @@ DERIVED_TRIALS = 50
 OPEN_SCALE = 2.0
 # Above this deviation the prior has guessed the scale of the memory, and does not know it.
 GUESSED_SCALE = 0.5
+# What fits by a larger chance and runs out of memory all the same does so for another reason than its size.
+SURELY_FITS = 0.99
 RATES, COUNTED, PER_SAMPLE = of_kind("rate"), of_kind("count"), of_kind("per_sample")
 
 
@@ -282,7 +284,7 @@ def learn(
     told: Sequence[Observation],
 ) -> CostModel:
     """Fits the models to every trial; their candidates are in the catalogue."""
-    memory, limit = _learn_memory(catalogue, limit, told)
+    memory, limit, odd = _learn_memory(catalogue, limit, told)
     time_sd = np.concatenate([catalogue.time_sd, [HINGE_SD, HINGE_SQUARE_SD]])
     ran = timed(told, world_size)
     if len(ran) == 1:
@@ -323,7 +325,7 @@ def learn(
         rows=_rows(catalogue, [t for t in done if t.eligible]),
         n_ran=len(ran),
         known=frozenset(catalogue.row[t.candidate] for t in told if t.outcome is not Outcome.LOST),
-        distrust=_distrust(catalogue, told),
+        distrust=_distrust(catalogue, told, odd),
         per_sample={rate: float(np.median(some)) for rate, some in ratios.items() if some},
         sized=any(t.good("peak_memory_bytes") for t in ran) or bool(catalogue.memory_sd[0] < GUESSED_SCALE),
     )
@@ -350,27 +352,32 @@ def _rows(catalogue: FeatureTable, told: Sequence[Observation]) -> Rows:
 
 def _learn_memory(
     catalogue: FeatureTable, limit: float | None, told: Sequence[Observation]
-) -> tuple[CalibratedGP, float | None]:
+) -> tuple[CalibratedGP, float | None, list[Observation]]:
+    """Returns the model, the limit, and what ran out of memory although all that ran foretold that it surely fits."""
     seen = [t for t in told if t.good("peak_memory_bytes") and t.outcome in RAN]
     out = [t for t in told if t.outcome is Outcome.OOM]
     y = [math.log(t.metrics["peak_memory_bytes"]) for t in seen]
-    if limit is None and out:
-        limit = _inferred_limit(catalogue, seen, out, y) if y else None
+    odd: list[Observation] = []
+    if y and out:
+        least, sd = _foretold(catalogue, seen, out, y)
+        if limit is None:  # half way from the largest that ran to the least predicted of what did not
+            limit = max(y) + max(0.05, 0.5 * (float(least.min()) - max(y)))
+        else:
+            odd = [t for t, fits in zip(out, probability_below(least, sd, limit), strict=True) if fits > SURELY_FITS]
     if limit is None:
         out = []
     y += [(limit or 0.0) + math.log(OVER_LIMIT)] * len(out)
     data = Data.of(catalogue.memory.take(_rows(catalogue, [*seen, *out])), y, n_censored=len(out))
-    return fit(data, catalogue.memory_sd, catalogue.memory_spread, MEMORY_NOISE, MEMORY_SMOOTH), limit
+    return fit(data, catalogue.memory_sd, catalogue.memory_spread, MEMORY_NOISE, MEMORY_SMOOTH), limit, odd
 
 
-def _inferred_limit(
+def _foretold(
     catalogue: FeatureTable, seen: Sequence[Observation], out: Sequence[Observation], y: Sequence[float]
-) -> float:
-    """Where nobody said how much memory there is: half way from the largest that ran to the least predicted of what did not."""
+) -> tuple[Floats, Floats]:
+    """What trials that told their memory foretell of the logarithm of that of others: mean and standard deviation."""
     data = Data.of(catalogue.memory.take(_rows(catalogue, seen)), y)
     model = fit(data, catalogue.memory_sd, catalogue.memory_spread, MEMORY_NOISE, MEMORY_SMOOTH)
-    least, _ = model.predict(catalogue.memory.take(_rows(catalogue, out)))
-    return max(y) + max(0.05, 0.5 * (float(least.min()) - max(y)))
+    return model.predict(catalogue.memory.take(_rows(catalogue, out)), noise=True)
 
 
 def _time_data(
@@ -423,12 +430,12 @@ def _priced(
     return own
 
 
-def _distrust(catalogue: FeatureTable, told: Sequence[Observation]) -> Floats:
+def _distrust(catalogue: FeatureTable, told: Sequence[Observation], odd: Sequence[Observation]) -> Floats:
     """For each setting how likely it is to fail otherwise than by memory: what crashes once, or can be no answer, may do so again.
 
-    The settings of a trial that no other has shown to run share its blame.
+    So may what ran out of memory and surely fits (`odd`). The settings of a trial that no other has shown to run share its blame.
     """
-    failures = [t for t in told if t.outcome in FAILURES or (t.outcome in RAN and not t.eligible)]
+    failures = [*odd] + [t for t in told if t.outcome in FAILURES or (t.outcome in RAN and not t.eligible)]
     failed = catalogue.settings[_rows(catalogue, failures)]
     failed[[t.outcome in RAN for t in failures], catalogue.present.shape[1] :] = 0.0  # no size makes it train otherwise
     good = catalogue.settings[_rows(catalogue, [t for t in told if t.outcome in RAN and t.eligible])].sum(axis=0)

@@ -331,14 +331,24 @@ def test_the_best_of_very_many_are_chosen_by_all_that_is_believed_of_them():
     assert np.abs(state.rough_costs() - mean).max() > 0.02
 
 
-def test_of_two_levels_that_crashed_together_each_is_likelier_to_run_without_the_other():
+@pytest.mark.parametrize(("outcome", "limit"), [(Outcome.CRASHED, None), (Outcome.OOM, 1e12)])
+def test_of_two_levels_that_crashed_together_each_is_likelier_to_run_without_the_other(outcome, limit):
+    """So where they ran out of memory, but need 1 % of what there is: nothing was learned of that, and all trials went to such."""
     every = all_of(SearchSpace.parse(KNOBS, "test.yaml"))
-    guide = CandidateOptimizer(every, PRIOR, METRICS, world_size=2, reference=DEFAULT)
+    guide = CandidateOptimizer(every, PRIOR, METRICS, world_size=2, reference=DEFAULT, memory_limit_bytes=limit)
     both = Candidate(micro_batch_size=8, zero_stage=2, precision="bf16")
-    told = [told_of(DEFAULT), *(Observation(candidate=both, outcome=Outcome.CRASHED) for _ in range(2))]
+    told = [told_of(DEFAULT), *(Observation(candidate=both, outcome=outcome) for _ in range(2))]
     apart = [replace(both, zero_stage=1), replace(both, precision="fp32"), DEFAULT]
     chances = guide._learn(told).completes(np.array([guide.catalogue.row[c] for c in [both, *apart]]))
     assert chances[0] < 0.5 * chances[1:3].min() and chances[3] == 1.0
+
+
+def test_what_needs_more_memory_than_there_is_has_failed_for_no_other_reason():
+    every = all_of(SearchSpace.parse(KNOBS, "test.yaml"))
+    guide = CandidateOptimizer(every, PRIOR, METRICS, world_size=2, reference=DEFAULT, memory_limit_bytes=4e9)
+    told = [told_of(c, limit=4e9) for c in every[::9]]
+    assert len({t.outcome for t in told}) == 2
+    assert (guide._learn(told).completes(np.arange(len(every))) == 1.0).all()
 
 
 def test_a_level_that_crashes_is_left_alone():

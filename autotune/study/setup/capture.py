@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,8 +136,19 @@ def capture(
         )
     chosen = _chosen(records, shown)
     found = _invocation(chosen, records, numbers, run, command)
-    others = sorted({Path(record.script).name for record in records if record.script != chosen.script})
+    missing = [name for name in numbers if name not in _names(found)]
+    if missing:
+        raise UserError(
+            f"{shown}: {{{missing[0]}}} did not arrive: it stands neither in the arguments nor in the environment of"
+            f" {Path(found.script).name}; write it where the script itself sees it"
+        )
+    return found, _notes(records, chosen, found)
+
+
+def _notes(records: Iterable[_Record], chosen: _Record, found: Invocation) -> list[str]:
+    """Returns what of a command is not run, or not as it says."""
     notes = []
+    others = sorted({Path(record.script).name for record in records if record.script != chosen.script})
     if others:
         names = ", ".join(others)
         notes.append(f"{names} of your command was not run; run it yourself first if the training needs it")
@@ -150,13 +161,7 @@ def capture(
             f"the command asks for {asked} processes, but its launcher starts one: without `--ranks {asked}` trials have one"
             " rank, too"
         )
-    missing = [name for name in numbers if name not in _names(found)]
-    if missing:
-        raise UserError(
-            f"{shown}: {{{missing[0]}}} did not arrive: it stands neither in the arguments nor in the environment of"
-            f" {Path(found.script).name}; write it where the script itself sees it"
-        )
-    return found, notes
+    return notes
 
 
 def _write_programs(folder: Path) -> dict[str, str]:

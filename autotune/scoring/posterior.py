@@ -26,6 +26,8 @@ PAUSE_SD = 0.3
 # What lies further than this many standard deviations from what the others foretell is an outlier. The worst are taken
 # out first, since they hide others: each time one, or this share of the readings.
 OUTLYING, AT_ONCE, MOST_TIMES = 3.0, 0.04, 4
+# A forecast may be far off where few trials have corrected it: only beyond so many standard deviations is a reading doubted.
+SURPRISING = 1.5
 # An outlier may hide itself, since noise that is as large explains it: one that makes all readings this much likelier where it is
 # taken out is one (a logarithm: 150 times).
 HIDDEN = 5.0
@@ -76,8 +78,8 @@ class Posterior:
         mean: Mean of each trial's logarithm.
         cov: Covariance of each two trials' logarithms.
         noise_sd: Standard deviation of the logarithm of one measurement.
-        least, most: How far the lowest and the highest reading of each trial lie above what all other readings foretell; 0 without
-            a forecast.
+        least, most: How far the lowest reading of each trial lies below (a negative number) and the highest above what all
+            other readings foretell, where that is surprising; else 0, as without a forecast.
     """
 
     mean: Floats
@@ -199,10 +201,10 @@ def fit(readings: Readings) -> Posterior:
         model = _Model(readings, positions, own_sd, extra_var)
         z, beyond = model.surprise(points[0])
         if n == 0:
-            least, most = np.full(len(known), np.inf), np.full(len(known), -np.inf)
-            np.minimum.at(least, readings.trial, beyond)
-            np.maximum.at(most, readings.trial, beyond)
-            least, most = np.where(known, least, 0.0), np.where(known, most, 0.0)
+            least, most = np.zeros(len(known)), np.zeros(len(known))
+            surprising = np.where(known[readings.trial] & (np.abs(z) > SURPRISING), beyond, 0.0)
+            np.minimum.at(least, readings.trial, surprising)
+            np.maximum.at(most, readings.trial, surprising)
         z, apart = np.abs(z), np.abs(beyond)
         worst = np.argsort(-z)[: max(1, int(AT_ONCE * len(z)))]
         outlying = worst[z[worst] > OUTLYING]

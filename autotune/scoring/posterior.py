@@ -26,7 +26,7 @@ PAUSE_SD = 0.3
 # What lies further than this many standard deviations from what the others foretell is an outlier. The worst are taken
 # out first, since they hide others: each time one, or this share of the readings.
 OUTLYING, AT_ONCE, MOST_TIMES = 3.0, 0.04, 4
-# A forecast may be far off where few trials have corrected it: only beyond so many standard deviations is a reading doubted.
+# A forecast may be far off where few trials have corrected it: only beyond this number of standard deviations is a reading doubted.
 SURPRISING = 1.5
 # An outlier may hide itself, since noise that is as large explains it: one that makes all readings this much likelier where it is
 # taken out is one (a logarithm: 150 times).

@@ -13,6 +13,8 @@ from autotune.space.deepspeed import DsConfig
 from autotune.worker.script.patching import syntax_of
 
 ACCUMULATION = "gradient_accumulation_steps"
+# A larger JSON file holds data, which take time and memory to read.
+LARGEST_BYTES = 2**20
 # What DeepSpeed computes with; it takes "auto" elsewhere for its default.
 NUMBERS = ("train_batch_size", "train_micro_batch_size_per_gpu", ACCUMULATION, "gradient_clipping")
 
@@ -88,8 +90,9 @@ def filled_from(own: DsConfig, files: Iterable[str]) -> tuple[str, DsConfig] | N
     """
     mine = _leaves(own)
     for file in files:
-        with contextlib.suppress(UserError):
-            read_in = _leaves(read(file))
+        with contextlib.suppress(UserError, OSError):
+            small = os.path.isfile(file) and os.path.getsize(file) <= LARGEST_BYTES
+            read_in = _leaves(read(file)) if small else {}
             changed = {path: value for path, value in mine.items() if path not in read_in or read_in[path] != value}
             if read_in.keys() <= mine.keys() and 2 * len(read_in.keys() - changed.keys()) > len(read_in):
                 return file, changed

@@ -68,3 +68,12 @@ def test_a_dict_that_a_script_fills_from_a_file_is_told_from_one_of_its_own(tmp_
     files = [str(tmp_path / name) for name in ("gone.json", "model.json", "ds.json")]
     edited = {key: value for key, value in (own | edits).items() if value is not None}
     assert ds_config.filled_from(edited, files) == (None if changed is None else (files[-1], changed))
+
+
+def test_a_large_file_that_a_flag_names_is_taken_for_data_and_a_folder_for_none(tmp_path):
+    """Each rank of each trial read the data set of `--data train.json` once more, and a folder of such a name ended the probe."""
+    own, files = {"optimizer": {"type": "AdamW"}}, [tmp_path / name for name in ("folder.json", "data.json", "ds.json")]
+    files[0].mkdir()
+    for file, n_blank in zip(files[1:], (2**20, 0), strict=True):
+        file.write_text(json.dumps(own) + " " * n_blank)
+    assert ds_config.filled_from(own, map(str, files)) == (str(files[2]), {})

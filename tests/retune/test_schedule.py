@@ -505,8 +505,11 @@ HOURLY, DAILY = "0 * * * *", "0 0 * * *"
 
 
 GRIDS = [
-    *((every_s, "UTC") for every_s in (2700.0, 3600.0, 5 * 3600.0, 1.5 * DAY, 2 * DAY, 7 * DAY, 30 * DAY)),
-    *itertools.product((3600.0, 36 * 3600.0, 7 * DAY), ("Europe/Berlin", "America/New_York", "Australia/Lord_Howe")),
+    *((every_s, "UTC") for every_s in (2700.0, 5 * 3600.0)),
+    *((36 * 3600.0, zone) for zone in ("Europe/Berlin", "Australia/Lord_Howe")),
+    *((every_s, "UTC") for every_s in (3600.0, 36 * 3600.0, 2 * DAY, 7 * DAY, 30 * DAY)),
+    *itertools.product((3600.0, 7 * DAY), ("Europe/Berlin", "America/New_York", "Australia/Lord_Howe")),
+    (36 * 3600.0, "America/New_York"),
 ]
 
 

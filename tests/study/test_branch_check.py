@@ -219,7 +219,6 @@ def test_a_branch_that_a_trials_deadline_would_cut_is_not_begun_again(tmp_path, 
 
 
 @pytest.mark.system
-@pytest.mark.cells(1)
 @pytest.mark.parametrize("quick", [True, False])
 def test_batches_that_no_branch_could_confirm_in_time_are_not_tried_and_said(tmp_path, quick):
     """Eight samples take 28 ms, so that a branch of 24 steps of 512 takes 43 s for the baseline alone."""

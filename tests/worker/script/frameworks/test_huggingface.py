@@ -143,7 +143,7 @@ def test_the_exported_flags_train_a_trainer_as_the_trial_did(bench, tmp_path):
 
 
 @pytest.mark.cells(1)
-@pytest.mark.parametrize(("clip", "norm"), [("accelerator", 1.0), ("torch", 0.5), ("no", 0.0)])
+@pytest.mark.parametrize(("clip", "norm"), [("torch", 0.5), ("accelerator", 1.0), ("no", 0.0)])
 def test_a_script_without_deepspeed_keeps_the_norm_at_which_it_clips_gradients(bench, clip, norm, monkeypatch):
     """Accelerate would fill in 1. With `accelerate launch --cpu` it would not use DeepSpeed at all."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")

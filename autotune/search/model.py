@@ -364,8 +364,7 @@ def _learn_memory(
             limit = max(y) + max(0.05, 0.5 * (float(least.min()) - max(y)))
         else:
             odd = [t for t, fits in zip(out, probability_below(least, sd, limit), strict=True) if fits > SURELY_FITS]
-    if limit is None:
-        out = []
+    out = [t for t in out if limit is not None and t not in odd]
     y += [(limit or 0.0) + math.log(OVER_LIMIT)] * len(out)
     data = Data.of(catalogue.memory.take(_rows(catalogue, [*seen, *out])), y, n_censored=len(out))
     return fit(data, catalogue.memory_sd, catalogue.memory_spread, MEMORY_NOISE, MEMORY_SMOOTH), limit, odd

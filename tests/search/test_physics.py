@@ -343,6 +343,17 @@ def test_of_two_levels_that_crashed_together_each_is_likelier_to_run_without_the
     assert chances[0] < 0.5 * chances[1:3].min() and chances[3] == 1.0
 
 
+def test_what_ran_out_of_memory_and_surely_fits_tells_nothing_of_what_others_need():
+    """Others were foretold three times the memory that they need, and some of them did not fit then."""
+    every = all_of(SearchSpace.parse(KNOBS, "test.yaml"))
+    guide = CandidateOptimizer(every, PRIOR, METRICS, world_size=2, reference=DEFAULT, memory_limit_bytes=1e12)
+    told = [told_of(c) for c in every[::9]]
+    odd = Observation(candidate=Candidate(micro_batch_size=8, zero_stage=2, precision="bf16"), outcome=Outcome.OOM)
+    needs = guide.catalogue.memory.take(np.arange(len(every)))
+    without, beside = (guide._learn(some).memory.predict(needs)[0] for some in (told, [*told, odd]))
+    assert np.allclose(without, beside)
+
+
 def test_what_needs_more_memory_than_there_is_has_failed_for_no_other_reason():
     every = all_of(SearchSpace.parse(KNOBS, "test.yaml"))
     guide = CandidateOptimizer(every, PRIOR, METRICS, world_size=2, reference=DEFAULT, memory_limit_bytes=4e9)

@@ -81,6 +81,9 @@ class ByHand:
         if not hasattr(engine, "train_batch"):  # else one call does all of a step
             engine.backward = functools.partial(self._backward, engine.backward)
             engine.step = functools.partial(self._step, engine.step)
+            # DeepSpeed calls the prologue in each pass, also in that of `loss.backward()`; older versions have none.
+            name = "_backward_prologue" if hasattr(engine, "_backward_prologue") else "backward"
+            setattr(engine, name, functools.partial(self._pass, getattr(engine, name)))
 
     def _note(self, what: str, said: str) -> None:
         if what not in self._context.by_hand:
@@ -95,8 +98,6 @@ class ByHand:
         return [(id(each), each._version) for each in gradients]
 
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._weights is not None and self._engine.zero_optimization_stage() < 3:  # there weights come and go
-            self._moved = self._moved or self._changed(*self._weights)
         result = original(*args, **kwargs)
         self._gradients = self._versions()
         return result
@@ -132,6 +133,11 @@ class ByHand:
         return result
 
     # Weights
+
+    def _pass(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._weights is not None and self._engine.zero_optimization_stage() < 3:  # there weights come and go
+            self._moved = self._moved or self._changed(*self._weights)
+        return original(*args, **kwargs)
 
     def _update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._weights is not None and self._changed(*self._weights):

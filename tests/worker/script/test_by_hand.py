@@ -19,7 +19,11 @@ class Engine:
         self.module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         self.stage, self.clipping = stage, clipping
 
+    def _backward_prologue(self):
+        """DeepSpeed's engine calls it in each pass, also in one past its `backward`."""
+
     def backward(self, loss):
+        self._backward_prologue()
         loss.backward()
         self.gradients = [each.grad for each in self.module.parameters()]
         if self.stage:
@@ -51,7 +55,9 @@ def trained(monkeypatch):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_value_", torch.nn.utils.clip_grad_value_)
     monkeypatch.setattr(project, "holds", lambda file: file == __file__)
 
-    def train(stage=0, clipping=0.0, *, gradients=lambda _: None, weights=lambda _: None, ahead=lambda _: None):
+    def train(
+        stage=0, clipping=0.0, *, gradients=lambda _: None, weights=lambda _: None, ahead=lambda _: None, plain=False
+    ):
         script = context.ScriptContext.__new__(context.ScriptContext)
         script.report, script.by_hand, script.clipping = SimpleNamespace(caveats=[]), [], None
         script.by_micro_batch = ""
@@ -59,7 +65,8 @@ def trained(monkeypatch):
         ByHand(script).install(lambda *_: None)(engine, None)
         for _ in range(3):
             ahead([*engine.module.parameters()])
-            engine.backward(engine.module(torch.ones(2, 4)).square().sum())
+            loss = engine.module(torch.ones(2, 4)).square().sum()
+            Engine.backward(engine, loss) if plain else engine.backward(loss)
             gradients([*engine.module.parameters()])
             engine.step()
             weights([*engine.module.parameters()])
@@ -118,15 +125,22 @@ def test_changed_weights_are_noted_and_those_put_back_are_not(trained):
 
 
 @pytest.mark.parametrize(
-    ("stage", "back", "noted"), [(0, -0.1, True), (2, -0.1, True), (3, -0.1, False), (0, 0.1, False)]
+    ("stage", "back", "noted", "plain"),
+    [
+        (0, -0.1, True, False),
+        (2, -0.1, True, False),
+        (2, -0.1, True, True),
+        (3, -0.1, False, False),
+        (0, 0.1, False, False),
+    ],
 )
-def test_weights_that_are_moved_for_a_micro_batch_and_put_back_make_it_count(trained, stage, back, noted):
+def test_weights_that_are_moved_for_a_micro_batch_and_put_back_make_it_count(trained, stage, back, noted, plain):
     """Sharpness-aware minimization was called drop-in at another micro-batch, whose perturbation is another one."""
 
     def sharpest(them):
         them[0].data.add_(0.1)
 
-    found = trained(stage, ahead=sharpest, gradients=lambda them: them[0].data.add_(back))
+    found = trained(stage, ahead=sharpest, gradients=lambda them: them[0].data.add_(back), plain=plain)
     assert bool(found.by_micro_batch) is noted is (found.by_micro_batch in found.report.caveats)
     assert found.by_hand == ([] if back < 0 else ["weights"])
 

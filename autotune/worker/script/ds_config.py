@@ -9,7 +9,8 @@ from types import FrameType
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.space.deepspeed import DsConfig
+from autotune.space.candidate import from_deepspeed
+from autotune.space.deepspeed import ConfigError, DsConfig
 from autotune.worker.script.patching import syntax_of
 
 ACCUMULATION = "gradient_accumulation_steps"
@@ -97,6 +98,14 @@ def filled_from(own: DsConfig, files: Iterable[str]) -> tuple[str, DsConfig] | N
             if read_in.keys() <= mine.keys() and 2 * len(read_in.keys() - changed.keys()) > len(read_in):
                 return file, changed
     return None
+
+
+def in_trials(own: DsConfig, world_size: int) -> DsConfig:
+    """Returns a script's configuration as a trial of the same settings has it: without what is switched off."""
+    try:
+        return from_deepspeed(own, world_size).to_deepspeed(own)
+    except ConfigError:  # a framework fills in the batch
+        return own
 
 
 def _leaves(config: DsConfig, prefix: str = "") -> DsConfig:

@@ -181,7 +181,7 @@ class EngineHooks:
         flag = context.json_flags[file]
         context.report.flags.setdefault("ds_config", flag)
         prepared.config_source = os.path.relpath(file)
-        config = context.config(own)
+        config, unmoved = context.config(own), ds_config.in_trials(own, context.request.world_size)
         told = (
             (ds_config.ACCUMULATION,)
             if any(text.startswith("Accumulation:") for text in context.report.side_changes)
@@ -189,7 +189,8 @@ class EngineHooks:
         )
         for path in sorted(changed.keys() - {*told, "train_batch_size"}):
             wanted = at_path(config, path)
-            if wanted != changed[path] and path.partition(".")[0] not in SIDE_EFFECT_KEYS:
+            moved = wanted not in (changed[path], at_path(unmoved, path))
+            if moved and path.partition(".")[0] not in SIDE_EFFECT_KEYS:
                 to = "leave that out" if wanted is None else f"set it to {json.dumps(wanted)} there"
                 context.changed(
                     f"Configuration: the script sets `{path}` itself once it has read the file of `{flag[0]}`: {to}, in place of"

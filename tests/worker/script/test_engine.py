@@ -222,15 +222,20 @@ def test_a_batch_in_a_class_is_cast_and_a_cache_is_left_alone():
 def test_a_script_that_fills_its_dict_from_a_file_keeps_to_the_file(tmp_path, monkeypatch, stage, n_said):
     """It was told to pass another file in place of the dict, though the file's flag carries what it does not set itself."""
     monkeypatch.chdir(tmp_path)
-    read_in = {"zero_optimization": {"stage": 2, "overlap_comm": False}, "gradient_clipping": 1.0}
+    batch, off = (
+        {"train_micro_batch_size_per_gpu": 4},
+        {"offload_optimizer": {"device": "none"}},
+    )  # which a trial leaves out
+    read_in = {"zero_optimization": {"stage": 2, "overlap_comm": False}, "gradient_clipping": 1.0} | batch
     Path("ds.json").write_text(json.dumps(read_in))
     script = context.ScriptContext.__new__(context.ScriptContext)
     script.report = report = SimpleNamespace(side_changes=[], unreproducible=[], flags={})
     script.family, script.json_flags = "", {str(tmp_path / "ds.json"): ["--ds"]}
-    script.config = lambda _: {"zero_optimization": {"stage": stage, "overlap_comm": True}, "gradient_clipping": 0.5}
+    zero = {"zero_optimization": {"stage": stage, "overlap_comm": True}}
+    script.config, script.request = lambda _: zero | {"gradient_clipping": 0.5} | batch, SimpleNamespace(world_size=1)
     prepared = SimpleNamespace(config_source="")
     hooks = engine.EngineHooks(script, attach=lambda *_: None, beside=lambda _: None)
-    hooks._tell_file(read_in | {"zero_optimization": {"stage": 1, "overlap_comm": False}}, prepared)
+    hooks._tell_file(read_in | {"zero_optimization": {"stage": 1, "overlap_comm": False, **off}}, prepared)
     assert (prepared.config_source, report.flags) == ("ds.json", {"ds_config": ["--ds"]})
     said = "the script sets `zero_optimization.stage` itself once it has read the file of `--ds`: set it to 0 there, in place of 1"
     assert len(report.side_changes) == n_said and all(said in text for text in report.side_changes)

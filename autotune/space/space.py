@@ -99,7 +99,8 @@ class SearchSpace:
         """The space with all values of knobs that are to lie around a baseline's own.
 
         These are, beside their choices, the baseline's own, twice, four times it and so on as far as `around_baseline`
-        goes, and all numbers that divide the samples of a rank: the same global batch in other micro-batches.
+        goes, and what divides the samples of a rank, from the least choice to the largest of these: the same global batch
+        in other micro-batches.
         """
         kept = (_around(p, baseline) if p.around_baseline else p for p in self.parameters)
         return replace(self, parameters=tuple(kept))

@@ -48,8 +48,8 @@ DERIVED_TRIALS = 50
 OPEN_SCALE = 2.0
 # Above this deviation the prior has guessed the scale of the memory, and does not know it.
 GUESSED_SCALE = 0.5
-# What fits by a larger chance and runs out of memory all the same does so for another reason than its size.
-SURELY_FITS = 0.99
+# What fits by a larger chance, needs less than this share of the memory and runs out of it does so for another reason than its size.
+SURELY_FITS, ROOMY = 0.99, 0.5
 RATES, COUNTED, PER_SAMPLE = of_kind("rate"), of_kind("count"), of_kind("per_sample")
 
 
@@ -363,7 +363,8 @@ def _learn_memory(
         if limit is None:  # half way from the largest that ran to the least predicted of what did not
             limit = max(y) + max(0.05, 0.5 * (float(least.min()) - max(y)))
         else:
-            odd = [t for t, fits in zip(out, probability_below(least, sd, limit), strict=True) if fits > SURELY_FITS]
+            surely = (probability_below(least, sd, limit) > SURELY_FITS) & (least < limit + math.log(ROOMY))
+            odd = [t for t, other in zip(out, surely, strict=True) if other]
     out = [t for t in out if limit is not None and t not in odd]
     y += [(limit or 0.0) + math.log(OVER_LIMIT)] * len(out)
     data = Data.of(catalogue.memory.take(_rows(catalogue, [*seen, *out])), y, n_censored=len(out))

@@ -123,7 +123,7 @@ test-unit: $(STAMP) ## only the tests that start no process (three minutes)
 test-smoke: engines ## one study on each engine and on stand-in GPUs, PostgreSQL, pages in a browser, every legal pair of settings, slow runs of trials: the part of test-system that CI runs
 	@$(RUN) -m pytest -m 'system and smoke' $(PYTEST_ARGS)
 
-test-system: engines ## all tests on Slurm, Ray, ssh, PostgreSQL and in a browser, then floors, newest and test-cuda-build (before a release; an hour)
+test-system: engines ## all tests on Slurm, Ray, ssh, PostgreSQL and in a browser, then floors, newest and test-cuda-build (before a release; an hour and a half)
 	@$(RUN) -m pytest -m system $(PYTEST_ARGS)
 	@for edge in floors newest test-cuda-build; do $(MAKE) --no-print-directory $$edge || exit 1; done
 

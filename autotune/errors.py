@@ -42,7 +42,10 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Returns a text of at most `most` characters: a longer one is cut between two words, and three dots say so."""
+    """Returns a text of at most `most` characters: a longer one is cut between two words, and three dots say so.
+
+    A path without spaces is cut within; `textwrap.shorten` would leave nothing of it.
+    """
     if len(text) <= most:
         return text
     head = text[: most - 4]

@@ -87,7 +87,7 @@ class Estimates:
         return self._posterior.sd_of_difference(rows[0], rows[1])
 
     def unforetold(self, measured: Measured) -> tuple[float, float]:
-        """How much faster and slower than all others foretell a trial's readings are at most (logarithms); 0 without a step time."""
+        """By how much a trial's fastest and its slowest reading differ from what all others foretell (logarithms); 0 if expected."""
         row = self._rows.get(measured.trial)
         if self._posterior is None or row is None:
             return 0.0, 0.0

@@ -435,7 +435,7 @@ def _distrust(catalogue: FeatureTable, told: Sequence[Observation], odd: Sequenc
 
     So may what ran out of memory and surely fits (`odd`). The settings of a trial that no other has shown to run share its blame.
     """
-    failures = [*odd] + [t for t in told if t.outcome in FAILURES or (t.outcome in RAN and not t.eligible)]
+    failures = [*odd, *(t for t in told if t.outcome in FAILURES or (t.outcome in RAN and not t.eligible))]
     failed = catalogue.settings[_rows(catalogue, failures)]
     failed[[t.outcome in RAN for t in failures], catalogue.present.shape[1] :] = 0.0  # no size makes it train otherwise
     good = catalogue.settings[_rows(catalogue, [t for t in told if t.outcome in RAN and t.eligible])].sum(axis=0)

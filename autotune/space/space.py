@@ -290,10 +290,8 @@ def _structures(space: SearchSpace, default: Candidate) -> Iterator[tuple[dict[s
 def _around(parameter: Parameter, baseline: Candidate) -> Parameter:
     """The parameter with the values around a baseline's among its choices (`SearchSpace.around`)."""
     own: int = getattr(baseline, parameter.name)
-    samples, listed = (
-        baseline.micro_batch_size * baseline.gradient_accumulation_steps,
-        set(filter(is_int, parameter.choices)),
-    )
+    samples = baseline.micro_batch_size * baseline.gradient_accumulation_steps
+    listed = set(filter(is_int, parameter.choices))
     values = listed | {own << n for n in range(parameter.around_baseline.bit_length())}
     values |= {n for n in range(min(listed), min(max(values), samples) + 1) if samples % n == 0}
     return Parameter(name=parameter.name, choices=tuple(sorted(values)), when=parameter.when)

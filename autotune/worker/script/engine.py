@@ -182,12 +182,10 @@ class EngineHooks:
         context.report.flags.setdefault("ds_config", flag)
         prepared.config_source = os.path.relpath(file)
         config, unmoved = context.config(own), ds_config.in_trials(own, context.request.world_size)
-        told = (
-            (ds_config.ACCUMULATION,)
-            if any(text.startswith("Accumulation:") for text in context.report.side_changes)
-            else ()
-        )
-        for path in sorted(changed.keys() - {*told, "train_batch_size"}):
+        elsewhere = {"train_batch_size"}
+        if any(text.startswith("Accumulation:") for text in context.report.side_changes):
+            elsewhere.add(ds_config.ACCUMULATION)
+        for path in sorted(changed.keys() - elsewhere):
             wanted = at_path(config, path)
             moved = wanted not in (changed[path], at_path(unmoved, path))
             if moved and path.partition(".")[0] not in SIDE_EFFECT_KEYS:

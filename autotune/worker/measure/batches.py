@@ -211,7 +211,7 @@ class BatchObserver:
         # A forward call with gradients in evaluation mode, and its draw: training where it goes backward.
         self._unsure: tuple[tuple[Any, ...], dict[str, Any], list[Draw]] | None = None
         self.trains_in_evaluation_mode = False
-        self.texts = Texts(getattr(engine, "module", None), shards)
+        self.texts = Texts(engine.module, shards)
         engine.register_forward_pre_hook(self._on_forward, with_kwargs=True)
         self._calls = Calls(engine)
 
@@ -233,12 +233,12 @@ class BatchObserver:
     @property
     def trains(self) -> bool:
         """Returns whether a forward call now is part of the training; in evaluation mode, once one went backward there."""
-        return torch.is_grad_enabled() and (self._engine.training or self.trains_in_evaluation_mode)
+        return torch.is_grad_enabled() and (self._engine.module.training or self.trains_in_evaluation_mode)
 
     @property
     def in_training_mode(self) -> bool:
-        """Returns whether the engine is in training mode."""
-        return bool(self._engine.training)
+        """Returns whether the model is in training mode, which the engine's `train` and `eval` set."""
+        return bool(self._engine.module.training)
 
     # What the hooks tell
 

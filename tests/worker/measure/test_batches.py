@@ -49,7 +49,8 @@ class FakeEngine:
     """Takes an optimizer step every `accumulation` backward calls."""
 
     def __init__(self, accumulation, *, forgiving=False):
-        self.global_steps, self.micro, self.accumulation, self.training = 0, 0, accumulation, True
+        self.global_steps, self.micro, self.accumulation = 0, 0, accumulation
+        self.module = torch.nn.Identity()
         self.observer = BatchObserver(self, forgiving=forgiving)
 
     def register_forward_pre_hook(self, hook, *, with_kwargs):
@@ -168,11 +169,11 @@ def test_micro_batches_may_be_drawn_ahead_for_a_whole_step():
 def test_batches_of_an_evaluation_do_not_count():
     engine = FakeEngine(accumulation=1)
     for _ in range(3):
-        engine.training = False
+        engine.module.eval()
         for _ in range(5):
             engine.observer.drew(64)
             engine.forward(torch.zeros(64, 3))
-        engine.training = True
+        engine.module.train()
         engine.train(torch.zeros(4, 3), drawn=4)
     assert engine.observer.loader_batch_sizes == {4} and engine.observer.samples_per_step == {4}
 

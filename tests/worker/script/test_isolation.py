@@ -91,6 +91,7 @@ def test_a_script_that_goes_on_from_a_checkpoint_gets_what_it_saved_there_and_no
     found, said = rank(tmp_path), []
     found._context.once = said.append
     engine = torch.nn.Identity()
+    engine.module = torch.nn.Identity()
     engine.load_universal_checkpoint, engine.global_steps = lambda: False, 0
     batches = BatchObserver(engine)
     found._context.candidate, found._context.meter = None, SimpleNamespace(engine=engine, batches=batches)

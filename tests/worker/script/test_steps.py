@@ -139,7 +139,7 @@ def test_lengths_of_wide_features_are_told_from_a_streams_batches_too():
 def test_a_loop_that_trains_several_times_on_each_batch_is_not_drop_in_at_another_micro_batch():
     """Half the sequences in chunks twice as long, in truncated backpropagation through time, were called drop-in."""
     engine = torch.nn.Identity()
-    engine.global_steps = 0
+    engine.global_steps, engine.module = 0, torch.nn.Identity()
     found = {}
     for n_times in (1, 4):
         batches, engine.global_steps = BatchObserver(engine, forgiving=True), 0

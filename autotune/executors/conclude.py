@@ -40,7 +40,9 @@ def is_dtype_mismatch(result: TrialResult) -> bool:
 
 
 # What rank 0 measures for all ranks.
-OF_RANK_0 = ("step_times_s", "losses", "loss_dtype", "other_cores", "observed", "noise", "gradient", "expected")
+OF_RANK_0 = (
+    "step_times_s", "losses", "loss_dtype", "other_cores", "log_slowdown", "observed", "noise", "gradient", "expected",
+)  # fmt: skip
 
 
 def merge(

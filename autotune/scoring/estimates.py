@@ -19,6 +19,7 @@ from autotune.scoring.metrics import GOODPUT, METRICS, of_kind
 from autotune.scoring.objective import Objective
 from autotune.scoring.posterior import Posterior, Readings
 from autotune.scoring.quantiles import Z95, t95, t_quantile
+from autotune.scoring.shared_cores import SPREAD
 from autotune.trial.result import RAN, Outcome
 
 STEP, RATE, TO_TARGET = "step_time_s", "samples_per_s", "time_to_loss_s"
@@ -292,8 +293,19 @@ def _readings(timed: Sequence[Measured]) -> Readings:
         # A re-measurement takes as long as the trial, so its own noise is that of the trial.
         own = math.log(high / low) / 2 / Z95 if 0 < low < high else 0.0
         again = ((number, values[STEP]) for number, values in m.repeats.items() if values.get(STEP, 0) > 0)
-        found += [(math.log(value), own, row, number, m.sitting) for number, value in ((0, m.metrics[STEP]), *again)]
-    columns = np.array(found, dtype=float).reshape(len(found), 5)
+        slowed = m.log_slowdown
+        found += [
+            (
+                math.log(value),
+                math.hypot(own, SPREAD * slowed.get(number, 0.0)),
+                row,
+                number,
+                m.sitting,
+                slowed.get(number, 0.0),
+            )
+            for number, value in ((0, m.metrics[STEP]), *again)
+        ]
+    columns = np.array(found, dtype=float).reshape(len(found), 6)
     foretold = [m.forecast or Foretold(math.nan, ()) for m in timed]
     width = max((len(each.row) for each in foretold), default=0)
     factor = np.array([each.row or (0.0,) * width for each in foretold]).reshape(len(timed), width)
@@ -303,6 +315,7 @@ def _readings(timed: Sequence[Measured]) -> Readings:
         trial=columns[:, 2].astype(np.intp),
         round=columns[:, 3].astype(np.intp),
         sitting=columns[:, 4].astype(np.intp),
+        slowed=columns[:, 5] - (columns[:, 5].mean() if len(found) else 0.0),
         forecast=np.array([each.mean for each in foretold]),
         forecast_cov=factor @ factor.T,
     )

@@ -69,6 +69,7 @@ class Measured:
         branch: What a branch from the baseline's state showed, where there was one.
         branch_wanted: Its global batch is another one, which only a branch can justify.
         sitting: Pauses of the study before it was measured in which the machine may have changed.
+        log_slowdown: By round, 0 for its first measurement, what other processes did to its step times (see `shared_cores`).
     """
 
     trial: int
@@ -93,6 +94,7 @@ class Measured:
     branch: Branch | None = None
     branch_wanted: bool = False
     sitting: int = 0
+    log_slowdown: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def doubt(self) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.scoring.shared_cores import SLOPE, SLOPE_SD
 from autotune.trial.profile import Floats
 
 # What the marginal likelihood weighs, as standard deviations of the logarithm: noise of one measurement, drift of the
@@ -46,6 +47,7 @@ class Readings:
         trial: The trial that it measures, as a row of `forecast`.
         round: The re-measurement round that it belongs to; 0 for the trials' first measurements.
         sitting: Which of the study's sittings, between pauses, a first measurement belongs to; 0 for the first.
+        slowed: What other processes did to it, as a logarithm, less what they usually did (see `shared_cores`).
         forecast: What is foretold of each trial's logarithm but for what was read of it; NaN where nothing is.
         forecast_cov: Covariance of what is foretold; 0 where nothing is.
     """
@@ -55,6 +57,7 @@ class Readings:
     trial: NDArray[np.intp]
     round: NDArray[np.intp]
     sitting: NDArray[np.intp]
+    slowed: Floats
     forecast: Floats
     forecast_cov: Floats
 
@@ -67,6 +70,7 @@ class Readings:
             trial=self.trial[rows],
             round=self.round[rows],
             sitting=self.sitting[rows],
+            slowed=self.slowed[rows],
         )
 
 
@@ -114,8 +118,9 @@ class _Scales:
 class _Model:
     """The covariances of some readings, by the parts that the grid scales.
 
-    log reading = level + forecast + effect of the trial + state of the machine + noise. The state is a random walk over
-    the first measurements, in order, with another level after each pause, and a separate one for each round of re-measurements.
+    log reading = level + forecast + effect of the trial + load by others + state of the machine + noise. The state is a
+    random walk over the first measurements, in order, with another level after each pause, and a separate one for each
+    round of re-measurements.
     """
 
     def __init__(self, readings: Readings, positions: Floats, own_sd: Floats, extra_var: Floats) -> None:
@@ -125,7 +130,8 @@ class _Model:
         self.group = known.astype(int)
         self.effects_cov = readings.forecast_cov + np.diag(own_sd**2)
         self.own_cov = np.diag(known.astype(float))
-        self.y = readings.log_value - self.prior_mean[readings.trial]
+        self.y = readings.log_value - self.prior_mean[readings.trial] - SLOPE * readings.slowed
+        shared = SLOPE_SD**2 * np.outer(readings.slowed, readings.slowed)
         first = readings.round == 0
         at = np.where(first, positions, 0.0)
         self.walk = np.minimum(at[:, None], at[None, :])
@@ -136,7 +142,7 @@ class _Model:
         same_group = self.group[readings.trial][:, None] == self.group[readings.trial][None, :]
         self.level = LEVEL_SD**2 * same_group
         pairs = np.ix_(readings.trial, readings.trial)
-        self.fixed = self.level + self.state + np.diag(readings.own_sd**2 + extra_var)
+        self.fixed = self.level + self.state + shared + np.diag(readings.own_sd**2 + extra_var)
         self.parts = np.array([np.eye(len(self.y)), self.walk, self.effects_cov[pairs], self.own_cov[pairs]])
 
     def covariances(self, points: Sequence[_Scales]) -> Floats:

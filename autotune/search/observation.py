@@ -4,16 +4,19 @@ import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autotune.forecast.regression import interval_sd
 from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE
+from autotune.scoring.estimates import TIMED
+from autotune.scoring.measured import improvement
 from autotune.scoring.quantiles import Z95
+from autotune.scoring.shared_cores import SLOPE, SLOPE_SD, SPREAD
 from autotune.space.candidate import Candidate
 from autotune.space.rule import Setting
 from autotune.trial.failures import means_host_memory
-from autotune.trial.result import Outcome
+from autotune.trial.result import RAN, Outcome
 
 # The system attribute of a told trial that holds its result, as JSON.
 MEASURED_ATTR = "autotune:measured"
@@ -33,6 +36,7 @@ class Observation:
         boundary_s: Time of the micro-step that ends one, the optimizer included.
         eligible: Whether it may become the answer: every setting was seen to act, its user can make it, and its loss is
             that of the baseline.
+        log_slowdown: What other processes did to its step times (see `shared_cores`).
     """
 
     candidate: Candidate
@@ -43,6 +47,7 @@ class Observation:
     inner_s: float | None = None
     boundary_s: float | None = None
     eligible: bool = True
+    log_slowdown: float = 0.0
 
     def step_time_s(self, world_size: int) -> float | None:
         """Seconds of a step: told, or from the throughput."""
@@ -90,8 +95,27 @@ def observed(candidate: Candidate, data: Mapping[str, Any], setting: Setting) ->
         candidate=candidate, outcome=_outcome(data, setting), metrics=data["metrics"], ci95=ci95,
         censored=data.get("censored", ()), inner_s=inner, boundary_s=boundary,
         eligible=not (data.get("unwitnessed") or data.get("unreproducible"))
-        and abs(data.get("loss_off", 0.0)) < ANOTHER_OBJECTIVE,
+        and abs(data.get("loss_off", 0.0)) < ANOTHER_OBJECTIVE, log_slowdown=data.get("log_slowdown", 0.0),
     )  # fmt: skip
+
+
+def as_usual(told: Sequence[Observation]) -> list[Observation]:
+    """The trials with the times that they would have taken beside the usual load of their study by other processes."""
+    slowed = [t.log_slowdown for t in told if t.outcome in RAN]
+    usual = sum(slowed) / max(1, len(slowed))
+    return [_beside(t, usual) if any(slowed) and t.outcome in RAN else t for t in told]
+
+
+def _beside(t: Observation, usual: float) -> Observation:
+    apart = t.log_slowdown - usual
+    faster = {name: math.exp(improvement(SLOPE * apart, name)) for name in TIMED}
+    metrics = {name: value * faster.get(name, 1.0) for name, value in t.metrics.items()}
+    ci95 = {name: (low * faster.get(name, 1.0), high * faster.get(name, 1.0)) for name, (low, high) in t.ci95.items()}
+    if t.good("step_time_s"):
+        doubt = math.exp(Z95 * math.hypot(t.own_noise(), SPREAD * t.log_slowdown, SLOPE_SD * apart))
+        ci95["step_time_s"] = metrics["step_time_s"] / doubt, metrics["step_time_s"] * doubt
+    inner, boundary = (time * faster["step_time_s"] if time else time for time in (t.inner_s, t.boundary_s))
+    return replace(t, metrics=metrics, ci95=ci95, inner_s=inner, boundary_s=boundary)
 
 
 def _outcome(data: Mapping[str, Any], setting: Setting) -> Outcome:

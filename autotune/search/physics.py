@@ -19,7 +19,7 @@ from autotune.forecast.features import Prior
 from autotune.scoring.measured import Measured
 from autotune.search import stopping
 from autotune.search.model import Bound
-from autotune.search.observation import MEASURED_ATTR, Observation, observed, parsed
+from autotune.search.observation import MEASURED_ATTR, Observation, as_usual, observed, parsed
 from autotune.search.optimizer import CandidateOptimizer
 from autotune.search.samplers import DAMAGED, LegalSampler
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
@@ -116,7 +116,7 @@ class PhysicsSampler(LegalSampler):
             with contextlib.suppress(*DAMAGED):
                 seen = self._as_told(trial)
                 found.append(replace(seen, eligible=False) if trial.number in self.refused else seen)
-        return found
+        return as_usual(found)
 
     def _imagined(self, study: Study, told: Sequence[Observation]) -> list[Observation]:
         """What is under way, as if it had measured what is expected of it: the next candidate is then not sought beside it."""

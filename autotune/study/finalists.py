@@ -93,7 +93,6 @@ class Finalists:
         numbers, most = [m.trial for m in found], max(UNSTATED_ROUNDS, MOST_ROUNDS * spec.repeats)
         # Without stated rounds all that is settled is whether the answer beats the baseline.
         below = max(racing.SETTLED, spec.stop_below) if spec.repeats else math.inf
-        least = spec.repeats or int(self._favoured(found[0]))
         spent = not spec.repeats and self._budget.n_spent() >= spec.trials
         while True:
             estimates, tried = self._estimates(), self._tried()
@@ -103,7 +102,7 @@ class Finalists:
             n_done = racing.rounds_done(estimates, tried)
             turn = racing.next_round(
                 estimates, self._state.objectives, numbers, plan.data_parallel, spec.finalists, tried=tried,
-                rounds=racing.Rounds(least=least, most=most, below=below, unforeseen=spent),
+                rounds=racing.Rounds(least=spec.repeats, most=most, below=below, unforeseen=spent),
             )  # fmt: skip
             base = [estimates.baseline] if estimates.baseline else []
             while turn and not self._budget.affords(self._budget.again_s(m.trial for m in [*turn, *base])):
@@ -113,16 +112,11 @@ class Finalists:
             if n_done == 0:
                 beside = "and the baseline " if base else ""
                 self._events.say(f"measuring the best {len(turn)} {beside}again, in turns")
-            elif n_done == least:
+            elif n_done == spec.repeats:
                 self._events.say("more rounds: it is not settled yet which one is best")
             round_s = self._budget.again_s(m.trial for m in [*turn, *base])
             self._budget.expect_rounds(round_s, n_done, estimates.noise_sd)
             self._round([*turn, *base])
-
-    def _favoured(self, best: Measured) -> bool:
-        """Whether other processes slowed the baseline down, and not the best beside it: the gain may be theirs."""
-        own, beside = (result_in(self._state.trial_path(number)) for number in (0, best.trial))
-        return bool(own and beside and own.disturbed and not beside.disturbed)
 
     def _round(self, turn: Sequence[Measured]) -> None:
         """Measures each of these trials once."""

@@ -335,5 +335,6 @@ def _measured_data(result: TrialResult, score: Score) -> dict[str, Any]:
         "unreproducible": result.unreproducible,
         "tail": _tail(result),
         "padding": result.padding,
+        "log_slowdown": result.log_slowdown,
         "unwitnessed": _unwitnessed(result),
     }

@@ -7,14 +7,14 @@ import numpy as np
 from autotune.scoring.posterior import Readings, fit
 
 
-def readings(values, forecast=None, forecast_sd=0.1):
+def readings(values, forecast=None, forecast_sd=0.1, slowed=None):
     """Readings from (trial, round, log value), in order."""
     trial, round_, log_value = (np.array(column) for column in zip(*values, strict=True))
     n = int(trial.max()) + 1
     known = np.full(n, np.nan) if forecast is None else np.array(forecast, dtype=float)
     return Readings(
         log_value=log_value.astype(float), own_sd=np.full(len(values), 0.005), trial=trial, round=round_,
-        sitting=np.zeros(len(values), dtype=int),
+        sitting=np.zeros(len(values), dtype=int), slowed=np.zeros(len(values)) if slowed is None else np.array(slowed),
         forecast=known, forecast_cov=np.zeros((n, n)) if forecast is None else forecast_sd**2 * np.eye(n),
     )  # fmt: skip
 
@@ -118,3 +118,19 @@ def test_hundreds_of_trials_are_fitted():
     true = rng.normal(0, 1, 300)
     found = fit(readings([(t, 0, true[t] + rng.normal(0, 0.02)) for t in range(300)], true, 0.1))
     assert np.abs((found.mean - found.mean[0]) - (true - true[0])).max() < 0.15
+
+
+def test_a_gain_of_which_others_load_is_a_part_is_known_as_far_as_that_part_is():
+    values, slowed = [(t, 0, -0.1 * t + 0.5 * (t in (0, 2))) for t in range(6)], [0.5 * (t in (0, 2)) for t in range(6)]
+    told, untold = fit(readings(values, slowed=slowed)), fit(readings(values))
+    assert abs(difference(told, 5, 0) + 0.5) < 0.2 and difference(untold, 5, 0) < -0.8
+    assert told.sd_of_difference(5, 0) > 1.5 * told.sd_of_difference(5, 4)
+
+
+def test_how_much_others_slow_down_is_learned_from_readings_of_one_trial():
+    load = [0.0, 0.6, 0.1, 0.5, 0.3]
+    again = [(t, r, -0.2 * t + 1.5 * load[r] + 0.002 * t * r) for r in range(1, 5) for t in (0, 1)]
+    values = [(0, 0, 0.0), (1, 0, -0.2 + 0.9), (2, 0, -0.4), *again]
+    slowed = [0.0, 0.6, 0.0, *(load[r] for r in range(1, 5) for _ in (0, 1))]
+    found = fit(readings(values, slowed=np.array(slowed) - np.mean(slowed)))
+    assert abs(difference(found, 1, 0) + 0.2) < 0.03 and found.sd_of_difference(1, 0) < 0.06

@@ -17,7 +17,7 @@ from autotune.scoring.convergence.quality_gate import GateVerdict, trains_alike
 from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.scoring.measured import Foretold, Measured
 from autotune.scoring.metrics import remeasured
-from autotune.search.observation import MEASURED_ATTR, observed
+from autotune.search.observation import MEASURED_ATTR, as_usual, observed
 from autotune.search.optimizer import CandidateOptimizer
 from autotune.search.physics import PhysicsSampler
 from autotune.space.candidate import Candidate
@@ -132,7 +132,7 @@ def _sittings(told: Sequence[FrozenTrial], folder: Path, kept: StudyRecord) -> l
 def _foretold(kept: StudyRecord, told: Sequence[FrozenTrial], before: Reading) -> list[Foretold | None]:
     """What the search's model of all trials foretells of each one, whatever proposed them."""
     setting, limit = kept.search.setting, kept.search.memory_limit_bytes
-    seen = [observed(told_candidate(each), told_data(each), setting) for each in told]
+    seen = as_usual([observed(told_candidate(each), told_data(each), setting) for each in told])
     inputs = seen, kept.workload, setting, limit, kept.baseline
     foretold = before.foretold
     if foretold is None or foretold[0] != inputs:
@@ -179,6 +179,8 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConf
         unreproducible=data.get("unreproducible", ()),
         unwitnessed=data.get("unwitnessed", ()),
         loss_off=data.get("loss_off", 0.0),
+        log_slowdown={0: data.get("log_slowdown", 0.0)}
+        | {n: result.log_slowdown for n, path in paths.items() if (result := result_in(path)) is not None},
     )
 
 

@@ -27,10 +27,14 @@ def own_cpu_s() -> float:
 
 
 class Busyness:
-    """CPU time of other processes, on the cores that this one may use, since this object was made."""
+    """CPU time of other processes, on the cores that this one may use, since this object was made.
+
+    Attributes:
+        n_cores: Their number.
+    """
 
     def __init__(self) -> None:
-        self._start = self._read()
+        self._start, self.n_cores = self._read(), len(os.sched_getaffinity(0))
 
     def cores_used_by_others(self, own_cpu_s: float) -> float:
         """Returns the cores that other processes kept busy on average, given the CPU seconds of the trial's own."""

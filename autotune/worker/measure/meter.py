@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from autotune.scoring import shared_cores
 from autotune.space.candidate import Candidate
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import MACHINE_BUSY, Observed
@@ -114,7 +115,8 @@ class Meter:
         self.check_applied()
         if self.noise is not None:
             report.noise = self.noise.terms(self.candidate.micro_batch_size)
-        report.other_cores, report.alloc_retries = self._cores_used_by_others(), memory.alloc_retries
+        report.alloc_retries = memory.alloc_retries
+        self._note_load()
         if (why := report.disturbed) and (report.rank == 0 or not memory.on_cpu):
             report.caveats.append(f"{MACHINE_BUSY}: {why} while this trial was timed")
         if _grows(report.taken_in.get("elements", ())):
@@ -211,13 +213,16 @@ class Meter:
         self.report.observed = replace(found, rates=tuple(self._rates), beside=tuple(self._beside))
         return self.report.observed
 
-    def _cores_used_by_others(self) -> float:
-        """Returns the cores that other processes kept busy since timing began, on the busiest machine of the trial."""
+    def _note_load(self) -> None:
+        """Notes the cores that other processes kept busy since timing began, on the busiest machine of the trial."""
         rows: list[Any] = [None] * dist.get_world_size()
         machine = machine_load.machine_id()
-        dist.all_gather_object(rows, (machine, machine_load.own_cpu_s() - self._cpu_before))
-        own_s = sum(cpu_s for where, cpu_s in rows if where == machine)
-        return self._highest(self._busyness.cores_used_by_others(own_s))
+        dist.all_gather_object(rows, (machine, machine_load.own_cpu_s() - self._cpu_before, torch.get_num_threads()))
+        own_s, n_threads = map(sum, zip(*(own for where, *own in rows if where == machine), strict=True))
+        used, report = self._busyness.cores_used_by_others(own_s), self.report
+        report.other_cores = self._highest(used)
+        if report.disturbed and self.memory.on_cpu:
+            report.log_slowdown = self._highest(shared_cores.log_slowdown(used, n_threads, self._busyness.n_cores))
 
     def _highest_peak(self) -> float:
         """Returns what the highest memory peak of all ranks is at least, as the trial's result counts it."""

@@ -1,0 +1,47 @@
+"""What other processes do to step times, by the cores that they leave, and how estimates take it."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from support.made_up import measured
+
+from autotune.scoring.estimates import estimate
+from autotune.scoring.shared_cores import log_slowdown
+
+
+@pytest.mark.parametrize(
+    ("others", "n_threads", "n_cores", "factor"),
+    [
+        (1.0, 2, 2, 2.0),
+        (1.0, 1, 2, 1.0),
+        (0.5, 2, 2, 4 / 3),
+        (4.0, 16, 16, 4 / 3),
+        (4.0, 4, 16, 1.0),
+        (14.0, 4, 16, 2.0),
+        (2.0, 2, 2, 10.0),
+        (1.0, 8, 2, 2.0),
+    ],
+)
+def test_steps_take_longer_by_the_cores_that_they_want_over_those_that_are_left(others, n_threads, n_cores, factor):
+    assert math.exp(log_slowdown(others, n_threads, n_cores)) == pytest.approx(factor)
+
+
+def test_a_baseline_beside_others_is_no_slower_than_a_trial_without():
+    """Each of 12 studies of equal candidates on a machine whose load came and went claimed 2.0x where its baseline was read beside it."""
+    trials = [
+        replace(
+            measured(n, 0.1 * (2.0 if n == 0 else 1.0) * (1 + 0.003 * n), zero_stage=n % 4),
+            log_slowdown={0: math.log(2) * (n == 0)},
+        )
+        for n in range(5)
+    ]
+    found, without = estimate(trials), estimate([replace(m, log_slowdown={}) for m in trials])
+    assert not found.told(found.measured[1], "samples_per_s") and without.told(without.measured[1], "samples_per_s")
+
+
+def test_a_load_that_stays_changes_no_estimate():
+    trials = [measured(n, 0.1 + 0.02 * n, rounds=(0.1 + 0.021 * n,), zero_stage=n % 4) for n in range(4)]
+    steady = [replace(m, log_slowdown={0: 0.5, 1: 0.5}) for m in trials]
+    for one, other in zip(estimate(steady).measured, estimate(trials).measured, strict=True):
+        assert one.metrics["step_time_s"] == pytest.approx(other.metrics["step_time_s"], rel=0.01)

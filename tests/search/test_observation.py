@@ -1,0 +1,34 @@
+"""Trials as the search sees them: what other processes slowed down is compared as beside their usual load."""
+
+import math
+
+import pytest
+
+from autotune.search.observation import Observation, as_usual
+from autotune.space.candidate import Candidate
+from autotune.trial.result import Outcome
+
+
+def told(log_slowdown, step_s=0.1, **fields):
+    metrics = {"step_time_s": step_s, "samples_per_s": 8 / step_s, "peak_memory_bytes": 1e8}
+    ci95 = {"step_time_s": (0.99 * step_s, 1.01 * step_s)}
+    given = {"metrics": metrics, "ci95": ci95, "inner_s": 0.4 * step_s, "boundary_s": 0.6 * step_s} | fields
+    return Observation(candidate=Candidate(micro_batch_size=8), log_slowdown=log_slowdown, **given)
+
+
+def test_a_trial_that_others_slowed_down_counts_as_beside_their_usual_load():
+    slowed, alone = as_usual([told(math.log(2), 0.2), told(0.0)])
+    for one, other in ((slowed, alone), (alone, slowed)):
+        assert one.metrics == pytest.approx(other.metrics)
+        assert (one.inner_s, one.boundary_s) == pytest.approx((other.inner_s, other.boundary_s))
+    assert 0.1 < slowed.metrics["step_time_s"] < 0.2 and slowed.own_noise() > alone.own_noise() > 0.05
+
+
+def test_what_ran_beside_nothing_stays_as_it_was():
+    trials = [told(0.0), Observation(candidate=Candidate(micro_batch_size=8), outcome=Outcome.OOM)]
+    assert as_usual(trials) == trials and as_usual([]) == []
+
+
+def test_the_only_trial_beside_others_is_the_usual_one():
+    [found] = as_usual([told(0.7)])
+    assert found.metrics == pytest.approx(told(0.7).metrics)

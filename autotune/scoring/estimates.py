@@ -213,13 +213,15 @@ def estimate(measured: Sequence[Measured]) -> Estimates:
     readings = _readings(timed)
     found = posterior.fit(readings) if timed else None
     n_again = int((readings.round > 0).sum())
+    slower = _machine_on_average(timed, found) if found is not None else {}
     degrees = PRIOR_DEGREES + max(0, n_again - len(set(readings.round.tolist()) - {0}))
     quantile = t95(degrees)
     beyond: dict[tuple[int, str], float] = {}
     estimated, rates = [], _rates(timed)
     for m in measured:
         if found is None or m.trial not in rows:
-            estimated.append(m)
+            stopped = m.outcome is Outcome.STOPPED_EARLY
+            estimated.append(_slowed(m, slower.get(m.sitting, 0.0)) if stopped else m)
             continue
         row = rows[m.trial]
         step = math.exp(found.mean[row]), quantile * math.sqrt(max(0.0, found.cov[row, row]))
@@ -233,6 +235,27 @@ def estimate(measured: Sequence[Measured]) -> Estimates:
     estimated = [replace(m, feasible=_holds_bounds(m)) if m.bounds else m for m in estimated]
     baseline = next((m for m in estimated if baseline is not None and m.trial == 0), None)
     return Estimates(estimated, raw, baseline, found, rows, degrees, beyond)
+
+
+def _machine_on_average(timed: Sequence[Measured], found: Posterior) -> dict[int, float]:
+    """By sitting the logarithm by which the machine was slower on average than while the trials of that sitting were measured."""
+    apart = [found.mean[row] - math.log(m.metrics[STEP]) for row, m in enumerate(timed)]
+    return {
+        sitting: float(np.median([each for m, each in zip(timed, apart, strict=True) if m.sitting == sitting]))
+        for sitting in {m.sitting for m in timed}
+    }
+
+
+def _slowed(m: Measured, by: float) -> Measured:
+    """A trial that was stopped early, on the machine as it was on average: its figures stand beside the others' estimates.
+
+    Args:
+        by: Logarithm by which that machine is slower.
+    """
+    factors = {name: math.exp(improvement(-by, name)) for name in m.metrics if name in TIMED}
+    metrics = {name: value * factors.get(name, 1.0) for name, value in m.metrics.items()}
+    ci95 = {name: (low * factors.get(name, 1.0), high * factors.get(name, 1.0)) for name, (low, high) in m.ci95.items()}
+    return replace(m, metrics=metrics, ci95=ci95)
 
 
 def _holds_bounds(m: Measured) -> bool:

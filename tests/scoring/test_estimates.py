@@ -84,6 +84,19 @@ def test_a_trial_that_was_stopped_early_has_no_gain_in_time():
     assert set(found.gains(found.measured[1])) == {"peak_memory_bytes"} < set(found.gains(found.measured[0]))
 
 
+@pytest.mark.parametrize(("sitting", "twin"), [(0, 2), (1, 3)])
+def test_a_trial_that_was_stopped_early_stands_on_the_machine_on_which_the_others_do(sitting, twin):
+    """The machine slowed down when the best were measured again: what was stopped for being slower read faster than they."""
+    again = [measured(0, 0.1, rounds=[0.2, 0.2]), measured(1, 0.11, rounds=[0.22, 0.22]), measured(2, 0.12)]
+    later = [replace(measured(n, 0.12), sitting=1) for n in (3, 4)]
+    stopped = replace(measured(5, 0.12), outcome=Outcome.STOPPED_EARLY, sitting=sitting, ci95={STEP: (0.11, 0.13)})
+    found = {m.trial: m for m in estimate([*again, *later, stopped]).measured}
+    own = found[5].metrics
+    assert own[STEP] == pytest.approx(found[twin].metrics[STEP], rel=0.05) and abs(own[STEP] - 0.12) > 0.01
+    assert own["samples_per_s"] * own[STEP] == pytest.approx(8)
+    assert found[5].ci95[STEP] == pytest.approx((own[STEP] * 11 / 12, own[STEP] * 13 / 12))
+
+
 @pytest.mark.parametrize(
     ("sizes", "known"), [([64], True), ([64, 63, 62], True), ([64, 64, 64, 32], True), ([64, 48], False)]
 )

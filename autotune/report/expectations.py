@@ -28,6 +28,8 @@ class Expectations:
 
     Args:
         folder: The study's folder.
+        step_times_s: What all measurements together say of its trials. Predictions are for the machine as it was on average,
+            as these are, and not as it was during the search.
 
     Attributes:
         told: The trials that taught the model something.
@@ -36,7 +38,7 @@ class Expectations:
         StoreError: autotune did not make the study, or died while it did.
     """
 
-    def __init__(self, study: Study, folder: Path) -> None:
+    def __init__(self, study: Study, folder: Path, step_times_s: Mapping[Candidate, float]) -> None:
         kept = records.record(study)
         if kept is None:
             raise StoreError(f"study {study.study_name!r} in this database was not made by autotune")
@@ -48,6 +50,9 @@ class Expectations:
         self._guide, self._bounds = sampler.guide, search.bounds
         self.told: list[Observation] = sampler.told(study)
         self.memory_limit = format_bytes(search.memory_limit_bytes or 0.0)
+        read = ((t.candidate, t.step_time_s(self._setting.world_size)) for t in self.told)
+        apart = [math.log(step_times_s[one] / own) for one, own in read if own and step_times_s.get(one)]
+        self._slower = float(np.median(apart)) if apart else 0.0
 
     @cached_property
     def outlook(self) -> Outlook:
@@ -121,7 +126,7 @@ class Expectations:
         """Logarithms of the metrics of candidates, as means and standard deviations; objectives where a trial told them."""
         said = self._guide.beliefs(self.told, candidates)
         batch = np.log([candidate.global_batch_size(self._setting.world_size) for candidate in candidates])
-        time, time_sd = said.log_step_time
+        time, time_sd = said.log_step_time[0] + self._slower, said.log_step_time[1]
         (samples, samples_sd), (useful, useful_sd) = map(said.log_count, ("time_to_loss_s", GOODPUT))
         more = {
             **{rate: (batch - time + math.log(each), time_sd) for rate, each in said.per_sample.items()},

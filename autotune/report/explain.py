@@ -82,14 +82,15 @@ class Evidence:
     """
 
     def __init__(self, study: Study, report: StudyReport) -> None:
-        self.expected = Expectations(study, Path(report.study["stored_in"]))
+        timed = {Candidate.of(row["candidate"]): row["metrics"].get("step_time_s") for row in report.trials}
+        known = {candidate: step_s for candidate, step_s in timed.items() if step_s}
+        self.expected = Expectations(study, Path(report.study["stored_in"]), known)
         self.report = report
         self.trials = [trial for trial in report.trials if trial["metrics"] or trial["outcome"] != Outcome.COMPLETE]
         pick = report.picks.get("recommended")
         self.recommended = Candidate.of(pick["candidate"]) if pick else None
         self.best: Mapping[str, float] = pick["metrics"] if pick else {}
-        # A prediction is compared with a prediction: what was measured again has the machine's average speed, which the
-        # search's trials may not have had.
+        # A prediction is compared with a prediction: what was measured may lie off what the model makes of all trials.
         said = self.expected.predicted(self.recommended, self.best) if self.recommended else {}
         self.predicted_best = {metric: each["value"] for metric, each in said.items() if metric in self.best}
 

@@ -314,7 +314,9 @@ def test_a_prediction_is_compared_with_a_prediction(tmp_path):
     )
     runner.run()
     evidence = Evidence(runner.study, load.read(runner.study, runner.state.folder, series=False))
-    assert evidence.best["step_time_s"] > 1.1 * evidence.predicted_best["step_time_s"]
+    found = {row["trial"]: row["metrics"]["step_time_s"] for row in evidence.report.trials}
+    assert found[0] > 1.1 * 0.03  # the report's trials are on the machine as it was on average
+    assert evidence.predicted_best["step_time_s"] == pytest.approx(evidence.best["step_time_s"], rel=0.1)
     for value in (1, 2):
         ratio = evidence.why_not("checkpoint_every", value).predicted["step_time_s"]["ratio"]
         assert ratio > 0.95
@@ -356,5 +358,5 @@ def test_what_a_check_refused_is_not_what_further_trials_have_to_beat(tmp_path, 
     worse = lambda c: report(c, losses=[3.0 * (c.precision == "bf16") + x for x in report(c).losses])  # noqa: E731
     runner = runner_of(tmp_path, Instant(worse), space=[{"precision": ["fp32", "bf16"]}], trials=2)
     runner.run()
-    expected, refused = Expectations(runner.study, runner.state.folder), runner.proposer.refused()
+    expected, refused = Expectations(runner.study, runner.state.folder, {}), runner.proposer.refused()
     assert refused == {1} and [seen.eligible for seen in expected.told] == [True, False]

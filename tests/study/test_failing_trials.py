@@ -79,7 +79,7 @@ def test_the_search_and_explain_know_a_baseline_that_was_measured_later(tmp_path
     again, *_ = run(tmp_path, trials=6, stop_below=0.0)
     first = again.proposer.advisor().told(again.study)[0]
     assert first.outcome is Outcome.COMPLETE and first.metrics["step_time_s"] > 0
-    assert Expectations(again.study, again.state.folder).told[0] == first
+    assert Expectations(again.study, again.state.folder, {}).told[0] == first
 
 
 @pytest.mark.system

@@ -1,5 +1,6 @@
 """The command `advise`: the best configuration from a model's name and a card's name, before anything runs."""
 
+import inspect
 import json
 import math
 import re
@@ -100,6 +101,7 @@ def advise(
     how = {"method": method, "attention": attention, "optimizer": optimizer, "loss": loss}
     name = " ".join(model)
     goal, how = _checked(goal, how, {"seq": seq, "global-batch": global_batch, "lora-rank": lora_rank})
+    _refuse_idle(name, how, lora_rank)
     devices = _devices(gpus, nodes, compare, _stated(device_memory, peak_flops, network, host_memory))
     wanted: dict[str, Any] = {
         "goal": goal, "global_batch": global_batch, "settings": read_settings(knobs or ()),
@@ -131,6 +133,21 @@ def _checked(goal: str, how: Mapping[str, str], numbers: Mapping[str, int | None
         if number is not None and not 1 <= number <= MOST_TOKENS:
             raise UserError(f"--{name} {number}: a number from 1 to {MOST_TOKENS:,} is needed")
     return given.pop("goal"), given
+
+
+def _refuse_idle(name: str, how: Mapping[str, str], lora_rank: int) -> None:
+    """Refuses what would be passed over: adapters' rank without adapters, and how a target is trained, which it says itself."""
+    usual = inspect.signature(advise).parameters
+    other = [f"--{option} {value}" for option, value in how.items() if value != usual[option].default]
+    ranked = [f"--lora-rank {lora_rank}"] if lora_rank != usual["lora_rank"].default else []
+    if name.endswith(FORMS) and (other or ranked):
+        raise UserError(
+            f"{', '.join([*other, *ranked])}: {name} says itself how it trains; change it there, or leave this out"
+        )
+    if ranked and how["method"] == "full":
+        raise UserError(
+            f"{ranked[0]}: full fine-tuning has no adapters; give --method lora or qlora, or leave this out"
+        )
 
 
 def _said(found: Sequence[Any], output: Path | None, *, as_json: bool) -> int:

@@ -248,7 +248,7 @@ def _notes(cluster: Cluster, inputs: ForecastInputs, last: Projected, n_measured
     if last.impossible:
         yield f"on {last.world_size} devices it cannot run: {last.impossible}"
     if last.fits is not None and last.fits < SURE:
-        yield f"it may not fit a device there (probability {last.fits:.0%}): --device-memory says what one has"
+        yield f"it fits a device there with a probability of {last.fits:.0%}: --device-memory says what one has"
     yield "waiting for stragglers, congestion and failures is not in it"
 
 

@@ -244,6 +244,13 @@ def test_a_study_on_a_cpu_says_that_a_clusters_devices_are_not_forecast(accelera
     assert any("the study ran on a CPU" in note for note in notes) is (accelerator == "cpu")
 
 
+def test_the_stated_probability_is_that_of_fitting():
+    """Of one that needed ten times the memory it was said that it may not fit, with a probability of 0 %."""
+    inputs = SimpleNamespace(machine=SimpleNamespace(accelerator="cuda"), world_size=2)
+    notes = list(project._notes(CLUSTER, inputs, SimpleNamespace(impossible=None, fits=0.0), 3))
+    assert sum("it fits a device there with a probability of 0%" in note for note in notes) == 1
+
+
 def test_a_study_on_one_rank_knows_no_link():
     alone = replace(HERE, world_size=1)
     with pytest.raises(UserError, match="--intra-bandwidth"):

@@ -154,7 +154,7 @@ class OpenStudy:
     def target(self) -> Path:
         """The user's file, which the record names relative to the folder of the study that holds the answer."""
         folder = records.study_folder(self.answer.study_name, self.folder.parent, self.url)
-        return (folder / self.record.target).resolve()
+        return _named_from(folder, self.record.target)
 
     def spec(self, overrides: Mapping[str, Any] | None = None) -> StudySpec:
         """Read the study as the user states it today: from the user's own file, else from the copy in its folder.
@@ -363,7 +363,7 @@ def _stated_in(folder: Path) -> tuple[Path, dict[str, Any]]:
     copy = as_run(folder)
     try:
         kept = files.json_of(files.read_regular(folder / ORIGIN))
-        own = (folder / kept["file"]).resolve()
+        own = _named_from(folder, kept["file"])
         if not own.is_file() or target_digest(copy) != kept["copy"]:
             return copy, {}
         stated = read_yaml(copy)
@@ -371,6 +371,14 @@ def _stated_in(folder: Path) -> tuple[Path, dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError):
         return copy, {}
     return own, given | {key: str(folder / given[key]) for key in PATHS if key in given}
+
+
+def _named_from(folder: Path, path: str) -> Path:
+    """A file that a study names relative to its folder: as `os.path.relpath` made the name, also where that folder is behind a link."""
+    found = Path(os.path.abspath(folder / path))
+    return (
+        found if found.exists() else (folder / path).resolve()
+    )  # the study is read through a link that was made later
 
 
 def recorded_runner(

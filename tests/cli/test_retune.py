@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import sqlalchemy
-from support.instant import Instant, answered, recorded, spec_of
+from support.instant import Instant, Watcher, answered, plan_of, recorded, spec_of
 from support.paths import MODELS
 
 from autotune import session
@@ -25,6 +25,7 @@ from autotune.report.next_steps import reproduce
 from autotune.retune import fingerprint
 from autotune.study import tracing
 from autotune.study.lock import study_lock
+from autotune.study.runner import Runner
 from autotune.study.setup import engine
 from autotune.study.setup.request import StudyRequest
 from autotune.study.spec.spec import StudySpec
@@ -184,6 +185,29 @@ def test_a_retuning_reads_the_users_own_file_and_its_options(studies, tmp_path):
     assert session.open_study("s").spec().repeats not in (4, StudySpec.of(own, given).repeats)
     own.unlink()
     assert session.open_study("s").spec().trials == 7
+
+
+@pytest.mark.parametrize("linked", ["before it was tuned", "later"])
+def test_a_studys_files_are_found_where_a_link_leads_to_its_folder(studies, tmp_path, linked):
+    """`..` was followed from where the link leads: an edited model was unchanged, and the user's own study.yaml not read."""
+    project, elsewhere = tmp_path / "project", tmp_path / "disk" / "of" / "studies"
+    (project if linked == "later" else elsewhere).mkdir(parents=True)
+    if linked == "before it was tuned":
+        project.mkdir()
+        (project / "studies").symlink_to(elsewhere)
+    own, target = project / "mine.yaml", project / "model.py"
+    shutil.copy(MODELS / "ok.py", target)
+    own.write_text("target: model.py\nname: own\ntrials: 2\nfinalists: 0\n")
+    spec, folder = StudySpec.of(own, {}), project / "studies" / "own"
+    Runner(plan_of(spec), Instant(), folder, records.default_url(folder.parent), Watcher()).run()
+    session._keep_spec(StudyRequest(spec=spec, target=own, overrides={}, folder=folder, executor=Instant()))
+    own.write_text(own.read_text() + "repeats: 4\n")
+    around = folder.parent
+    if linked == "later":
+        around = tmp_path / "link"
+        around.symlink_to(folder.parent)
+    opened = session.open_study("own", studies=around)
+    assert opened.target == target and opened.spec().repeats == 4
 
 
 def test_a_retuning_takes_the_options_of_a_run_of_the_studys_own_file(studies):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -30,7 +31,8 @@ def schedule_add(
     """Add a schedule of a study, unless the same one is there."""
     from autotune.retune import schedule
     from autotune.retune.schedule import Schedule
-    from autotune.session import open_study
+    from autotune.session import default_storage, open_study
+    from autotune.study.storage.urls import VARIABLE
 
     if on not in (None, "environment-change"):
         raise UserError(f"schedule: --on {on!r}: only environment-change is known")
@@ -46,8 +48,9 @@ def schedule_add(
     number = history.add_schedule(study=study, next_run_at=first, **rule)
     added = next(Schedule.of(row) for row in history.schedules(study) if row["id"] == number)
     print(f"schedule {number}: study {study} {added.when}; first at {schedule.moment(first)}")
+    where = "" if opened.url in (os.environ.get(VARIABLE), default_storage()) else " --storage URL"
     print(
-        "`autotune schedule run` keeps it; `autotune schedule export` writes it for cron, systemd or Kubernetes",
+        f"`autotune schedule run{where}` keeps it; `autotune schedule export{where}` writes it for cron, systemd or Kubernetes",
         file=sys.stderr,
     )
 
@@ -102,11 +105,9 @@ def schedule_remove(
 def schedule_run(storage: Storage = None) -> None:
     """Run due re-tunings until Ctrl-C or SIGTERM."""
     from autotune.retune.schedule import Daemon
-    from autotune.session import STUDIES
-    from autotune.study.storage import records
+    from autotune.session import STUDIES, default_storage
 
-    studies = STUDIES.absolute()
-    daemon = Daemon(storage or records.default_url(studies), studies, lambda text: print(text, flush=True))
+    daemon = Daemon(storage or default_storage(), STUDIES.absolute(), lambda text: print(text, flush=True))
     print("Ctrl-C ends it.", file=sys.stderr)
     daemon.run()
 

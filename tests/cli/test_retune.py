@@ -18,11 +18,11 @@ from autotune import session
 from autotune.cli.history import delete
 from autotune.cli.history import history as list_history
 from autotune.cli.retune import changes, retune
-from autotune.cli.schedule import schedule_add, schedule_export, schedule_list, schedule_remove
+from autotune.cli.schedule import schedule_add, schedule_export, schedule_list, schedule_remove, schedule_run
 from autotune.errors import Unavailable, UserError
 from autotune.report import load
 from autotune.report.next_steps import reproduce
-from autotune.retune import fingerprint
+from autotune.retune import fingerprint, schedule
 from autotune.study import tracing
 from autotune.study.lock import study_lock
 from autotune.study.runner import Runner
@@ -70,6 +70,29 @@ def test_a_schedule_is_added_listed_and_removed(studies, capsys):
     schedule_remove(1)
     with pytest.raises(UserError, match="there is no schedule 1"):
         schedule_remove(1)
+
+
+def test_schedules_in_the_database_that_a_study_states_are_run_without_naming_it(
+    studies, tmp_path, capsys, monkeypatch
+):
+    """`schedule run` looked beside the studies alone: there was no database there, or one without the schedule."""
+    monkeypatch.delenv("AUTOTUNE_STORAGE", raising=False)
+    for path in studies.glob("autotune.db*"):
+        path.rename(tmp_path / path.name)
+    url = f"sqlite:///{tmp_path}/autotune.db"
+    (studies / "s" / "study.yaml").write_text(f"target: {MODELS / 'ok.py'}\nname: s\nstorage: {url}\n")
+    daemons = []
+    monkeypatch.setattr(schedule.Daemon, "run", lambda daemon: daemons.append(daemon))
+    schedule_add("s", "7d")
+    assert "`autotune schedule run` keeps it" in capsys.readouterr().err
+    schedule_run()
+    assert [row["study"] for row in daemons[0].history.schedules()] == ["s"]
+    records.open_storage(records.default_url(studies))  # of other studies
+    schedule_add("s", "8d")
+    assert "`autotune schedule run --storage URL` keeps it" in capsys.readouterr().err
+    monkeypatch.setenv("AUTOTUNE_STORAGE", url)
+    schedule_add("s", "9d")
+    assert "`autotune schedule run` keeps it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from autotune.study.spec import spec
 from autotune.study.spec.spec import StudySpec
 from autotune.study.spec.yaml_file import AS_RUN, as_run, read_yaml, stated_storage
 from autotune.study.state import forget_runs
-from autotune.study.storage import leases, project, records
+from autotune.study.storage import database, leases, project, records
 from autotune.study.storage.database import Storage, StoreMissing
 from autotune.study.storage.history import History
 from autotune.study.storage.leases import StudyLeases
@@ -208,7 +208,7 @@ def default_storage() -> str:
     If there is none, all of them may be in one that their study.yaml files state.
     """
     beside = records.default_url(STUDIES)
-    if Path(beside.removeprefix(records.SQLITE)).exists():
+    if Path(database.file_of(beside)).exists():
         return beside
     stated = {url for path in STUDIES.glob("*/study.yaml") if (url := stated_storage(path))}
     return stated.pop() if len(stated) == 1 else beside

@@ -81,12 +81,12 @@ def test_schedules_in_the_database_that_a_study_states_are_run_without_naming_it
         path.rename(tmp_path / path.name)
     url = f"sqlite:///{tmp_path}/autotune.db"
     (studies / "s" / "study.yaml").write_text(f"target: {MODELS / 'ok.py'}\nname: s\nstorage: {url}\n")
-    daemons = []
-    monkeypatch.setattr(schedule.Daemon, "run", lambda daemon: daemons.append(daemon))
+    served = []
+    monkeypatch.setattr(schedule.Daemon, "run", lambda daemon: served.extend(daemon.history.schedules()))
     schedule_add("s", "7d")
     assert "`autotune schedule run` keeps it" in capsys.readouterr().err
     schedule_run()
-    assert [row["study"] for row in daemons[0].history.schedules()] == ["s"]
+    assert [row["study"] for row in served] == ["s"]
     records.open_storage(records.default_url(studies))  # of other studies
     schedule_add("s", "8d")
     assert "`autotune schedule run --storage URL` keeps it" in capsys.readouterr().err

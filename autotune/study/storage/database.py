@@ -21,6 +21,7 @@ from autotune.errors import Unavailable, UserError, printable
 from autotune.study.storage import urls
 from autotune.system import error_log, files, redaction
 
+SQLITE = "sqlite:///"
 BUSY_TIMEOUT_S = 60
 # How long a study waits for a database that stopped answering, and the pauses between its attempts.
 PATIENCE_S = 300.0
@@ -153,6 +154,19 @@ def _json(text: str) -> Any:
         return UNREADABLE
 
 
+def url_of(file: Path) -> str:
+    """The URL of an SQLite file. SQLAlchemy takes what follows `?` for options and, from 2.1 on, `%2F` for `/`."""
+    plain = f"{SQLITE}{file.as_posix()}"
+    return plain if file_of(plain) == str(file) else str(sqlalchemy.URL.create("sqlite", database=str(file)))
+
+
+def file_of(url: str) -> str:
+    """The path of an SQLite database as its URL states it; empty if it is another one, or cannot be read."""
+    with contextlib.suppress(sqlalchemy.exc.ArgumentError, ValueError):
+        return (sqlalchemy.make_url(url).database or "") if urls.is_sqlite(url) else ""
+    return ""
+
+
 def open_storage(url: str, *, create: bool = True) -> Storage:
     """Open the database, or create it.
 
@@ -170,7 +184,7 @@ def open_storage(url: str, *, create: bool = True) -> Storage:
         _check_file(url, create=create)
         connect = {"connect_args": {"timeout": BUSY_TIMEOUT_S}}
         if not create and _unwritable(url):
-            connect = _read_only(str(sqlalchemy.make_url(url).database))
+            connect = _read_only(file_of(url))
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     full = urls.with_driver(urls.with_password(url))
     try:
@@ -179,7 +193,7 @@ def open_storage(url: str, *, create: bool = True) -> Storage:
         except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
             if create or not (urls.is_sqlite(url) and _has_no_room(error)):
                 raise
-            return _opened(full, _read_only(str(sqlalchemy.make_url(url).database)))  # which takes no log
+            return _opened(full, _read_only(file_of(url)))  # which takes no log
     except ImportError:
         raise StoreError(f"storage {urls.redact_url(url)}: {_missing_driver(url)}") from None
     except UserError:
@@ -276,11 +290,8 @@ def _advice(said: str) -> str:
 
 def _unwritable(url: str) -> Path | None:
     """The folder of an SQLite database that is there, where this user may not write to it."""
-    with contextlib.suppress(sqlalchemy.exc.ArgumentError, ValueError):
-        name = sqlalchemy.make_url(url).database
-        if name and os.path.exists(name) and not os.access(Path(name).parent, os.W_OK):
-            return Path(name).parent
-    return None
+    name = file_of(url)
+    return Path(name).parent if os.path.exists(name) and not os.access(Path(name).parent, os.W_OK) else None
 
 
 def _check_file(url: str, *, create: bool) -> None:
@@ -316,7 +327,7 @@ class _File:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = weakref.proxy(storage)
-        self._path = Path(str(sqlalchemy.make_url(str(storage.url)).database)).absolute()
+        self._path = Path(file_of(str(storage.url))).absolute()
         self._first = _identity(self._path)
         if self._first is None:
             return  # a name that only SQLite understands

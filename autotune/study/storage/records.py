@@ -55,7 +55,6 @@ SETTINGS = (
 WATCHED = ("time_budget_s", "max_length", "device_memory_bytes", "quick", "at_once")
 # Name of the re-tuning's study that holds this study's answer today.
 SUCCESSOR_ATTR = "successor"
-SQLITE = "sqlite:///"
 # Fields of a told trial's result without which it cannot be read.
 TOLD_FIELDS = set("outcome reason phase wall_s metrics ci95 censored feasible caveats".split())
 RESTORING_ATTR, BASELINE_ATTR = "autotune:restoring", "autotune:baseline"
@@ -63,7 +62,7 @@ RESTORING_ATTR, BASELINE_ATTR = "autotune:restoring", "autotune:baseline"
 
 def default_url(studies: Path) -> str:
     """The database beside the study folders."""
-    return f"{SQLITE}{(studies / 'autotune.db').as_posix()}"
+    return database.url_of(studies / "autotune.db")
 
 
 def study_names(storage: Storage) -> list[str]:
@@ -369,7 +368,7 @@ def study_folder(name: str, studies: Path, url: str) -> Path:
         check_name(base)
     except ValueError as error:
         raise StoreError(str(error)) from None
-    beside = Path(url.removeprefix(SQLITE)).parent if url.startswith(SQLITE) else studies
+    beside = Path(file).parent if (file := database.file_of(url)) else studies
     own = retuning_path(Path(base), generation) if generation else Path(name)
     return next((folder / own for folder in (studies, beside) if (folder / own).is_dir()), studies / own)
 

@@ -112,6 +112,16 @@ def test_nothing_is_made_for_one_who_only_reads(tmp_path, url):
     assert not (tmp_path / "studies").exists()
 
 
+@pytest.mark.parametrize("name", ["feature%2Fx", "100%", "a b", "ü#", "{x}"])
+def test_the_database_lies_beside_the_studies_whatever_their_folder_is_called(tmp_path, monkeypatch, name):
+    """SQLAlchemy reads `%2F` in a URL: the file lay elsewhere, and what reads a study from its folder found none."""
+    (place := tmp_path / "project" / name).mkdir(parents=True)
+    monkeypatch.chdir(place)
+    records.create_study(records.open_storage(records.default_url(place / "studies")), "s", ["minimize"], ["m"])
+    assert records.study_names(records.open_storage(records.default_url(Path("studies")), create=False)) == ["s"]
+    assert [path.name for path in (tmp_path / "project").iterdir()] == [name]
+
+
 def test_a_url_with_options_finds_its_file(tmp_path):
     url = f"sqlite:///{tmp_path}/own.db?timeout=3"
     begin(url)
@@ -198,7 +208,7 @@ def test_a_database_that_is_replaced_while_a_study_runs_ends_it_with_a_sentence(
 
     def replacing(candidate):
         if len(executor.ran) == 3:
-            Path(url.removeprefix(records.SQLITE)).replace(tmp_path / "autotune.db")
+            Path(database.file_of(url)).replace(tmp_path / "autotune.db")
         return report(candidate)
 
     executor.behaviour = replacing
@@ -218,7 +228,7 @@ def test_a_database_in_a_folder_that_cannot_be_written_to_is_not_taken_for_a_wro
 def test_who_may_not_write_reads_what_a_run_has_told_so_far_and_what_it_left(url, monkeypatch):
     """Root may write anywhere, so that only the answer to whether this user may is made up."""
     first = begin(url, "one")  # while it is open its files stay, whenever garbage is collected
-    folder = Path(url.removeprefix(records.SQLITE)).parent
+    folder = Path(database.file_of(url)).parent
     there = sorted(folder.iterdir())
     monkeypatch.setattr(database.os, "access", lambda *_: False)
     reader = records.open_storage(url, create=False)
@@ -231,7 +241,7 @@ def test_who_may_not_write_reads_what_a_run_has_told_so_far_and_what_it_left(url
 
 
 def test_who_only_reads_sees_a_new_file_and_makes_none(url):
-    path = Path(url.removeprefix(records.SQLITE))
+    path = Path(database.file_of(url))
     begin(url, "one")
     reader = records.open_storage(url)
     assert records.study_names(reader) == ["one"]

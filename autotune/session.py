@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import shlex
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -319,7 +320,7 @@ def _planned(request: StudyRequest, view: EventSink, began_s: float) -> tuple[Pl
 
 
 def _forget(name: str, storage: Storage, folder: Path, executor: Executor) -> None:
-    """Remove a study's trials from the database and from its folder; once for each submission to an engine."""
+    """Remove a study's trials and re-tunings from the database and from its folder; once for each submission to an engine."""
     submission, mark = os.environ.get(SUBMISSION, ""), folder / FORGOTTEN_FOR
     if submission and mark.exists() and mark.read_text() == submission:
         return
@@ -327,7 +328,9 @@ def _forget(name: str, storage: Storage, folder: Path, executor: Executor) -> No
         project.check_own(records.load_study(storage, name), folder.parent)
     records.delete_study(storage, name)
     (folder / records.RECORD_FILE).unlink(missing_ok=True)
-    forget_runs(executor, folder)
+    for each in (folder, *folder.glob("retunes/*")):
+        forget_runs(executor, each)
+    shutil.rmtree(folder / "retunes", ignore_errors=True)  # or a lost database would be had back with their answer
     if submission:
         files.write_text(mark, submission)
 

@@ -23,6 +23,7 @@ from support.instant import (
     spec_of,
 )
 
+from autotune import session
 from autotune.report import files, load
 from autotune.report.results import StudyResult
 from autotune.retune import comparison, fingerprint
@@ -631,3 +632,18 @@ def test_a_lost_database_takes_the_re_tuning_along_that_replaced_the_answer(repl
     assert any("is not taken up again" in said for said in watcher.said) != still_there
     assert retune(studies, Instant(slow_bf16)).generation == 2
     assert (folder / "decision.json").exists()
+
+
+def test_a_study_that_was_begun_anew_is_not_had_back_with_an_earlier_answer(replaced, tmp_path_factory):
+    """--fresh left the re-tunings of before in the folder: after the database was lost, one of them was the answer again."""
+    studies = shutil.copytree(replaced.studies, tmp_path_factory.mktemp("anew") / "studies")
+    url, few = records.default_url(studies), STUDY | {"trials": 2, "finalists": 0}
+    session._forget("s", records.open_storage(url), studies / "s", Instant())
+    runner_of(studies, Instant(slow_bf16), **few).run()
+    answers = [load.load("s", url, studies / "s")]
+    for path in studies.glob("autotune.db*"):
+        path.unlink()
+    runner_of(studies, Instant(slow_bf16), **few).run()
+    answers.append(load.load("s", url, studies / "s"))
+    assert answers[0].study["stored_as"] == answers[1].study["stored_as"] == "s"
+    assert answers[0].picks["recommended"]["trial"] == answers[1].picks["recommended"]["trial"]

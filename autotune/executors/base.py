@@ -180,22 +180,17 @@ def run(
     folder, cost_s, pause_s, n_lost, failed = TrialDir(path), 0.0, RETRY_S[0], 0, list[str]()
     left = _left(executor, folder)
     job = left[0] if left is not None and left[1] == request else None
-
-    def ticked() -> None:
-        check_time(executor)
-        on_tick()
-
     while True:
         try:
             check_time(executor)
             job = job or _submitted(executor, folder, request)
-            result = _watch(job, folder, request, ticked)
+            result = _watch(executor, job, folder, request, on_tick)
         except MachinesGone as gone:
             cost_s += gone.ran_s + pause_s
             if cost_s > executor.patience_s:
                 raise MachinesGone(f"{gone}; the same command continues the study once they are back") from None
             failed.append(str(gone))
-            _pause(pause_s, ticked)
+            _pause(executor, pause_s, on_tick)
             pause_s = min(2 * pause_s, RETRY_S[1])
         else:
             if result.outcome is Outcome.LOST and n_lost:
@@ -243,19 +238,20 @@ def _submitted(executor: Executor, folder: TrialDir, request: TrialRequest) -> J
     return executor.submit(folder)
 
 
-def _pause(seconds: float, on_tick: Callable[[], None]) -> None:
+def _pause(executor: Executor, seconds: float, on_tick: Callable[[], None]) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
+        check_time(executor)
         on_tick()
         time.sleep(TICK_S)
 
 
 def resume(executor: Executor, path: Path, on_tick: Callable[[], None] = lambda: None) -> TrialResult | None:
-    """Resumes a trial whose coordinator died; None if the engine does not know it or lost it."""
+    """Resumes a trial whose coordinator died, as `run` would; None if the engine does not know it or lost it."""
     folder = TrialDir(path)
     left = _left(executor, folder)
     try:
-        return _watch(left[0], folder, left[1], on_tick) if left is not None else None
+        return _watch(executor, left[0], folder, left[1], on_tick) if left is not None else None
     except MachinesGone:
         return None
 
@@ -277,7 +273,9 @@ def _left(executor: Executor, folder: TrialDir) -> tuple[Job, TrialRequest] | No
     return (job, request) if job.poll() in (*UNDER_WAY, Status.EXITED) else None
 
 
-def _watch(job: Job, folder: TrialDir, request: TrialRequest, on_tick: Callable[[], None]) -> TrialResult:
+def _watch(
+    executor: Executor, job: Job, folder: TrialDir, request: TrialRequest, on_tick: Callable[[], None]
+) -> TrialResult:
     status, started, ticked, over, entered = Status.RUNNING, None, 0.0, False, time.monotonic()
     try:
         while (status := job.poll()) in UNDER_WAY:
@@ -286,6 +284,7 @@ def _watch(job: Job, folder: TrialDir, request: TrialRequest, on_tick: Callable[
                 started = started or now  # neither the engine's start nor its queue counts
             if now - ticked > TICK_S:
                 ticked = now
+                check_time(executor)
                 on_tick()
             if started is not None and now - started > request.deadline_s + AGENT_GRACE_S:
                 break

@@ -304,9 +304,14 @@ class Runner:
 
     def _carry_on(self, claim: ClaimedTrial, executor: Executor, tick: Callable[[], None]) -> TrialResult:
         """Waits for the end of a trial that went on in its engine after its coordinator died."""
+
+        def ticked() -> None:
+            tick()
+            self._events.tick()
+
         self._events.began(claim.asked.number, claim.candidate, claim.role)
         path = self.state.trial_path(claim.asked.number)
-        return base.resume(executor, path, tick) or self._teller.lost(claim.candidate)
+        return base.resume(executor, path, ticked) or self._teller.lost(claim.candidate)
 
     def _give_back(self, pool: TrialPool, why: str) -> None:
         """Tells the trials that ended while the pool stopped, and marks the others to be run again."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.instant import Instant
 
 from autotune.executors import base, conclude
 from autotune.space.candidate import Candidate
@@ -266,5 +267,5 @@ def test_a_trial_that_nobody_ends_at_its_deadline_has_timed_out(
         def cancel(self) -> None:
             write_record(folder.exit, Exit(codes={0: -9, 1: -9}, killed="cancel"))
 
-    result = base._watch(Hanging(), folder, replace(REQUEST, deadline_s=0.05), lambda: None)
+    result = base._watch(Instant(), Hanging(), folder, replace(REQUEST, deadline_s=0.05), lambda: None)
     assert result.outcome is TIMEOUT and "no end within 0.05 s" in result.reason

@@ -11,12 +11,15 @@ from support.studies import candidates, run, states
 
 from autotune import session
 from autotune.errors import UserError
+from autotune.executors import base
+from autotune.executors.base import Status
 from autotune.space.candidate import Candidate
 from autotune.study.events import UNFINISHED
 from autotune.study.setup.request import StudyRequest
 from autotune.study.storage import analysed, records
 from autotune.trial import result
 from autotune.trial.folder import TrialDir, write_record
+from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
 from autotune.trial.workload import DataShape, Probed
 
@@ -296,6 +299,43 @@ def test_a_trial_that_ended_just_before_the_driver_was_killed_is_told_with_what_
     told = records.told_data(records.told_trials(runner.study)[2])
     assert told["outcome"] == Outcome.CRASHED and "A disk is full" in told["reason"]
     assert len(executor.ran) == 1
+
+
+def test_a_trial_that_went_on_in_its_engine_ends_with_the_time_budget_and_is_shown_meanwhile(tmp_path, monkeypatch):
+    """It was waited for until its own deadline, and the live view stood still."""
+
+    class Engine(Instant):
+        status = Status.RUNNING
+
+        def find(self, _):
+            return self
+
+        def poll(self):
+            return self.status
+
+        def cancel(self):
+            self.status = Status.EXITED
+
+    class Looking(Watcher):
+        n_ticks = 0
+
+        def tick(self):
+            self.n_ticks += 1
+            engine.over = self.n_ticks > 1
+
+    candidate = dead_run(tmp_path, with_result=False)
+    folder = TrialDir(records.trial_path(tmp_path / "s", 2))
+    write_record(folder.request, TrialRequest(target="", candidate=candidate.values(), deadline_s=2.0))
+    monkeypatch.setattr(base, "AGENT_GRACE_S", 0.0)
+    write_record(folder.job, {})
+    engine, view = Engine(), Looking()
+    runner = runner_of(tmp_path, engine, watcher=view, trials=4, finalists=0, time_budget_s=600)
+    runner.run()
+    assert (view.n_ticks, engine.status, engine.ran) == (2, Status.EXITED, [])
+    assert (
+        states(runner) == ["COMPLETE", "COMPLETE", "FAIL"]
+        and "the time budget of 600 s" in runner.study.user_attrs["ended"]
+    )
 
 
 def test_a_run_killed_before_its_first_trial_was_told_begins_anew(tmp_path):

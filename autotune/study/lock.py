@@ -26,7 +26,7 @@ def study_lock(folder: Path, name: str | None = None) -> Iterator[IO[str]]:
         name: The study's name; by default the folder's.
 
     Raises:
-        UserError: Another process runs this study.
+        UserError: Another process runs this study, or the file system does not lock files.
         OSError: The folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -44,6 +44,11 @@ def study_lock(folder: Path, name: str | None = None) -> Iterator[IO[str]]:
                 pid, name = _owner(file), name or folder.name
                 raise UserError(
                     f"study {name!r} is being run by process {pid}; `autotune status {name}` shows how far it is"
+                ) from None
+            except OSError as error:  # Lustre mounted without `-o flock`
+                raise UserError(
+                    f"{path} cannot be locked ({error.strerror}), which keeps two runs of a study apart: work in a folder on another file"
+                    " system, or have this one mounted with locks"
                 ) from None
         _clear_away(folder, file)
         with files.naming(path):
@@ -97,7 +102,7 @@ def run_under_way(folder: Path) -> int | None:
             except BlockingIOError:
                 owner = _owner(file)
                 return owner if isinstance(owner, int) else 0  # it has not written its PID yet
-    except FileNotFoundError:
+    except OSError:  # there is no such file, or its file system locks none: then no run could begin
         pass
     return None
 

@@ -1,5 +1,6 @@
 """The study's lock: one run at a time; a new run ends the processes and removes the files of a killed one."""
 
+import errno
 import fcntl
 import json
 import os
@@ -144,3 +145,16 @@ def test_a_lock_file_full_of_nonsense_is_no_obstacle(tmp_path):
     (tmp_path / "s" / ".lock").write_text("{nonsense")
     with study_lock(tmp_path / "s"):
         assert json.loads((tmp_path / "s" / ".lock").read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_that_does_not_lock_is_named_with_what_to_do(tmp_path, monkeypatch, number):
+    """It was an error of autotune itself, and `status` failed likewise."""
+
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(UserError, match=r"s/\.lock cannot be locked .*another file system"), study_lock(tmp_path / "s"):
+        pass
+    assert run_under_way(tmp_path / "s") is None

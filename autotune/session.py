@@ -247,10 +247,10 @@ def tune(
             try:
                 heard = Broadcast(view, CallbackSink(callbacks, storage, wanted.name)) if callbacks else view
                 found, logged = _planned(request, heard, began_s)
-                if fresh:
-                    _forget(wanted.name, storage, folder, request.executor)
-                    fresh = False  # what is there from now on is this run's
                 with parallel.executors_for(found, request.executor, folder, view.say) as slots:
+                    if fresh:  # once it is known that all of the run's engines are there
+                        _forget(wanted.name, storage, folder, request.executor)
+                        fresh = False  # what is there from now on is this run's
                     runner = recorded_runner(found, request.executor, folder, held, logged, slots, learn=learn)
                     _keep_spec(request)
                     for note in (*request.notes, *found.notes):

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from support.instant import SPACE, WORKLOAD, Instant, Watcher, answered, failed, report, runner_of, spec_of
+from support.instant import SPACE, WORKLOAD, Instant, Watcher, answered, failed, plan_of, report, runner_of, spec_of
 from support.paths import MODELS
 from support.studies import candidates, run, states
 
@@ -13,7 +13,9 @@ from autotune import session
 from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.base import Status
+from autotune.report import load
 from autotune.space.candidate import Candidate
+from autotune.study import parallel
 from autotune.study.events import UNFINISHED
 from autotune.study.setup.request import StudyRequest
 from autotune.study.storage import analysed, records
@@ -415,6 +417,23 @@ def test_a_run_that_was_to_begin_anew_and_is_stopped_before_tells_no_old_answer(
     )
     assert session.tune(wanted, fresh=True, learn=False).report is None
     assert session.tune(wanted, fresh=False, learn=False).report is not None
+
+
+def test_a_run_that_was_to_begin_anew_and_has_too_few_machines_forgets_nothing(tmp_path, monkeypatch):
+    """The trials were gone, and `--parallel` with less could only begin anew."""
+
+    def refuse(*_):
+        raise UserError("--parallel 9: there are too few devices")
+
+    studies = answered(tmp_path / "studies")
+    monkeypatch.setattr(session, "_planned", lambda request, view, _: (plan_of(request.spec), view))
+    monkeypatch.setattr(parallel, "executors_for", refuse)
+    wanted = StudyRequest(
+        spec=spec_of(), target=MODELS / "ok.py", overrides={}, folder=studies / "s", executor=Instant()
+    )
+    with pytest.raises(UserError, match="too few devices"):
+        session.tune(wanted, fresh=True, learn=False)
+    assert load.load("s", records.default_url(studies), studies / "s").picks
 
 
 @pytest.mark.system

@@ -62,10 +62,11 @@ class Budget:
 
     Args:
         leads: Whether this coordinator leads the study, so that its time is the study's.
+        at_once: Trials that it runs at once.
     """
 
-    def __init__(self, state: StudyState, *, leads: bool = True) -> None:
-        self._state, self._leads = state, leads
+    def __init__(self, state: StudyState, *, leads: bool = True, at_once: int = 1) -> None:
+        self._state, self._leads, self._at_once = state, leads, at_once
         began_s = state.plan.began
         self._began_s = time.monotonic() if began_s is None else began_s
         self._earlier_s, self._n_earlier = 0.0, 0
@@ -252,7 +253,8 @@ class Budget:
             left_s = max(0.0, self._expected_s - self.spent_s())
         else:
             n_left = max(0, self._state.spec.trials - self.n_spent())
-            left_s = n_left * self.usual_s() + self._end_s(decides=decides, rounds=self._usual_rounds(noise_sd))
+            search_s = n_left * self.usual_s() / self._at_once
+            left_s = search_s + self._end_s(decides=decides, rounds=self._usual_rounds(noise_sd))
         return min(left_s, max(0.0, self.room_s()))
 
     def _end_s(self, *, decides: bool, rounds: float) -> float:

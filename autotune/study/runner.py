@@ -104,7 +104,7 @@ class Runner:
         self._slots = list(slots) or [executor]
         self._cut = False  # whether the end of the time budget cut a trial or a check
         self.state = state = StudyState(plan, folder, storage)
-        self._budget = Budget(state, leads=leads)
+        self._budget = Budget(state, leads=leads, at_once=len(self._slots))
         self._teller = Teller(state, self._budget, events)
         self.proposer = Proposer(state, self._teller, self._budget, events, warm, leads=leads)
         self._measurer = TrialMeasurer(state, executor, events, self._budget, self.proposer.bounds_to_beat)

@@ -141,6 +141,13 @@ def test_a_busy_machine_is_given_longer_to_write_the_answer(monkeypatch, budget_
     assert closing_s(budget_s) == pytest.approx(seconds)
 
 
+def test_the_time_left_is_shared_by_the_trials_that_run_at_once(tmp_path, monkeypatch):
+    """With --parallel 4 it was four times too long."""
+    executor = Instant(Clock(monkeypatch).takes(1.0))
+    _, _, watcher = run(tmp_path, executor, slots=[executor] * 4, trials=9, finalists=0)
+    assert watcher.ended_with[0].left_s == 2.0
+
+
 def test_the_time_left_counts_the_rounds_that_usually_follow_and_is_stored_for_those_who_watch(tmp_path, monkeypatch):
     """Each trial takes a second; two finalists and the baseline are measured again, in a round at least and four at most."""
     clock = Clock(monkeypatch)

@@ -69,6 +69,7 @@ def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
                 raise
             raise UserError(BEGUN_ANEW.format(study)) from None
         except KeyboardInterrupt as stop:
+            shutil.rmtree(scratch, ignore_errors=True)
             print("autotune: stopped; the trial under way is given back, to be run by another", file=sys.stderr)
             return status_of(stop)
     shutil.rmtree(scratch, ignore_errors=True)

@@ -12,7 +12,7 @@ from autotune.scoring.metrics import GOODPUT
 from autotune.study.budget import Budget
 from autotune.study.events import EventSink
 from autotune.study.measure import ENDLESS_SAMPLES, TrialMeasurer
-from autotune.study.numerics_check import MIN_STEPS, WITHIN_DEADLINE, training_budget_s
+from autotune.study.numerics_check import MIN_STEPS, training_budget_s, within_deadline_s
 from autotune.study.state import StudyState
 from autotune.study.storage import records
 from autotune.system.units import format_duration
@@ -167,7 +167,7 @@ class BranchCheck:
             role="branch",
             max_steps=-(-n_samples // m.candidate.global_batch_size(self._state.plan.data_parallel)),
             min_samples=ENDLESS_SAMPLES,
-            budget_s=training_budget_s(spec, self._budget.trial_s, n_samples / (m.metrics.get("samples_per_s") or 1.0)),
+            budget_s=training_budget_s(spec, self._budget, n_samples / (m.metrics.get("samples_per_s") or 1.0)),
             weights=str(weights),
             first_sample=first_sample,
             deadline_s=spec.trial_deadline_s,
@@ -198,7 +198,7 @@ class BranchCheck:
     def _most_samples(self, m: Measured, baseline: Measured) -> float:
         """Samples that the slower side can train on within a trial's deadline."""
         rates = (each.metrics.get("samples_per_s") or 1.0 for each in (m, baseline))
-        return WITHIN_DEADLINE * self._state.spec.trial_deadline_s * min(rates)
+        return within_deadline_s(self._state.spec, self._budget) * min(rates)
 
     def _n_samples(self, m: Measured, baseline: Measured) -> tuple[int, int]:
         """Samples of a branch, at least and wanted: as the user states, else enough steps, and a multiple of a trial's."""

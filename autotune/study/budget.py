@@ -5,7 +5,6 @@ import re
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from optuna.trial import FrozenTrial
@@ -237,8 +236,7 @@ class Budget:
 
     def _checked_s(self) -> float:
         if self._checks_s is None:  # those of earlier runs
-            paths = [path for path in self._state.folder.glob("trials/*/*") if _is_check(path)]
-            results = map(result_in, paths)
+            results = map(result_in, records.check_paths(self._state.folder))
             self._checks_s = sum(result.wall_s for result in results if result is not None)
         return self._checks_s
 
@@ -311,11 +309,6 @@ def closing_s(budget_s: float) -> float:
     """Seconds at the end of a time budget in which the answer is written, as busy as the machine is."""
     slower = min(MOST_SLOWER, max(1.0, load_per_core()))
     return min(MOST_CLOSING_S, slower * (CLOSING_S + CLOSING_SHARE * budget_s))
-
-
-def _is_check(path: Path) -> bool:
-    """Whether a folder holds a run of the quality gate or of a branch."""
-    return path.name == "gate" or path.name.startswith("branch-") or path.parent.name.startswith("reference-")
 
 
 def measuring_s(told: Sequence[FrozenTrial]) -> float:

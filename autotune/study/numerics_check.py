@@ -26,7 +26,7 @@ REPLICATES = 2
 # A reference may train for this multiple of a trial's time, since slower numerics make longer curves; where that is too
 # short for the steps that are needed, for their time with the second factor to spare.
 MAX_TRIAL_BUDGETS, SPARE = 4, 1.5
-WITHIN_DEADLINE = 0.9  # at most this share of a trial's deadline
+WITHIN_DEADLINE = 0.9  # at most this share of a trial's deadline without its startup
 
 
 class NumericsCheck:
@@ -252,7 +252,7 @@ class NumericsCheck:
                 max_steps=n_steps,
                 min_samples=ENDLESS_SAMPLES,
                 replicate=replicate,
-                budget_s=training_budget_s(spec, self._budget.trial_s, min(n_steps, MIN_STEPS) * step_s),
+                budget_s=training_budget_s(spec, self._budget, min(n_steps, MIN_STEPS) * step_s),
                 deadline_s=spec.trial_deadline_s,
             )
         except UserError as error:  # an engine that only replays what was measured
@@ -266,10 +266,14 @@ def _trials(numbers: Sequence[str]) -> str:
     return f"trial{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
 
 
-def training_budget_s(spec: StudySpec, trial_s: float, needed_s: float) -> float:
-    """Seconds that a check may train which needs `needed_s`, within a trial's deadline; an ordinary trial takes `trial_s`."""
-    wanted_s = max(MAX_TRIAL_BUDGETS * trial_s, SPARE * needed_s)
-    return min(wanted_s, WITHIN_DEADLINE * spec.trial_deadline_s)
+def training_budget_s(spec: StudySpec, budget: Budget, needed_s: float) -> float:
+    """Seconds that a check may train which needs `needed_s`, within a trial's deadline."""
+    return min(max(MAX_TRIAL_BUDGETS * budget.trial_s, SPARE * needed_s), within_deadline_s(spec, budget))
+
+
+def within_deadline_s(spec: StudySpec, budget: Budget) -> float:
+    """Seconds that a check may train before a trial's deadline, which counts from the start of its ranks, ends it."""
+    return WITHIN_DEADLINE * max(0.0, spec.trial_deadline_s - budget.startup_s())
 
 
 def with_batch(candidate: Candidate, batch: int, world_size: int, least: int = 1) -> Candidate:

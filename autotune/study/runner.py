@@ -132,6 +132,8 @@ class Runner:
         if self._leads and (again := self.state.retry_timeouts(self._measurer.deadline_s)):
             which = f"trial{'s' * (len(again) > 1)} {', '.join(map(str, again))}"
             self._events.say(f"{which} timed out and will run again: there is more time for a trial now")
+        if self._leads:
+            self.state.retry_checks()
         self._budget.resume()
         self._baseline.restore()
         if self._leads and (n := self._budget.n_spent()):

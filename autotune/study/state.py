@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,9 @@ from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.scoring import objective
+from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.convergence.learning_rate import LearningRate
+from autotune.scoring.convergence.quality_gate import GateVerdict
 from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import METRICS
@@ -172,9 +175,25 @@ class StudyState:
         if records.told_data(told)["outcome"] != Outcome.TIMEOUT:
             return False
         path = self.trial_path(told.number)
-        had = record_in(TrialDir(path).request, TrialRequest)
-        ended = result_in(path) is not None
-        return had is not None and (not ended or had.deadline_s < deadline_s(records.told_candidate(told)))
+        had_s, ended = _deadline_of(path), result_in(path) is not None
+        return had_s is not None and (not ended or had_s < deadline_s(records.told_candidate(told)))
+
+    def retry_checks(self) -> None:
+        """Forgets the checks that timed out in less time than they have now, and what stayed undecided."""
+        now_s, late = self.spec.trial_deadline_s, list[Path]()
+        for path in records.check_paths(self.folder):
+            result, had_s = result_in(path), _deadline_of(path)
+            if result is not None and result.outcome is Outcome.TIMEOUT and had_s is not None and had_s < now_s:
+                late.append(path)
+        for path in late:
+            shutil.rmtree(path)
+        for path in (
+            self.folder.glob("trials/*/*.json") if late else ()
+        ):  # those that had all they needed are judged alike again
+            verdict = record_in(path, GateVerdict) if path.name == "verdict.json" else None
+            branch = record_in(path, Branch) if path.name == "branch.json" else None
+            if (verdict and verdict.passed is None) or (branch and branch.confirmed is None and not branch.n_samples):
+                path.unlink()
 
     def narrow(self, space: SearchSpace | None = None, **setting: Any) -> None:
         """Searches only this space from now on, and what is legal where these fields of the setting are so."""
@@ -255,6 +274,12 @@ def forget_runs(executor: Executor, folder: Path, kept: Path | None = None) -> N
             if path != kept:
                 base.forget(executor, path)
     records.warm_path(folder).unlink(missing_ok=True)
+
+
+def _deadline_of(path: Path) -> float | None:
+    """The deadline that a run had; None where nothing tells."""
+    had = record_in(TrialDir(path).request, TrialRequest)
+    return had.deadline_s if had is not None else None
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> Iterator[str]:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.instant import WORKLOAD, Instant, Watcher, failed, report
+from support.instant import WORKLOAD, Instant, Watcher, failed, report, spec_of
 from support.studies import run
 
 from autotune.scoring import recommend
@@ -13,7 +13,7 @@ from autotune.scoring.convergence.quality_gate import LEAST_STEPS
 from autotune.scoring.estimates import estimate
 from autotune.space.candidate import Candidate
 from autotune.space.rule import Setting
-from autotune.study.numerics_check import NumericsCheck, with_batch
+from autotune.study.numerics_check import NumericsCheck, training_budget_s, with_batch
 from autotune.trial.folder import read_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import GradientCheck, Outcome, TrialResult
@@ -309,6 +309,32 @@ def test_a_reference_that_fails_leaves_a_doubt_and_no_recommendation(tmp_path):
     )
     found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
     assert not found.picks["recommended"].measured.doubt
+
+
+def test_a_check_that_timed_out_is_made_again_where_it_has_more_time(tmp_path, unhurried):
+    """Its numerics stayed unchecked for good, whatever --trial-deadline a later run had."""
+
+    def late(candidate):
+        in_time = candidate.precision == "bf16" or not executor.gated
+        return report(candidate) if in_time else failed(Outcome.TIMEOUT, "no end within 300 s")
+
+    executor = Instant(late)
+    given = {"trials": 4, "sampler": "grid", "space": SMALL}
+    run(tmp_path, executor, **given)
+    assert executor.gated
+    runner, again, _ = run(tmp_path, **given)
+    assert not again.gated and any(m.verdict and m.verdict.passed is None for m in runner.state.measured())
+    runner, again, _ = run(tmp_path, trial_deadline_s=600.0, **given)
+    assert again.gated and not any(m.verdict and m.verdict.passed is None for m in runner.state.measured())
+    found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
+    assert found.picks["recommended"].measured.candidate.precision == "bf16"
+
+
+@pytest.mark.parametrize(("startup_s", "trains_s"), [(0.0, 270.0), (200.0, 90.0), (400.0, 0.0)])
+def test_a_check_trains_no_longer_than_a_trials_deadline_leaves_after_its_startup(startup_s, trains_s):
+    """A model that takes minutes to load was killed in each of its checks."""
+    budget = SimpleNamespace(trial_s=10.0, startup_s=lambda: startup_s)
+    assert training_budget_s(spec_of(trial_deadline_s=300.0), budget, 1e3) == pytest.approx(trains_s)
 
 
 def test_a_gradient_that_is_not_what_was_computed_is_refused_whatever_its_losses(tmp_path):

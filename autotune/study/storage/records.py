@@ -352,6 +352,14 @@ def reference_path(folder: Path, batch: int) -> Path:
     return folder / "trials" / f"reference-{batch}"
 
 
+def check_paths(folder: Path) -> list[Path]:
+    """The folders of the runs of the quality gate and of branches."""
+    found = folder.glob("trials/*/*")
+    return [
+        p for p in found if p.name == "gate" or p.name.startswith("branch-") or p.parent.name.startswith("reference-")
+    ]
+
+
 def repeat_path(folder: Path, number: int, n: int) -> Path:
     """The folder of a trial's n-th re-measurement."""
     return trial_path(folder, number) / f"repeat-{n}"

@@ -288,6 +288,7 @@ class Runner:
         elif pool.claims:
             self._tell(pool.landed(None if leases.alone else NEWS_S))
         else:  # another coordinator's trials are running
+            base.check_time(self._measurer.executor)
             self._events.tick()
             time.sleep(NEWS_S)
         return None

@@ -16,9 +16,12 @@ from autotune.executors.base import Status
 from autotune.report import load
 from autotune.space.candidate import Candidate
 from autotune.study import parallel
+from autotune.study import runner as runner_module
 from autotune.study.events import UNFINISHED
 from autotune.study.setup.request import StudyRequest
 from autotune.study.storage import analysed, records
+from autotune.study.storage.leases import StudyLeases
+from autotune.study.storage.owner import Owner
 from autotune.trial import result
 from autotune.trial.folder import TrialDir, write_record
 from autotune.trial.request import TrialRequest
@@ -338,6 +341,24 @@ def test_a_trial_that_went_on_in_its_engine_ends_with_the_time_budget_and_is_sho
         states(runner) == ["COMPLETE", "COMPLETE", "FAIL"]
         and "the time budget of 600 s" in runner.study.user_attrs["ended"]
     )
+
+
+def test_a_trial_of_another_machine_is_not_waited_for_beyond_the_time_budget(tmp_path, monkeypatch):
+    """It was waited for until its own end, however long after the time budget."""
+    engine, slept = Instant(), []
+    first, _, _ = run(tmp_path, trials=2, finalists=0)
+    StudyLeases(first.storage, "s", Owner.here()).claim(first.study)
+    runner = runner_of(tmp_path, engine, trials=3, finalists=0, time_budget_s=600)
+    runner.leases.alone = False  # as with a database server
+
+    def sleep(_):
+        slept.append(1)
+        engine.over = len(slept) > 1
+        assert len(slept) < 4
+
+    monkeypatch.setattr(runner_module.time, "sleep", sleep)
+    runner.run()
+    assert len(slept) == 2 and "the time budget of 600 s" in runner.study.user_attrs["ended"]
 
 
 def test_a_run_killed_before_its_first_trial_was_told_begins_anew(tmp_path):

@@ -167,7 +167,6 @@ def _decided(run: Retuning, wanted: StudySpec, view: EventSink) -> Decision:
     from optuna.exceptions import StorageInternalError
     from sqlalchemy.exc import SQLAlchemyError
 
-    from autotune.retune.retuning import excuse_in_file
     from autotune.study.setup.engine import executor_for
     from autotune.study.setup.plan import plan, profiled
     from autotune.study.storage import records
@@ -180,11 +179,8 @@ def _decided(run: Retuning, wanted: StudySpec, view: EventSink) -> Decision:
             return run.run(found, executor)
     except GoneError:
         raise
-    except (records.StoreError, SQLAlchemyError, StorageInternalError):  # no decision, nor can the database note it
-        excuse_in_file(run.path)
-        raise
-    except (Unavailable, KeyboardInterrupt):  # only what was killed counts as an attempt
-        run.excuse()
+    except (records.StoreError, SQLAlchemyError, StorageInternalError, Unavailable, KeyboardInterrupt):
+        run.excuse()  # no decision; only what was killed counts as an attempt
         raise
     except UserError as error:
         return run.fail(str(error))

@@ -46,7 +46,7 @@ SHARE, FEWEST = 0.2, 6
 FRONT_EVERY = 8
 MIN_GAIN = 0.03
 MOST_ATTEMPTS = 3  # starts of one re-tuning, each of which was killed, before it counts as failed
-EXCUSED = "excused"  # file in a re-tuning's folder: its last attempt ended since the database went away
+AT_WORK = "at-work"  # file in a re-tuning's folder while an attempt runs: it stays where that was killed
 FILES = ("ds_config.json", "recommended.json", "front.json", "environment.json", "README.md")
 
 STDERR = 2  # file descriptor
@@ -144,8 +144,7 @@ class Retuning:
         left = self.history.interrupted(self.name)
         if left is not None:
             self.number, self.generation, self.evidence = left["id"], left["generation"], dict(left["evidence"])
-            attempts = int(self.evidence.get("attempts", 1)) + (not (self.path / EXCUSED).exists())
-            (self.path / EXCUSED).unlink(missing_ok=True)
+            attempts = int(self.evidence.get("attempts", 1)) + (self.path / AT_WORK).exists()
             if attempts > MOST_ATTEMPTS:
                 reason = f"it was killed {MOST_ATTEMPTS} times before it was done; see {self.path}"
                 self.fail(reason)
@@ -157,6 +156,7 @@ class Retuning:
             if left["cause"] == "forced" or self.asked.cause == "stale":
                 self.asked = replace(self.asked, cause=left["cause"])
             self._note(attempts=attempts)
+            write_record(self.path / AT_WORK, {})
             return
         # A database that was lost no longer knows of those whose folders are there.
         there = max(map(records.retuning_of, (self.folder / "retunes").glob("*")), default=0)
@@ -164,10 +164,11 @@ class Retuning:
         rows = self.history.decisions(self.name)
         self.generation = next(row["generation"] for row in rows if row["id"] == self.number)
         shutil.rmtree(self.path, ignore_errors=True)
+        write_record(self.path / AT_WORK, {})
 
     def excuse(self) -> None:
-        """Do not count this attempt: machines were away or taken away, or the user stopped it."""
-        self._note(attempts=int(self.evidence.get("attempts", 1)) - 1)
+        """Do not count this attempt: machines or the database were away or taken away, or the user stopped it."""
+        (self.path / AT_WORK).unlink(missing_ok=True)
 
     def run(self, found: Plan, executor: Executor) -> Decision:
         """Measure, search if necessary, decide, and store the decision with its evidence.
@@ -349,6 +350,7 @@ class Retuning:
         data["looked_at"] = self.evidence.get("looked_at", {})
         values = {"verdict": str(decision.verdict), "ended_at": time.time(), "evidence": data}
         self.history.decide(self.name, self.number, fingerprint=str(self.evidence.get("fingerprint", "")), **values)
+        self.excuse()
 
     def _check_alive(self) -> None:
         if self.name not in records.study_names(self.storage):
@@ -360,12 +362,6 @@ class Retuning:
             records.delete_study(self.storage, self.name)
             records.delete_study(self.storage, generation_name(self.name, self.generation))
             shutil.rmtree(self.path, ignore_errors=True)
-
-
-def excuse_in_file(path: Path) -> None:
-    """Do not count the attempt at the re-tuning in a folder, where the database cannot note it."""
-    with contextlib.suppress(OSError):  # the disk may be full, too
-        write_record(path / EXCUSED, {})
 
 
 def noise_scale(*kept: StudyRecord | None) -> NoiseScale | None:

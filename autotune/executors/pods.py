@@ -24,6 +24,7 @@ from autotune.executors.base import Status
 from autotune.executors.cluster import Engine, JobState, Refused
 from autotune.executors.node_agent import Spool
 from autotune.system import files, processes
+from autotune.trial.folder import write_record
 
 # Variables of the pods: the folder of calls, the number of machines, and the pod's own address.
 BOARD, MACHINES, ADDRESS = "AUTOTUNE_PODS", "AUTOTUNE_MACHINES", "AUTOTUNE_ADDRESS"
@@ -53,10 +54,6 @@ class Board:
         except (OSError, ValueError):
             return {}
 
-    def write(self, path: Path, said: dict[str, Any]) -> None:
-        """Replaces a file as a whole."""
-        files.write_text(path, json.dumps(said))
-
 
 class Pods(Engine):
     """Engine of a study over several machines in Kubernetes: the pods are there already, and are called."""
@@ -77,7 +74,7 @@ class Pods(Engine):
         """Calls the pods to a spool; returns the call's id."""
         job = uuid.uuid4().hex[:12]
         try:
-            self.board.write(self.board.call, {"id": job, "spool": str(spool.path.absolute()), "nodes": nodes})
+            write_record(self.board.call, {"id": job, "spool": str(spool.path.absolute()), "nodes": nodes})
         except OSError as error:
             raise Refused(f"the pods cannot be called: {error}", at_present=True) from None
         return job
@@ -110,7 +107,7 @@ class Pods(Engine):
     def end(self, job: str) -> None:
         """Sends the pods of a call back to waiting."""
         if self.board.read(self.board.call).get("id") == job:
-            self.board.write(self.board.call, {})
+            write_record(self.board.call, {})
 
     def _silent_s(self, number: int) -> float:
         """Seconds since a pod was last heard, by this process's clock."""
@@ -185,7 +182,7 @@ class Machine:
 
     def _say(self, said: dict[str, Any]) -> None:
         self._said = said
-        self.board.write(self.file, said)
+        write_record(self.file, said)
 
 
 def main(arguments: list[str] | None = None) -> int:

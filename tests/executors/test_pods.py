@@ -112,7 +112,7 @@ def agent_idle(engine: Pods, machine: Machine) -> None:
 
 
 def called_away(engine: Pods, machine: Machine) -> None:
-    engine.board.write(engine.board.call, {"id": "other", "spool": "x", "nodes": 1})
+    write_record(engine.board.call, {"id": "other", "spool": "x", "nodes": 1})
 
 
 @pytest.mark.parametrize(

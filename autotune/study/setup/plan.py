@@ -71,6 +71,7 @@ class Plan:
         setting: Everything that legality depends on.
         began: When the command began, in seconds of the monotonic clock; budgets count from there, else from the run's
             first moment.
+        cache_key: Of a script, under which what was found in it is kept for forecasts.
     """
 
     spec: StudySpec
@@ -84,6 +85,7 @@ class Plan:
     setting: Setting
     notes: list[str] = field(default_factory=list)
     began: float | None = None
+    cache_key: str = ""
 
     @property
     def memory_limit_bytes(self) -> float | None:
@@ -231,7 +233,9 @@ def plan(spec: StudySpec, executor: Executor, folder: Path, view: EventSink = SI
     """
     # Beside another study's trial a probe would disturb it, and take what that holds of a device for used by others.
     with executor.turn(view.waiting):
-        return _planned(spec, executor, folder, view.doing)
+        is_script = spec.inspected.kind == "script"  # which may be edited while it is probed
+        key = profile_cache.script_key(spec.how(), spec.script_set, spec.ranks) if is_script else ""
+        return replace(_planned(spec, executor, folder, view.doing), cache_key=key)
 
 
 def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[[str], None]) -> Plan:
@@ -388,9 +392,8 @@ def profiled(found: Plan, executor: Executor, folder: Path, view: EventSink = SI
     workload, notes = profile_cache.measure_missing(
         found.workload, spec.target, found.base_config, found.world_size, executor, folder / "trials", view, place
     )
-    if workload.script is not None and not spec.runs_elsewhere:  # so that `predict` need not run it again
-        key = profile_cache.script_key(spec.how(), spec.script_set, spec.ranks)
-        profile_cache.save(replace(workload, machine=None), key)
+    if found.cache_key and not spec.runs_elsewhere:  # so that `predict` need not run it again
+        profile_cache.save(replace(workload, machine=None), found.cache_key)
     if workload.profile is not None and spec.max_length:
         reaching = workload.profile.reaching(spec.max_length)
         notes += reaching.caveats[len(workload.profile.caveats) :]

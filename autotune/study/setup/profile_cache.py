@@ -158,11 +158,14 @@ def measure_missing(
         )  # fmt: skip
         view.doing("profiling the model, once")
         with executor.turn(view.waiting):  # it may take much of a device
+            key = workload_key(
+                target, ds_config.get("optimizer"), place.where
+            )  # of the text that is profiled, not of a later one
             result = base.run(executor, folder / "profile", request)
         if result.outcome is Outcome.COMPLETE:
             profile = read_record(TrialDir(folder / "profile").profile, Profile)
             if not profile.cut_short:
-                save(profile, workload_key(target, ds_config.get("optimizer"), place.where))
+                save(profile, key)
             workload = replace(workload, profile=profile)
         else:
             notes.append(f"the model was not profiled ({result.reason}), so forecasts start from its size alone")

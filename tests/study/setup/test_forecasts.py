@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from support.commands import autotune as autotune_command
 from support.commands import called, one_sentence
-from support.instant import WORKLOAD, Instant, report, runner_of, spec_of
+from support.instant import WORKLOAD, Instant, plan_of, report, runner_of, spec_of
 from support.paths import MODELS
 from support.zoo import ADAMW
 
@@ -21,13 +21,14 @@ from autotune.cli.options import read_settings
 from autotune.errors import UserError
 from autotune.report import load
 from autotune.space.candidate import Candidate
-from autotune.study.setup import forecasts, profile_cache
+from autotune.study.setup import forecasts, plan, profile_cache
+from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import records
 from autotune.trial.command import Invocation
 from autotune.trial.folder import write_record
 from autotune.trial.profile import Machine, Pass, Profile
 from autotune.trial.request import TrialRequest
-from autotune.trial.result import TrialResult
+from autotune.trial.result import Outcome, TrialResult
 from autotune.trial.workload import Probed, Workload
 
 P = 10_000_000
@@ -369,6 +370,37 @@ def test_what_is_known_is_found_out_once(zoo, tmp_path, monkeypatch):
     ]  # a run that went on said it again
     assert (again.profile, again.machine) == (found.profile, found.machine)
     assert profile_cache.load(Workload, profile_cache.workload_key(MODELS / "tied.py")) == bare
+
+
+def test_what_is_edited_while_it_is_profiled_or_probed_is_known_by_its_earlier_text(tmp_path, monkeypatch):
+    """The profile of the old model, or script, was that of the new one for every later forecast."""
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "cache"))
+    target = tmp_path / "model.py"
+    target.write_text((MODELS / "ok.py").read_text())
+    key = profile_cache.workload_key(target)
+
+    def run(_, path, request):
+        target.write_text("import torch\n\n\ndef model():\n    return torch.nn.Linear(1, 1)\n")
+        write_record(path / "profile.json", PROFILE)
+        return TrialResult(outcome=Outcome.COMPLETE)
+
+    monkeypatch.setattr(profile_cache.base, "run", run)
+    bare = replace(WORKLOAD, profile=None, machine=Machine.guess("cpu", 1))
+    profile_cache.measure_missing(bare, target, {}, 1, Instant(), tmp_path / "trials")
+    assert profile_cache.load(Profile, key) == PROFILE
+    assert profile_cache.load(Profile, profile_cache.workload_key(target)) is None
+
+    script = tmp_path / "train.py"
+    script.write_text((MODELS / "scripts" / "accelerate_loop.py").read_text())
+    spec = StudySpec.of(script, {})
+    key = profile_cache.script_key(spec.how(), {}, None)
+
+    def planned(*_):
+        script.write_text(f"{script.read_text()}\nX = 1\n")
+        return plan_of(spec_of())
+
+    monkeypatch.setattr(plan, "_planned", planned)
+    assert plan.plan(spec, Instant(), tmp_path).cache_key == key
 
 
 @pytest.mark.process

@@ -35,7 +35,7 @@ from autotune.study.setup.request import StudyRequest
 from autotune.study.spec import spec
 from autotune.study.spec.spec import StudySpec
 from autotune.study.spec.yaml_file import AS_RUN, as_run, read_yaml, stated_storage
-from autotune.study.state import forget_runs
+from autotune.study.state import TargetEdited, forget_runs
 from autotune.study.storage import database, leases, project, records
 from autotune.study.storage.database import Storage, StoreMissing
 from autotune.study.storage.history import History
@@ -72,7 +72,7 @@ class Tuned:
     Attributes:
         report: The study's findings so far; None if the user stopped it before a trial ended.
         stopped: How the user stopped it, if so.
-        refused: Why the run ended early, or not all files could be written: machines are away, a disk is full.
+        refused: Why the run ended early, or not all files could be written: machines are away, the target was edited, a disk is full.
     """
 
     report: StudyReport | None
@@ -258,8 +258,8 @@ def tune(
                     runner.run()
             except KeyboardInterrupt as stop:
                 interrupted = stop
-            except base.MachinesGone as gone:
-                refused = gone
+            except (base.MachinesGone, TargetEdited) as why:
+                refused = why
             except base.TimeOver:
                 refused = UserError(_too_little_time(wanted.time_budget_s or 0.0, folder, began_at))
     with records.failing_in_words(url):

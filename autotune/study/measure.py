@@ -83,6 +83,7 @@ class TrialMeasurer:
             role: `baseline`, `search`, `repeat`, `noise`, `gate`, `branch`, `warm`, or `round`, of a re-tuning.
             request_fields: Fields of the request that differ from those of the study's trials.
         """
+        self._state.check_unedited()
         request = replace(self.request(candidate, role), **request_fields)
         return self.run(request, candidate, path, role, self.executor)
 

@@ -266,6 +266,7 @@ class Runner:
     def _step(self, pool: TrialPool) -> str | None:
         """Tells the trials that have ended and starts the next one; a text ends the search."""
         self._tell(pool.landed(0.0 if pool.n_free else None))
+        self.state.check_unedited()
         study, leases = self.state.study, self.leases
         try:
             with leases.turn():

@@ -25,13 +25,14 @@ from autotune.scoring.metrics import METRICS
 from autotune.scoring.objective import Objective
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.space import SearchSpace
-from autotune.study.setup.plan import Plan
+from autotune.study.setup.plan import Plan, target_digest
 from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import analysed, project, records
 from autotune.study.storage.database import StoreMissing
 from autotune.study.storage.leases import StudyLeases
 from autotune.study.storage.optuna_tables import trial_id, write_failed
 from autotune.study.storage.records import SearchRecord, StudyRecord
+from autotune.system import files
 from autotune.trial.folder import TrialDir, record_in, result_in
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
@@ -41,6 +42,10 @@ from autotune.trial.workload import DataShape, Environment, Workload
 DATA_GREW = 0.02
 # Of fewer samples than this, sizes may have been alike by chance.
 ENOUGH_SAMPLES = 100
+
+
+class TargetEdited(UserError):
+    """The target is no longer what the study's trials so far ran."""
 
 
 class StudyState:
@@ -119,6 +124,15 @@ class StudyState:
         """What times depend on and is not as when the study began: device, threads, torch, DeepSpeed."""
         kept = records.record(self.study)
         return list(_machine_changes(kept.workload.environment, self.plan.workload.environment)) if kept else []
+
+    def check_unedited(self) -> None:
+        """Refuses to go on with another text of the target than the run began with, which would not compare."""
+        target = self.spec.target
+        if not target.is_file() or target_digest(target) != self._fingerprint["target"]:
+            raise TargetEdited(
+                f"{files.shown(target)} was edited while the study ran, so further trials would not compare with those before: to go on,"
+                " put its earlier text back and run the same command again; the new one is another study (--fresh, or --study NAME)"
+            )
 
     def _check_same(self, kept: StudyRecord) -> None:
         if changed := self.differences(kept):

@@ -128,15 +128,36 @@ def test_another_study_of_that_name_is_refused_and_what_differs_is_named(tmp_pat
 def test_a_target_that_was_edited_while_the_baseline_ran_is_another_one_than_its(tmp_path):
     """The record of the study had the text as it was after the baseline, so that the study went on with it."""
     target = shutil.copy(MODELS / "ok.py", tmp_path / "model.py")
-    planned = {"spec": spec_of(finalists=0, trials=2).model_copy(update={"target": target})}
+    planned = {"spec": spec_of(finalists=0, trials=2, objectives=["throughput"]).model_copy(update={"target": target})}
 
     def edits(candidate):
         target.write_text("def model(): ...\n")
         return report(candidate)
 
-    run(tmp_path, Instant(edits), planned=planned)
+    with pytest.raises(UserError, match=r"model\.py was edited while the study ran"):
+        run(tmp_path, Instant(edits), planned=planned)
     with pytest.raises(UserError, match=r"differs in the text of model\.py"):
         run(tmp_path, planned=planned)
+
+
+@pytest.mark.parametrize("when", [2, 4], ids=["in the search", "while the best are measured again"])
+def test_a_target_that_is_edited_while_its_study_runs_ends_it_and_it_goes_on_with_the_earlier_text(tmp_path, when):
+    """Further trials measured the new text, and one answer was made of both; a comment changes nothing."""
+    target, executor = shutil.copy(MODELS / "ok.py", tmp_path / "model.py"), Instant()
+    planned = {"spec": spec_of(finalists=1, trials=3).model_copy(update={"target": target})}
+    before = target.read_text()
+
+    def edits(candidate):
+        target.write_text(f"{before}# a comment\n" if len(executor.ran) < when else f"{before}X = 1\n")
+        return report(candidate)
+
+    executor.behaviour = edits
+    with pytest.raises(UserError, match=r"model\.py was edited while the study ran.*put its earlier text back"):
+        run(tmp_path, executor, planned=planned)
+    assert len(executor.ran) == when
+    target.write_text(before)
+    runner, again, _ = run(tmp_path, planned=planned)
+    assert len(candidates(runner)) == 3 and len(again.ran) + when >= 5 and not records.running(runner.study)
 
 
 @pytest.mark.cells(2)

@@ -230,9 +230,16 @@ class Steps(Slurm):
     def launch(self, spool: Spool, nodes: int) -> str:
         """Starts a step on its nodes of the allocation; returns its name."""
         script = self._script(spool, str(nodes), f"{self._slot * nodes + 1},{(self._slot + 1) * nodes}")
+        # Its mark has the study's next run end it, if this one is killed: it would train on beside that one, in the same folder.
+        marked = os.environ | {processes.MARK: processes.new_mark()}
         with open(spool.path / "job.log", "ab") as log:
             step = subprocess.Popen(
-                ["sh", "-c", script], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                ["sh", "-c", script],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=marked,
+                start_new_session=True,
             )
         name = f"{self._job}-{step.pid}"
         self._steps[name], self._logs[name] = step, spool.path / "job.log"

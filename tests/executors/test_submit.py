@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,9 @@ from autotune.executors import kubernetes, submit
 from autotune.executors.driver_job import SUBMISSION, DriverJob
 from autotune.executors.node_agent import Spool
 from autotune.executors.slurm import Slurm, Steps
+from autotune.study.lock import note_agent, study_lock
 from autotune.study.storage import records
+from autotune.system import processes
 
 # In place of the interpreter: notes where it runs, ends with status 75 the first time and with 0 the second.
 DRIVER = """#!/bin/sh
@@ -246,6 +250,23 @@ def test_a_batch_job_has_nodes_for_each_of_the_trials_at_once(job, monkeypatch) 
     monkeypatch.setattr(Slurm, "submit", lambda self, *given: asked.append((given[2], self.ranks_per_node)) or "7")
     submit.to_slurm(replace(job, nodes=2, ranks=8, at_once=3))
     assert asked == [6, (6, 4)]
+
+
+@pytest.mark.process
+def test_a_step_of_a_killed_run_is_ended_by_the_next_one(tmp_path, monkeypatch) -> None:
+    """Its agent trained on beside that one's, and wrote its end into the same folder."""
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).write_text("#!/bin/sh\nsleep 60\n" if name == "srun" else "#!/bin/sh\necho n1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setitem(processes._run_marks, os.getpid(), "another-run")  # not of what else these tests have started
+    engine = Steps({}, 1, "x")
+    step = engine._steps[engine.launch(Spool(tmp_path), 1)]
+    with open(tmp_path / ".lock", "a+") as file:
+        note_agent(file, processes.run_mark())  # as a run that is killed leaves it
+    with study_lock(tmp_path):
+        assert step.wait(10) == -signal.SIGKILL
 
 
 @pytest.mark.process

@@ -379,9 +379,8 @@ def _stated_in(folder: Path) -> tuple[Path, dict[str, Any]]:
 def _named_from(folder: Path, path: str) -> Path:
     """A file that a study names relative to its folder: as `os.path.relpath` made the name, also where that folder is behind a link."""
     found = Path(os.path.abspath(folder / path))
-    return (
-        found if found.exists() else (folder / path).resolve()
-    )  # the study is read through a link that was made later
+    # The second where the study is read through a link that was made later.
+    return found if found.exists() else (folder / path).resolve()
 
 
 def recorded_runner(

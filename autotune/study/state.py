@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,8 @@ from autotune.trial.workload import DataShape, Environment, Workload
 DATA_GREW = 0.02
 # Of fewer samples than this, sizes may have been alike by chance.
 ENOUGH_SAMPLES = 100
+# A file that is being saved may be empty, or away, for a moment.
+SAVED_S = 0.3
 
 
 class TargetEdited(UserError):
@@ -128,11 +131,15 @@ class StudyState:
     def check_unedited(self) -> None:
         """Refuses to go on with another text of the target than the run began with, which would not compare."""
         target = self.spec.target
-        if not target.is_file() or target_digest(target) != self._fingerprint["target"]:
-            raise TargetEdited(
-                f"{files.shown(target)} was edited while the study ran, so further trials would not compare with those before: to go on,"
-                " put its earlier text back and run the same command again; the new one is another study (--fresh, or --study NAME)"
-            )
+        for _ in range(2):
+            with contextlib.suppress(OSError):
+                if target_digest(target) == self._fingerprint["target"]:
+                    return
+            time.sleep(SAVED_S)
+        raise TargetEdited(
+            f"{files.shown(target)} was edited while the study ran, so further trials would not compare with those before: to go on,"
+            " put its earlier text back and run the same command again; the new one is another study (--fresh, or --study NAME)"
+        )
 
     def _check_same(self, kept: StudyRecord) -> None:
         if changed := self.differences(kept):
@@ -194,20 +201,21 @@ class StudyState:
 
     def retry_checks(self) -> None:
         """Forgets the checks that timed out in less time than they have now, and what stayed undecided."""
-        now_s, late = self.spec.trial_deadline_s, list[Path]()
-        for path in records.check_paths(self.folder):
-            result, had_s = result_in(path), _deadline_of(path)
-            if result is not None and result.outcome is Outcome.TIMEOUT and had_s is not None and had_s < now_s:
-                late.append(path)
+        late = [path for path in records.check_paths(self.folder) if self._timed_out_sooner(path)]
         for path in late:
             shutil.rmtree(path)
-        for path in (
-            self.folder.glob("trials/*/*.json") if late else ()
-        ):  # those that had all they needed are judged alike again
+        # All that is undecided: what had the time that it needed is judged alike again.
+        for path in self.folder.glob("trials/*/*.json") if late else ():
             verdict = record_in(path, GateVerdict) if path.name == "verdict.json" else None
             branch = record_in(path, Branch) if path.name == "branch.json" else None
             if (verdict and verdict.passed is None) or (branch and branch.confirmed is None and not branch.n_samples):
                 path.unlink()
+
+    def _timed_out_sooner(self, path: Path) -> bool:
+        """Whether a check timed out in less time than it has now."""
+        result, had_s = result_in(path), _deadline_of(path)
+        timed_out = result is not None and result.outcome is Outcome.TIMEOUT
+        return timed_out and had_s is not None and had_s < self.spec.trial_deadline_s
 
     def narrow(self, space: SearchSpace | None = None, **setting: Any) -> None:
         """Searches only this space from now on, and what is legal where these fields of the setting are so."""

@@ -24,6 +24,11 @@ PACED = (
     " accumulation its schedule goes at another pace, in trials, too, unless it is called once for each optimizer step"
     " (`if engine.is_gradient_accumulation_boundary():`)"
 )
+LENGTHENED = (
+    "the more micro-batches the script makes of a batch, the more slowly its learning rate moves, as with a schedule that moves once"
+    " for each optimizer step, and whose lengths count batches of the loader: with another accumulation it goes at another pace, in"
+    " trials, too, unless its lengths count optimizer steps (`len(loader) // accumulation`)"
+)
 PACED_BESIDE = (
     "the script trains another model by another optimizer, which steps with each micro-batch: with another accumulation that"
     " model takes more steps or fewer, of other batches, in trials, too, unless it steps once for each optimizer step"
@@ -65,9 +70,15 @@ def with_findings(
     """
     # A script that counts micro-batches itself has to divide the loss: DeepSpeed divides it by a number that stays.
     adds_up = growth == 1 or (growth == 0 and probed.counts_itself)
-    paced, beside = (_is_paced(first, moved, what) for what in ("rates", "beside"))
+    paced, beside = _pace(first, moved, "rates"), _pace(first, moved, "beside") > 0
     probed = replace(probed, adds_up=adds_up, divides=growth == -1, paced=paced, paced_beside=beside)
-    notes = {ADDS_UP: adds_up, DIVIDES: probed.divides_again and not adds_up, PACED: paced, PACED_BESIDE: beside}
+    notes = {
+        ADDS_UP: adds_up,
+        DIVIDES: probed.divides_again and not adds_up,
+        PACED: paced > 0,
+        LENGTHENED: paced < 0,
+        PACED_BESIDE: beside,
+    }
     return probed, [note for note, holds in notes.items() if holds]
 
 
@@ -82,10 +93,15 @@ def changes(probed: Probed, times: float) -> list[str]:
             f"Gradient: it is {grown:.3g} times as large, since the script {what} its micro-batches' losses: multiply the norm"
             f" that gradients are clipped at by {grown:.3g}, and unless the optimizer is an Adam divide the learning rate by it."
         )
-    if probed.paced:
+    if probed.paced > 0:
         found.append(
             f"Schedule: it moves with each micro-batch, {times:.3g} times as often in each step: have it move once in each optimizer"
             f" step, or multiply its lengths (warm-up, total) by {times:.3g}."
+        )
+    if probed.paced < 0:
+        found.append(
+            f"Schedule: its lengths count micro-batches, {times:.3g} times as many, though it moves once in each optimizer step: have"
+            f" them count optimizer steps, or multiply them (warm-up, total) by {1 / times:.3g}."
         )
     if probed.paced_beside:
         found.append(
@@ -95,23 +111,25 @@ def changes(probed: Probed, times: float) -> list[str]:
     return found
 
 
-def _is_paced(first: TrialResult | None, moved: TrialResult, what: str) -> bool:
-    """Returns whether what a script does beside a step follows its micro-batches: two runs with one global batch tell.
+def _pace(first: TrialResult | None, moved: TrialResult, what: str) -> int:
+    """Returns 1 if what a script does beside a step goes faster with more micro-batches, -1 if more slowly, else 0.
+
+    Two runs with one global batch tell.
 
     Args:
         what: The learning rates of the first steps, `rates`, or the steps of other optimizers in them, `beside`.
     """
     if first is None or first.observed is None or moved.observed is None:
-        return False
+        return 0
     one, other = first.observed, moved.observed
-    if (
-        one.samples_per_step != other.samples_per_step
-        or one.gradient_accumulation_steps == other.gradient_accumulation_steps
-    ):
-        return False
+    steps = [seen.gradient_accumulation_steps or 0 for seen in (one, other)]
+    if one.samples_per_step != other.samples_per_step or steps[0] == steps[1]:
+        return 0
     pairs = [getattr(seen, what) for seen in (one, other)]
     changes = [pair[1] - (pair[0] if what == "rates" else 0) for pair in pairs if len(pair) == 2]
     if len(changes) < 2 or 0 in changes:
-        return False
+        return 0
     times = changes[1] / changes[0]
-    return not 1 / SAME_PACE < times < SAME_PACE
+    if 1 / SAME_PACE < times < SAME_PACE:
+        return 0
+    return 1 if (times > 1) == (steps[1] > steps[0]) else -1

@@ -1,6 +1,7 @@
 """What the number of micro-batches does to a script's training by itself: to its gradient, its schedule and its other models."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 from autotune.trial.result import TrialResult
@@ -23,6 +24,11 @@ PACED = (
     "the script moves its learning rate with each micro-batch, as a scheduler does whose step() is called in each: with another"
     " accumulation its schedule goes at another pace, in trials, too, unless it is called once for each optimizer step"
     " (`if engine.is_gradient_accumulation_boundary():`)"
+)
+# How a trial says that the script's code has the accumulation, by which its loop may count, too: a trial changes the JSON alone.
+IN_CODE = "Accumulation: the script's configuration has it from"
+COUNTED = (
+    "; where the loop counts its micro-batches by what the accumulation is set to in the code, setting that is enough"
 )
 LENGTHENED = (
     "the more micro-batches the script makes of a batch, the more slowly its learning rate moves, as with a schedule that moves once"
@@ -75,7 +81,7 @@ def with_findings(
     notes = {
         ADDS_UP: adds_up,
         DIVIDES: probed.divides_again and not adds_up,
-        PACED: paced > 0,
+        f"{PACED}{_counted(moved.side_changes)}": paced > 0,
         LENGTHENED: paced < 0,
         PACED_BESIDE: beside,
     }
@@ -96,7 +102,7 @@ def changes(probed: Probed, times: float) -> list[str]:
     if probed.paced > 0:
         found.append(
             f"Schedule: it moves with each micro-batch, {times:.3g} times as often in each step: have it move once in each optimizer"
-            f" step, or multiply its lengths (warm-up, total) by {times:.3g}."
+            f" step, or multiply its lengths (warm-up, total) by {times:.3g}{_counted(probed.moved_by)}."
         )
     if probed.paced < 0:
         found.append(
@@ -109,6 +115,11 @@ def changes(probed: Probed, times: float) -> list[str]:
             " optimizer step, with the gradients of all micro-batches."
         )
     return found
+
+
+def _counted(side_changes: Iterable[str]) -> str:
+    """Returns what holds of a schedule if the loop counts by what the code has; empty where a trial changed that, too."""
+    return COUNTED if any(text.startswith(IN_CODE) for text in side_changes) else ""
 
 
 def _pace(first: TrialResult | None, moved: TrialResult, what: str) -> int:

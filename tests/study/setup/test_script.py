@@ -71,6 +71,20 @@ def test_a_schedule_that_follows_the_micro_batches_is_told_by_two_runs_of_one_gl
     assert sums.changes(probed, 1) == [] and all(text in str(sums.changes(probed, 2)) for text in said[paced])
 
 
+def test_a_schedule_follows_the_micro_batches_of_a_loop_that_a_trial_leaves_as_it_is():
+    """A loop that counts by a variable of the code was told to set that, and to change its schedule as well."""
+    moved = f"{sums.IN_CODE} `accum`: set that to 8 instead of 4."
+    results = [
+        replace(
+            ran(n, []), observed=replace(ran(n, []).observed, samples_per_step=16, rates=rates), side_changes=[moved]
+        )
+        for n, rates in ((4, (0.0, 0.1)), (8, (0.0, 0.2)))
+    ]
+    probed = Probed(ds_config={}, micro_batch_size=4, gradient_accumulation_steps=4, moved_by=(moved,))
+    probed, notes = sums.with_findings(probed, None, *results)
+    assert notes == [sums.PACED + sums.COUNTED] and f"by 2{sums.COUNTED}." in sums.changes(probed, 2)[0]
+
+
 @pytest.mark.parametrize(
     ("own", "other", "paced"),
     [

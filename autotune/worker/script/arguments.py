@@ -32,6 +32,7 @@ class Arguments:
         # Where the script cuts up its loader's batches: their samples in the untouched script and in the trial.
         self._draw_sizes = context.drawn() if context.script.draw_sizes else None
         self._parsers: list[argparse.ArgumentParser] = []  # that are parsing, a command's within its parent's
+        self._left: list[str] | None = None  # of the command line, by a first parser, as of a configuration file
 
     def parse(self, original: Callable[..., Any], parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
         """Parses as `parse_known_args` does, and sets the candidate's values."""
@@ -47,7 +48,9 @@ class Arguments:
         own = args[0] if args else kwargs.get("args")
         actions = [action for each in parsers for action in each._actions]
         named = [(action.dest, action.option_strings) for action in actions]
-        self._move(vars(parsed), named, typed=own is None or _is_of_line(list(own)))
+        typed = own is None or own is self._left or _is_of_line(list(own))
+        self._left = rest if typed else None
+        self._move(vars(parsed), named, typed=typed)
         if "bf16" in self._flags and "bf16" in parsed:
             self._flags[STATED] = _stated(actions)
         return parsed, rest

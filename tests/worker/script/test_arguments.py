@@ -260,3 +260,23 @@ def with_typer(ran):
         ran.append((batch_size, epochs))
 
     return main
+
+
+def test_what_a_first_parser_leaves_of_the_command_line_is_of_the_command_line(parse):
+    """timm reads `-c FILE` by a parser, and the rest by another: its flags were said to stand in a list that it makes."""
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument("-c")
+    main = parser_of("-b --batch-size")
+
+    class TwoStages:
+        def parse_args(self, own):
+            given, left = first.parse_known_args(own)
+            main.set_defaults(batch_size=4)  # as FILE says
+            return main.parse_args(left if given.c else [])
+
+    for line, change in (
+        ("-c vit.yaml", "Command line: `--batch-size 2` instead of 4."),
+        ("--other", "Arguments: the script parses a list that it makes; `--batch-size 2` in it instead of 4."),
+    ):
+        found, changes, flags = parse(TwoStages(), line, micro_batch_size=(4, 2))
+        assert found.batch_size == 2 and changes == [change] and ("micro_batch_size" in flags) == (line != "--other")

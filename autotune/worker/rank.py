@@ -9,6 +9,7 @@ import socket
 import sys
 import traceback
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -72,7 +73,7 @@ def _leave(status: int) -> NoReturn:
 def classify(error: BaseException) -> tuple[Outcome, str]:
     """Returns the outcome of a trial that ends with an error, and the reason."""
     text = str(error).strip()
-    first, free = headline(text), _free_share()
+    first, free = headline(text) or _statement(error), _free_share()
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or means_out_of_memory(text, free):
         what = " (host memory that was to be pinned)" if _was_pinning(error, text, free) else ""
         return Outcome.OOM, shortened(f"{type(error).__name__}: {first}", LONGEST_REASON) + what
@@ -87,6 +88,12 @@ def classify(error: BaseException) -> tuple[Outcome, str]:
     if isinstance(error, UserError):
         return Outcome.CRASHED, first
     return Outcome.CRASHED, shortened(f"{type(error).__name__}: {first}".removesuffix(": "), LONGEST_REASON)
+
+
+def _statement(error: BaseException) -> str:
+    """Returns the line of code that raised an error without a text, as a bare `assert` does; empty if it is not known."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    return "".join(f"`{frame.line}` at {Path(frame.filename).name}:{frame.lineno}" for frame in last if frame.line)
 
 
 def _was_pinning(error: BaseException, text: str, free_share: float | None) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import runpy
 import socket
 from types import SimpleNamespace
 
@@ -118,6 +119,15 @@ def test_what_asks_whether_the_ranks_have_joined_joins_them_be_it_a_script_or_a_
 )  # fmt: skip
 def test_failures_are_classified(error, outcome, reason):
     assert rank.classify(error) == (outcome, reason)
+
+
+def test_an_error_without_a_text_shows_its_line(tmp_path):
+    """A bare `assert` of a script ended it as `AssertionError`, which says nothing."""
+    script = tmp_path / "train.py"
+    script.write_text("steps = 1\nassert steps % 2 == 0\n")
+    with pytest.raises(AssertionError) as failed:
+        runpy.run_path(str(script))
+    assert rank.classify(failed.value)[1] == "AssertionError: `assert steps % 2 == 0` at train.py:2"
 
 
 def test_a_long_reason_ends_with_a_word_and_dots():

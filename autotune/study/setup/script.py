@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -33,6 +34,13 @@ MICRO, ACCUMULATION = "micro_batch_size", "gradient_accumulation_steps"
 SCRIPT_BATCH = {MICRO: "micro-batch", ACCUMULATION: "accumulation"}
 # End of a script whose arguments are missing or wrong, by argparse and most other parsers.
 USAGE_STATUS = "exited with status 2"
+# What a script fails with that trains without DeepSpeed by itself, other than a sentence of ours.
+RAISED = re.compile(r"\w+(Error|Exception)\b")
+WITHOUT_DEEPSPEED = re.compile("DeepSpeed: the script is run without it")
+GIVEN_DEEPSPEED = (
+    "By itself the script runs without DeepSpeed, with which trials train: if it works so, it does something that DeepSpeed does not"
+    " take, such as `optimizer.step(closure)`"
+)
 # How side changes begin that move the batch where the script's code has it.
 IN_CODE = ("Data:", "Accumulation:")
 # Advice where the tuner cannot move a knob.
@@ -122,6 +130,8 @@ def inspect_workload(
             hint = hint or f"; {executor.cold_reason}"
         if not hint and (advice := failures.advice(result.outcome, result.reason, on_device=False)):
             hint = f". {advice}"
+        if not hint and RAISED.match(result.reason) and any(map(WITHOUT_DEEPSPEED.match, result.side_changes)):
+            hint = f". {GIVEN_DEEPSPEED}"
         raise UserError(f"{spec.target} cannot be {how}: {result.reason}{hint} (see {shown(log)})")
     workload = read_record(TrialDir(path).workload, Workload)
     if workload.script is not None:

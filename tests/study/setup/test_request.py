@@ -69,6 +69,20 @@ def test_a_target_that_cannot_be_run_comes_with_what_to_do(tmp_path, monkeypatch
         inspect_workload(spec_of(), SimpleNamespace(cold_reason=""), tmp_path, 1)
 
 
+@pytest.mark.parametrize(
+    ("reason", "hinted"),
+    [("TypeError: step() takes 1 positional argument but 2 were given", True), ("the script did nothing", False)],
+)
+def test_a_script_that_fails_with_deepspeed_alone_is_not_said_to_fail_as_it_is(tmp_path, monkeypatch, reason, hinted):
+    """A training with L-BFGS and Accelerate, which works by itself, read that it cannot be run as it is."""
+    changes = ["DeepSpeed: the script is run without it; launch it with `accelerate launch`."]
+    result = TrialResult(outcome=Outcome.CRASHED, reason=reason, side_changes=changes)
+    monkeypatch.setattr(base, "run", lambda *_: result)
+    with pytest.raises(UserError) as refused:
+        inspect_workload(spec_of(), SimpleNamespace(cold_reason=""), tmp_path, 1)
+    assert ("By itself the script runs without DeepSpeed" in str(refused.value)) is hinted
+
+
 @pytest.mark.parametrize(("failure", "n_runs"), [(None, 2), ("no compiler", 1)])
 def test_the_time_in_which_an_op_is_compiled_is_not_the_scripts(tmp_path, monkeypatch, failure, n_runs):
     """A script with DeepSpeed's own Adam ended at its deadline on a loaded machine, with advice for the next try."""

@@ -41,6 +41,7 @@ class Meter:
         data_parallel: Ranks that are fed different data; the stages of a pipeline share theirs.
         passes_at_boundary: The most backward passes of a step each of which DeepSpeed takes for the step's last.
         unsynced: The script has gone backward within `engine.no_sync()`, to add up gradients itself.
+        rate_factor: What each update multiplies the script's learning rates by.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Meter:
         self.take_apart, self.enter, self.loading = breakdown.take_apart, breakdown.enter, breakdown.loading
         self.afterwards: Callable[[], Iterator[None]] = breakdown.steps
         self._concluded = False
-        self._rates: list[float] = []
+        self._rates, self.rate_factor = list[float](), 1.0
         self._beside, self._n_beside, self._updates = list[int](), 0, False
         self._others = register_optimizer_step_post_hook(self._note_other) if request.script is not None else None
         self.passes_at_boundary = self._n_at_boundary = 0
@@ -182,9 +183,9 @@ class Meter:
                 self._others = None
 
     def _rate(self) -> float:
-        """Returns the learning rates of all groups together, as the script has set them; 0 where the optimizer finds its own."""
+        """Returns the learning rates of all groups together, as the update takes them; 0 where the optimizer finds its own."""
         groups = getattr(getattr(self.engine, "basic_optimizer", None), "param_groups", ())
-        return sum(float(group["lr"]) for group in groups if group.get("lr") is not None)
+        return self.rate_factor * sum(float(group["lr"]) for group in groups if group.get("lr") is not None)
 
     def check_applied(self) -> None:
         """Compares the configuration that ran with the candidate; all ranks take part."""

@@ -19,8 +19,9 @@ from torch import nn
 from torch.utils import checkpoint as checkpointing
 
 from autotune.errors import UserError
+from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DTYPES, SIDE_EFFECT_KEYS, ZERO, DsConfig, at_path
-from autotune.trial.workload import Workload
+from autotune.trial.workload import Script, Workload
 from autotune.worker import project
 from autotune.worker.measure import experts, recompute
 from autotune.worker.measure.gradient_check import GradientWatch, draw_otherwise, perturb
@@ -148,15 +149,21 @@ class EngineHooks:
         if prepared is not None:
             prepared.own_rates = learning_rates(getattr(result[0], "basic_optimizer", None))
             prepared.initialized_at, prepared.config_at = place
-            self._follow_rate(result[0], prepared.own_rates)
+            factor = follow_rate(context, result[0], prepared.own_rates)
             experts.watch(result[0].module)
             if context.request.replicate:
                 draw_otherwise(result[0], context.request.replicate)
-            self._attach(result[0], prepared)
+            self._measure(result[0], prepared, factor)
         else:
             result[0].register_forward_pre_hook(context.cast, with_kwargs=True)
             self._attach_beside(result[0])
         return result
+
+    def _measure(self, engine: Any, prepared: PreparedModel, rate_factor: float) -> None:
+        """Starts to measure an engine, whose updates multiply the script's rates by a factor."""
+        self._attach(engine, prepared)
+        if self._context.meter is not None:
+            self._context.meter.rate_factor = rate_factor
 
     def _tell_count(self, own: DsConfig) -> None:
         """Notes what the script has its accumulation from, where only the configuration is changed: its loop may count by that."""
@@ -293,27 +300,12 @@ class EngineHooks:
                 bound.arguments["config_dict_or_path"] = copy.deepcopy(self._context.request.ds_config)
         original(*bound.args, **bound.kwargs)
 
-    def _follow_rate(self, engine: Any, own_rates: Rates) -> None:
-        """Multiplies the learning rate of every update by the trial's factor, whatever schedule sets the rate."""
-        context, optimizer = self._context, getattr(engine, "basic_optimizer", None)
-        factor = context.request.learning_rate_factor
-        if factor == 1:
-            return
-        if optimizer is None:
-            text = "no optimizer whose learning rate could follow the batch; choose --learning-rate-rule none"
-            context.abort(ScriptError(text))
-        if all(group.get("lr") is None for group in optimizer.param_groups):
-            context.once("the optimizer finds its learning rate itself, so none follows the batch")
-            return
-        pairs = zip(own_rates, context.script.learning_rates, strict=False)
-        ratios = [now / was for now, was in pairs if now and was]
-        if ratios and max(ratios) < 1.01 * min(ratios) and not math.isclose(ratios[0], 1, rel_tol=0.01):
-            wanted, factor = factor, factor / ratios[0]
-            context.changed(
-                f"Learning rate: at this batch the script sets {ratios[0]:.3g} times its own by itself,"
-                f" and the rule asks for {wanted:.3g}: multiply what it sets by {factor:.3g}, as the trial did."
-            )
-        scale_rate(optimizer, factor)
+
+def _splits_otherwise(candidate: Candidate | None, script: Script) -> bool:
+    """Returns whether a trial cuts the script's own global batch into other micro-batches."""
+    if candidate is None or candidate.micro_batch_size == script.micro_batch_size:
+        return False
+    return candidate.samples_per_rank == script.micro_batch_size * script.gradient_accumulation_steps
 
 
 def _names_sharding() -> bool:
@@ -321,6 +313,36 @@ def _names_sharding() -> bool:
     places = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     files = [Path(place) for place in places if project.holds(place) and Path(place).is_file()]
     return any(SHARDING.search(file.read_text(errors="replace")) for file in files)
+
+
+def follow_rate(context: ScriptContext, engine: Any, own_rates: Rates) -> float:
+    """Multiplies the learning rate of every update by the trial's factor, whatever schedule sets the rate; returns by what.
+
+    Also where the global batch stays, and the script sets its rate by the micro-batch alone.
+    """
+    optimizer, script = getattr(engine, "basic_optimizer", None), context.script
+    factor = context.request.learning_rate_factor
+    if factor == 1 and not _splits_otherwise(context.candidate, script):
+        return 1.0
+    if optimizer is None:
+        text = "no optimizer whose learning rate could follow the batch; choose --learning-rate-rule none"
+        return 1.0 if factor == 1 else context.abort(ScriptError(text))
+    if all(group.get("lr") is None for group in optimizer.param_groups):
+        if factor != 1:
+            context.once("the optimizer finds its learning rate itself, so none follows the batch")
+        return 1.0
+    pairs = zip(own_rates, script.learning_rates, strict=False)
+    ratios = [now / was for now, was in pairs if now and was]
+    if ratios and max(ratios) < 1.01 * min(ratios) and not math.isclose(ratios[0], 1, rel_tol=0.01):
+        why = "the global batch stays" if factor == 1 else f"the rule asks for {factor:.3g}"
+        factor /= ratios[0]
+        context.changed(
+            f"Learning rate: at this batch the script sets {ratios[0]:.3g} times its own by itself,"
+            f" and {why}: multiply what it sets by {factor:.3g}, as the trial did."
+        )
+    if factor != 1:
+        scale_rate(optimizer, factor)
+    return factor
 
 
 def scale_rate(optimizer: Any, factor: float) -> None:

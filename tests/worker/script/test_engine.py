@@ -239,3 +239,32 @@ def test_a_script_that_fills_its_dict_from_a_file_keeps_to_the_file(tmp_path, mo
     assert (prepared.config_source, report.flags) == ("ds.json", {"ds_config": ["--ds"]})
     said = "the script sets `zero_optimization.stage` itself once it has read the file of `--ds`: set it to 0 there, in place of 1"
     assert len(report.side_changes) == n_said and all(said in text for text in report.side_changes)
+
+
+@pytest.mark.parametrize(
+    ("micro", "steps", "set_rate", "factor"),
+    [(8, 2, 0.05, 2.0), (8, 2, 0.1, 1.0), (16, 1, 0.05, 1.0), (8, 1, 0.05, 1.0)],
+    ids=[
+        "by the micro-batch",
+        "of the global batch",
+        "the script's own",
+        "another global batch, which the rule leaves",
+    ],
+)
+def test_a_rate_that_follows_the_micro_batch_is_the_scripts_own_where_the_global_batch_stays(
+    micro, steps, set_rate, factor
+):
+    """Half the micro-batch of `lr * batch_size / 256` was called drop-in at half the rate."""
+    said, weight = [], torch.nn.Parameter(torch.ones(1))
+    trial = SimpleNamespace(
+        candidate=Candidate(micro_batch_size=micro, gradient_accumulation_steps=steps),
+        script=Script(micro_batch_size=16, gradient_accumulation_steps=1, learning_rates=(0.1,)),
+        request=SimpleNamespace(learning_rate_factor=1.0), changed=said.append,
+    )  # fmt: skip
+    optimizer = torch.optim.SGD([weight], lr=set_rate)
+    rates = engine.learning_rates(optimizer)
+    assert engine.follow_rate(trial, SimpleNamespace(basic_optimizer=optimizer), rates) == factor
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    assert weight.item() == pytest.approx(1 - factor * set_rate)
+    assert ["multiply what it sets by 2" in text for text in said] == [True] * (factor == 2)

@@ -1,7 +1,7 @@
 """What the number of micro-batches does to a script's training by itself: to its gradient, its schedule and its other models."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from autotune.trial.result import TrialResult
@@ -11,6 +11,8 @@ from autotune.trial.workload import Probed
 SAME_GROWTH = 0.2
 # Two schedules go at one pace if what they change from a step to the next differs by less than this factor.
 SAME_PACE = 1.25
+# A rate that grows by less than this factor from the first step to the second does not warm up from zero.
+RISING = 1.1
 ADDS_UP = (
     "the script adds up the losses of its micro-batches instead of averaging them (in transformers the loss of some models):"
     " its gradient grows with the accumulation, so that each other accumulation is checked, and none is drop-in. Losses are"
@@ -34,6 +36,10 @@ LENGTHENED = (
     "the more micro-batches the script makes of a batch, the more slowly its learning rate moves, as with a schedule that moves once"
     " for each optimizer step, and whose lengths count batches of the loader: with another accumulation it goes at another pace, in"
     " trials, too, unless its lengths count optimizer steps (`len(loader) // accumulation`)"
+)
+SIZED = (
+    "the script sets its learning rate by the micro-batch as it trains: another micro-batch trains at another rate, in trials, too,"
+    " unless the rate is set by the samples of an optimizer step (`micro_batch * accumulation`)"
 )
 PACED_BESIDE = (
     "the script trains another model by another optimizer, which steps with each micro-batch: with another accumulation that"
@@ -76,13 +82,14 @@ def with_findings(
     """
     # A script that counts micro-batches itself has to divide the loss: DeepSpeed divides it by a number that stays.
     adds_up = growth == 1 or (growth == 0 and probed.counts_itself)
-    paced, beside = _pace(first, moved, "rates"), _pace(first, moved, "beside") > 0
+    paced, beside = _pace(first, moved), _growth_of(_of_steps(first, moved, "beside", lambda pair: pair[1])) > 0
     probed = replace(probed, adds_up=adds_up, divides=growth == -1, paced=paced, paced_beside=beside)
     notes = {
         ADDS_UP: adds_up,
         DIVIDES: probed.divides_again and not adds_up,
-        f"{PACED}{_counted(moved.side_changes)}": paced > 0,
-        LENGTHENED: paced < 0,
+        f"{PACED}{_counted(moved.side_changes)}": paced == "number",
+        LENGTHENED: paced == "loader",
+        SIZED: paced == "size",
         PACED_BESIDE: beside,
     }
     return probed, [note for note, holds in notes.items() if holds]
@@ -99,12 +106,17 @@ def changes(probed: Probed, times: float) -> list[str]:
             f"Gradient: it is {grown:.3g} times as large, since the script {what} its micro-batches' losses: multiply the norm"
             f" that gradients are clipped at by {grown:.3g}, and unless the optimizer is an Adam divide the learning rate by it."
         )
-    if probed.paced > 0:
+    if probed.paced == "size":
+        found.append(
+            "Learning rate: the script sets it by the micro-batch as it trains, as it did in the trial: where the samples of an"
+            f" optimizer step stay, set it as for {probed.micro_batch_size} samples."
+        )
+    if probed.paced == "number":
         found.append(
             f"Schedule: it moves with each micro-batch, {times:.3g} times as often in each step: have it move once in each optimizer"
             f" step, or multiply its lengths (warm-up, total) by {times:.3g}{_counted(probed.moved_by)}."
         )
-    if probed.paced < 0:
+    if probed.paced == "loader":
         found.append(
             f"Schedule: its lengths count micro-batches, {times:.3g} times as many, though it moves once in each optimizer step: have"
             f" them count optimizer steps, or multiply them (warm-up, total) by {1 / times:.3g}."
@@ -122,25 +134,38 @@ def _counted(side_changes: Iterable[str]) -> str:
     return COUNTED if any(text.startswith(IN_CODE) for text in side_changes) else ""
 
 
-def _pace(first: TrialResult | None, moved: TrialResult, what: str) -> int:
-    """Returns 1 if what a script does beside a step goes faster with more micro-batches, -1 if more slowly, else 0.
-
-    Two runs with one global batch tell.
+def _of_steps(
+    first: TrialResult | None, moved: TrialResult, what: str, of: Callable[[tuple[float, float]], float]
+) -> float:
+    """Returns by what a value of the first two steps is larger with more micro-batches in one global batch; 1 where nothing tells.
 
     Args:
-        what: The learning rates of the first steps, `rates`, or the steps of other optimizers in them, `beside`.
+        what: The learning rates of these steps, `rates`, or the steps of other optimizers in them, `beside`.
+        of: Returns the value for both steps.
     """
     if first is None or first.observed is None or moved.observed is None:
-        return 0
+        return 1.0
     one, other = first.observed, moved.observed
     steps = [seen.gradient_accumulation_steps or 0 for seen in (one, other)]
-    if one.samples_per_step != other.samples_per_step or steps[0] == steps[1]:
-        return 0
     pairs = [getattr(seen, what) for seen in (one, other)]
-    changes = [pair[1] - (pair[0] if what == "rates" else 0) for pair in pairs if len(pair) == 2]
-    if len(changes) < 2 or 0 in changes:
-        return 0
-    times = changes[1] / changes[0]
-    if 1 / SAME_PACE < times < SAME_PACE:
-        return 0
-    return 1 if (times > 1) == (steps[1] > steps[0]) else -1
+    if one.samples_per_step != other.samples_per_step or steps[0] == steps[1] or any(len(pair) < 2 for pair in pairs):
+        return 1.0
+    values = [of(pair) for pair in pairs]
+    if 0 in values:
+        return 1.0
+    return values[1] / values[0] if steps[1] > steps[0] else values[0] / values[1]
+
+
+def _growth_of(times: float) -> int:
+    """Returns 1 for a factor that is clearly above 1, -1 for one below, else 0."""
+    return 0 if 1 / SAME_PACE < times < SAME_PACE else 1 if times > 1 else -1
+
+
+def _pace(first: TrialResult | None, moved: TrialResult) -> str:
+    """Returns what a learning rate follows, as `Probed.paced`: two runs of one global batch tell."""
+    level = _of_steps(first, moved, "rates", lambda pair: pair[0])
+    # A warm-up from zero at another pace has another first rate, too, but rises by much from there.
+    if _growth_of(level) and moved.observed is not None and moved.observed.rates[1] < RISING * moved.observed.rates[0]:
+        return "size"
+    changed = _of_steps(first, moved, "rates", lambda pair: pair[1] - pair[0])
+    return {1: "number", 0: "", -1: "loader"}[_growth_of(changed)]

@@ -43,22 +43,24 @@ def test_a_loss_grows_or_falls_with_the_accumulation_only_where_each_step_says_s
 @pytest.mark.parametrize(
     ("own", "other", "steps", "paced"),
     [
-        ((0.0, 0.1), (0.0, 0.2), 8, 1),  # warms up with each micro-batch
-        ((0.0, 0.1), (0.0, 0.05), 2, 1),
-        ((0.0, 0.1), (0.0, 0.05), 8, -1),  # in steps, for a length of batches of the loader
-        ((0.0, 0.1), (0.0, 0.2), 2, -1),
-        ((0.0, 0.1), (0.0, 0.1), 8, 0),
-        ((1.0, 1.0 - 1e-9), (1.0, 1.0 - 1.01e-9), 8, 0),  # to a total of steps that was rounded
-        ((0.1, 0.1), (0.1, 0.1), 8, 0),
-        ((0.0, 0.1), (), 8, 0),
-        ((0.0, 0.1), (0.0, 0.2), 4, 0),
+        ((0.0, 0.1), (0.0, 0.2), 8, "number"),  # warms up with each micro-batch
+        ((0.1, 0.2), (0.05, 0.1), 2, "number"),
+        ((0.0, 0.1), (0.0, 0.05), 8, "loader"),  # in steps, for a length of batches of the loader
+        ((0.1, 0.2), (0.2, 0.4), 2, "loader"),
+        ((6.4, 6.3), (3.2, 3.15), 8, "size"),  # set by the micro-batch, and lowered
+        ((6.4, 6.4), (12.8, 12.8), 2, "size"),
+        ((0.0, 0.1), (0.0, 0.1), 8, ""),
+        ((1.0, 1.0 - 1e-9), (1.0, 1.0 - 1.01e-9), 8, ""),  # to a total of steps that was rounded
+        ((0.1, 0.1), (0.1, 0.1), 8, ""),
+        ((0.0, 0.1), (), 8, ""),
+        ((0.0, 0.1), (0.0, 0.2), 4, ""),
     ],
 )
-def test_a_schedule_that_follows_the_micro_batches_is_told_by_two_runs_of_one_global_batch(own, other, steps, paced):
+def test_a_rate_that_follows_the_micro_batches_is_told_by_two_runs_of_one_global_batch(own, other, steps, paced):
     """Another accumulation was called drop-in, although its warm-up took another number of samples.
 
     A schedule that moves with each step, but is as long as the loader, was said to move with each micro-batch, and to
-    need the inverse factor.
+    need the inverse factor; so was a rate that the script sets by the micro-batch.
     """
     first, moved = (
         replace(ran(n, []).observed, samples_per_step=16, rates=rates) for n, rates in ((4, own), (steps, other))
@@ -66,9 +68,14 @@ def test_a_schedule_that_follows_the_micro_batches_is_told_by_two_runs_of_one_gl
     results = [replace(ran(4, []), observed=seen) for seen in (first, moved)]
     probed = Probed(ds_config={}, micro_batch_size=4, gradient_accumulation_steps=4)
     probed, notes = sums.with_findings(probed, None, *results)
-    assert probed.paced == paced and notes == {0: [], 1: [sums.PACED], -1: [sums.LENGTHENED]}[paced]
-    said = {0: [], 1: ["multiply its lengths (warm-up, total) by 2"], -1: ["multiply them (warm-up, total) by 0.5"]}
-    assert sums.changes(probed, 1) == [] and all(text in str(sums.changes(probed, 2)) for text in said[paced])
+    note, change = {
+        "": ([], ""),
+        "number": ([sums.PACED], "multiply its lengths (warm-up, total) by 2"),
+        "loader": ([sums.LENGTHENED], "multiply them (warm-up, total) by 0.5"),
+        "size": ([sums.SIZED], "set it as for 4 samples"),
+    }[paced]
+    assert probed.paced == paced and notes == note and sums.changes(probed, 1) == []
+    assert change in " ".join(sums.changes(probed, 2)) and bool(sums.changes(probed, 2)) == bool(paced)
 
 
 def test_a_schedule_follows_the_micro_batches_of_a_loop_that_a_trial_leaves_as_it_is():

@@ -19,7 +19,7 @@ from autotune.scoring.metrics import GOODPUT, METRICS, of_kind
 from autotune.scoring.objective import Objective
 from autotune.scoring.posterior import Posterior, Readings
 from autotune.scoring.quantiles import Z95, t95, t_quantile
-from autotune.scoring.shared_cores import SPREAD
+from autotune.scoring.shared_cores import SLOPE, SPREAD
 from autotune.trial.result import RAN, Outcome
 
 STEP, RATE, TO_TARGET = "step_time_s", "samples_per_s", "time_to_loss_s"
@@ -220,8 +220,9 @@ def estimate(measured: Sequence[Measured]) -> Estimates:
     estimated, rates = [], _rates(timed)
     for m in measured:
         if found is None or m.trial not in rows:
-            stopped = m.outcome is Outcome.STOPPED_EARLY
-            estimated.append(_slowed(m, slower.get(m.sitting, 0.0)) if stopped else m)
+            stopped = m.outcome is Outcome.STOPPED_EARLY  # its figures stand beside the others' estimates
+            apart = slower.get(m.sitting, 0.0) - SLOPE * m.log_slowdown.get(0, 0.0)
+            estimated.append(_slowed(m, apart) if stopped else m)
             continue
         row = rows[m.trial]
         step = math.exp(found.mean[row]), quantile * math.sqrt(max(0.0, found.cov[row, row]))
@@ -238,8 +239,10 @@ def estimate(measured: Sequence[Measured]) -> Estimates:
 
 
 def _machine_on_average(timed: Sequence[Measured], found: Posterior) -> dict[int, float]:
-    """By sitting the logarithm by which the machine was slower on average than while the trials of that sitting were measured."""
-    apart = [found.mean[row] - math.log(m.metrics[STEP]) for row, m in enumerate(timed)]
+    """By sitting the logarithm by which the machine was slower on average than it would have been then beside no other process."""
+    apart = [
+        found.mean[row] - math.log(m.metrics[STEP]) + SLOPE * m.log_slowdown.get(0, 0.0) for row, m in enumerate(timed)
+    ]
     return {
         sitting: float(np.median([each for m, each in zip(timed, apart, strict=True) if m.sitting == sitting]))
         for sitting in {m.sitting for m in timed}
@@ -247,15 +250,20 @@ def _machine_on_average(timed: Sequence[Measured], found: Posterior) -> dict[int
 
 
 def _slowed(m: Measured, by: float) -> Measured:
-    """A trial that was stopped early, on the machine as it was on average: its figures stand beside the others' estimates.
-
-    Args:
-        by: Logarithm by which that machine is slower.
-    """
-    factors = {name: math.exp(improvement(-by, name)) for name in m.metrics if name in TIMED}
-    metrics = {name: value * factors.get(name, 1.0) for name, value in m.metrics.items()}
-    ci95 = {name: (low * factors.get(name, 1.0), high * factors.get(name, 1.0)) for name, (low, high) in m.ci95.items()}
+    """A trial on a machine that is slower by a logarithm."""
+    metrics, ci95 = slowed(m.metrics, m.ci95, by)
     return replace(m, metrics=metrics, ci95=ci95)
+
+
+def slowed(
+    metrics: Mapping[str, float], ci95: Mapping[str, tuple[float, float]], by: float
+) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """Metrics and intervals as on a machine that is slower by a logarithm."""
+    factors = {name: math.exp(improvement(-by, name)) for name in TIMED}
+    return (
+        {name: value * factors.get(name, 1.0) for name, value in metrics.items()},
+        {name: (low * factors.get(name, 1.0), high * factors.get(name, 1.0)) for name, (low, high) in ci95.items()},
+    )
 
 
 def _holds_bounds(m: Measured) -> bool:
@@ -316,16 +324,9 @@ def _readings(timed: Sequence[Measured]) -> Readings:
         # A re-measurement takes as long as the trial, so its own noise is that of the trial.
         own = math.log(high / low) / 2 / Z95 if 0 < low < high else 0.0
         again = ((number, values[STEP]) for number, values in m.repeats.items() if values.get(STEP, 0) > 0)
-        slowed = m.log_slowdown
+        load = {number: m.log_slowdown.get(number, 0.0) for number in (0, *m.repeats)}
         found += [
-            (
-                math.log(value),
-                math.hypot(own, SPREAD * slowed.get(number, 0.0)),
-                row,
-                number,
-                m.sitting,
-                slowed.get(number, 0.0),
-            )
+            (math.log(value), math.hypot(own, SPREAD * load[number]), row, number, m.sitting, load[number])
             for number, value in ((0, m.metrics[STEP]), *again)
         ]
     columns = np.array(found, dtype=float).reshape(len(found), 6)

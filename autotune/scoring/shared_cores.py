@@ -9,7 +9,7 @@ import math
 
 # The logarithm of a step time grows with that of this ratio by this slope, which differs from study to study by this
 # standard deviation.
-SLOPE, SLOPE_SD = 1.0, 0.4
+SLOPE, SLOPE_SD = 1.0, 0.5
 # What a reading differs by besides, as a share of that logarithm: the load comes and goes while it is timed.
 SPREAD = 0.15
 # The least share of its cores that others are taken to leave to a trial.

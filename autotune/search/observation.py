@@ -9,8 +9,7 @@ from typing import Any
 
 from autotune.forecast.regression import interval_sd
 from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE
-from autotune.scoring.estimates import TIMED
-from autotune.scoring.measured import improvement
+from autotune.scoring.estimates import slowed
 from autotune.scoring.quantiles import Z95
 from autotune.scoring.shared_cores import SLOPE, SLOPE_SD, SPREAD
 from autotune.space.candidate import Candidate
@@ -101,20 +100,18 @@ def observed(candidate: Candidate, data: Mapping[str, Any], setting: Setting) ->
 
 def as_usual(told: Sequence[Observation]) -> list[Observation]:
     """The trials with the times that they would have taken beside the usual load of their study by other processes."""
-    slowed = [t.log_slowdown for t in told if t.outcome in RAN]
-    usual = sum(slowed) / max(1, len(slowed))
-    return [_beside(t, usual) if any(slowed) and t.outcome in RAN else t for t in told]
+    found = [t.log_slowdown for t in told if t.outcome in RAN]
+    usual = sum(found) / max(1, len(found))
+    return [_beside(t, usual) if any(found) and t.outcome in RAN else t for t in told]
 
 
 def _beside(t: Observation, usual: float) -> Observation:
     apart = t.log_slowdown - usual
-    faster = {name: math.exp(improvement(SLOPE * apart, name)) for name in TIMED}
-    metrics = {name: value * faster.get(name, 1.0) for name, value in t.metrics.items()}
-    ci95 = {name: (low * faster.get(name, 1.0), high * faster.get(name, 1.0)) for name, (low, high) in t.ci95.items()}
+    metrics, ci95 = slowed(t.metrics, t.ci95, -SLOPE * apart)
     if t.good("step_time_s"):
         doubt = math.exp(Z95 * math.hypot(t.own_noise(), SPREAD * t.log_slowdown, SLOPE_SD * apart))
         ci95["step_time_s"] = metrics["step_time_s"] / doubt, metrics["step_time_s"] * doubt
-    inner, boundary = (time * faster["step_time_s"] if time else time for time in (t.inner_s, t.boundary_s))
+    inner, boundary = (time * math.exp(-SLOPE * apart) if time else time for time in (t.inner_s, t.boundary_s))
     return replace(t, metrics=metrics, ci95=ci95, inner_s=inner, boundary_s=boundary)
 
 

@@ -273,6 +273,12 @@ def inert(found: Results) -> Rows:
     return [(what, f"{len(found['scored'])}")]
 
 
+def shared_cores(found: Results) -> Rows:
+    what = f"{found['each']} readings of each of {found['cases']} trials beside processes that come and go: standard deviation"
+    what += " of the logarithm as read; corrected for the cores that others used (medians)"
+    return [(what, f"{found['read_sd']:.2f}; {found['corrected_sd']:.2f}")]
+
+
 def claims(found: Results) -> Rows:
     what = f"what trials claim over what plain torchrun measures, {found['cases']} cases of 8 ms to 1 s a step"
     what += ": median; median error; 95 % intervals hold"
@@ -416,6 +422,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Results], Rows]]] = {
     "time_to_target": ("python benchmarks/time_to_target.py", time_to_target),
     "noise_scale": ("python benchmarks/noise_scale.py", noise_scale),
     "inert": ("python benchmarks/inert.py", inert),
+    "shared_cores": ("python benchmarks/shared_cores.py", shared_cores),
     "claims": ("python benchmarks/claims.py", claims),
     "budgets": ("python benchmarks/budgets.py", budgets),
     "bottleneck": ("python benchmarks/planted.py", bottleneck),

@@ -148,7 +148,11 @@ RIVAL_VARYING_STEPS = 8
 
 
 def beaten_by(
-    rivals: Sequence[TrialToBeat], times_s: Sequence[float], peak_memory_bytes: float, sizes: Sequence[int] = ()
+    rivals: Sequence[TrialToBeat],
+    times_s: Sequence[float],
+    peak_memory_bytes: float,
+    sizes: Sequence[int] = (),
+    log_slowdown: float = 0.0,
 ) -> TrialToBeat | None:
     """The rival that a trial cannot match any more; None if there is none, or too little was timed.
 
@@ -157,6 +161,7 @@ def beaten_by(
             below.
         peak_memory_bytes: Its peak so far, which can only grow.
         sizes: What each step took in; the same for all if not given.
+        log_slowdown: What other processes do to its step times; what they do beyond a rival's is not held against it.
     """
     timed = times_s[SETUP_STEPS:]
     least = RIVAL_VARYING_STEPS if len(set(sizes)) > 1 else 1
@@ -164,4 +169,5 @@ def beaten_by(
         return None
     # The second step of the set-up is slower for being taken apart, but guards against a hiccup in the only other one.
     fastest = min(times_s[1:]) / RIVAL_FACTOR[min(len(timed), max(RIVAL_FACTOR))]
-    return next((rival for rival in rivals if rival.beats(fastest, peak_memory_bytes)), None)
+    found = ((rival, max(0.0, log_slowdown - rival.log_slowdown)) for rival in rivals)
+    return next((rival for rival, more in found if rival.beats(fastest / math.exp(more), peak_memory_bytes)), None)

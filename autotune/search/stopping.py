@@ -130,7 +130,10 @@ def _rival(
     own = math.log(high / low) / 2 if 0 < low <= high else 0.0
     margin = min(max(RIVAL_MARGIN, math.exp(max(own, math.sqrt(2) * Z95 * noise_sd))), WIDEST_MARGIN)
     peak = values[MEMORY] if MEMORY in metrics else None
-    return TrialToBeat(trial=measured.trial, step_time_s=step_time_s * margin, peak_memory_bytes=peak)
+    return TrialToBeat(
+        trial=measured.trial, step_time_s=step_time_s * margin, peak_memory_bytes=peak,
+        log_slowdown=measured.log_slowdown.get(0, 0.0),
+    )  # fmt: skip
 
 
 def _step_time_for(metric: str, values: Mapping[str, float], batch: int, fewest: Mapping[str, float]) -> float:

@@ -14,11 +14,13 @@ class TrialToBeat:
     Attributes:
         step_time_s: From this step time on, all objectives that depend on time are worse.
         peak_memory_bytes: From this peak memory on, memory is worse; None if memory is no objective.
+        log_slowdown: What other processes did to the step time that the first bound rests on (see `scoring.shared_cores`).
     """
 
     trial: int
     step_time_s: float
     peak_memory_bytes: float | None = None
+    log_slowdown: float = 0.0
 
     def beats(self, step_time_s: float, peak_memory_bytes: float) -> bool:
         """Returns whether a trial with at least this step time and memory is worse on every objective."""

@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,7 @@ class StepLedger:
         uneven: A probe found that the samples of a step vary.
         plays: A rank trains on what it calls the engine on without gradients: no such call is an evaluation.
         window_s: Seconds of steps between two comparisons of the ranks' clocks.
+        log_slowdown: Returns what other processes have done to the steps since timing began; all ranks take part.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class StepLedger:
         self.recorder, self.report, self.request = recorder, recorder.report, request
         self.device, self.noise = device, noise
         self.window_s = WINDOW_S["cpu" if device.type == "cpu" else "device"]
+        self.log_slowdown: Callable[[], float] = lambda: 0.0
         candidate = Candidate.of(request.candidate or {"micro_batch_size": 1})
         self._micro_batch_size = candidate.micro_batch_size
         self._why_skipped = NO_SCALE if candidate.precision == "torch_autocast_fp16" and candidate.zero_stage else ""
@@ -250,7 +252,11 @@ class StepLedger:
     def _beaten(self) -> bool:
         """Returns whether an earlier trial is certainly better on every objective; then notes the outcome."""
         sizes = self.report.taken_in.get("elements", ())
-        rival = step_times.beaten_by(self.request.rivals, self.report.step_times_s, self.peak_bytes, sizes)
+        seen = self.request.rivals, self.report.step_times_s, self.peak_bytes, sizes
+        # The ranks agree on the first answer, so that all of them look at the load or none.
+        if step_times.beaten_by(*seen) is None:
+            return False
+        rival = step_times.beaten_by(*seen, log_slowdown=self.log_slowdown())
         if rival is None:
             return False
         timed = self.report.step_times_s[step_times.SETUP_STEPS :]

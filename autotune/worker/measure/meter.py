@@ -92,6 +92,7 @@ class Meter:
         if self.memory.device_watch is not None:
             self.memory.device_watch.begin(self.memory.uuid)
         self._busyness, self._cpu_before = machine_load.Busyness(), machine_load.own_cpu_s()
+        self.ledger.log_slowdown = lambda: self._load()[1]
 
     def finish(self) -> None:
         """Completes the report of a trial at its end; all ranks take part.
@@ -117,7 +118,7 @@ class Meter:
         if self.noise is not None:
             report.noise = self.noise.terms(self.candidate.micro_batch_size)
         report.alloc_retries = memory.alloc_retries
-        self._note_load()
+        report.other_cores, report.log_slowdown = self._load()
         if (why := report.disturbed) and (report.rank == 0 or not memory.on_cpu):
             report.caveats.append(f"{MACHINE_BUSY}: {why} while this trial was timed")
         if _grows(report.taken_in.get("elements", ())):
@@ -214,16 +215,18 @@ class Meter:
         self.report.observed = replace(found, rates=tuple(self._rates), beside=tuple(self._beside))
         return self.report.observed
 
-    def _note_load(self) -> None:
-        """Notes the cores that other processes kept busy since timing began, on the busiest machine of the trial."""
+    def _load(self) -> tuple[float, float]:
+        """Returns the cores that others kept busy since timing began, and what that did to step times, as the log of a factor.
+
+        On the busiest machine of the trial; all ranks take part.
+        """
         rows: list[Any] = [None] * dist.get_world_size()
         machine = machine_load.machine_id()
         dist.all_gather_object(rows, (machine, machine_load.own_cpu_s() - self._cpu_before, torch.get_num_threads()))
         own_s, n_threads = map(sum, zip(*(own for where, *own in rows if where == machine), strict=True))
-        used, report = self._busyness.cores_used_by_others(own_s), self.report
-        report.other_cores = self._highest(used)
-        if report.disturbed and self.memory.on_cpu:
-            report.log_slowdown = self._highest(shared_cores.log_slowdown(used, n_threads, self._busyness.n_cores))
+        used, on_cpu = self._busyness.cores_used_by_others(own_s), self.memory.on_cpu
+        slowdown = shared_cores.log_slowdown(used, n_threads, self._busyness.n_cores) if on_cpu else 0.0
+        return self._highest(used), self._highest(slowdown)
 
     def _highest_peak(self) -> float:
         """Returns what the highest memory peak of all ranks is at least, as the trial's result counts it."""

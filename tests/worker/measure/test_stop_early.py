@@ -1,16 +1,22 @@
 """A trial that cannot match what was measured before ends by itself, on all ranks; what it showed is kept."""
 
+import math
+from dataclasses import replace
+
 import pytest
+import torch
 from support.paths import MODELS
 from support.zoo import ADAMW
 
 from autotune.executors import base
 from autotune.scoring import step_times
 from autotune.space.candidate import Candidate
+from autotune.trial.folder import TrialDir
 from autotune.trial.request import TrialRequest, TrialToBeat
 from autotune.trial.result import Outcome
 from autotune.trial.workload import Script
-from autotune.worker.measure.ledger import WINDOW_S
+from autotune.worker.measure.ledger import WINDOW_S, StepLedger
+from autotune.worker.measure.recorder import Recorder
 
 pytestmark = pytest.mark.process
 
@@ -87,3 +93,32 @@ def test_batches_of_varying_sizes_stop_no_trial_by_a_few_long_ones():
     slow = [2.5 * time for time in times]
     assert step_times.beaten_by([rival], slow[:9], 0.0, sizes[:9]) is None, "too few steps"
     assert step_times.beaten_by([TrialToBeat(trial=1, step_time_s=0.9)], slow, 0.0, sizes) is not None
+
+
+def test_what_other_processes_do_beyond_a_rival_s_load_is_not_held_against_a_trial():
+    """A candidate as fast as the best was stopped as slower, since another process began beside it."""
+    times = [9.0, 9.0, 1.9, 2.0, 2.1]
+    alone = TrialToBeat(trial=1, step_time_s=1.05)
+    assert step_times.beaten_by([alone], times, 0.0) is not None
+    assert step_times.beaten_by([alone], times, 0.0, log_slowdown=math.log(2)) is None
+    beside = replace(alone, log_slowdown=math.log(2))
+    assert step_times.beaten_by([beside], times, 0.0, log_slowdown=math.log(2)) is not None
+    assert step_times.beaten_by([beside], times, 0.0) is not None
+
+
+def test_the_load_is_looked_at_only_where_a_rival_seems_better(tmp_path):
+    looked = []
+    request = TrialRequest(
+        target="model.py",
+        budget_s=1e6,
+        candidate={"micro_batch_size": 1},
+        rivals=(TrialToBeat(trial=1, step_time_s=1.0),),
+    )
+    ledger = StepLedger(Recorder(TrialDir(tmp_path), 0), request, torch.device("cpu"), 1)
+    ledger.log_slowdown = lambda: looked.append(1) or math.log(3)
+    ledger.report.step_times_s = [9.0, 9.0, 0.9, 0.9, 0.9]
+    assert not ledger.done() and not looked
+    ledger.report.step_times_s = [9.0, 9.0, 2.9, 2.9, 2.9]
+    assert not ledger.done() and looked and ledger.report.outcome is not Outcome.STOPPED_EARLY
+    ledger.report.step_times_s = [9.0, 9.0, 3.1, 3.1, 3.1]
+    assert ledger.done() and ledger.report.outcome is Outcome.STOPPED_EARLY

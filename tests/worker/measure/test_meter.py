@@ -168,7 +168,7 @@ def concluded(monkeypatch):
         meter.memory = SimpleNamespace(device_watch=None, on_cpu=on_cpu, alloc_retries=alloc_retries)
         for name in ("check_applied", "_note_expected"):
             monkeypatch.setattr(Meter, name, lambda *_: None)
-        monkeypatch.setattr(Meter, "_cores_used_by_others", lambda _: 7.0)
+        monkeypatch.setattr(Meter, "_load", lambda _: (7.0, 0.0))
         meter.conclude()
         return meter.report.caveats
 

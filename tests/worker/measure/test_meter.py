@@ -1,5 +1,7 @@
 """Measurements of real trials: phases, traces, the slowest rank, memory."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +40,16 @@ def test_waiting_for_a_slow_rank_is_no_communication(zoo, write_model):
     zoo.run(write_model((MODELS / "slow_rank.py").read_text().replace("0.03", "0.3")), **STEPS)
     quick, slow = (report.phase_times_s for report in folder.reports(zoo.folder, 2).values())
     assert quick["wait"] > max(slow["wait"], quick["reduce"]) and slow["forward"] > 0.3
+
+
+def test_what_a_process_beside_a_trial_takes_of_the_cores_is_told_with_what_that_does(zoo):
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True) as beside:
+        try:
+            result = zoo.run("gpt_tiny", budget_s=1.0)
+        finally:
+            beside.kill()
+    assert result.outcome is Outcome.COMPLETE, result.reason
+    assert result.other_cores > 0.3 and result.log_slowdown > 0 and "other processes used" in result.disturbed
 
 
 @pytest.mark.system

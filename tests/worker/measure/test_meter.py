@@ -42,6 +42,7 @@ def test_waiting_for_a_slow_rank_is_no_communication(zoo, write_model):
     assert quick["wait"] > max(slow["wait"], quick["reduce"]) and slow["forward"] > 0.3
 
 
+@pytest.mark.system
 def test_what_a_process_beside_a_trial_takes_of_the_cores_is_told_with_what_that_does(zoo):
     with subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True) as beside:
         try:

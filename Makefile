@@ -102,7 +102,7 @@ test-cuda-build: $(STAMP) ## torch's CUDA build without a device: import, warm r
 	  PIP_EXTRA_INDEX_URL= .cache/cuda/bin/pip install --quiet --no-input --progress-bar off --no-compile --ignore-installed '$(TORCH)' </dev/null
 	@PYTHONPATH=. .cache/cuda/bin/python .ci/cuda_build.py
 	@PYTHON=.cache/cuda/bin/python benchmarks/gpu.sh --pack
-	@PYTHON=.cache/cuda/bin/python benchmarks/gpu.sh --dry-run --out .cache/gpu-cuda-build
+	@rm -rf .cache/gpu-cuda-build && PYTHON=.cache/cuda/bin/python benchmarks/gpu.sh --dry-run --out .cache/gpu-cuda-build
 
 # $(1): an environment below .cache that has autotune.
 define small_study

@@ -82,7 +82,7 @@ def like_with_like(folder: Path, result: TrialResult) -> TrialResult:
     where = f"{', '.join(result.hosts)} ({result.machine})"
     home, there = result_in(records.trial_path(folder, 0)), result_in(baseline_path(folder, result.place))
     both = [each.steps for each in (home, there) if each is not None and each.outcome is Outcome.COMPLETE]
-    if len(both) < 2 or both[0] is None or both[1] is None or there is None or there.place != result.place:
+    if home is None or there is None or len(both) < 2 or both[0] is None or both[1] is None or there.place != result.place:
         note = f"ran on {where}, where the baseline was not measured: its times do not compare"
         return replace(result, caveats=[*result.caveats, note])
     factor = both[0].median_s / both[1].median_s
@@ -95,5 +95,6 @@ def like_with_like(folder: Path, result: TrialResult) -> TrialResult:
         phase_times_s={name: factor * each for name, each in result.phase_times_s.items()},
         micro_step_s={name: factor * each for name, each in result.micro_step_s.items()},
         cpu_s_per_step=result.cpu_s_per_step and factor * result.cpu_s_per_step,
+        log_slowdown=result.log_slowdown + home.log_slowdown - there.log_slowdown,  # the factor has the others
         caveats=[*result.caveats, note],
     )

@@ -56,6 +56,16 @@ def test_a_result_from_machines_without_the_baseline_says_that_it_does_not_compa
     assert placement.like_with_like(tmp_path, home) == home
 
 
+def test_what_others_did_to_the_baseline_on_both_machines_is_in_its_pace_there(tmp_path):
+    """Each trial of a study whose baseline was read beside others counted as beside them, or as without, twice."""
+    steps, paths = step_times.summarise([1.0] * 20), records.trial_path
+    for host, slowed, path in (("a", 0.7, paths(tmp_path, 0)), ("b", 0.4, None), ("b", 0.5, paths(tmp_path, 1))):
+        result = TrialResult(outcome=Outcome.COMPLETE, steps=steps, hosts=[host], machine="cpu", log_slowdown=slowed)
+        write_record((path or placement.baseline_path(tmp_path, result.place)) / "result.json", result)
+    told = placement.like_with_like(tmp_path, result_in(paths(tmp_path, 1)))
+    assert told.steps.median_s == pytest.approx(1.0) and told.log_slowdown == pytest.approx(0.7 + 0.5 - 0.4)
+
+
 @pytest.mark.system
 def test_a_round_in_which_the_baseline_ran_elsewhere_says_nothing(tmp_path):
     """A trial that was measured again on a machine 1.5 times as fast was recommended for that."""

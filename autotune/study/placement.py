@@ -81,8 +81,8 @@ def like_with_like(folder: Path, result: TrialResult) -> TrialResult:
         return result
     where = f"{', '.join(result.hosts)} ({result.machine})"
     home, there = result_in(records.trial_path(folder, 0)), result_in(baseline_path(folder, result.place))
-    both = [each.steps for each in (home, there) if each is not None and each.outcome is Outcome.COMPLETE]
-    if home is None or there is None or len(both) < 2 or both[0] is None or both[1] is None or there.place != result.place:
+    both = [each.steps if each is not None and each.outcome is Outcome.COMPLETE else None for each in (home, there)]
+    if home is None or there is None or both[0] is None or both[1] is None or there.place != result.place:
         note = f"ran on {where}, where the baseline was not measured: its times do not compare"
         return replace(result, caveats=[*result.caveats, note])
     factor = both[0].median_s / both[1].median_s

@@ -7,8 +7,6 @@ Measured in benchmarks/shared_cores.py.
 
 import math
 
-from autotune.trial.result import BUSY_CORES
-
 # The logarithm of a step time grows with that of this ratio by this slope, which differs from study to study by this
 # standard deviation.
 SLOPE, SLOPE_SD = 1.0, 0.5
@@ -19,14 +17,12 @@ LEAST_LEFT = 0.1
 
 
 def log_slowdown(others: float, n_threads: int, n_cores: int) -> float:
-    """Logarithm of how much longer steps take while others keep some cores busy; 0 where these are few, or enough are left.
+    """Logarithm of how much longer steps take while others keep some cores busy; 0 where enough are left.
 
     Args:
         others: Cores that other processes keep busy, on average.
         n_threads: Threads that the trial's ranks on this machine compute with.
         n_cores: Cores that they may use, those that others keep busy among them.
     """
-    if others <= BUSY_CORES:
-        return 0.0
     left = max(n_cores - others, LEAST_LEFT * n_cores)
     return max(0.0, math.log(min(n_threads, n_cores) / left))

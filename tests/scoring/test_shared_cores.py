@@ -21,6 +21,8 @@ from autotune.scoring.shared_cores import log_slowdown
         (14.0, 4, 16, 2.0),
         (2.0, 2, 2, 10.0),
         (1.0, 8, 2, 2.0),
+        (0.29, 2, 2, 2 / 1.71),  # no step: equal trials beside 0.29 and 0.31 of two cores were told 17 % apart
+        (0.31, 2, 2, 2 / 1.69),
     ],
 )
 def test_steps_take_longer_by_the_cores_that_they_want_over_those_that_are_left(others, n_threads, n_cores, factor):

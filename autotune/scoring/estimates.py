@@ -210,10 +210,11 @@ def estimate(measured: Sequence[Measured]) -> Estimates:
     measured = _with_pooled_samples(measured)
     timed = [m for m in measured if m.outcome in (Outcome.COMPLETE, Outcome.DIVERGED) and m.metrics.get(STEP, 0) > 0]
     rows = {m.trial: i for i, m in enumerate(timed)}
-    readings = _readings(timed)
+    usual = _usual_load(timed)
+    readings = _readings(timed, usual)
     found = posterior.fit(readings) if timed else None
     n_again = int((readings.round > 0).sum())
-    slower = _machine_on_average(timed, found) if found is not None else {}
+    slower = _machine_on_average(timed, found, usual) if found is not None else {}
     degrees = PRIOR_DEGREES + max(0, n_again - len(set(readings.round.tolist()) - {0}))
     quantile = t95(degrees)
     beyond: dict[tuple[int, str], float] = {}
@@ -221,7 +222,7 @@ def estimate(measured: Sequence[Measured]) -> Estimates:
     for m in measured:
         if found is None or m.trial not in rows:
             stopped = m.outcome is Outcome.STOPPED_EARLY  # its figures stand beside the others' estimates
-            apart = slower.get(m.sitting, 0.0) - SLOPE * m.log_slowdown.get(0, 0.0)
+            apart = slower.get(m.sitting, SLOPE * usual) - SLOPE * m.log_slowdown.get(0, usual)
             estimated.append(_slowed(m, apart) if stopped else m)
             continue
         row = rows[m.trial]
@@ -238,10 +239,17 @@ def estimate(measured: Sequence[Measured]) -> Estimates:
     return Estimates(estimated, raw, baseline, found, rows, degrees, beyond)
 
 
-def _machine_on_average(timed: Sequence[Measured], found: Posterior) -> dict[int, float]:
+def _usual_load(timed: Sequence[Measured]) -> float:
+    """What other processes did to a reading on average, which stands for what they did where that was not counted."""
+    known = [m.log_slowdown[number] for m in timed for number in (0, *m.repeats) if number in m.log_slowdown]
+    return sum(known) / max(1, len(known))
+
+
+def _machine_on_average(timed: Sequence[Measured], found: Posterior, usual: float) -> dict[int, float]:
     """By sitting the logarithm by which the machine was slower on average than it would have been then beside no other process."""
     apart = [
-        found.mean[row] - math.log(m.metrics[STEP]) + SLOPE * m.log_slowdown.get(0, 0.0) for row, m in enumerate(timed)
+        found.mean[row] - math.log(m.metrics[STEP]) + SLOPE * m.log_slowdown.get(0, usual)
+        for row, m in enumerate(timed)
     ]
     return {
         sitting: float(np.median([each for m, each in zip(timed, apart, strict=True) if m.sitting == sitting]))
@@ -316,15 +324,15 @@ def _with_branch(
     return replace(m, metrics=metrics, ci95=ci95)
 
 
-def _readings(timed: Sequence[Measured]) -> Readings:
-    """The step times of trials, first measurements and rounds."""
+def _readings(timed: Sequence[Measured], usual: float) -> Readings:
+    """The step times of trials, first measurements and rounds, beside what load by others is usual."""
     found = []
     for row, m in enumerate(timed):
         low, high = m.ci95.get(STEP, (0.0, 0.0))
         # A re-measurement takes as long as the trial, so its own noise is that of the trial.
         own = math.log(high / low) / 2 / Z95 if 0 < low < high else 0.0
         again = ((number, values[STEP]) for number, values in m.repeats.items() if values.get(STEP, 0) > 0)
-        load = {number: m.log_slowdown.get(number, 0.0) for number in (0, *m.repeats)}
+        load = {number: m.log_slowdown.get(number, usual) for number in (0, *m.repeats)}
         found += [
             (math.log(value), math.hypot(own, SPREAD * load[number]), row, number, m.sitting, load[number])
             for number, value in ((0, m.metrics[STEP]), *again)
@@ -339,7 +347,7 @@ def _readings(timed: Sequence[Measured]) -> Readings:
         trial=columns[:, 2].astype(np.intp),
         round=columns[:, 3].astype(np.intp),
         sitting=columns[:, 4].astype(np.intp),
-        slowed=columns[:, 5] - (columns[:, 5].mean() if len(found) else 0.0),
+        slowed=columns[:, 5] - usual,
         forecast=np.array([each.mean for each in foretold]),
         forecast_cov=factor @ factor.T,
     )

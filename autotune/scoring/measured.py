@@ -69,7 +69,8 @@ class Measured:
         branch: What a branch from the baseline's state showed, where there was one.
         branch_wanted: Its global batch is another one, which only a branch can justify.
         sitting: Pauses of the study before it was measured in which the machine may have changed.
-        log_slowdown: By round, 0 for its first measurement, what other processes did to its step times (see `shared_cores`).
+        log_slowdown: By round, 0 for its first measurement, what other processes did to its step times (see `shared_cores`);
+            without those of which that is not known.
     """
 
     trial: int

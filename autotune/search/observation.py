@@ -35,7 +35,7 @@ class Observation:
         boundary_s: Time of the micro-step that ends one, the optimizer included.
         eligible: Whether it may become the answer: every setting was seen to act, its user can make it, and its loss is
             that of the baseline.
-        log_slowdown: What other processes did to its step times (see `shared_cores`).
+        log_slowdown: What other processes did to its step times (see `shared_cores`); None where that was not counted.
     """
 
     candidate: Candidate
@@ -46,7 +46,7 @@ class Observation:
     inner_s: float | None = None
     boundary_s: float | None = None
     eligible: bool = True
-    log_slowdown: float = 0.0
+    log_slowdown: float | None = None
 
     def step_time_s(self, world_size: int) -> float | None:
         """Seconds of a step: told, or from the throughput."""
@@ -94,22 +94,25 @@ def observed(candidate: Candidate, data: Mapping[str, Any], setting: Setting) ->
         candidate=candidate, outcome=_outcome(data, setting), metrics=data["metrics"], ci95=ci95,
         censored=data.get("censored", ()), inner_s=inner, boundary_s=boundary,
         eligible=not (data.get("unwitnessed") or data.get("unreproducible"))
-        and abs(data.get("loss_off", 0.0)) < ANOTHER_OBJECTIVE, log_slowdown=data.get("log_slowdown", 0.0),
+        and abs(data.get("loss_off", 0.0)) < ANOTHER_OBJECTIVE, log_slowdown=data.get("log_slowdown"),
     )  # fmt: skip
 
 
 def as_usual(told: Sequence[Observation]) -> list[Observation]:
     """The trials with the times that they would have taken beside the usual load of their study by other processes."""
-    found = [t.log_slowdown for t in told if t.outcome in RAN]
+    found = [t.log_slowdown for t in told if t.outcome in RAN and t.log_slowdown is not None]
     usual = sum(found) / max(1, len(found))
-    return [_beside(t, usual) if any(found) and t.outcome in RAN else t for t in told]
+    return [
+        _beside(t, t.log_slowdown, usual) if any(found) and t.outcome in RAN and t.log_slowdown is not None else t
+        for t in told
+    ]
 
 
-def _beside(t: Observation, usual: float) -> Observation:
-    apart = t.log_slowdown - usual
+def _beside(t: Observation, load: float, usual: float) -> Observation:
+    apart = load - usual
     metrics, ci95 = slowed(t.metrics, t.ci95, -SLOPE * apart)
     if t.good("step_time_s"):
-        doubt = math.exp(Z95 * math.hypot(t.own_noise(), SPREAD * t.log_slowdown, SLOPE_SD * apart))
+        doubt = math.exp(Z95 * math.hypot(t.own_noise(), SPREAD * load, SLOPE_SD * apart))
         ci95["step_time_s"] = metrics["step_time_s"] / doubt, metrics["step_time_s"] * doubt
     inner, boundary = (time * math.exp(-SLOPE * apart) if time else time for time in (t.inner_s, t.boundary_s))
     return replace(t, metrics=metrics, ci95=ci95, inner_s=inner, boundary_s=boundary)

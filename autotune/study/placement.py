@@ -87,6 +87,7 @@ def like_with_like(folder: Path, result: TrialResult) -> TrialResult:
         return replace(result, caveats=[*result.caveats, note])
     factor = both[0].median_s / both[1].median_s
     note = f"ran on {where}, where the baseline takes {1 / factor:.2f} times as long; its times are divided by that"
+    loads = [each.log_slowdown for each in (result, home, there) if each.log_slowdown is not None]
     steps = replace(result.steps, median_s=result.steps.median_s * factor, ci95_s=result.steps.ci95_s * factor)
     return replace(
         result,
@@ -95,6 +96,6 @@ def like_with_like(folder: Path, result: TrialResult) -> TrialResult:
         phase_times_s={name: factor * each for name, each in result.phase_times_s.items()},
         micro_step_s={name: factor * each for name, each in result.micro_step_s.items()},
         cpu_s_per_step=result.cpu_s_per_step and factor * result.cpu_s_per_step,
-        log_slowdown=result.log_slowdown + home.log_slowdown - there.log_slowdown,  # the factor has the others
+        log_slowdown=loads[0] + loads[1] - loads[2] if len(loads) == 3 else None,  # the factor has the others
         caveats=[*result.caveats, note],
     )

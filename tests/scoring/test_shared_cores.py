@@ -8,6 +8,7 @@ from support.made_up import measured
 
 from autotune.scoring.estimates import estimate
 from autotune.scoring.shared_cores import log_slowdown
+from autotune.trial.result import Outcome
 
 
 @pytest.mark.parametrize(
@@ -47,3 +48,19 @@ def test_a_load_that_stays_changes_no_estimate():
     steady = [replace(m, log_slowdown={0: 0.5, 1: 0.5}) for m in trials]
     for one, other in zip(estimate(steady).measured, estimate(trials).measured, strict=True):
         assert one.metrics["step_time_s"] == pytest.approx(other.metrics["step_time_s"], rel=0.01)
+
+
+def test_a_trial_whose_load_was_not_counted_gains_nothing_from_those_whose_was():
+    """A study that an earlier autotune began went on beside a load that stayed: each further trial read as twice as fast."""
+    trials = [measured(n, 0.2 * (1 + 0.003 * n), zero_stage=n % 4) for n in range(5)]
+    known = [replace(m, log_slowdown={0: math.log(2)} if m.trial > 1 else {}) for m in trials]
+    for one, other in zip(estimate(known).measured, estimate(trials).measured, strict=True):
+        assert one.metrics["step_time_s"] == pytest.approx(other.metrics["step_time_s"], rel=0.01)
+
+
+def test_a_trial_that_was_stopped_early_after_a_pause_reads_as_beside_the_usual_load():
+    """No whole trial told of the machine then: beside a load that stayed it read as twice as fast as the others."""
+    load = {0: math.log(2)}
+    trials = [replace(measured(n, 0.2, zero_stage=n), log_slowdown=load) for n in range(4)]
+    stopped = replace(measured(4, 0.3, micro=4), outcome=Outcome.STOPPED_EARLY, sitting=1, log_slowdown=load)
+    assert estimate([*trials, stopped]).measured[-1].metrics["step_time_s"] == pytest.approx(0.3, rel=0.01)

@@ -32,3 +32,9 @@ def test_what_ran_beside_nothing_stays_as_it_was():
 def test_the_only_trial_beside_others_is_the_usual_one():
     [found] = as_usual([told(0.7)])
     assert found.metrics == pytest.approx(told(0.7).metrics)
+
+
+def test_a_trial_whose_load_was_not_counted_ran_beside_the_usual_one():
+    """As another program told it, or an earlier autotune: beside a load that stays it read as slower than what was corrected for it."""
+    uncounted, counted = as_usual([told(None, 0.2), told(math.log(2), 0.2)])
+    assert uncounted == told(None, 0.2) and counted.metrics == pytest.approx(uncounted.metrics)

@@ -156,6 +156,8 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConf
     if data.get("tail"):  # the memory of a run without the worst batch does not compare
         for values in (values for n, values in repeats.items() if n not in tail_peaks):
             values.pop(PEAK, None)
+    loads = {0: data.get("log_slowdown")}
+    loads |= {n: result.log_slowdown for n, path in paths.items() if (result := result_in(path)) is not None}
     # Evaluation or a checkpoint is tried when it is measured again alone: the trial's own reading does not compare.
     more = {PEAK: max(tail_peaks.values())} if tail_peaks and not data.get("tail") else {}
     return Measured(
@@ -179,8 +181,7 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConf
         unreproducible=data.get("unreproducible", ()),
         unwitnessed=data.get("unwitnessed", ()),
         loss_off=data.get("loss_off", 0.0),
-        log_slowdown={0: data.get("log_slowdown", 0.0)}
-        | {n: result.log_slowdown for n, path in paths.items() if (result := result_in(path)) is not None},
+        log_slowdown={n: load for n, load in loads.items() if load is not None},
     )
 
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig, Scalar
@@ -203,7 +203,7 @@ class Probed:
         replicas: Data-parallel ranks as the engine counts them: its global batch over its micro-batch and accumulation; 0 if not read.
         adds_up: It adds up the losses of its micro-batches, so that its gradient grows with their number.
         divides: It divides them by their number.
-        paced: What of micro-batches its learning rate follows, not each step: their `number`, that of the `loader`, their `size`; or empty.
+        paced: What of micro-batches its learning rate follows: their `number` (once `true`), that of the `loader`, their `size`; or empty.
         paced_beside: So does another model, which another optimizer trains.
         by_hand: What it changes itself between DeepSpeed's calls: `gradients`, `weights`.
         clips: It clips gradients itself, which the configuration does in its place.
@@ -240,7 +240,7 @@ class Probed:
     replicas: int = 0
     adds_up: bool = False
     divides: bool = False
-    paced: str = ""
+    paced: Annotated[str, BeforeValidator(lambda kept: "number" * kept if isinstance(kept, bool) else kept)] = ""
     paced_beside: bool = False
     by_hand: tuple[str, ...] = ()
     clips: bool = False

@@ -12,6 +12,7 @@ from autotune.report.load import _threads
 from autotune.space.candidate import Candidate
 from autotune.study.setup.devices import held_by_others
 from autotune.system.device import Device
+from autotune.trial.folder import adapter
 from autotune.trial.request import TrialRequest
 from autotune.trial.workload import ACCELERATE, CUDA_CONTEXT_BYTES, NCCL_BYTES, Probed
 
@@ -118,3 +119,10 @@ def test_a_stated_global_batch_follows_the_ranks_that_a_trial_is_given():
     stated = TrialRequest(target="train.py", ds_config={"train_batch_size": 64}, world_size=4)
     assert stated.on_ranks(2, 1).ds_config == {"train_batch_size": 32}
     assert TrialRequest(target="train.py", world_size=4).on_ranks(2, 1).ds_config == {}
+
+
+@pytest.mark.parametrize(("earlier", "paced"), [(True, "number"), (False, ""), ("loader", "loader"), ("", "")])
+def test_a_script_as_an_earlier_study_kept_it_can_be_read(earlier, paced):
+    """`status` of each study of a script said that another version had made it, and to begin anew."""
+    kept = asdict(Probed(ds_config={}, micro_batch_size=4, gradient_accumulation_steps=4)) | {"paced": earlier}
+    assert adapter(Probed).validate_python(kept).paced == paced

@@ -30,6 +30,7 @@ from autotune.study.setup.plan import Plan, target_digest
 from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import analysed, project, records
 from autotune.study.storage.database import StoreMissing
+from autotune.study.storage.generations import generation_of
 from autotune.study.storage.leases import StudyLeases
 from autotune.study.storage.optuna_tables import trial_id, write_failed
 from autotune.study.storage.records import SearchRecord, StudyRecord
@@ -136,9 +137,14 @@ class StudyState:
                 if target_digest(target) == self._fingerprint["target"]:
                     return
             time.sleep(SAVED_S)
+        remedy = (
+            "the next re-tuning is of the new text"
+            if generation_of(self.spec.name)[1]
+            else "to go on, put its earlier text back and run the same command again; the new one is another study (--fresh, or"
+            " --study NAME)"
+        )
         raise TargetEdited(
-            f"{files.shown(target)} was edited while the study ran, so further trials would not compare with those before: to go on,"
-            " put its earlier text back and run the same command again; the new one is another study (--fresh, or --study NAME)"
+            f"{files.shown(target)} was edited while the study ran, so further trials would not compare with those before: {remedy}"
         )
 
     def _check_same(self, kept: StudyRecord) -> None:

@@ -22,8 +22,10 @@ from support.instant import (
     runner_of,
     spec_of,
 )
+from support.paths import MODELS
 
 from autotune import session
+from autotune.errors import UserError
 from autotune.report import files, load
 from autotune.report.results import StudyResult
 from autotune.retune import comparison, fingerprint
@@ -131,6 +133,19 @@ def test_a_baseline_in_use_is_measured_once_and_not_beside_itself(tmp_path):
     decision = run.run(plan, executor)
     assert decision.verdict is RetuneVerdict.UNCHANGED and "the baseline itself, and it still runs" in decision.reason
     assert len(executor.ran) == 1
+
+
+def test_a_target_that_is_edited_meanwhile_is_that_of_the_next_one(tmp_path):
+    """The sentence spoke of --fresh and --study, which a re-tuning does not have."""
+    target = shutil.copy(MODELS / "ok.py", tmp_path / "model.py")
+
+    def edits(candidate):
+        target.write_text("def model(): ...\n")
+        return report(candidate)
+
+    plan = plan_of(spec_of(**STUDY).model_copy(update={"target": target}))
+    with pytest.raises(UserError, match=r"model\.py was edited .*: the next re-tuning is of the new text$"):
+        retune(tmp_path, Instant(edits), plan)
 
 
 def test_its_measurements_are_told_as_comparisons_one_at_a_time_and_not_as_trials(tmp_path):

@@ -1,13 +1,16 @@
 """The quality gate: candidates with other numerics must train as the baseline does."""
 
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support.instant import WORKLOAD, Instant, Watcher, failed, report, spec_of
+from support.paths import MODELS
 from support.studies import run
 
+from autotune.errors import Unavailable, UserError
 from autotune.scoring import recommend
 from autotune.scoring.convergence.quality_gate import LEAST_STEPS
 from autotune.scoring.estimates import estimate
@@ -328,6 +331,29 @@ def test_a_check_that_timed_out_is_made_again_where_it_has_more_time(tmp_path, u
     assert again.gated and not any(m.verdict and m.verdict.passed is None for m in runner.state.measured())
     found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
     assert found.picks["recommended"].measured.candidate.precision == "bf16"
+
+
+@pytest.mark.parametrize("edited", [True, False], ids=["the target is edited", "machines are away"])
+def test_what_ends_the_run_during_a_check_leaves_it_to_the_next_one(tmp_path, unhurried, edited):
+    """It was kept as why the numerics could not be checked, and they stayed unchecked for good."""
+    target, executor = shutil.copy(MODELS / "ok.py", tmp_path / "model.py"), Instant()
+    before = target.read_text()
+
+    def ends(candidate):
+        if executor.gated and not edited:
+            raise Unavailable("the machines are away")
+        target.write_text(f"{before}X = 1\n" if executor.gated else before)
+        return report(candidate)
+
+    executor.behaviour = ends
+    given = {"trials": 4, "sampler": "grid", "space": SMALL}
+    planned = {"spec": spec_of(**given).model_copy(update={"target": target})}
+    with pytest.raises(UserError, match="was edited" if edited else "machines are away"):
+        run(tmp_path, executor, planned=planned)
+    assert len(executor.gated) == 1
+    target.write_text(before)
+    runner, again, _ = run(tmp_path, planned=planned)
+    assert again.gated and all(m.verdict is None or m.verdict.passed for m in runner.state.measured())
 
 
 @pytest.mark.parametrize(("startup_s", "trains_s"), [(0.0, 270.0), (200.0, 90.0), (400.0, 0.0)])

@@ -1,11 +1,17 @@
 """The changes of a training script that a configuration needs besides its JSON, each said with its code."""
 
-import pytest
+from dataclasses import replace
+from types import SimpleNamespace
 
+import pytest
+from support.made_up import measured
+
+from autotune.report import load
 from autotune.report.script_changes import learning_rate_changes, script_side_changes
 from autotune.scoring.convergence.learning_rate import LearningRate
 from autotune.space.candidate import Candidate
-from autotune.trial.workload import ACCELERATE, TRAINER
+from autotune.study.setup import sums
+from autotune.trial.workload import ACCELERATE, TRAINER, Probed
 
 
 def changes(values: dict, baseline: dict | None = None) -> str:
@@ -32,6 +38,17 @@ def test_a_micro_batch_is_changed_in_the_data_loader_and_the_global_batch_is_poi
     assert learning_rate_changes(after, after, rate, in_json=True) == []
     (again,) = learning_rate_changes(after, before, rate, in_json=True, flag="--learning_rate 7e-05")
     assert "transformers wants the same from `--learning_rate 7e-05`" in again
+
+
+@pytest.mark.parametrize("paced", ["", "number", "loader", "size"])
+def test_another_global_batch_has_its_rate_stated_whatever_paces_the_scripts(paced):
+    """Of a script that sets its rate by the micro-batch in each step the factor that its trial had was left out."""
+    probed = Probed(ds_config={}, micro_batch_size=8, gradient_accumulation_steps=1, paced=paced)
+    told = replace(measured(1, accumulation=2), script_side_changes=sums.changes(probed, 2))
+    rate = LearningRate(rule="sqrt", baseline_batch=8)
+    kept = SimpleNamespace(workload=SimpleNamespace(script=probed), learning_rate=rate)
+    [said] = load._rate_changes(told, Candidate(micro_batch_size=8), kept)
+    assert "multiply your learning rate by 1.41, as the trials did" in said
 
 
 def test_a_batch_split_otherwise_keeps_the_learning_rate():

@@ -108,8 +108,8 @@ def changes(probed: Probed, times: float) -> list[str]:
         )
     if probed.paced == "size":
         found.append(
-            "Learning rate: the script sets it by the micro-batch as it trains, as it did in the trial: where the samples of an"
-            f" optimizer step stay, set it as for {probed.micro_batch_size} samples."
+            "Schedule: the script sets the learning rate by the micro-batch as it trains, as it did in the trial: where the samples of"
+            f" an optimizer step stay, set it as for {probed.micro_batch_size} samples."
         )
     if probed.paced == "number":
         found.append(

@@ -1,6 +1,6 @@
 """What other processes on a machine do to step times, from the cores that they were seen to use meanwhile.
 
-Where others use u of c cores and a trial computes with t threads, its steps take about min(t, c) / (c - u) as long.
+Where others use u of c cores and a trial may keep t busy, its steps take about min(t, c) / (c - u) as long.
 Readings are compared as beside the usual load of their study, and doubted by how far their own was another one.
 Measured in benchmarks/shared_cores.py.
 """
@@ -16,13 +16,13 @@ SPREAD = 0.15
 LEAST_LEFT = 0.1
 
 
-def log_slowdown(others: float, n_threads: int, n_cores: int) -> float:
+def log_slowdown(others: float, wanted: float, n_cores: int) -> float:
     """Logarithm of how much longer steps take while others keep some cores busy; 0 where enough are left.
 
     Args:
         others: Cores that other processes keep busy, on average.
-        n_threads: Threads that the trial's ranks on this machine compute with.
+        wanted: Cores that the trial's ranks on this machine would use alone: one for each thread, within their limit.
         n_cores: Cores that they may use, those that others keep busy among them.
     """
     left = max(n_cores - others, LEAST_LEFT * n_cores)
-    return max(0.0, math.log(min(n_threads, n_cores) / left))
+    return max(0.0, math.log(min(wanted, n_cores) / left))

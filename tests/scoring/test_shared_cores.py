@@ -12,7 +12,7 @@ from autotune.trial.result import Outcome
 
 
 @pytest.mark.parametrize(
-    ("others", "n_threads", "n_cores", "factor"),
+    ("others", "wanted", "n_cores", "factor"),
     [
         (1.0, 2, 2, 2.0),
         (1.0, 1, 2, 1.0),
@@ -26,8 +26,8 @@ from autotune.trial.result import Outcome
         (0.31, 2, 2, 2 / 1.69),
     ],
 )
-def test_steps_take_longer_by_the_cores_that_they_want_over_those_that_are_left(others, n_threads, n_cores, factor):
-    assert math.exp(log_slowdown(others, n_threads, n_cores)) == pytest.approx(factor)
+def test_steps_take_longer_by_the_cores_that_they_want_over_those_that_are_left(others, wanted, n_cores, factor):
+    assert math.exp(log_slowdown(others, wanted, n_cores)) == pytest.approx(factor)
 
 
 def test_a_baseline_beside_others_is_no_slower_than_a_trial_without():

@@ -225,7 +225,8 @@ class Meter:
         dist.all_gather_object(rows, (machine, machine_load.own_cpu_s() - self._cpu_before, torch.get_num_threads()))
         own_s, n_threads = map(sum, zip(*(own for where, *own in rows if where == machine), strict=True))
         used, on_cpu = self._busyness.cores_used_by_others(own_s), self.memory.on_cpu
-        slowdown = shared_cores.log_slowdown(used, n_threads, self._busyness.n_cores) if on_cpu else 0.0
+        wanted = min(n_threads, machine_load.cpu_limit())
+        slowdown = shared_cores.log_slowdown(used, wanted, self._busyness.n_cores) if on_cpu else 0.0
         return self._highest(used), self._highest(slowdown)
 
     def _highest_peak(self) -> float:

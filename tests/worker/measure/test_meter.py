@@ -1,16 +1,19 @@
 """Measurements of real trials: phases, traces, the slowest rank, memory."""
 
+import math
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.paths import MODELS
 from support.zoo import STEPS
 
 from autotune.trial import folder
 from autotune.trial.result import Outcome, RankReport
+from autotune.worker.measure import machine_load
 from autotune.worker.measure.ledger import NotApplied
 from autotune.worker.measure.meter import GROWS, Meter
 
@@ -194,6 +197,20 @@ def test_busy_cores_disturb_ranks_on_a_cpu_and_not_on_a_device_whose_use_nobody_
     """Without NVIDIA's library; only the device's allocator has retries to tell."""
     caveats = concluded(alloc_retries=retries, on_cpu=retries is None)
     assert any("7.0 cores" in caveat for caveat in caveats) is busy
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("limit", "factor"), [(math.inf, 2.0), (2.0, 1.0)])
+def test_others_slow_no_trial_down_that_may_not_use_what_they_take(monkeypatch, limit, factor):
+    meter = Meter.__new__(Meter)
+    own = [(machine_load.machine_id(), 0.0, 8)]
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "all_gather_object", lambda rows, _: rows.__setitem__(slice(None), own))
+    monkeypatch.setattr(Meter, "_highest", lambda _, value: float(value))
+    monkeypatch.setattr(machine_load, "cpu_limit", lambda: limit)
+    meter.memory, meter._cpu_before = SimpleNamespace(on_cpu=True), 0.0
+    meter._busyness = SimpleNamespace(cores_used_by_others=lambda _: 4.0, n_cores=8)
+    assert meter._load() == (4.0, pytest.approx(math.log(factor)))
 
 
 @pytest.mark.unit

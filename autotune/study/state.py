@@ -67,7 +67,7 @@ class StudyState:
         self.reference: Reference | None = None
         self.objectives: list[Objective] = list(plan.spec.objectives)
         self.learning_rate: LearningRate = plan.learning_rate()
-        self._fingerprint = plan.fingerprint  # of the target with which the run began, which may be edited meanwhile
+        self._fingerprint = plan.fingerprint  # of the target as it was probed, which may be edited meanwhile
         self._study: Study | None = None
         self._reading = analysed.Reading()
 

@@ -72,6 +72,7 @@ class Plan:
         began: When the command began, in seconds of the monotonic clock; budgets count from there, else from the run's
             first moment.
         cache_key: Of a script, under which what was found in it is kept for forecasts.
+        text: Digest of the target's text in which all this was found.
     """
 
     spec: StudySpec
@@ -86,6 +87,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     began: float | None = None
     cache_key: str = ""
+    text: str = ""
 
     @property
     def memory_limit_bytes(self) -> float | None:
@@ -166,11 +168,11 @@ class Plan:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal in two runs of one study, without secrets; the target is read for it."""
+        """What must be equal in two runs of one study, without secrets."""
         spec = self.spec
         return redaction.redact(
             {
-                "target": target_digest(spec.target),
+                "target": self.text or target_digest(spec.target),
                 "space": spec.space.to_data(),
                 "objectives": [o.model_dump() for o in spec.objectives],
                 "constraints": [c.model_dump() for c in spec.constraints],
@@ -233,9 +235,9 @@ def plan(spec: StudySpec, executor: Executor, folder: Path, view: EventSink = SI
     """
     # Beside another study's trial a probe would disturb it, and take what that holds of a device for used by others.
     with executor.turn(view.waiting):
-        is_script = spec.inspected.kind == "script"  # which may be edited while it is probed
-        key = profile_cache.script_key(spec.how(), spec.script_set, spec.ranks) if is_script else ""
-        return replace(_planned(spec, executor, folder, view.doing), cache_key=key)
+        text, kind = target_digest(spec.target), spec.inspected.kind  # the file may be edited meanwhile
+        key = profile_cache.script_key(spec.how(), spec.script_set, spec.ranks) if kind == "script" else ""
+        return replace(_planned(spec, executor, folder, view.doing), cache_key=key, text=text)
 
 
 def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[[str], None]) -> Plan:

@@ -290,7 +290,7 @@ class Measurements:
             (`inner`); of a trial the slowest rank's.
         alloc_retries: CUDA only: how often the allocator freed its cache and retried; of a trial summed over ranks.
         other_cores: Cores that other processes kept busy while steps were timed.
-        log_slowdown: CPU only: logarithm of how much longer steps took for that, as `shared_cores` estimates it.
+        log_slowdown: Logarithm of how much longer steps took for that, as `shared_cores` estimates it; None in an earlier version's record.
         device_load: The device, where NVIDIA's management library is there; of a trial all ranks' devices.
         side_changes: Changes to a training script besides the DeepSpeed JSON.
         unreproducible: Those side changes that no flag, constant or line of the user's can make.

@@ -1,6 +1,6 @@
 """What other processes on a machine do to step times, from the cores that they were seen to use meanwhile.
 
-Where others use u of c cores and a trial may keep t busy, its steps take about min(t, c) / (c - u) as long.
+Where others use u of c cores (but for a tenth of one) and a trial may keep t busy, its steps take about min(t, c) / (c - u) as long.
 Readings are compared as beside the usual load of their study, and doubted by how far their own was another one.
 Measured in benchmarks/shared_cores.py.
 """
@@ -12,6 +12,8 @@ import math
 SLOPE, SLOPE_SD = 1.0, 0.5
 # What a reading differs by besides, as a share of that logarithm: the load comes and goes while it is timed.
 SPREAD = 0.15
+# Cores that do not count: what the system does for a trial, as to move its messages, and the error of reading its clocks.
+UNCOUNTED = 0.1
 # The least share of its cores that others are taken to leave to a trial.
 LEAST_LEFT = 0.1
 
@@ -24,5 +26,5 @@ def log_slowdown(others: float, wanted: float, n_cores: int) -> float:
         wanted: Cores that the trial's ranks on this machine would use alone: one for each thread, within their limit.
         n_cores: Cores that they may use, those that others keep busy among them.
     """
-    left = max(n_cores - others, LEAST_LEFT * n_cores)
+    left = max(n_cores - max(0.0, others - UNCOUNTED), LEAST_LEFT * n_cores)
     return max(0.0, math.log(min(wanted, n_cores) / left))

@@ -14,16 +14,17 @@ from autotune.trial.result import Outcome
 @pytest.mark.parametrize(
     ("others", "wanted", "n_cores", "factor"),
     [
-        (1.0, 2, 2, 2.0),
-        (1.0, 1, 2, 1.0),
-        (0.5, 2, 2, 4 / 3),
-        (4.0, 16, 16, 4 / 3),
-        (4.0, 4, 16, 1.0),
-        (14.0, 4, 16, 2.0),
+        (1.1, 2, 2, 2.0),
+        (1.1, 1, 2, 1.0),
+        (0.6, 2, 2, 4 / 3),
+        (4.1, 16, 16, 4 / 3),
+        (4.1, 4, 16, 1.0),
+        (14.1, 4, 16, 2.0),
         (2.0, 2, 2, 10.0),
-        (1.0, 8, 2, 2.0),
-        (0.29, 2, 2, 2 / 1.71),  # no step: equal trials beside 0.29 and 0.31 of two cores were told 17 % apart
-        (0.31, 2, 2, 2 / 1.69),
+        (1.1, 8, 2, 2.0),
+        (0.1, 2, 2, 1.0),
+        (0.29, 2, 2, 2 / 1.81),  # no step: equal trials beside 0.29 and 0.31 of two cores were told 17 % apart
+        (0.31, 2, 2, 2 / 1.79),
     ],
 )
 def test_steps_take_longer_by_the_cores_that_they_want_over_those_that_are_left(others, wanted, n_cores, factor):

@@ -209,8 +209,8 @@ def test_others_slow_no_trial_down_that_may_not_use_what_they_take(monkeypatch, 
     monkeypatch.setattr(Meter, "_highest", lambda _, value: float(value))
     monkeypatch.setattr(machine_load, "cpu_limit", lambda: limit)
     meter.memory, meter._cpu_before = SimpleNamespace(on_cpu=True), 0.0
-    meter._busyness = SimpleNamespace(cores_used_by_others=lambda _: 4.0, n_cores=8)
-    assert meter._load() == (4.0, pytest.approx(math.log(factor)))
+    meter._busyness = SimpleNamespace(cores_used_by_others=lambda _: 4.1, n_cores=8)
+    assert meter._load() == (4.1, pytest.approx(math.log(factor)))
 
 
 @pytest.mark.unit

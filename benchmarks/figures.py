@@ -274,9 +274,14 @@ def inert(found: Results) -> Rows:
 
 
 def shared_cores(found: Results) -> Rows:
-    what = f"{found['each']} readings of each of {found['cases']} trials beside processes that come and go: standard deviation"
+    what = f"{found['each']} readings of each of {found['cases'] // 2} trials beside processes that come and go on 2 cores: standard deviation"
     what += " of the logarithm as read; corrected for the cores that others used (medians)"
-    return [(what, f"{found['read_sd']:.2f}; {found['corrected_sd']:.2f}")]
+    rows = []
+    for ranks, who in ((2, "two ranks of one thread"), (1, "one rank of two threads")):
+        some = [row for row in found["rows"] if row["ranks"] == ranks]
+        before, after = (statistics.median(row[name] for row in some) for name in ("read_sd", "corrected_sd"))
+        rows.append((f"{what}: {who}", f"{before:.2f}; {after:.2f}"))
+    return rows
 
 
 def claims(found: Results) -> Rows:

@@ -274,8 +274,8 @@ def inert(found: Results) -> Rows:
 
 
 def shared_cores(found: Results) -> Rows:
-    what = f"{found['each']} readings of each of {found['cases'] // 2} trials beside processes that come and go on 2 cores: standard deviation"
-    what += " of the logarithm as read; corrected for the cores that others used (medians)"
+    what = f"{found['each']} readings of each of {found['cases'] // 2} trials beside processes that come and go on 2 cores: standard"
+    what += " deviation of the logarithm as read; corrected for the cores that others used (medians)"
     rows = []
     for ranks, who in ((2, "two ranks of one thread"), (1, "one rank of two threads")):
         some = [row for row in found["rows"] if row["ranks"] == ranks]

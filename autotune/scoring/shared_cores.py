@@ -1,8 +1,8 @@
 """What other processes on a machine do to step times, from the cores that they were seen to use meanwhile.
 
-Where others use u of c cores (but for a tenth of one) and a trial may keep t busy, its steps take about min(t, c) / (c - u) as long.
-Readings are compared as beside the usual load of their study, and doubted by how far their own was another one.
-Measured in benchmarks/shared_cores.py.
+Where others use u of c cores (but for a tenth of one) and a trial may keep t busy, its steps take about
+min(t, c) / (c - u) times as long. Readings are compared as beside the usual load of their study, and doubted by how
+far their own was another one. Measured in benchmarks/shared_cores.py.
 """
 
 import math

@@ -101,11 +101,10 @@ def observed(candidate: Candidate, data: Mapping[str, Any], setting: Setting) ->
 def as_usual(told: Sequence[Observation]) -> list[Observation]:
     """The trials with the times that they would have taken beside the usual load of their study by other processes."""
     found = [t.log_slowdown for t in told if t.outcome in RAN and t.log_slowdown is not None]
-    usual = sum(found) / max(1, len(found))
-    return [
-        _beside(t, t.log_slowdown, usual) if any(found) and t.outcome in RAN and t.log_slowdown is not None else t
-        for t in told
-    ]
+    if not any(found):
+        return list(told)
+    usual = sum(found) / len(found)
+    return [_beside(t, t.log_slowdown, usual) if t.outcome in RAN and t.log_slowdown is not None else t for t in told]
 
 
 def _beside(t: Observation, load: float, usual: float) -> Observation:

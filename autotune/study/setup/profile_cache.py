@@ -158,9 +158,8 @@ def measure_missing(
         )  # fmt: skip
         view.doing("profiling the model, once")
         with executor.turn(view.waiting):  # it may take much of a device
-            key = workload_key(
-                target, ds_config.get("optimizer"), place.where
-            )  # of the text that is profiled, not of a later one
+            # Of the text that is profiled, not of a later one.
+            key = workload_key(target, ds_config.get("optimizer"), place.where)
             result = base.run(executor, folder / "profile", request)
         if result.outcome is Outcome.COMPLETE:
             profile = read_record(TrialDir(folder / "profile").profile, Profile)

@@ -36,7 +36,7 @@ SCRIPT_BATCH = {MICRO: "micro-batch", ACCUMULATION: "accumulation"}
 USAGE_STATUS = "exited with status 2"
 # What a script fails with that trains without DeepSpeed by itself, other than a sentence of ours.
 RAISED = re.compile(r"\w+(Error|Exception)\b")
-WITHOUT_DEEPSPEED = re.compile("DeepSpeed: the script is run without it")
+WITHOUT_DEEPSPEED = "DeepSpeed: the script is run without it"
 GIVEN_DEEPSPEED = (
     "By itself the script runs without DeepSpeed, with which trials train: if it works so, it does something that DeepSpeed does not"
     " take, such as `optimizer.step(closure)`"
@@ -130,7 +130,11 @@ def inspect_workload(
             hint = hint or f"; {executor.cold_reason}"
         if not hint and (advice := failures.advice(result.outcome, result.reason, on_device=False)):
             hint = f". {advice}"
-        if not hint and RAISED.match(result.reason) and any(map(WITHOUT_DEEPSPEED.match, result.side_changes)):
+        if (
+            not hint
+            and RAISED.match(result.reason)
+            and any(text.startswith(WITHOUT_DEEPSPEED) for text in result.side_changes)
+        ):
             hint = f". {GIVEN_DEEPSPEED}"
         raise UserError(f"{spec.target} cannot be {how}: {result.reason}{hint} (see {shown(log)})")
     workload = read_record(TrialDir(path).workload, Workload)

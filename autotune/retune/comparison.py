@@ -11,6 +11,7 @@ from autotune.scoring.measured import Measured, log_ratio, weighted_gain
 from autotune.scoring.objective import Objective
 from autotune.scoring.quantiles import Z95, t95
 from autotune.scoring.reasons import DRIFT
+from autotune.scoring.shared_cores import SLOPE
 from autotune.space.candidate import Candidate
 from autotune.trial.result import Outcome, TrialResult
 
@@ -174,12 +175,14 @@ def earlier_ratio(measured: Sequence[Measured], incumbent: Candidate, baseline: 
 
 
 def _paired_log_ratios(measured: Measured, reference: Measured) -> list[float]:
-    """Logarithms of the step time over the reference's, one for each round in which both were measured."""
-    times = (
-        (again.get("step_time_s"), reference.repeats.get(n, {}).get("step_time_s"))
-        for n, again in measured.repeats.items()
-    )
-    return [math.log(own / other) for own, other in times if own and other]
+    """Logarithms of the step time over the reference's, one for each round in which both were measured, beside equal load."""
+    found = []
+    for n, again in measured.repeats.items():
+        own, other = (values.get("step_time_s") for values in (again, reference.repeats.get(n, {})))
+        loads = [each.log_slowdown[n] for each in (measured, reference) if n in each.log_slowdown]
+        if own and other:
+            found.append(math.log(own / other) - (SLOPE * (loads[0] - loads[1]) if len(loads) == 2 else 0.0))
+    return found
 
 
 def check_drift(then: EarlierRatio | None, rounds: Rounds) -> DriftCheck:

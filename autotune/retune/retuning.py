@@ -23,7 +23,9 @@ from autotune.retune.comparison import Comparison, DriftCheck, Reading
 from autotune.retune.decision import Decision, Difference, RetuneVerdict, explain
 from autotune.retune.fingerprint import Change, Fingerprint
 from autotune.scoring.convergence.noise_scale import NoiseScale
+from autotune.scoring.estimates import slowed
 from autotune.scoring.metrics import remeasured
+from autotune.scoring.shared_cores import SLOPE
 from autotune.session import OpenStudy
 from autotune.space.candidate import Candidate
 from autotune.space.legality import why_illegal
@@ -106,7 +108,15 @@ class Rounds:
                 result = results[name] = self.runner.measure_again(self.sides[name], paths[name])
                 measured = self._metrics(result)
                 self.recorder.keep(n, self.role, self.sides[name], str(result.outcome), measured, result.wall_s)
-        return {name: Reading.of(result, self._metrics(result)) for name, result in results.items()}
+        beside = results[list(self.sides)[-1]].log_slowdown
+        return {name: self._reading(result, beside) for name, result in results.items()}
+
+    def _reading(self, result: TrialResult, beside: float | None) -> Reading:
+        """The reading of a trial as beside the load by other processes that the last side of the round had."""
+        metrics, own = self._metrics(result), result.log_slowdown
+        if own is not None and beside is not None:
+            metrics, _ = slowed(metrics, {}, SLOPE * (beside - own))
+        return Reading.of(result, metrics)
 
     def _metrics(self, result: TrialResult) -> dict[str, float]:
         return remeasured(result, self.runner.state.reference) if result.outcome is Outcome.COMPLETE else {}

@@ -34,6 +34,7 @@ from autotune.retune.comparison import Comparison, EarlierRatio, Reading
 from autotune.retune.decision import Decision, Difference, RetuneVerdict
 from autotune.retune.fingerprint import Change, Fingerprint
 from autotune.retune.retuning import RetuneRequest, Retuning, last_looked_at
+from autotune.scoring.measured import Measured
 from autotune.scoring.objective import Objective
 from autotune.session import open_study
 from autotune.space.candidate import Candidate
@@ -123,6 +124,36 @@ def test_where_nothing_moved_it_stops_after_a_few_measurements_in_turns(tmp_path
     assert decision.verdict is RetuneVerdict.UNCHANGED and "what it was, within 4%" in decision.reason
     assert len(executor.ran) == 2 * comparison.FEWEST and len(set(executor.ran)) == 2
     assert config(tmp_path) == before
+
+
+def test_load_by_others_beside_one_of_the_two_is_no_move(tmp_path):
+    """A process that came when what is in use was measured, and was gone beside the baseline, began a search."""
+    incumbent = Candidate.of(
+        json.loads((tmp_path / "s" / "recommended.json").read_text())["picks"]["recommended"]["candidate"]
+    )
+
+    def beside_others(candidate):
+        factor = 1.3 if candidate == incumbent else 1.0
+        times = [each * factor for each in report(candidate).step_times_s]
+        return replace(report(candidate), step_times_s=times, log_slowdown=math.log(factor))
+
+    decision = retune(tmp_path, Instant(beside_others))
+    assert decision.verdict is RetuneVerdict.UNCHANGED and not decision.check.moved
+
+
+@pytest.mark.parametrize(("loads", "expected"), [((0.3, 0.0), 0.2), ((0.3, 0.3), 0.5), ((0.3, None), 0.5)])
+def test_earlier_rounds_are_compared_beside_equal_load(loads, expected):
+    def measured(trial, candidate, step_s, load):
+        metrics = {"step_time_s": step_s, "samples_per_s": 8 / step_s}
+        return Measured(
+            trial=trial, candidate=candidate, ds_config={}, outcome=Outcome.COMPLETE, metrics=metrics, ci95={},
+            repeats={1: metrics, 2: metrics},
+            log_slowdown={} if load is None else {1: load, 2: load},
+        )  # fmt: skip
+
+    own, base = Candidate(micro_batch_size=8, zero_stage=1), Candidate(micro_batch_size=8)
+    both = [measured(0, base, 1.0, loads[1]), measured(1, own, math.exp(0.5), loads[0])]
+    assert comparison.earlier_ratio(both, own, base).logs == pytest.approx((expected, expected))
 
 
 def test_a_baseline_in_use_is_measured_once_and_not_beside_itself(tmp_path):

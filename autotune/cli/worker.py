@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from autotune.study.storage.database import Storage
     from autotune.study.storage.records import StudyRecord
 
-# Part of Optuna's message for a study that was deleted.
-GONE = "Record does not exist"
-
 
 @takes_settings("storage", "parallel", "overlap")
 def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
@@ -41,7 +38,6 @@ def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
     from autotune import session
     from autotune.report.progress import ProgressView
     from autotune.study import parallel
-    from autotune.study.runner import BEGUN_ANEW
     from autotune.study.storage import leases, records
 
     found_study = session.open_study(study, settings["storage"])
@@ -64,10 +60,6 @@ def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
                 )
                 view.say(f"helping {study}, led by {leader.shown if (leader := ledger.leader()) else 'nobody now'}")
                 view.say(f"nothing left to start: {runner.help()}")
-        except KeyError as error:
-            if GONE not in str(error):
-                raise
-            raise UserError(BEGUN_ANEW.format(study)) from None
         except KeyboardInterrupt as stop:
             shutil.rmtree(scratch, ignore_errors=True)
             print("autotune: stopped; the trial under way is given back, to be run by another", file=sys.stderr)

@@ -203,9 +203,6 @@ class Retuning:
         news = fingerprint.changes(last_looked_at(self.history, self.name, self.kept), now)
         try:
             decision = self._decide(found, executor, changes, news)
-        except KeyError:  # raised by Optuna for a study that was deleted meanwhile
-            self._check_alive()
-            raise
         finally:
             self._clear_if_gone()
         self._close(decision)
@@ -367,11 +364,12 @@ class Retuning:
             raise GoneError(self.name)
 
     def _clear_if_gone(self) -> None:
-        """Remove everything of a re-tuning whose study was deleted."""
+        """Remove everything of a re-tuning whose study was deleted, and say so."""
         if self.name not in records.study_names(self.storage):
             records.delete_study(self.storage, self.name)
             records.delete_study(self.storage, generation_name(self.name, self.generation))
             shutil.rmtree(self.path, ignore_errors=True)
+            raise GoneError(self.name)
 
 
 def noise_scale(*kept: StudyRecord | None) -> NoiseScale | None:

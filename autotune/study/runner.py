@@ -32,6 +32,7 @@ from autotune.study.state import StudyState, forget_runs
 from autotune.study.storage import records
 from autotune.study.storage.generations import generation_name, generation_of
 from autotune.study.storage.leases import StudyLeases, TurnLost
+from autotune.study.storage.optuna_tables import GONE
 from autotune.study.tell import Teller, why_stopped
 from autotune.study.warm_start import WarmStart
 from autotune.system import files
@@ -43,6 +44,9 @@ from autotune.trial.result import Outcome, TrialResult
 NEWS_S = 1.0
 BEGUN_ANEW = (
     "study {!r} was deleted, begun anew or taken up from its folder meanwhile; to help it, start the worker again"
+)
+DELETED = (
+    "study {!r} was deleted from the database meanwhile; the same command takes up the trials that its folder holds"
 )
 
 
@@ -73,6 +77,18 @@ class _OneBlasThread:
 
 
 ONE_BLAS_THREAD = _OneBlasThread()
+
+
+@contextlib.contextmanager
+def _at_work(leases: StudyLeases, *, leads: bool) -> Iterator[None]:
+    """Keeps a coordinator's leases alive during the block; a study that is deleted meanwhile ends it in a sentence."""
+    try:
+        with ONE_BLAS_THREAD.held(), leases.beating():
+            yield
+    except KeyError as error:
+        if error.args != (GONE,):
+            raise
+        raise UserError((DELETED if leads else BEGUN_ANEW).format(leases.study_name)) from None
 
 
 class Runner:
@@ -167,7 +183,7 @@ class Runner:
 
     def run(self) -> None:
         """Runs the study to the end of its budget; told trials stay told whatever interrupts the run."""
-        with ONE_BLAS_THREAD.held(), self.leases.beating():
+        with _at_work(self.leases, leads=self._leads):
             self.open()
             for each in (self._measurer.executor, *self._slots):
                 each.ends_at_s = time.monotonic() + self._budget.room_s()
@@ -219,7 +235,7 @@ class Runner:
 
     def help(self) -> str:
         """Runs trials of a study that another coordinator leads; returns why there is none left to start."""
-        with ONE_BLAS_THREAD.held(), self.leases.beating():
+        with _at_work(self.leases, leads=self._leads):
             self.open()
             if not self.state.exists:
                 raise UserError(BEGUN_ANEW.format(self.state.plan.spec.name))

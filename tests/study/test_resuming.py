@@ -514,3 +514,21 @@ def test_a_baseline_that_timed_out_is_measured_again_where_it_has_more_time(tmp_
     assert "the baseline timed out and has more time now, so it is measured once more" in watcher.said
     assert runner.state.measured()[0].outcome is Outcome.COMPLETE and runner.state.reference is not None
     assert len(candidates(runner)) == 6
+
+
+@pytest.mark.parametrize("n", [2, 5], ids=["in a trial", "while the best are measured again"])
+def test_a_study_that_is_deleted_while_it_runs_ends_in_a_sentence_and_its_folder_takes_it_up(tmp_path, n):
+    """A value in the database could not be read, it said, and before that that another process had taken the trial."""
+    executor, watcher = Instant(), Watcher()
+
+    def deletes(candidate):
+        if len(executor.ran) == n:
+            records.delete_study(records.open_storage(records.default_url(tmp_path)), "s")
+        return report(candidate)
+
+    executor.behaviour = deletes
+    with pytest.raises(UserError, match="study 's' was deleted from the database meanwhile; the same command takes up"):
+        runner_of(tmp_path, executor, watcher=watcher, trials=3, finalists=1).run()
+    assert not any("taken for lost" in said for said in watcher.said)
+    again, left, _ = run(tmp_path, trials=3, finalists=1)
+    assert len(candidates(again)) == 3 and len(left.ran) + len(executor.ran) <= 6

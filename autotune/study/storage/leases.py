@@ -346,6 +346,9 @@ class StudyLeases(Leases):
 
         Returns:
             False if the trial is another coordinator's by now: this one was taken for dead.
+
+        Raises:
+            KeyError: The study was deleted.
         """
         number, name = trial_id(trial), f"trial {trial.number}"
         system = {key: value for key, value in attrs.items() if key.startswith(SYSTEM_PREFIX)}
@@ -362,8 +365,6 @@ class StudyLeases(Leases):
                 told = True
             except UpdateFinishedTrialError:  # by an earlier attempt, or by another coordinator
                 told = self._told(number)
-            except KeyError:  # the study was deleted
-                told = False
             self.give_back(name)
             return told
 
@@ -371,10 +372,7 @@ class StudyLeases(Leases):
 
     def _told(self, number: int) -> bool:
         """Whether this coordinator has ended a trial, in an attempt whose answer was lost."""
-        try:
-            trial = self.storage.get_trial(number)
-        except KeyError:
-            return False
+        trial = self.storage.get_trial(number)
         return trial.state.is_finished() and trial.user_attrs.get(TOLD_BY_ATTR) == str(self.owner)
 
     def abandoned(self, running: Sequence[FrozenTrial]) -> list[tuple[FrozenTrial, Lease | None]]:

@@ -25,6 +25,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from autotune.errors import printable
 from autotune.study.storage.database import Storage, StoreError
 
+GONE = "Record does not exist."  # what Optuna says of a study, or of its trial, that was deleted
 NOTE_PIECE_CHARS = 2045  # optuna-dashboard spreads the text of a note over attributes of this length
 # Optuna's tables, in the columns that are written here.
 TRIALS = sql.table(
@@ -196,11 +197,11 @@ def write_trial(
 
     Raises:
         UpdateFinishedTrialError: The trial has ended.
-        KeyError: The trial was deleted.
+        KeyError: The trial was deleted; its argument is `GONE`.
     """
     state = connection.scalar(sql.select(TRIALS.c.state).where(TRIALS.c.trial_id == number).with_for_update())
     if state is None:
-        raise KeyError(f"no trial has the id {number}")
+        raise KeyError(GONE)
     if state != TrialState.RUNNING.name:
         raise UpdateFinishedTrialError(f"the trial of id {number} has ended")
     described = [

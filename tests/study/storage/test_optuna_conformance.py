@@ -120,8 +120,11 @@ def test_a_trial_that_has_ended_or_was_deleted_is_not_written(study):
     trial, engine = ended(study), optuna_tables.storage_of(study)._backend.engine
     with pytest.raises(optuna.exceptions.UpdateFinishedTrialError), engine.begin() as connection:
         optuna_tables.write_trial(connection, optuna_tables.trial_id(trial), user_attrs={"outcome": "lost"})
-    with pytest.raises(KeyError), engine.begin() as connection:
+    with pytest.raises(KeyError) as ours, engine.begin() as connection:
         optuna_tables.write_trial(connection, 10**6, user_attrs={"outcome": "lost"})
+    with pytest.raises(KeyError) as optunas:
+        optuna_tables.storage_of(study).get_all_trials(10**6)
+    assert ours.value.args == optunas.value.args == (optuna_tables.GONE,)
     assert study.get_trials()[0].user_attrs["outcome"] == "complete"
 
 

@@ -94,22 +94,18 @@ class Rounds:
     check_alive: Callable[[], None]
 
     def __call__(self, n: int) -> dict[str, Reading]:
-        """Measure round n, or read it if an interrupted run completed it."""
+        """Measure round n, or read it if an interrupted run completed it: half of one would be from another time."""
         self.check_alive()
-        paths = {name: self.folder / f"{n:02d}" / name for name in self.sides}
-        results = {name: result for name, path in paths.items() if (result := result_in(path)) is not None}
+        paths = {candidate: self.folder / f"{n:02d}" / name for name, candidate in self.sides.items()}
+        results = {candidate: result for candidate, path in paths.items() if (result := result_in(path)) is not None}
         if len(results) < len(paths):
             # The order alternates, so that drift affects both alike.
-            for name in list(self.sides) if n % 2 else list(self.sides)[::-1]:
-                same = [results[other] for other in results if self.sides[other] == self.sides[name]]
-                if same:
-                    results[name] = same[0]
-                    continue
-                result = results[name] = self.runner.measure_again(self.sides[name], paths[name])
+            for candidate in list(paths) if n % 2 else list(paths)[::-1]:
+                result = results[candidate] = self.runner.measure_again(candidate, paths[candidate])
                 measured = self._metrics(result)
-                self.recorder.keep(n, self.role, self.sides[name], str(result.outcome), measured, result.wall_s)
-        beside = results[list(self.sides)[-1]].log_slowdown
-        return {name: self._reading(result, beside) for name, result in results.items()}
+                self.recorder.keep(n, self.role, candidate, str(result.outcome), measured, result.wall_s)
+        beside = results[list(paths)[-1]].log_slowdown
+        return {name: self._reading(results[candidate], beside) for name, candidate in self.sides.items()}
 
     def _reading(self, result: TrialResult, beside: float | None) -> Reading:
         """The reading of a trial as beside the load by other processes that the last side of the round had."""

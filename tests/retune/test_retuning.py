@@ -6,6 +6,7 @@ import random
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sqlalchemy
@@ -45,7 +46,8 @@ from autotune.study.storage import analysed, records
 from autotune.study.storage.history import GoneError, History
 from autotune.study.storage.tables import DECISION, MEASUREMENT, RECOMMENDATION
 from autotune.study.storage.tables import ENVIRONMENT as ENVIRONMENTS
-from autotune.trial.result import NoiseTerms, Outcome
+from autotune.trial.folder import TrialDir, write_record
+from autotune.trial.result import NoiseTerms, Outcome, TrialResult
 
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
 SPACE = {"micro_batch_size": [2, 4, 8, 16], "precision": ["fp32", "bf16"], "checkpoint_every": [0, 1]}
@@ -392,6 +394,28 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path, replaced, at):
     assert decision.verdict is RetuneVerdict.IMPROVED and decision.generation == 1
     assert len(history(tmp_path).decisions("s")) == 1
     assert len(executor.ran) - replaced.n_ran <= 2  # at most the round under way is measured again
+
+
+def test_a_round_that_was_interrupted_is_measured_anew(tmp_path_factory):
+    """What was measured before the interruption was compared with what was measured after it, on a machine that may be slower then."""
+    folder, ran = tmp_path_factory.mktemp("rounds"), []
+    sides = {"incumbent": Candidate(micro_batch_size=4), "baseline": Candidate(micro_batch_size=8)}
+
+    def measured(candidate, path):
+        if len(ran) == 1:
+            ran.clear()
+            raise KeyboardInterrupt
+        ran.append(candidate)
+        result = TrialResult(outcome=Outcome.OOM, reason=f"{len(ran)}")
+        write_record(TrialDir(path).result, result)
+        return result
+
+    runner, recorder = SimpleNamespace(measure_again=measured), SimpleNamespace(keep=lambda *_: None)
+    rounds = retuning_module.Rounds(folder, "check", sides, runner, recorder, lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        rounds(1)
+    ran.extend(["before", "the interruption"])
+    assert {name: reading.reason for name, reading in rounds(1).items()} == {"incumbent": "3", "baseline": "4"}
 
 
 @pytest.mark.system

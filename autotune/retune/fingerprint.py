@@ -152,9 +152,10 @@ class Fingerprint:
         """The fingerprint of the same target on this machine now."""
         return cls(values=_plain(_known(found.workload, found.world_size, _plain(found.fingerprint))))
 
-    def digest(self) -> str:
-        """A digest of the fingerprint."""
-        return hashlib.sha256(repr(sorted(self.values.items())).encode()).hexdigest()[:16]
+    def digest(self, found: Plan) -> str:
+        """A digest of the fingerprint and of all else that must be equal where a search goes on."""
+        text = json.dumps([self.values, found.fingerprint], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def changes(before: Fingerprint, after: Fingerprint) -> list[Change]:

@@ -183,9 +183,10 @@ class Retuning:
             GoneError: The study was deleted meanwhile.
         """
         now = Fingerprint.now(found)
+        digest = now.digest(found)
         decided = "replacing" in self.evidence  # which stays, whatever has changed since: the answer may be the new one
-        if not decided and self.evidence.get("fingerprint", now.digest()) != now.digest():
-            self.observer.say("the machine or the target changed since it was interrupted, so it starts again")
+        if not decided and self.evidence.get("fingerprint", digest) != digest:
+            self.observer.say("machine, target or settings changed since it was interrupted, so it starts again")
             # Not the whole folder: in it the engine, which is at work, and its agents exchange their files.
             forget_runs(executor, self.path)
             for role in ("check", "duel"):
@@ -193,7 +194,7 @@ class Retuning:
             records.delete_study(self.storage, generation_name(self.name, self.generation))
             self.evidence = {"attempts": self.evidence.get("attempts", 1)}
         if not decided:
-            self._note(fingerprint=now.digest(), looked_at=dict(now.values))
+            self._note(fingerprint=digest, looked_at=dict(now.values))
         changes = fingerprint.changes(Fingerprint.of(self.kept), now)
         # A change that an earlier re-tuning has examined is no reason to search again.
         news = fingerprint.changes(last_looked_at(self.history, self.name, self.kept), now)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.instant import ENVIRONMENT, SPACE, WORKLOAD
+from support.instant import ENVIRONMENT, SPACE, WORKLOAD, plan_of, spec_of
 
 from autotune.report.export import deepspeed_config
 from autotune.retune import fingerprint
@@ -139,6 +139,13 @@ def test_the_answer_in_a_scripts_configuration_is_no_change(own, changed, stages
 
 def test_a_build_of_the_same_version_and_a_few_bytes_of_memory_are_no_change():
     assert changes(of(), of(environment(versions={"deepspeed": "0.19.8+cpu"}, device_memory_bytes=2**34 - 2**20))) == []
+
+
+def test_a_search_goes_on_only_with_the_settings_that_all_its_trials_share():
+    """One that was begun with --checkpoint and taken up without ended as failed, with the advice to pass --fresh, which it has not."""
+    plan, seeded, more = (plan_of(spec_of(**given)) for given in ({}, {"seed": 3}, {"trials": 9}))
+    digests = [Fingerprint.now(each).digest(each) for each in (plan, seeded, more)]
+    assert digests[0] == digests[2] != digests[1]
 
 
 def test_what_an_earlier_version_did_not_know_is_no_change():

@@ -97,7 +97,9 @@ class Rounds:
         """Measure round n, or read it if an interrupted run completed it: half of one would be from another time."""
         self.check_alive()
         paths = {candidate: self.folder / f"{n:02d}" / name for name, candidate in self.sides.items()}
-        results = {candidate: result for candidate, path in paths.items() if (result := result_in(path)) is not None}
+        found = {candidate: result_in(path) for candidate, path in paths.items()}
+        # The study may have been run on meanwhile, and have another answer than before the interruption.
+        results = {c: result for c, result in found.items() if result is not None and result.candidate == c.values()}
         if len(results) < len(paths):
             # The order alternates, so that drift affects both alike.
             for candidate in list(paths) if n % 2 else list(paths)[::-1]:

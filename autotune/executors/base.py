@@ -223,6 +223,16 @@ def check_time(executor: Executor) -> None:
         raise TimeOver
 
 
+def turn(executor: Executor, on_wait: Callable[[], None]) -> AbstractContextManager[None]:
+    """Waits for the executor's turn, no longer than its time: another study's trial may take longer than that."""
+
+    def waits() -> None:
+        check_time(executor)
+        on_wait()
+
+    return executor.turn(waits)
+
+
 def has_begun(folder: TrialDir) -> bool:
     """Returns whether a rank or the agent of a machine has left a sign of its start."""
     return any(re.match(r"(rank|node|events|exit)\b", name) for name in folder.names())

@@ -185,7 +185,6 @@ class TrialMeasurer:
             self._events.tick()
 
         def waiting() -> None:
-            base.check_time(executor)
             tick()
             self._events.waiting()
 
@@ -203,7 +202,7 @@ class TrialMeasurer:
             self._events.say(f"{what} is measured again: {why}")
 
         while True:
-            with executor.turn(waiting):
+            with base.turn(executor, waiting):
                 self._events.began(number, candidate, role)
                 result = base.run(executor, path, request, ticked, again)
             if role == "search" and placement.is_elsewhere(self._state.folder, result):

@@ -17,6 +17,7 @@ import pytest
 from support.zoo import CLEAN, Zoo, shared_memory, wait_until
 
 from autotune.errors import UserError
+from autotune.executors import base
 from autotune.executors.local import LocalExecutor
 from autotune.system import processes, temporary
 from autotune.trial.folder import TrialDir, write_record
@@ -74,6 +75,18 @@ def test_two_executors_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert not entered.is_set()
     assert entered.wait(60)
     thread.join()
+
+
+def test_a_turn_is_waited_for_no_longer_than_there_is_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with --time-budget waited before its baseline until another study's trial ended, which may take minutes."""
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
+    first, second = LocalExecutor([], tmp_path / "a.log"), LocalExecutor([], tmp_path / "b.log")
+
+    def time_passes() -> None:
+        second.ends_at_s = 0.0
+
+    with first.turn(lambda: None), pytest.raises(base.TimeOver), base.turn(second, time_passes):
+        pytest.fail("it had the turn of another one")
 
 
 @pytest.mark.parametrize("launched", [False, True])

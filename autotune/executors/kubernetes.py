@@ -188,16 +188,22 @@ def _env(variables: Mapping[str, str]) -> list[dict[str, Any]]:
 
 def to_kubernetes(job: DriverJob) -> str:
     """Hands the manifest to kubectl, or returns it to be printed."""
-    text = json.dumps(manifest(job), indent=2)
+    made = manifest(job)
+    text = json.dumps(made, indent=2)
     if not is_yes(job.options, "apply"):
         return text
     if shutil.which("kubectl") is None:
         raise UserError("submit --executor kubernetes: there is no kubectl here; --executor-option apply=no prints it")
-    done = subprocess.run(["kubectl", "apply", "-f", "-"], input=text, capture_output=True, text=True, check=False)
+    # Not `apply`, which leaves a job that is over as it is, and cannot change one.
+    done = subprocess.run(["kubectl", "create", "-f", "-"], input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         if NO_CLUSTER.search(said):
             raise Unavailable(f"submit --executor kubernetes: kubectl reaches no cluster: {said[:300]}")
         hint = "; the cluster's administrator installs JobSet" if "JobSet" in said else ""
+        if "already exists" in said:
+            where = f" -n {job.options['namespace']}" if "namespace" in job.options else ""
+            remove = f"kubectl delete {made['kind'].lower()} {made['metadata']['name']}{where}"
+            hint = f". If that run is over, submit again after `{remove}`: the study goes on where it was"
         raise UserError(f"submit --executor kubernetes: kubectl refuses the job: {said}{hint}")
     return done.stdout.strip()

@@ -213,16 +213,24 @@ def test_the_command_submits_with_its_options(tmp_path, models, monkeypatch) -> 
             "administrator installs JobSet",
             2,
         ),
+        (
+            'Error from server (AlreadyExists): error when creating "STDIN": jobs.batch "autotune-s" already exists',
+            r"already exists\. If that run is over, submit again after `kubectl delete job autotune-s -n ours`: the study goes on",
+            2,
+        ),
     ],
 )
 def test_what_kubectl_says_is_told(job, monkeypatch, said, words, status) -> None:
-    def kubectl(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+    def kubectl(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert (
+            command[1] == "create"
+        )  # `apply` does nothing where the same run was submitted before, and says no more than that
         return subprocess.CompletedProcess("kubectl", 1, "", f"{said}\n")
 
     monkeypatch.setattr(kubernetes.shutil, "which", lambda _: "kubectl")
     monkeypatch.setattr(kubernetes.subprocess, "run", kubectl)
     with pytest.raises(UserError, match=words) as refused:
-        submit.to_kubernetes(replace(job, options={"image": "i", "claim": "c"}))
+        submit.to_kubernetes(replace(job, options={"image": "i", "claim": "c", "namespace": "ours"}))
     assert refused.value.status == status
 
 

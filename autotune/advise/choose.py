@@ -130,8 +130,13 @@ def best(question: Question) -> tuple[Choice, list[Choice]]:
                     refused = error
         if not found:
             raise refused
-        return max(found, key=lambda pair: (pair[0].fits >= SURE, pair[0].tokens_per_s / pair[0].devices.count))
+        return max(found, key=lambda pair: _cheapest_first(pair[0]))
     return _best(question)
+
+
+def _cheapest_first(choice: Choice) -> tuple[float, float]:
+    """What orders the best of each number of devices: the tokens of each device where it surely fits, else how likely that is."""
+    return min(SURE, round(choice.fits, 9)), choice.tokens_per_s / choice.devices.count
 
 
 def _best(question: Question) -> tuple[Choice, list[Choice]]:
@@ -264,9 +269,9 @@ def _top(scores: Floats, table: Forecasts, among: Floats | None = None) -> int:
     """The row of the best score that surely fits, of ties the plainest; else what is likeliest to fit."""
     rows = np.arange(len(scores)) if among is None else np.flatnonzero(among)
     sure = rows[table.fits[rows] >= SURE]
-    if not len(sure):
-        likely = table.fits[rows] + 1e-9 / table.peak_bytes[rows] * table.peak_bytes.min()
-        return int(rows[likely.argmax()])
+    if not len(sure):  # of what is as likely the smallest, and of these the best
+        peaks = table.peak_bytes
+        return int(max(rows, key=lambda row: (round(table.fits[row], 9), -round(peaks[row]), scores[row])))
     near = sure[scores[sure] >= (1 - TIE) * scores[sure].max()]
     return int(min(near, key=lambda row: (*_plainness(table.candidates[row]), table.peak_bytes[row])))
 

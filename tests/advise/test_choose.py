@@ -86,6 +86,17 @@ def test_the_cheapest_number_of_devices_is_sought_among_those_that_can_run_it():
     assert chosen.devices.count % 2 == 0
 
 
+def test_where_nothing_surely_fits_the_goal_decides_among_what_is_as_likely():
+    plain = {"zero_stage": 3, "checkpoint_every": 1, "offload_optimizer": "none", "offload_param": "none"}
+    questions = {
+        goal: asked("15B", "4x8x4090", goal=goal, settings=plain) for goal in ("throughput", "latency", "cost")
+    }
+    found = {goal: best(question)[0] for goal, question in questions.items()}
+    assert all(0.5 < one.fits < SURE and one.devices.count == 32 for one in found.values())  # two have no room at all
+    assert found["latency"].candidate.gradient_accumulation_steps == 1
+    assert found["latency"].total("time") < found["throughput"].total("time") / 2
+
+
 def test_adapters_need_no_states_and_four_bits_a_quarter_of_the_weights():
     one = Candidate(micro_batch_size=1, zero_stage=0, precision="bf16", checkpoint_every=1)
     full, lora, qlora = (peak(one, asked("Llama-2-7b", "1xA100-80", method=m)) for m in ("full", "lora", "qlora"))

@@ -270,8 +270,8 @@ def _top(scores: Floats, table: Forecasts, among: Floats | None = None) -> int:
     rows = np.arange(len(scores)) if among is None else np.flatnonzero(among)
     sure = rows[table.fits[rows] >= SURE]
     if not len(sure):  # of what is as likely the smallest, and of these the best
-        peaks = table.peak_bytes
-        return int(max(rows, key=lambda row: (round(table.fits[row], 9), -round(peaks[row]), scores[row])))
+        likely, peaks = np.round(table.fits, 9), np.round(table.peak_bytes)
+        return int(max(rows, key=lambda row: (likely[row], -peaks[row], scores[row])))
     near = sure[scores[sure] >= (1 - TIE) * scores[sure].max()]
     return int(min(near, key=lambda row: (*_plainness(table.candidates[row]), table.peak_bytes[row])))
 

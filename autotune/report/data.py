@@ -54,7 +54,7 @@ class StudyReport:
             step times that were read), and where known `losses`, `step_times_s`, `n_warmup` (steps that were not timed), `censored`
             (metrics that are extrapolated), `feasible`, `unreproducible` (changes that only a trial can make), `unwitnessed` (settings of
             which nothing shows that they acted), `failed_again` (how a re-measurement ended badly), `tied` (it cannot be told
-            from the recommended one), `phase_times_s`, `gate` (what the quality gate said),
+            from the recommended one), `log_slowdown` (others' load), `phase_times_s`, `gate` (what the quality gate said),
             `forecast` (by metric what the trials before led to expect: value and both ends of the 90 % interval), `hosts`,
             `machine` (device, driver, libraries), `waited_s` (for machines), `lost_attempts` (why each was lost).
         environment: The fields of `trial.Environment`.

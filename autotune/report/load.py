@@ -236,7 +236,7 @@ def _trials(study: Study, estimates: Estimates, folder: Path, *, series: bool) -
         result = result_in(path) if series else None
         row: dict[str, Any] = {"trial": told.number, "role": told.user_attrs.get(records.ROLE_ATTR, "search")}
         row |= {"outcome": str(seen.outcome), "candidate": seen.candidate.values(), "ds_config": seen.ds_config}
-        row |= {name: data[name] for name in TOLD}
+        row |= {name: data[name] for name in TOLD} | {"log_slowdown": data.get("log_slowdown")}
         row |= {"feasible": seen.feasible, "unreproducible": list(seen.unreproducible)}
         row |= {"unwitnessed": list(seen.unwitnessed), "failed_again": seen.failed_again}
         row |= {"script_side_changes": list(seen.script_side_changes)}

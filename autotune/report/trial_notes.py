@@ -98,11 +98,12 @@ def _failures_again(trials: Sequence[Data]) -> list[str]:
 
 
 def _slowed(trials: Sequence[Data]) -> list[str]:
-    """The trials that were given up as slower while other processes slowed them down, too."""
+    """The trials that were given up as slower while other processes slowed them down, by how much was not counted."""
     found = [
         str(trial["trial"])
         for trial in trials
         if trial.get("outcome") == Outcome.STOPPED_EARLY
+        and not trial.get("log_slowdown")
         and any(text.startswith(MACHINE_BUSY) for text in trial.get("caveats") or ())
     ]
     if not found:

@@ -11,6 +11,7 @@ import numpy as np
 
 from autotune.scoring import rates
 from autotune.scoring.quantiles import Z95, t95
+from autotune.scoring.shared_cores import SLOPE, SLOPE_SD
 from autotune.trial.request import TrialToBeat
 from autotune.trial.result import StepStats
 
@@ -161,7 +162,8 @@ def beaten_by(
             below.
         peak_memory_bytes: Its peak so far, which can only grow.
         sizes: What each step took in; the same for all if not given.
-        log_slowdown: What other processes do to its step times; what they do beyond a rival's is not held against it.
+        log_slowdown: What other processes do to its step times; what they do beyond a rival's is not held against it, by
+            the upper end of the 95 % interval of its power.
     """
     timed = times_s[SETUP_STEPS:]
     least = RIVAL_VARYING_STEPS if len(set(sizes)) > 1 else 1
@@ -169,5 +171,6 @@ def beaten_by(
         return None
     # The second step of the set-up is slower for being taken apart, but guards against a hiccup in the only other one.
     fastest = min(times_s[1:]) / RIVAL_FACTOR[min(len(timed), max(RIVAL_FACTOR))]
-    found = ((rival, max(0.0, log_slowdown - rival.log_slowdown)) for rival in rivals)
+    most = SLOPE + Z95 * SLOPE_SD
+    found = ((rival, most * max(0.0, log_slowdown - rival.log_slowdown)) for rival in rivals)
     return next((rival for rival, more in found if rival.beats(fastest / math.exp(more), peak_memory_bytes)), None)

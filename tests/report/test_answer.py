@@ -265,6 +265,8 @@ def test_trials_that_were_given_up_on_a_busy_machine_are_named():
     ]
     (said,) = [note for note in replace(report, trials=trials).caveats() if "stopped early" in note]
     assert said.startswith("trials 1, 3 were stopped early as slower while the machine was busy")
+    counted = [trial | {"log_slowdown": 0.4} for trial in trials]  # the trial was not stopped for that
+    assert not [note for note in replace(report, trials=counted).caveats() if "stopped early" in note]
 
 
 def test_a_search_that_was_stopped_has_one_way_to_go_on():

@@ -104,6 +104,9 @@ def test_what_other_processes_do_beyond_a_rival_s_load_is_not_held_against_a_tri
     beside = replace(alone, log_slowdown=math.log(2))
     assert step_times.beaten_by([beside], times, 0.0, log_slowdown=math.log(2)) is not None
     assert step_times.beaten_by([beside], times, 0.0) is not None
+    # Small operations in several threads are slowed down by twice the power that is usual.
+    assert step_times.beaten_by([alone], [2 * each for each in times], 0.0, log_slowdown=math.log(2)) is None
+    assert step_times.beaten_by([alone], [3 * each for each in times], 0.0, log_slowdown=math.log(2)) is not None
 
 
 def test_the_load_is_looked_at_only_where_a_rival_seems_better(tmp_path):
@@ -120,5 +123,5 @@ def test_the_load_is_looked_at_only_where_a_rival_seems_better(tmp_path):
     assert not ledger.done() and not looked
     ledger.report.step_times_s = [9.0, 9.0, 2.9, 2.9, 2.9]
     assert not ledger.done() and looked and ledger.report.outcome is not Outcome.STOPPED_EARLY
-    ledger.report.step_times_s = [9.0, 9.0, 3.1, 3.1, 3.1]
+    ledger.report.step_times_s = [9.0, 9.0, 9.1, 9.1, 9.1]
     assert ledger.done() and ledger.report.outcome is Outcome.STOPPED_EARLY

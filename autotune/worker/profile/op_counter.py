@@ -1,6 +1,7 @@
 """Count the memory, FLOPs and bytes moved of one forward and backward, operation by operation."""
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from autotune.trial.profile import Pass
 from autotune.worker.containers import tensors_in
@@ -24,21 +25,50 @@ LOOKED_AT_MICRO = 2.0 ** np.arange(15)
 LOOKED_AT_GRADIENT = np.array([0.0, 1.0, 2.0, 4.0, 6.0])
 
 
-def _attention(*shapes: int) -> Callable[..., int]:
-    """Returns a function for the FLOPs of attention, whose tensors are at these places among the arguments."""
+def _attention(first: int, times: tuple[int, int]) -> Callable[..., int]:
+    """Returns a function for the FLOPs of attention, also of several query heads to one of keys.
+
+    Args:
+        first: Place of the queries among the arguments; keys and values follow.
+        times: Products over the width of the queries, and of the values.
+    """
 
     def count(*args: Any, **_: Any) -> int:
-        found = [args[place].shape for place in shapes]
-        return int(sdpa_flop_count(*found) if len(found) == 3 else sdpa_backward_flop_count(*found))
+        query, key, value = (tensor.shape for tensor in args[first : first + 3])
+        return int(2 * math.prod(query[:-1]) * key[-2] * (times[0] * query[-1] + times[1] * value[-1]))
 
     return count
 
 
-# Attention kernels for CPUs, which are missing in torch's table.
-FLOPS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention(0, 1, 2),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(0, 1, 2, 3),
+def _grouped(a: Tensor, b: Tensor, *_args: Any, **_: Any) -> int:
+    """Returns the FLOPs of products by groups of rows, as of the tokens of each expert; one tensor holds the rows of all groups."""
+    return 2 * (len(a) if a.dim() == b.dim() == 3 else 1) * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+def _recurrent(sequence: Tensor, *args: Any, **_: Any) -> int:
+    """Returns the FLOPs of recurrent layers: their weights are a list, or those of one layer two arguments."""
+    weights = args[0] if isinstance(args[0], list | tuple) else args[:2]
+    rows = sequence.numel() // max(1, sequence.shape[-1])
+    return int(2 * rows * sum(weight.numel() for weight in weights if weight.dim() == 2))
+
+
+def _twice(count: Callable[..., int]) -> Callable[..., int]:
+    """Returns a function for the FLOPs of the backward of products, which has two for each."""
+    return lambda *args, **kwargs: 2 * count(*args, **kwargs)
+
+
+# FLOPs by operation, of those that are missing in torch's table, some versions of which refuse grouped queries, too.
+FLOPS: dict[str, Callable[..., int]] = {
+    "flex_attention": _attention(0, (1, 1)),
+    "flex_attention_backward": _attention(0, (3, 2)),  # the scores are computed once more
+    **dict.fromkeys(("aten._grouped_mm", "aten._scaled_grouped_mm", "transformers.grouped_mm_fallback"), _grouped),
+    "transformers.grouped_mm_fallback_backward": _twice(_grouped),
 }
+for _name in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
+    FLOPS[f"aten._scaled_dot_product_{_name}"] = _attention(0, (1, 1))
+    FLOPS[f"aten._scaled_dot_product_{_name}_backward"] = _attention(1, (3, 2))
+for _name in ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"):
+    FLOPS[f"aten.{_name}"], FLOPS[f"aten.{_name}_backward"] = _recurrent, _twice(_recurrent)
 # Of these, an argument is a table of which only some values are read: its place among the arguments.
 TABLES = {
     aten.embedding: 0, aten.gather: 0, aten.index: 0, aten.index_select: 0, aten.nll_loss_forward: 0, aten.nll_loss2d_forward: 0,
@@ -88,6 +118,8 @@ class OpCounter(TorchDispatchMode):
             apart: they do not grow with the batch. That a tensor is detached does not count, as ZeRO 3 does around each module.
     """
 
+    supports_higher_order_operators = True  # else torch refuses flex_attention while operations are counted
+
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
@@ -114,7 +146,7 @@ class OpCounter(TorchDispatchMode):
         if self.gathers:
             self._note_gathered(result)
             return result
-        packet, trace = func._overloadpacket, self.trace
+        packet, trace = getattr(func, "_overloadpacket", func), self.trace
         if self.of_script and packet is aten._to_copy and self._is_weight(args[0]):
             self._note_gathered(result)
             trace.cast_bytes, trace.n_casts = trace.cast_bytes + result.nbytes, trace.n_casts + 1
@@ -124,14 +156,13 @@ class OpCounter(TorchDispatchMode):
         ):
             return result
         trace.n_ops += 1
-        count, flops, moved = FLOPS.get(packet), 0, 0
-        product = count is not None or packet in flop_registry
+        count, flops, moved = FLOPS.get(str(packet)) or flop_registry.get(packet), 0, 0
+        product = count is not None
         if count is not None:
-            flops = count(*args, **kwargs)
-        elif product:
-            flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
+            with suppress(Exception):  # torch's functions refuse shapes that they do not know, which kernels may take
+                flops = int(count(*args, **kwargs, out_val=result))
             trace.tf32_flops += flops if packet in CONVOLUTIONS and convolves_in_tf32() else 0
-        if not func.is_view and packet is not aten._unsafe_view:
+        if not getattr(func, "is_view", False) and packet is not aten._unsafe_view:
             table = TABLES.get(packet)
             read = args if table is None else args[:table] + args[table + 1 :]
             moved = sum(

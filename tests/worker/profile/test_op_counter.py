@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import flex_attention
+from torch.utils.flop_counter import flop_registry
 
 from autotune.worker.profile.op_counter import OpCounter, follow
 
@@ -59,3 +61,52 @@ def test_bytes_that_an_operation_moves(run, moved):
     with OpCounter([known, x]) as counter:
         run(known, x, rows)
     assert counter.trace.moved_bytes == moved
+
+
+def flops(run):
+    """Returns the FLOPs of forward and backward."""
+    with OpCounter([]) as counter:
+        run().sum().backward()
+    return counter.trace.flops
+
+
+def test_products_of_each_expert_with_its_own_tokens_count():
+    """As in all mixtures of transformers 5; both factors have a gradient."""
+    if not hasattr(torch, "_grouped_mm"):
+        pytest.skip("a torch without them")
+    tokens, experts = (
+        torch.randn(64, 32).bfloat16().requires_grad_(),
+        torch.randn(4, 32, 16).bfloat16().requires_grad_(),
+    )
+    ends = torch.tensor([16, 16, 48, 64], dtype=torch.int32)
+    assert flops(lambda: torch._grouped_mm(tokens, experts, offs=ends) * 1.0) == 3 * 2 * 64 * 32 * 16
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2}, {"bidirectional": True}])
+def test_recurrent_layers_count(options):
+    model = nn.LSTM(8, 16, **options)
+    weights = sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
+    assert flops(lambda: model(torch.ones(5, 3, 8))[0]) == 3 * 2 * 15 * weights
+
+
+def test_attention_counts_also_where_several_query_heads_share_one_of_keys():
+    query, key = torch.ones(2, 8, 64, 16, requires_grad=True), torch.ones(2, 2, 64, 16, requires_grad=True)
+    count = flops(lambda: nn.functional.scaled_dot_product_attention(query, key, key, enable_gqa=True))
+    assert count == 2 * 2 * 8 * 64 * 64 * (2 + 5) * 16
+
+
+def test_flexible_attention_runs_while_operations_are_counted():
+    """It is an operation of higher order, which torch refuses in a mode that does not say that it takes them."""
+    query = torch.ones(1, 2, 128, 16)
+    blocks = flex_attention._create_empty_block_mask(query, query).as_tuple()
+    with OpCounter([]) as counter:
+        torch.ops.higher_order.flex_attention(query, query, query, lambda score, *_: score, blocks, 0.25, {})
+    assert counter.trace.flops == 2 * 2 * 128 * 128 * 2 * 16
+
+
+def test_shapes_that_torchs_table_does_not_know_fail_no_model(monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("shapes are incompatible")
+
+    monkeypatch.setitem(flop_registry, torch.ops.aten.mm, refuse)
+    assert follow(nn.Linear(4, 4, bias=False), lambda model, x: model(x).sum(), torch.ones(2, 4)).n_ops

@@ -34,7 +34,7 @@ from autotune.study import autocast, placement
 from autotune.study.budget import Budget
 from autotune.study.events import EventSink, Leader, Progress
 from autotune.study.parallel import ClaimedTrial
-from autotune.study.setup.script import remedy
+from autotune.study.setup.remedies import remedy
 from autotune.study.state import StudyState
 from autotune.study.storage import records
 from autotune.study.storage.leases import Lease

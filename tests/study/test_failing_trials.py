@@ -13,7 +13,7 @@ from autotune.report.expectations import Expectations
 from autotune.space.candidate import Candidate
 from autotune.study import measure
 from autotune.study.events import EventSink
-from autotune.study.setup.script import remedy
+from autotune.study.setup.remedies import remedy
 from autotune.study.storage import records
 from autotune.trial.result import Outcome
 

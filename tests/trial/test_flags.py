@@ -24,3 +24,15 @@ from autotune.trial.flags import word_that_holds
 )
 def test_the_word_that_holds_a_batch_is_known_by_its_name_and_value(line, name):
     assert word_that_holds("micro_batch_size", 4, line.split()) == name
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("--update_freq 4", "--update_freq"),  # of fairseq, BEiT, VideoMAE
+        ("--iters-to-accumulate=4", "--iters-to-accumulate"),
+        ("--target_update_freq 4 --eval_freq 4", ""),
+    ],
+)
+def test_the_word_that_holds_an_accumulation_is_known_by_its_name_and_value(line, name):
+    assert word_that_holds("gradient_accumulation_steps", 4, line.split()) == name

@@ -29,9 +29,9 @@ from autotune.space.torch_settings import has_tf32
 from autotune.study.events import SILENT, EventSink
 from autotune.study.setup import batch_changes, degrees, profile_cache
 from autotune.study.setup.devices import UNLIKE, check_devices, held_by_others, limit_bytes, limit_notes, of_ranks
+from autotune.study.setup.remedies import SCRIPT_BATCH
 from autotune.study.setup.script import (
     DEFAULT_MICRO_BATCH,
-    SCRIPT_BATCH,
     frozen_knobs,
     inspect_workload,
     script_request,

@@ -1,6 +1,5 @@
 """Inspects a target before the first trial: loads a model, or runs a script and finds out which knobs move."""
 
-import ast
 import contextlib
 import re
 import time
@@ -13,8 +12,9 @@ from autotune.errors import UserError, shortened
 from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.space.candidate import Candidate, from_deepspeed
-from autotune.space.deepspeed import DsConfig, Scalar, is_int, precision_of, without_auto
-from autotune.study.setup import sums
+from autotune.space.deepspeed import DsConfig, Scalar, precision_of, without_auto
+from autotune.study.setup import remedies, sums
+from autotune.study.setup.remedies import ACCUMULATION, MICRO, SCRIPT_BATCH
 from autotune.study.spec.spec import StudySpec
 from autotune.system import redaction
 from autotune.system.files import shown
@@ -24,14 +24,11 @@ from autotune.trial.flags import word_that_holds
 from autotune.trial.folder import TrialDir, events, read_record, result_in
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Observed, Outcome, TrialResult
-from autotune.trial.target import module_constants
-from autotune.trial.workload import ACCELERATE, Probed, Script, Workload
+from autotune.trial.workload import Probed, Script, Workload
 
 DEFAULT_MICRO_BATCH = 8
 # An op that takes longer than this to load is being compiled.
 COMPILED_S = 3.0
-MICRO, ACCUMULATION = "micro_batch_size", "gradient_accumulation_steps"
-SCRIPT_BATCH = {MICRO: "micro-batch", ACCUMULATION: "accumulation"}
 # End of a script whose arguments are missing or wrong, by argparse and most other parsers.
 USAGE_STATUS = "exited with status 2"
 # What a script fails with that trains without DeepSpeed by itself, other than a sentence of ours.
@@ -43,32 +40,6 @@ GIVEN_DEEPSPEED = (
 )
 # How side changes begin that move the batch where the script's code has it.
 IN_CODE = ("Data:", "Accumulation:")
-# Advice where the tuner cannot move a knob.
-REMEDY = {
-    name: f"To tune it, pass it by a flag (`--flag {{{name}}}` on the command line), a constant of the script"
-    f" (`--set NAME={{{name}}}`) or a variable of the launch command (`autotune run 'NAME={{{name}}} torchrun ...'`)"
-    for name in SCRIPT_BATCH
-}
-# What was seen where a template carries the field, and yet the script trains as before; with the remedy.
-PASSED_IN_VAIN = {
-    "micro_batch_size": "the first dimension of what its engine is fed stayed the same. To tune it, pass it to what makes the batches, and"
-    " have the samples in their first dimension, or drawn by a DataLoader, which tells how many they are",
-    "gradient_accumulation_steps": "it steps after as many micro-batches as before. To tune it, pass it to what counts them",
-}
-# Advice where a trial did not apply a setting, by the first word of its reason.
-UNSEEN_REMEDIES = {
-    **REMEDY,
-    "global batch": REMEDY["micro_batch_size"],
-    "dtype": "If the script chooses the type of its weights, leave that to DeepSpeed, or `precision` out of the space",
-    "checkpoint_every": "If the script recomputes activations, pass the interval by a flag (`--flag {checkpoint_every}`"
-    " on the command line), or leave `checkpointing` out of the space",
-}
-
-
-def remedy(reason: str) -> str:
-    """Returns advice where a setting had no effect on a script; empty without any."""
-    found = next((text for what, text in UNSEEN_REMEDIES.items() if reason.startswith(f"{what}:")), "")
-    return "" if not found or found in reason else f". {found}"
 
 
 def compiling(names: str) -> str:
@@ -279,23 +250,23 @@ def with_movable(
         name: both if both.observed is not None else run([name], f"{path.name}-{name}", probed) for name in tried
     }
     movable = list[str]()
-    caveats = [*workload.caveats, *([] if probed.uneven is None else [_of_own_size(probed.uneven, micro)])]
     first, moved = result_in(path.with_name("inspect")), results["gradient_accumulation_steps"]
     growth = sums.growth(first, moved)
     if growth == -1 or (growth == 0 and probed.counts_itself):  # the loss of some falls with the micro-batch alone
         growth = sums.growth(first, run(["gradient_accumulation_steps"], f"{path.name}-alone", probed), off=0.5)
     probed, notes = sums.with_findings(probed, growth, first, moved)
-    caveats += notes + _left_open(spec, baseline)
+    caveats = [*workload.caveats, *remedies.of_own_size(probed.uneven, micro), *notes, *_left_open(spec, baseline)]
     for name, result in results.items():
         word, was = SCRIPT_BATCH[name], getattr(baseline, name)
         if name == "micro_batch_size" and (behind := _left_behind(spec, first, result)):
-            caveats.append(_beside(was, behind))
+            caveats.append(remedies.beside(was, behind))
         elif _ran(name, wanted, result.observed):
             movable.append(name)
         elif result.observed is not None:
-            caveats.append(f"the {word} stays {was}: {_unmoved(spec, probed, name, result.observed)}")
+            caveats.append(f"the {word} stays {was}: {remedies.unmoved(spec, probed, name, result.observed)}")
         else:
-            caveats.append(_ended(result, f"{word} {wanted[name]}", was))
+            caveats.append(remedies.ended(spec, result, name, wanted[name], was))
+    caveats += [remedies.alone(name, baseline) for name in movable if spec.global_batch == "keep" and len(movable) == 1]
     flags = {name: names for result in results.values() for name, names in result.flags.items()}
     flags = probed.flags | flags | {name: [flag] for name, flag in mapped_flags(spec, probed).items()}
     stays = {name: untouched[name] for name in SCRIPT_BATCH if name not in movable}
@@ -348,16 +319,6 @@ def _left_behind(spec: StudySpec, first: TrialResult | None, moved: TrialResult)
     return same if len(before) == len(after) > len(same) else ()
 
 
-def _beside(micro: int, others: tuple[int, ...]) -> str:
-    """Returns why a micro-batch stays whose other loaders do not follow, and the remedy."""
-    times = "".join(f"*{n // micro}" for n in others[:1] if n % micro == 0 and n > micro)
-    return (
-        f"the micro-batch stays {micro}: each also takes {' and '.join(map(str, others))} samples of another DataLoader, which did"
-        f" not follow, so a step would train on another share of them. To tune it, pass both sizes by flags"
-        f" (`--flag {{micro_batch_size}} --other {{micro_batch_size}}{times}` on the command line) or constants of the script (`--set`)"
-    )
-
-
 def _left_open(spec: StudySpec, baseline: Candidate) -> list[str]:
     """Returns a note where the user's command states no batch, so that the baseline has a default of ours."""
     if spec.batch_is_configured:
@@ -379,59 +340,6 @@ def _to_move(micro: int, steps: int, *, keeps: bool) -> dict[str, int]:
         "micro_batch_size": micro // 2 if micro > 1 else 2,
         "gradient_accumulation_steps": halves if keeps else steps + max(1, steps // 2),
     }
-
-
-def _ended(result: TrialResult, tried: str, was: int) -> str:
-    """Returns why what was tried is not tuned: the script ended with it."""
-    return f"with {tried} the script ended with {result.outcome}: {result.reason}; so it stays {was}"
-
-
-def _of_own_size(sizes: tuple[int, int], mean: int) -> str:
-    """Returns why the micro-batch of a script whose batches vary in size is not tuned."""
-    return (
-        f"the micro-batch is not tuned: the script decides how many samples each batch holds ({sizes[0]} to {sizes[1]});"
-        f" {mean}, their mean, stands for it, and the configuration keeps what the script states"
-    )
-
-
-def _unmoved(spec: StudySpec, probed: Probed, name: str, seen: Observed) -> str:
-    """Returns why a knob did not move in a run, by what was seen there, and the remedy."""
-    times = _micro_batches_per_constant(spec, probed) or probed.parts if name == "micro_batch_size" else 0
-    cuts = times > 1 and 0 < seen.parts != probed.parts and seen.micro_batch_size == probed.micro_batch_size
-    if times > 1 and not cuts:
-        multiplied = f"`{{{name}}}*{times}`"
-        return (
-            f"the script makes {times} micro-batches of each batch. To tune it, pass {times} times its value:"
-            f" {multiplied} in a flag on the command line, or for a constant `--set NAME={{{name}}}*{times}`"
-        )
-    if probed.family == ACCELERATE and name == "gradient_accumulation_steps":
-        return (
-            "the script steps in each backward. To tune it, put `with accelerator.accumulate(model):` around the step"
-        )
-    if name in spec.templated():
-        return f"the script was given another `{{{name}}}`, and {PASSED_IN_VAIN[name]}"
-    value = getattr(probed, name)
-    same = [f"`{constant}`" for constant, found in _constants(spec) if found == value]
-    named = f". Of the script's constants {' and '.join(same)} {'have' if len(same) > 1 else 'has'} the value {value}"
-    why = "the script cuts each batch into parts of that size" if cuts else "no flag, constant or DataLoader moves it"
-    return f"{why}. {REMEDY[name]}{named if same else ''}"
-
-
-def _constants(spec: StudySpec) -> list[tuple[str, int]]:
-    """Returns the script's constants that are written out as whole numbers."""
-    found = module_constants(ast.parse(Path(spec.target).read_bytes()).body)
-    values = [(name, node.value.value) for name, node in found if isinstance(node.value, ast.Constant)]
-    return [(name, value) for name, value in values if is_int(value)]
-
-
-def _micro_batches_per_constant(spec: StudySpec, probed: Probed) -> int:
-    """Returns how often the micro-batch goes into a constant of the script that was to carry it; 0 if it does not."""
-    micro = probed.micro_batch_size or 0
-    carriers = [name for name, text in spec.script_set.items() if templates_in([text]) == ("micro_batch_size",)]
-    for name, value in _constants(spec):
-        if name in carriers and micro and value % micro == 0:
-            return value // micro
-    return 0
 
 
 def frozen_knobs(spec: StudySpec, workload: Workload, baseline: Candidate) -> dict[str, Scalar]:

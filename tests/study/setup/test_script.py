@@ -6,8 +6,8 @@ import pytest
 from support.paths import SCRIPTS
 
 from autotune.space.candidate import Candidate
-from autotune.study.setup import sums
-from autotune.study.setup.script import _left_open, _unmoved, _untouched, _untouched_config, script_request
+from autotune.study.setup import remedies, sums
+from autotune.study.setup.script import _left_open, _untouched, _untouched_config, script_request
 from autotune.study.spec.spec import StudySpec
 from autotune.trial.result import Observed, Outcome, TrialResult
 from autotune.trial.workload import Probed
@@ -124,9 +124,9 @@ def test_a_script_that_ignores_a_template_is_not_said_to_lack_one(name):
         StudySpec.of(SCRIPTS / "dict_config.py", {"ranks": 1, "script_args": words})
         for words in ([], ["--n", f"{{{name}}}"])
     )
-    assert f"--flag {{{name}}}" in _unmoved(plain, probed, name, SEEN)
-    assert _unmoved(templated, probed, name, SEEN).startswith(f"the script was given another `{{{name}}}`")
-    assert "--flag" not in _unmoved(templated, probed, name, SEEN)
+    assert f"--flag {{{name}}}" in remedies.unmoved(plain, probed, name, SEEN)
+    assert remedies.unmoved(templated, probed, name, SEEN).startswith(f"the script was given another `{{{name}}}`")
+    assert "--flag" not in remedies.unmoved(templated, probed, name, SEEN)
 
 
 def test_the_constants_that_may_carry_what_does_not_move_are_named(tmp_path):
@@ -139,9 +139,26 @@ def test_the_constants_that_may_carry_what_does_not_move_are_named(tmp_path):
         StudySpec.of(script, {"ranks": 1}),
         Probed(ds_config={}, micro_batch_size=4, gradient_accumulation_steps=1),
     )
-    said = _unmoved(spec, probed, "micro_batch_size", SEEN)
+    said = remedies.unmoved(spec, probed, "micro_batch_size", SEEN)
     assert said.endswith("Of the script's constants `batch_size` and `accum` have the value 4")
-    assert "constants" not in _unmoved(spec, probed, "gradient_accumulation_steps", SEEN)
+    assert "constants" not in remedies.unmoved(spec, probed, "gradient_accumulation_steps", SEEN)
+
+
+@pytest.mark.parametrize(
+    ("words", "outcome", "helped"),
+    [
+        ([], Outcome.CRASHED, True),  # which may count its micro-batches by what was not moved
+        (["--accumulate", "{gradient_accumulation_steps}"], Outcome.CRASHED, False),
+        ([], Outcome.TOO_FEW_STEPS, False),
+    ],
+)
+def test_a_script_that_crashes_with_another_accumulation_is_told_how_to_pass_it(words, outcome, helped):
+    """One whose own count has to be the configuration's was told that its accumulation stays, and not what to do."""
+    spec = StudySpec.of(SCRIPTS / "dict_config.py", {"ranks": 1, "script_args": words})
+    result = TrialResult(outcome=outcome, reason="AssertionError: 8 == 4")
+    said = remedies.ended(spec, result, "gradient_accumulation_steps", 8, 4)
+    assert "with accumulation 8 the script ended" in said and "so it stays 4" in said
+    assert ("`--flag {gradient_accumulation_steps}`" in said) == helped
 
 
 @pytest.mark.parametrize(

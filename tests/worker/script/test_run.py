@@ -209,8 +209,10 @@ def test_a_schedule_that_moves_with_each_micro_batch_is_said_to_move_more_or_les
 
 
 def test_what_cannot_run_otherwise_is_frozen_with_the_reason(bench):
-    notes = bench.plan("styles.py", "only eight").notes
+    """Where the global batch is kept, the other one was left out in silence, though it was said to move."""
+    notes = bench.plan("styles.py", "only eight", global_batch="keep").notes
     assert any("with micro-batch 4 " in note and "eight samples here" in note for note in notes)
+    assert any(note.startswith("the accumulation stays ") and "too: the global batch is kept" in note for note in notes)
 
 
 def test_a_script_that_counts_its_micro_batches_keeps_its_own_accumulation(bench):

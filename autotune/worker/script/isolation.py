@@ -57,6 +57,7 @@ class Isolation:
         self._saved: set[str] = set()
         self._kept: set[str] = set()
         self._began, self._spawned_at = time.time(), math.inf
+        self._closed = False
 
     def install(self) -> None:
         """Patches functions that save, move and load files."""
@@ -89,6 +90,7 @@ class Isolation:
 
     def close(self) -> None:
         """Removes folders that the script made and left empty, and lists the files that it wrote elsewhere."""
+        self._closed = True  # what this rank writes from now on is no file of the script's
         # Another rank may have made a folder within one of this rank's: the last rank to end finds all of them empty.
         for folder in sorted(self._made.paths(), key=len, reverse=True):
             with contextlib.suppress(OSError):
@@ -278,7 +280,7 @@ class Isolation:
 
     def _note(self, path: str) -> None:
         """Notes a file that is written, once; a library that writes elsewhere writes its own cache."""
-        if path in self._noted or self._is_ours(path) or "__pycache__" in path:
+        if self._closed or path in self._noted or self._is_ours(path) or "__pycache__" in path:
             return
         if (path.startswith(self._working_dir) and not path.startswith(_caches())) or users_caller():
             self._noted.add(path)

@@ -62,6 +62,16 @@ def test_files_that_a_script_writes_are_told_in_one_sentence(tmp_path):
     assert str(tmp_path / "4.log") in sentence and sentence.endswith(" and 2 more")
 
 
+def test_what_a_rank_writes_as_it_ends_is_no_file_of_the_scripts(tmp_path):
+    """Another rank that ended later named the first one's list of imported modules, in a temporary folder, as written by the script."""
+    found, other, said = rank(tmp_path), rank(tmp_path), []
+    other._context.once = said.append
+    found.close()
+    found._audit("open", (str(tmp_path / "autotune-imports"), "w", os.O_WRONLY))
+    other.close()
+    assert said == []
+
+
 def test_files_of_all_ranks_are_told_by_each(tmp_path):
     """What is told before a study is told by rank 0, which named its own alone."""
     found, others, said = rank(tmp_path), rank(tmp_path), []

@@ -81,11 +81,12 @@ def _more(report: StudyReport) -> str:
     n_trials, spent_s = n_spent(report.outcomes, wanted), report.study.get("wall_s") or 0.0
     left, trials = n_trials < (wanted or 0), f"--trials {2 * n_trials}"
     time = f"--time-budget {math.ceil(2 * max(budget_s, spent_s) / 60)}m" if budget_s else ""
-    if _ended(report).startswith(STOPPED):
-        # Earlier runs count in the budget, and a search that goes on may take as long again.
-        scarce = budget_s is not None and 2 * spent_s > budget_s
-        return " ".join(filter(None, ["--stop-below 0", "" if left else trials, time if scarce else ""]))
-    return time if left and time else trials
+    settled = _ended(report).startswith(STOPPED)
+    if left and time and not settled:
+        return time
+    # Earlier runs count in the budget, and a search that goes on may take as long again.
+    scarce = budget_s is not None and 2 * spent_s > budget_s
+    return " ".join(["--stop-below 0"] * settled + [trials] * (not settled or not left) + [time] * scarce)
 
 
 def _kept(report: StudyReport, again: str) -> str:

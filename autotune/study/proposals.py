@@ -157,6 +157,8 @@ class Proposer:
         spec = self._state.spec
         if not self._leads or spec.sampler != "physics" or not spec.stop_below:
             return ""
+        if why := self._settled():  # then a larger budget alone would not go on either
+            return why
         with undisturbed():
             gain = self.advisor().next_gain(self._state.study)
         if not max(spec.stop_below, LEAST_TOLD_GAIN) <= gain < math.inf:  # infinite while no trial can be recommended
@@ -166,14 +168,19 @@ class Proposer:
             f"{n} spent, and a further one is expected to improve the answer by {gain:.0%}: a larger --trials goes on"
         )
 
+    def _settled(self) -> str:
+        """Why no further trial is worth its time, as the physics sampler expects; empty if one may be."""
+        state = self._state
+        with undisturbed():
+            why = self.advisor().settled(state.study, state.spec.stop_below)
+        return f"{STOPPED} {self._budget.n_spent()} of {state.spec.trials} trials: {why}" if why else ""
+
     def _claim_or_reason(self, sampler: LegalSampler) -> ClaimedTrial | str:
-        state, n_spent = self._state, self._budget.n_spent()
+        state = self._state
         if self._leads and self._budget.out_of_time():
             return self._budget.words()
-        if state.spec.sampler == "physics" and sampler.forced is None:
-            with undisturbed():
-                if why := self.advisor().settled(state.study, state.spec.stop_below):
-                    return f"{STOPPED} {n_spent} of {state.spec.trials} trials: {why}"
+        if state.spec.sampler == "physics" and sampler.forced is None and (why := self._settled()):
+            return why
         if claim := self.claim():
             return claim
         n_unfit = sum(outcome is Outcome.PREDICTED_OOM for outcome in state.outcomes())

@@ -186,6 +186,8 @@ def test_a_search_that_its_time_budget_ended_goes_on_with_more_time():
     last = stopped | {"trials_wanted": 30}
     assert "--stop-below 0 --trials 60 --time-budget 7m` looks further" in next_steps(replace(report, study=last))[0]
     assert "--time-budget 7m` looks further" in next_steps(replace(report, study=report.study | study))[0]
+    both = report.study | study | {"trials_wanted": 30, "ended": ""}  # more trials alone would have no time
+    assert "--trials 60 --time-budget 7m` looks further" in next_steps(replace(report, study=both))[0]
 
 
 def test_trials_that_were_predicted_not_to_fit_do_not_use_up_the_budget_in_the_advised_command():

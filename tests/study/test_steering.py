@@ -210,6 +210,9 @@ def test_a_study_ends_when_nothing_is_left_to_gain_and_says_so(tmp_path):
     assert max(throughputs) >= 0.98 * 40 / (0.02 + 0.001 * 40 * 0.6)
     # Run again it ends at once; with the rule switched off it goes on.
     assert run(tmp_path, trials=60, **given)[1].ran == []
+    # With no trial left to spend it is said as well: a larger number of trials alone would not go on.
+    _, _, watcher = run(tmp_path, trials=len(executor.ran), **given)
+    assert why.replace("of 60", f"of {len(executor.ran)}") in watcher.said
     again, executor, _ = run(tmp_path, stop_below=0.0, trials=len(executor.ran) + 2, **given)
     assert len(executor.ran) == 2
     assert not any("stopped after" in text for text in load.load("s", str(again.storage.url), tmp_path / "s").caveats())

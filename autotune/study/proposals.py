@@ -61,8 +61,7 @@ class Proposer:
 
     def start(self) -> LegalSampler:
         """Makes the sampler of the study."""
-        state = self._state
-        plan, spec = state.plan, state.spec
+        state, plan, spec = self._state, self._state.plan, self._state.spec
         if plan.setting != self._setting:
             self._physics, self._setting = None, plan.setting  # it holds the candidates that were legal before
         seed = spec.seed + len(state.trials())
@@ -90,8 +89,7 @@ class Proposer:
     def advisor(self) -> PhysicsSampler:
         """The physics sampler, which judges candidates also where another sampler proposes them."""
         if self._physics is None:
-            state, warm = self._state, self._warm
-            plan, spec = state.plan, state.spec
+            plan, spec, warm = self._state.plan, self._state.spec, self._warm
             prior: Prior = generic_prior(plan.workload, plan.setting)
             self._physics = PhysicsSampler(
                 plan.space,
@@ -99,9 +97,9 @@ class Proposer:
                 plan.setting,
                 spec.seed,
                 prior=warm.prior(prior) if warm is not None else prior,
-                metrics={o.metric: o.weight for o in state.objectives},
+                metrics={o.metric: o.weight for o in self._state.objectives},
                 memory_limit_bytes=plan.memory_limit_bytes,
-                bounds=objective.bounds(state.objectives, spec.constraints).values(),
+                bounds=objective.bounds(self._state.objectives, spec.constraints).values(),
             )
             self._physics.goal_only = warm is not None and warm.compromise
             self._physics.quick = spec.quick
@@ -170,10 +168,10 @@ class Proposer:
 
     def _settled(self) -> str:
         """Why no further trial is worth its time, as the physics sampler expects; empty if one may be."""
-        state = self._state
+        spec = self._state.spec
         with undisturbed():
-            why = self.advisor().settled(state.study, state.spec.stop_below)
-        return f"{STOPPED} {self._budget.n_spent()} of {state.spec.trials} trials: {why}" if why else ""
+            why = self.advisor().settled(self._state.study, spec.stop_below)
+        return f"{STOPPED} {self._budget.n_spent()} of {spec.trials} trials: {why}" if why else ""
 
     def _claim_or_reason(self, sampler: LegalSampler) -> ClaimedTrial | str:
         state = self._state

@@ -261,7 +261,7 @@ def tune(
             except (base.MachinesGone, TargetEdited) as why:
                 refused = why
             except base.TimeOver:
-                refused = UserError(_too_little_time(wanted.time_budget_s or 0.0, folder, began_at))
+                refused = UserError(_too_little_time(wanted.time_budget_s or 0.0, folder, began_at, fresh=fresh))
     with records.failing_in_words(url):
         if not fresh and wanted.name in records.study_names(storage):
             return _answered(storage, url, request, Tuned(report=None, stopped=interrupted, refused=refused))
@@ -270,14 +270,15 @@ def tune(
     return Tuned(report=None, stopped=interrupted)
 
 
-def _too_little_time(budget_s: float, folder: Path, began_at: float) -> str:
+def _too_little_time(budget_s: float, folder: Path, began_at: float, *, fresh: bool = False) -> str:
     """Why a run brought no measurement: its time budget was too short, or is spent, or ranks stood still.
 
     Args:
         began_at: When the run began, as Unix time: what earlier runs left is no sign of it.
+        fresh: Whether earlier runs do not count, and are not forgotten yet.
     """
     unit = f" (a number is seconds: {budget_s:.0f}m are minutes)" if budget_s < LEAST_SENSIBLE_S else ""
-    if result_in(records.trial_path(folder, 0)) is not None:
+    if not fresh and result_in(records.trial_path(folder, 0)) is not None:
         return f"the time budget of {budget_s:.0f} s{unit}, in which earlier runs count, is spent; a larger --time-budget goes on"
     said = f"the time budget of {budget_s:.0f} s{unit} ended before the baseline was measured"
     signs = [path for pattern in ("events.jsonl", "rank-*.log") for path in folder.glob(f"trials/*/{pattern}")]

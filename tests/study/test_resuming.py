@@ -467,6 +467,9 @@ def test_a_run_that_was_to_begin_anew_and_has_too_few_machines_forgets_nothing(t
     def refuse(*_):
         raise UserError("--parallel 9: there are too few devices")
 
+    def over(*_):
+        raise base.TimeOver
+
     studies = answered(tmp_path / "studies")
     monkeypatch.setattr(session, "_planned", lambda request, view, _: (plan_of(request.spec), view))
     monkeypatch.setattr(parallel, "executors_for", refuse)
@@ -474,6 +477,10 @@ def test_a_run_that_was_to_begin_anew_and_has_too_few_machines_forgets_nothing(t
         spec=spec_of(), target=MODELS / "ok.py", overrides={}, folder=studies / "s", executor=Instant()
     )
     with pytest.raises(UserError, match="too few devices"):
+        session.tune(wanted, fresh=True, learn=False)
+    # Nor does one whose time is over before that; its time is not that of the runs which it was to forget.
+    monkeypatch.setattr(session, "_planned", over)
+    with pytest.raises(UserError, match="ended before the baseline was measured; give more time"):
         session.tune(wanted, fresh=True, learn=False)
     assert load.load("s", records.default_url(studies), studies / "s").picks
 

@@ -19,6 +19,7 @@ class Groups:
         split_modules: Modules that are split over a tensor group.
         exchanges: Calls in which tokens were sent to the ranks of their experts.
         held_parameters: Parameters of this rank's share of the model, before ZeRO shards them.
+        by_script: A script makes them, which may split layers and sequences without a word in its configuration.
     """
 
     tensor: int = 1
@@ -29,6 +30,7 @@ class Groups:
     split_modules: int = 0
     exchanges: int = 0
     held_parameters: int = 0
+    by_script: bool = False
 
     def mismatch(self, candidate: Candidate) -> str | None:
         """Returns the first degree that differs from the candidate's, in words; None if all were applied."""
@@ -39,7 +41,9 @@ class Groups:
             EXPERT_DEGREE: self.expert,
         }  # fmt: skip
         for path, ran in seen.items():
-            if (asked := candidate.degree(path)) != ran:
+            asked = candidate.degree(path)
+            own = self.by_script and asked == 1 and path in (TENSOR_DEGREE, SEQUENCE_DEGREE)
+            if asked != ran and not own:
                 return f"{path}: {asked} was asked for, {ran} ran"
         if candidate.expert_degree > 1 and not self.exchanges:
             return f"{EXPERT_DEGREE}: {candidate.expert_degree} was asked for, and no token was sent to another rank's experts"

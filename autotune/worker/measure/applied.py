@@ -21,14 +21,16 @@ DOUBLE = (
 
 
 def observe(
-    engine: Any, batches: BatchObserver, checkpointer: Any, taken_in: Mapping[str, Sequence[int]], *, n_copies: int
-) -> Observed:
+    engine: Any, batches: BatchObserver, checkpointer: Any, taken_in: Mapping[str, Sequence[int]], *, n_copies: int,
+    by_script: bool,
+) -> Observed:  # fmt: skip
     """Returns the configuration that ran; all ranks take part.
 
     Args:
         checkpointer: Knows the recomputed blocks; None if none can be recomputed.
         taken_in: What each step so far took in over all ranks, by name.
         n_copies: Data-parallel ranks, or copies of a pipeline.
+        by_script: The target is a training script.
     """
     pipelined = hasattr(engine, "stage_id")
     samples = max(batches.samples_per_step, default=0) * share_of(engine, n_copies)
@@ -51,7 +53,7 @@ def observe(
         draw_size=batches.draw_size,
         parts=batches.parts,
         draws=watch.draws(),
-        groups=groups.observe(engine),
+        groups=groups.observe(engine, by_script=by_script),
     )
     observed = _of_all_stages(observed, n_copies) if pipelined else observed
     return _uneven(observed, batches, taken_in) if batches.uneven else observed

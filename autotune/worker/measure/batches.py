@@ -190,7 +190,7 @@ class BatchObserver:
     """
 
     def __init__(self, engine: Any, *, forgiving: bool = False, uneven: bool = False, shards: int = 1) -> None:
-        self._shards, self.uneven = shards, uneven
+        self.shards, self.uneven = shards, uneven
         self.backward_counts: set[int] = set()
         self.noted, self.last = FirstBatches(), StepCount()
         self._engine, self._forgiving = engine, forgiving
@@ -329,8 +329,8 @@ class BatchObserver:
         self._latest.extend(micro)
         i = int(way == "every")
         self.last = StepCount(
-            samples=samples, tokens=self._calls.tokens[i] * self._shards, real_tokens=self._calls.real_tokens[i] * self._shards,
-            elements=self._elements * self._shards, ragged=ragged, n_micro=min(self.n_backward, self._n_forward or self.n_backward),
+            samples=samples, tokens=self._calls.tokens[i] * self.shards, real_tokens=self._calls.real_tokens[i] * self.shards,
+            elements=self._elements * self.shards, ragged=ragged, n_micro=min(self.n_backward, self._n_forward or self.n_backward),
         )  # fmt: skip
         if not ragged:
             if len(self._seen) < MOST_DIFFERENT_STEPS:

@@ -16,7 +16,7 @@ from autotune.worker.measure.wire import Calls
 MOST_DRIFT = 1e-6
 
 
-def observe(engine: Any) -> Groups:
+def observe(engine: Any, *, by_script: bool = False) -> Groups:
     """Returns the sizes of an engine's groups and what this rank holds; not a collective."""
     return Groups(
         tensor=_tensor_size(engine),
@@ -28,6 +28,7 @@ def observe(engine: Any) -> Groups:
         split_modules=len(split_modules(engine.module)),
         # ZeRO-3 parts what a rank holds of the model over the data-parallel ranks.
         held_parameters=sum(map(n_elements, engine.module.parameters())),
+        by_script=by_script,
     )
 
 

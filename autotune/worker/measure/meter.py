@@ -207,7 +207,10 @@ class Meter:
     def observe(self) -> Observed:
         """Returns the configuration that ran, and notes it in the report; all ranks take part."""
         taken_in = self.report.taken_in
-        found = applied.observe(self.engine, self.batches, self.checkpointer, taken_in, n_copies=self.data_parallel)
+        found = applied.observe(
+            self.engine, self.batches, self.checkpointer, taken_in, n_copies=self.data_parallel,
+            by_script=self.request.script is not None,
+        )  # fmt: skip
         if found.uneven is not None and self.request.candidate:
             # What a step holds on average, and not what this trial's steps happened to: global batches are compared by it.
             micro, steps = self.candidate.micro_batch_size, self.candidate.gradient_accumulation_steps

@@ -72,9 +72,19 @@ def workload_of(
 
 
 def _with_repeats(workload: Workload, batches: BatchObserver) -> Workload:
-    """Returns the workload with a note on a loop that trains several times on each batch of its loader."""
+    """Returns the workload with a note on a loop that trains several times on each batch of its loader.
+
+    Ranks that split sequences take in one another's batches, too.
+    """
     rows, n = batches.rows(), batches.draw_size
-    if not n or batches.parts or batches.uneven or {first for first, _ in rows} != {n} or (n, None) not in rows:
+    if (
+        not n
+        or batches.shards > 1
+        or batches.parts
+        or batches.uneven
+        or {first for first, _ in rows} != {n}
+        or (n, None) not in rows
+    ):
         return workload
     return replace(workload, by_micro_batch=REPEATS, caveats=[*workload.caveats, REPEATS])
 

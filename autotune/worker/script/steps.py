@@ -13,6 +13,7 @@ from autotune.trial import folder
 from autotune.worker import random_fills, rank
 from autotune.worker.containers import coarse_dtype, number_in
 from autotune.worker.measure.batches import N_CHECKSUMS, BatchObserver
+from autotune.worker.measure.groups import sequence_size
 from autotune.worker.measure.ledger import MIN_STEPS, TooFewSteps, Window
 from autotune.worker.measure.meter import Meter
 from autotune.worker.model import weights
@@ -112,7 +113,7 @@ class StepHooks:
         """Starts to measure an engine."""
         context, self._prepared = self._context, prepared
         uneven = context.script.uneven or context.in_rows
-        batches = BatchObserver(engine, forgiving=not uneven, uneven=uneven)
+        batches = BatchObserver(engine, forgiving=not uneven, uneven=uneven, shards=sequence_size(engine))
         meter = context.meter = Meter(
             context.recorder, context.request, engine, batches, context.memory, prepared.watch, prepared.noise,
             prepared.gradients,

@@ -72,3 +72,14 @@ def test_a_degree_without_tokens_for_other_ranks_was_not_applied():
     assert Groups(data=2, expert=2, exchanges=8).mismatch(asked) is None
     assert "2 was asked for, 1 ran" in Groups(data=2).mismatch(asked)
     assert "no token was sent" in Groups(data=2, expert=2).mismatch(asked)
+
+
+def test_a_scripts_own_groups_stay_where_its_configuration_states_none():
+    """Accelerate writes no sequence degree into the configuration: each trial of such a script was not applied."""
+    asked = Candidate.of({"micro_batch_size": 1})
+    assert "1 was asked for, 2 ran" in Groups(sequence=2).mismatch(asked)
+    assert Groups(sequence=2, by_script=True).mismatch(asked) is None
+    assert Groups(tensor=2, split_modules=3, by_script=True).mismatch(asked) is None
+    stated = Candidate.of({"micro_batch_size": 1, "sequence_parallel_size": 4})
+    assert "4 was asked for, 2 ran" in Groups(sequence=2, by_script=True).mismatch(stated)
+    assert "2 ran" in Groups(pipeline=2, by_script=True).mismatch(asked)

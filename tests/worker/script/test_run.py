@@ -24,6 +24,22 @@ from autotune.worker.script.probe import _how_counted
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("home")]
 
+SPLIT_SEQUENCES = """
+import deepspeed, torch
+from deepspeed.runtime.sequence_parallel import parallel_state_sp as groups
+deepspeed.init_distributed()
+groups.initialize_sequence_parallel(2)
+first = 8 * torch.distributed.get_rank()
+model = torch.nn.Sequential(torch.nn.Embedding(64, 8), torch.nn.Linear(8, 64))
+config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+engine, *_ = deepspeed.initialize(model=model, config=config, mpu=groups)
+data = torch.randint(64, (400, 16), generator=torch.Generator().manual_seed(0))
+for words in torch.utils.data.DataLoader(data, batch_size=engine.train_micro_batch_size_per_gpu()):
+    own = words[:, first : first + 8]
+    engine.backward(torch.nn.functional.cross_entropy(engine(own).flatten(0, 1), own.flatten()))
+    engine.step()
+"""
+
 
 def facts(found):
     baseline = found.baseline
@@ -240,6 +256,14 @@ def test_a_script_at_a_stage_that_loses_gradients_is_told_so(bench, tmp_path):
     assert any("goes backward 4 times" in note and "ZeRO 2 loses gradients" in note for note in found.notes)
     assert why_illegal(replace(found.baseline, zero_stage=1), found.setting) is None
     assert "lose gradients" in why_illegal(replace(found.baseline, zero_stage=0), found.setting)
+
+
+def test_a_script_that_splits_its_sequences_over_ranks_is_measured_as_it_is(bench, tmp_path):
+    """Nothing in its configuration says so: each of its trials was not applied."""
+    (tmp_path / "train.py").write_text(SPLIT_SEQUENCES)
+    found = bench.plan(tmp_path / "train.py", ranks=2)
+    result = bench.applied(found, micro_batch_size=2)
+    assert (result.samples_per_step, result.tokens_per_step) == (2, 2 * 16)
 
 
 @pytest.mark.parametrize(("drawn", "unsure"), [(0, True), (32, False)])

@@ -153,3 +153,19 @@ def test_a_loop_that_trains_several_times_on_each_batch_is_not_drop_in_at_anothe
         found[n_times] = probe._with_repeats(WORKLOAD, batches)
     assert found[1] is WORKLOAD
     assert found[4].by_micro_batch == found[4].caveats[-1] and "truncated" in found[4].by_micro_batch
+
+
+def test_ranks_that_split_sequences_take_in_one_anothers_batches():
+    """Half the batches come from no draw of the rank's own: these passed for repetitions, and tokens counted half."""
+    engine = torch.nn.Identity()
+    engine.global_steps, engine.module = 0, torch.nn.Identity()
+    batches = BatchObserver(engine, forgiving=True, shards=2)
+    for _ in range(3):
+        batches.drew(8, torch.zeros(8, 12, dtype=torch.long))
+        for _ in range(2):
+            batches.micro_batch((torch.zeros(8, 6, dtype=torch.long),), {})
+            batches.backward()
+            engine.global_steps += 1
+            batches.step()
+    assert batches.last.tokens == 8 * 12
+    assert probe._with_repeats(WORKLOAD, batches) is WORKLOAD

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,6 @@ class Rounds:
     Attributes:
         role: Role of the measurements in the history: `check` or `duel`.
         sides: The configurations, by name.
-        check_alive: Raises if the study was deleted meanwhile.
     """
 
     folder: Path
@@ -91,11 +90,9 @@ class Rounds:
     sides: Mapping[str, Candidate]
     runner: Runner
     recorder: HistoryRecorder
-    check_alive: Callable[[], None]
 
     def __call__(self, n: int) -> dict[str, Reading]:
         """Measure round n, or read it if an interrupted run completed it: half of one would be from another time."""
-        self.check_alive()
         paths = {candidate: self.folder / f"{n:02d}" / name for name, candidate in self.sides.items()}
         found = {candidate: result_in(path) for candidate, path in paths.items()}
         # The study may have been run on meanwhile, and have another answer than before the interruption.
@@ -271,7 +268,6 @@ class Retuning:
 
     def _replace(self, later: Study, decision: Decision) -> None:
         """Replace the old answer by the new one; every step may be repeated."""
-        self._check_alive()
         _keep_previous(self.folder, self.path)
         records.succeed(self.opened.study, later.study_name)
         report = load.from_storage(self.storage, self.name, self.folder)
@@ -343,7 +339,7 @@ class Retuning:
         )
 
     def _rounds(self, runner: Runner, what: str, sides: Mapping[str, Candidate]) -> Rounds:
-        return Rounds(self.path / what, what, sides, runner, self.recorder, self._check_alive)
+        return Rounds(self.path / what, what, sides, runner, self.recorder)
 
     # What is kept
 
@@ -357,10 +353,6 @@ class Retuning:
         values = {"verdict": str(decision.verdict), "ended_at": time.time(), "evidence": data}
         self.history.decide(self.name, self.number, fingerprint=str(self.evidence.get("fingerprint", "")), **values)
         self.excuse()
-
-    def _check_alive(self) -> None:
-        if self.name not in records.study_names(self.storage):
-            raise GoneError(self.name)
 
     def _clear_if_gone(self) -> None:
         """Remove everything of a re-tuning whose study was deleted, and say so."""

@@ -411,7 +411,7 @@ def test_a_round_that_was_interrupted_or_measured_another_answer_is_measured_ane
         return result
 
     runner, recorder = SimpleNamespace(measure_again=measured), SimpleNamespace(keep=lambda *_: None)
-    rounds = retuning_module.Rounds(folder, "check", sides, runner, recorder, lambda: None)
+    rounds = retuning_module.Rounds(folder, "check", sides, runner, recorder)
     with pytest.raises(KeyboardInterrupt):
         rounds(1)
     ran.extend(["before", "the interruption"])

@@ -193,7 +193,7 @@ class StudyLeases(Leases):
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:
         """Keep this coordinator's leases alive, and watch those of others, during the block; may be nested."""
-        if self._beats:  # one thread at a time, since looks are counted
+        if self.alone or self._beats:  # one thread at a time, since looks are counted
             yield
             return
         self._beats, stop = True, threading.Event()

@@ -168,3 +168,9 @@ def test_a_leader_elsewhere_is_waited_for_and_then_replaced(url, monkeypatch):
     said = []
     with ledger_of(url).leading(said.append):
         assert "process 1 on elsewhere ran this study" in said[0]
+
+
+def test_in_a_file_that_one_process_uses_nobody_gives_a_beat(tmp_path):
+    """A thread wrote to the database every 5 seconds what nobody reads there."""
+    with ledger_of(records.default_url(tmp_path)).beating():
+        assert "autotune-heartbeat" not in {thread.name for thread in threading.enumerate()}

@@ -141,9 +141,8 @@ class Proposer:
         if state.plan.setting != self._setting:
             self.start()
         assert self._sampler is not None
-        again = self._lost() or self._first() or autocast.next_under_autocast(state)
-        if again is not None:
-            self._sampler.force(again)
+        if (first := self._first() or autocast.next_under_autocast(state)) is not None:
+            self._sampler.force(first)
         claimed = self._claim_or_reason(self._sampler)
         if isinstance(claimed, str) and n_running:  # a running trial may change that
             self._nothing_since = n_ended
@@ -235,18 +234,15 @@ class Proposer:
         self._state.leases.describe(asked, described, {CANDIDATE_ATTR: candidate.key, records.ROLE_ATTR: role})
         return candidate
 
-    def _lost(self) -> Candidate | None:
-        """A candidate whose trial was lost and that has not been run since; not one that was lost again and again."""
+    def _first(self) -> Candidate | None:
+        """What is measured before anything is proposed: a lost trial's candidate, then the other study's best ones."""
         failed = [t for t in self._state.trials() if t.state is TrialState.FAIL]
         lost = Counter(key for t in failed if (key := t.user_attrs.get(CANDIDATE_ATTR)) is not None)
-        known = self._state.known() if lost else set()
         # One that takes its coordinator down must not be the first trial of every later run.
-        return next((Candidate.from_key(key) for key, n in lost.items() if n < MAX_LOST and key not in known), None)
-
-    def _first(self) -> Candidate | None:
-        """The next of the other study's best configurations that is not measured here yet."""
-        first = self._warm.first if self._warm is not None else ()
+        first = [Candidate.from_key(key) for key, n in lost.items() if n < MAX_LOST]
+        first += self._warm.first if self._warm is not None else ()
         known, setting = self._state.known() if first else set(), self._state.plan.setting
+        # What a trial has shown, or a run with less time, may leave out since.
         return next((c for c in first if c.key not in known and why_illegal(c, setting) is None), None)
 
     def _drop_unsafe_precisions(self) -> None:

@@ -523,6 +523,23 @@ def test_a_baseline_that_timed_out_is_measured_again_where_it_has_more_time(tmp_
     assert len(candidates(runner)) == 6
 
 
+def test_what_was_lost_and_is_left_out_by_now_is_not_run_again(tmp_path):
+    """A run with less time said which global batches it does not try, and began with one of them, which had been interrupted."""
+
+    def stopped(candidate):
+        if candidate.global_batch_size(1) > 8:
+            raise KeyboardInterrupt
+        return report(candidate)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, Instant(stopped), trials=9, finalists=0)
+    again = runner_of(tmp_path, executor := Instant(), trials=9, finalists=0)
+    again.open()
+    again.state.narrow(global_batch=(1, 8))
+    again.run()
+    assert executor.ran and max(candidate.global_batch_size(1) for candidate in executor.ran) == 8
+
+
 @pytest.mark.parametrize("n", [2, 5], ids=["in a trial", "while the best are measured again"])
 def test_a_study_that_is_deleted_while_it_runs_ends_in_a_sentence_and_its_folder_takes_it_up(tmp_path, n):
     """A value in the database could not be read, it said, and before that that another process had taken the trial."""

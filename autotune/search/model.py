@@ -387,7 +387,7 @@ def _time_data(
     for n, t in enumerate(ran):
         derive = n >= len(ran) - DERIVED_TRIALS
         stopped = STOPPED_SD if t.outcome is Outcome.STOPPED_EARLY else 0.0
-        own = t.own_noise()
+        own = math.hypot(t.own_noise(), t.load_sd)
         for candidate, seconds, sd in _priced(catalogue, t, world_size, derive=derive):
             row = catalogue.row.get(candidate)
             if row is not None and seconds > 0:

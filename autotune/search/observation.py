@@ -36,6 +36,7 @@ class Observation:
         eligible: Whether it may become the answer: every setting was seen to act, its user can make it, and its loss is
             that of the baseline.
         log_slowdown: What other processes did to its step times (see `shared_cores`); None where that was not counted.
+        load_sd: What its step time may be off by for that, as a standard deviation of the logarithm.
     """
 
     candidate: Candidate
@@ -47,6 +48,7 @@ class Observation:
     boundary_s: float | None = None
     eligible: bool = True
     log_slowdown: float | None = None
+    load_sd: float = 0.0
 
     def step_time_s(self, world_size: int) -> float | None:
         """Seconds of a step: told, or from the throughput."""
@@ -110,11 +112,9 @@ def as_usual(told: Sequence[Observation]) -> list[Observation]:
 def _beside(t: Observation, load: float, usual: float) -> Observation:
     apart = load - usual
     metrics, ci95 = slowed(t.metrics, t.ci95, -SLOPE * apart)
-    if t.good("step_time_s"):
-        doubt = math.exp(Z95 * math.hypot(t.own_noise(), SPREAD * load, SLOPE_SD * apart))
-        ci95["step_time_s"] = metrics["step_time_s"] / doubt, metrics["step_time_s"] * doubt
+    doubt = math.hypot(SPREAD * load, SLOPE_SD * apart)
     inner, boundary = (time * math.exp(-SLOPE * apart) if time else time for time in (t.inner_s, t.boundary_s))
-    return replace(t, metrics=metrics, ci95=ci95, inner_s=inner, boundary_s=boundary)
+    return replace(t, metrics=metrics, ci95=ci95, inner_s=inner, boundary_s=boundary, load_sd=doubt)
 
 
 def _outcome(data: Mapping[str, Any], setting: Setting) -> Outcome:

@@ -21,7 +21,19 @@ def test_a_trial_that_others_slowed_down_counts_as_beside_their_usual_load():
     for one, other in ((slowed, alone), (alone, slowed)):
         assert one.metrics == pytest.approx(other.metrics)
         assert (one.inner_s, one.boundary_s) == pytest.approx((other.inner_s, other.boundary_s))
-    assert 0.1 < slowed.metrics["step_time_s"] < 0.2 and slowed.own_noise() > alone.own_noise() > 0.05
+    assert 0.1 < slowed.metrics["step_time_s"] < 0.2 and slowed.load_sd > alone.load_sd > 0.05
+
+
+def test_the_doubt_of_a_load_is_no_noise_of_a_trial_s_steps():
+    """The noise between trials was expected at four times that of their steps, and so at its most beside a load that stayed."""
+    for seen in as_usual([told(0.6), told(0.6)]):
+        assert seen.own_noise() == pytest.approx(told(0.6).own_noise()) and seen.load_sd == pytest.approx(0.09)
+
+
+def test_a_reading_beside_far_more_than_the_usual_load_is_doubted_as_far():
+    """Its doubt was cut to what the steps of a trial may differ by."""
+    *_, loaded = as_usual([*[told(0.0)] * 9, told(math.log(10), 1.0)])
+    assert loaded.load_sd > 1
 
 
 def test_what_ran_beside_nothing_stays_as_it_was():

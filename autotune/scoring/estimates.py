@@ -72,6 +72,7 @@ class Estimates:
     _degrees: int
     # By trial and metric: half-width of the interval's logarithm that no timing narrows.
     _beyond: Mapping[tuple[int, str], float]
+    _usual_load: float
 
     @cached_property
     def n_looked_at(self) -> int:
@@ -182,8 +183,8 @@ class Estimates:
 
     @property
     def noise_sd(self) -> float:
-        """Standard deviation of the logarithm of one reading of a step time."""
-        return self._posterior.noise_sd if self._posterior is not None else math.inf
+        """Standard deviation of the logarithm of one reading of a step time, beside the usual load by others."""
+        return math.hypot(self._posterior.noise_sd, SPREAD * self._usual_load) if self._posterior else math.inf
 
     @property
     def drift(self) -> float:
@@ -236,7 +237,7 @@ def estimate(measured: Sequence[Measured]) -> Estimates:
             estimated = [_with_branch(m, baseline, branches.get(m.training), beyond) for m in estimated]
     estimated = [replace(m, feasible=_holds_bounds(m)) if m.bounds else m for m in estimated]
     baseline = next((m for m in estimated if baseline is not None and m.trial == 0), None)
-    return Estimates(estimated, raw, baseline, found, rows, degrees, beyond)
+    return Estimates(estimated, raw, baseline, found, rows, degrees, beyond, usual)
 
 
 def _usual_load(timed: Sequence[Measured]) -> float:

@@ -35,6 +35,9 @@ from autotune.worker.script.patching import patch, patch_everywhere, users_calle
 
 # Arguments of torch's checkpoint that it does not pass on to the function.
 CHECKPOINT_OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+# Where torch wraps modules for a user, and the change that leaves that out.
+WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+UNWRAPPED = "Activation checkpointing: leave out `apply_activation_checkpointing`, or the calls of torch's `checkpoint_wrapper`."
 # Interval of DeepSpeed's progress lines; trials want none.
 NEVER_STEPS = 10**9
 # What makes a model in shards, by DeepSpeed or by transformers; frameworks make it so without a word in the script.
@@ -284,7 +287,10 @@ class EngineHooks:
             return original(self._watch.noting(function) if self._watch is not None else function, *args, **kwargs)
         if not self._unrecomputed:
             self._unrecomputed = users_caller() or "a library"
-            if self._unrecomputed == "a library":
+            caller = sys._getframe(2)  # of the function that stands in for torch's
+            if caller.f_globals.get("__name__") == WRAPPER:
+                self._context.changed(UNWRAPPED)
+            elif self._unrecomputed == "a library":
                 text = "Activation checkpointing: calls of `checkpoint(function, ...)` inside a library are skipped."
                 self._context.changed(text, reproducible=False)
         return function(*args, **{name: value for name, value in kwargs.items() if name not in CHECKPOINT_OPTIONS})

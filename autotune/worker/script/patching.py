@@ -4,8 +4,9 @@ import ast
 import functools
 import importlib.abc
 import itertools
+import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType, FunctionType, MethodType, ModuleType
@@ -47,28 +48,39 @@ def patch(owner: Any, name: str, hook: Callable[..., Any]) -> None:
 
 
 def patch_everywhere(module: ModuleType, hooks: Mapping[str, Callable[..., Any]]) -> None:
-    """Patches functions of a module, and their copies in modules that have imported them under their names."""
+    """Patches functions of a module, and their copies in modules that have imported them, under whatever names."""
+    if not _indexed:
+        index_copies()
     newer = imported_since()
     for name, hook in hooks.items():
         original = getattr(module, name, None)
         if original is None:
             continue
         patch(module, name, hook)
-        for other in (*_holders.get(name, ()), *newer):
-            if getattr(other, "__dict__", {}).get(name) is original:
-                setattr(other, name, getattr(module, name))
+        for other, alias in (
+            *_holders.get(id(original), ()),
+            *_copies(newer, functools.partial(operator.is_, original)),
+        ):
+            if vars(other).get(alias) is original:
+                setattr(other, alias, getattr(module, name))
 
 
 def index_copies() -> None:
     """Notes which modules have imported functions of others: a rank that looked at each would copy thousands of pages."""
     _holders.clear()
     _indexed.clear()
-    for module in list(sys.modules.values()):
-        _indexed[id(module)] = module
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            # By type(), as isinstance() asks some objects for their class, and these warn.
-            if type(value) in (FunctionType, MethodType) and value.__module__ != getattr(module, "__name__", ""):
-                _holders.setdefault(name, []).append(module)
+    _indexed.update((id(module), module) for module in list(sys.modules.values()))
+    # By type(), as isinstance() asks some objects for their class, and these warn.
+    for module, name in _copies(list(_indexed.values()), lambda value: type(value) in (FunctionType, MethodType)):
+        value = vars(module)[name]
+        if value.__module__ != getattr(module, "__name__", ""):
+            _holders.setdefault(id(value), []).append((module, name))
+
+
+def _copies(modules: Iterable[Any], wanted: Callable[[Any], bool]) -> Iterator[tuple[Any, str]]:
+    """Yields modules with the names under which they have what is wanted."""
+    for module in modules:
+        yield from ((module, name) for name, value in list(getattr(module, "__dict__", {}).items()) if wanted(value))
 
 
 def imported_since() -> list[ModuleType]:
@@ -79,8 +91,8 @@ def imported_since() -> list[ModuleType]:
         return list(sys.modules.values())
 
 
-# Modules by the name of a function that they have from another one, and by identity all that were looked at.
-_holders: dict[str, list[ModuleType]] = {}
+# By the identity of a function the modules that have it from another one, with its name there; and all that were looked at.
+_holders: dict[int, list[tuple[ModuleType, str]]] = {}
 _indexed: dict[int, ModuleType] = {}
 
 

@@ -1,6 +1,7 @@
 """Recomputation that a candidate turns off, and code that may make its model in shards."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from autotune.space.candidate import Candidate, from_deepspeed
 from autotune.trial.workload import Script
@@ -55,6 +57,14 @@ def test_recomputation_that_the_script_asks_for_is_the_users_to_take_out(skippin
     monkeypatch.setattr(project, "_roots", [])
     project.settle(tmp_path / "train.py")
     assert caller_in(tmp_path)(checkpoint) == 3 and report.unreproducible == []
+
+
+def test_recomputation_by_torchs_wrapper_is_the_users_to_take_out(skipping):
+    checkpoint, report = skipping
+    wrapped = checkpoint_wrapper(torch.nn.Identity())
+    wrapped.checkpoint_fn = functools.partial(checkpoint, use_reentrant=False)
+    assert wrapped(3) == 3
+    assert report.side_changes == [engine.UNWRAPPED] and report.unreproducible == []
 
 
 def test_a_replicate_differs_also_where_weights_are_shared_out_and_where_the_engine_is_not_called():

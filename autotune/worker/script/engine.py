@@ -300,7 +300,8 @@ class EngineHooks:
         if self._context.candidate is not None:
             bound.arguments.pop("dtype", None)
             if self._context.candidate.zero_stage < 3:
-                bound.arguments["enabled"] = False
+                # A model that is given it shares out all the same.
+                bound.arguments |= {"enabled": False, "module": None}
             else:
                 bound.arguments.pop("config", None)
                 bound.arguments["config_dict_or_path"] = copy.deepcopy(self._context.request.ds_config)

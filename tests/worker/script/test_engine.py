@@ -67,6 +67,22 @@ def test_recomputation_by_torchs_wrapper_is_the_users_to_take_out(skipping):
     assert report.side_changes == [engine.UNWRAPPED] and report.unreproducible == []
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_that_is_there_is_shared_out_at_stage_3_alone(stage):
+    """DeepSpeed does so also where `zero.Init` is off, and below stage 3 each trial crashed."""
+    script = context.ScriptContext.__new__(context.ScriptContext)
+    script.candidate = Candidate.of({"micro_batch_size": 1, "zero_stage": stage})
+    script.request = SimpleNamespace(ds_config={"zero_optimization": {"stage": stage}})
+    hooks = engine.EngineHooks(script, attach=lambda *_: None, beside=lambda _: None)
+    given, model = [], nn.Linear(1, 1)
+
+    def init(self, module=None, config_dict_or_path=None, config=None, enabled=True, dtype=None):
+        given.append((module, enabled))
+
+    hooks._zero_init(init, object(), model, config_dict_or_path={}, dtype=torch.bfloat16)
+    assert given == [(model, True) if stage == 3 else (None, False)]
+
+
 def test_a_replicate_differs_also_where_weights_are_shared_out_and_where_the_engine_is_not_called():
     """It was the original run itself, without a difference by chance, where ZeRO 3 makes the model in shards."""
     model, steps = torch.nn.Linear(4, 4), SimpleNamespace(global_steps=0)

@@ -16,9 +16,10 @@ BATCH = re.compile(
     r"^(?!(.*_)?(eval|valid|validation|val|test|dev|global|total|effective|max|min|num|n|log|save|workers)(_|$))"
     r"((.*_)?((micro|mini)?batch|bsz|bs|mbs)(_.*)?|(.*_)?per_(gpu|device|rank)|(.*_)?micro)$"
 )
-# Further flags whose names say that they count micro-batches, such as `--accum-iter`, `--n-accum` and fairseq's `--update-freq`.
+# Further flags whose names say that they count micro-batches, such as `--accum-iter`, `--acc_steps` and fairseq's `--update-freq`.
 ACCUMULATION = re.compile(
-    r"^((.*_)?(gas|accum|accumulate|accumulation)(_(every|factor|freq|grads?|gradients?|batch(es)?|iters?|steps?))*|update_freq)$"
+    r"^((.*_)?(gas|grad_acc|accum|accumulate|accumulation)(_(every|factor|freq|grads?|gradients?|batch(es)?|iters?|steps?))*"
+    r"|acc_(grads?|iters?|steps?)|update_freq)$"
 )
 FURTHER = {"micro_batch_size": BATCH, "gradient_accumulation_steps": ACCUMULATION}
 

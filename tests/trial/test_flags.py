@@ -31,6 +31,8 @@ def test_the_word_that_holds_a_batch_is_known_by_its_name_and_value(line, name):
     [
         ("--update_freq 4", "--update_freq"),  # of fairseq, BEiT, VideoMAE
         ("--iters-to-accumulate=4", "--iters-to-accumulate"),
+        ("trainer.grad_acc=4", "trainer.grad_acc"),
+        ("--acc 4 --acc-steps 4", "--acc-steps"),  # the first is an accuracy
         ("--target_update_freq 4 --eval_freq 4", ""),
     ],
 )

@@ -121,6 +121,8 @@ class Change:
         """The change for people."""
         label = PARTS[self.part].label
         match self.part:
+            case "target" if self.after is None:
+                return "the target's file is gone"
             case "model" | "target":
                 return f"{label} has changed"
             case "space":
@@ -218,8 +220,7 @@ def here(kept: StudyRecord, target: Path) -> Fingerprint:
         values |= {"driver": found.driver} if found.driver else {}
     elif old.get("accelerator") == "cpu":
         values["device"] = processor_name()
-    if target.is_file():
-        values["target"] = target_digest(target)
+    values["target"] = target_digest(target) if target.is_file() else None
     return Fingerprint(values=values)
 
 

@@ -54,6 +54,13 @@ def test_what_is_here_is_compared_with_what_was_there(monkeypatch, tmp_path, was
     assert values.get("devices") == (2 if found.each else None) and values.get("driver") == (found.driver or None)
 
 
+def test_a_target_that_is_gone_has_changed(monkeypatch, tmp_path):
+    """A re-tuning that was due found that nothing had changed, each week anew."""
+    monkeypatch.setattr(Fingerprint, "of", lambda _: Fingerprint(values={"target": "0123"}))
+    (found,) = fingerprint.quick_changes(None, tmp_path / "gone.py")  # type: ignore[arg-type]
+    assert found.words == "the target's file is gone"
+
+
 def test_cores_and_threads_of_a_host_are_no_part_of_a_study_on_devices():
     values = of(environment(accelerator="cuda")).values
     assert "cores" not in values and "threads" not in values and of().values["cores"] == 2

@@ -45,6 +45,7 @@ def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
         step_s=measured(points[number]).get("step_time_s"),
         beside_s=beside_s,
         peak_memory_bytes=measured(points[number]).get("peak_memory_bytes"),
+        joules_per_sample=measured(points[number]).get("joules_per_sample"),
         memory_limit_bytes=_stated_limit(path) or report.memory_limit_bytes,
         **(_of_device(result) if result else {}),
         tokens_per_step=result.tokens_per_step if result else None,
@@ -75,7 +76,6 @@ def _of_device(result: TrialResult) -> dict[str, Any]:
         "allocated_bytes": max(result.memory_by_phase_bytes.values(), default=None),
         "reserved_bytes": result.reserved_memory_bytes,
         "device_load": result.device_load,
-        "samples_per_step": result.samples_per_step,
         "tf32": result.observed.tf32 if result.observed else None,
         "padding": result.padding,
     }

@@ -326,9 +326,8 @@ def _device(evidence: Evidence) -> list[str]:
         notes.append(f"the device was slowed down by {' and '.join(load.throttled_by)}{clock}")
     if load.n_others:
         notes.append(f"{load.n_others} other process(es) were on the device before the trial")
-    if load.power_w and evidence.step_s and evidence.samples_per_step:
-        joules = load.power_w * evidence.step_s / evidence.samples_per_step
-        notes.append(f"the devices draw {load.power_w:,.0f} W, {joules:,.3g} J a sample")
+    if load.power_w and evidence.joules_per_sample:
+        notes.append(f"the devices draw {load.power_w:,.0f} W, {evidence.joules_per_sample:,.3g} J a sample")
     return notes
 
 

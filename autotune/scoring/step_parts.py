@@ -38,7 +38,7 @@ class Evidence:
         allocated_bytes: The most that tensors took of a CUDA device.
         reserved_bytes: The most that the CUDA allocator took for them.
         device_load: The devices, where NVIDIA's management library was there.
-        samples_per_step: Samples of a step over all ranks.
+        joules_per_sample: Energy of a sample, as the metric has it; None where it was not measured.
         tf32: Whether fp32 products used TensorFloat-32; None if unknown.
         optimizer_bytes: What an unsharded optimizer's step reads and writes; None where its states are not known.
         n_blocks: Repeated blocks, of which every k-th may be recomputed.
@@ -68,7 +68,7 @@ class Evidence:
     allocated_bytes: float | None = None
     reserved_bytes: float | None = None
     device_load: DeviceLoad | None = None
-    samples_per_step: int | None = None
+    joules_per_sample: float | None = None
     tf32: bool | None = None
     n_parameters: int = 0
     optimizer_bytes: float | None = None

@@ -5,7 +5,7 @@ import pytest
 from autotune.scoring.bottleneck import BOUND_FROM, diagnose
 from autotune.scoring.effects import effects
 from autotune.scoring.step_parts import Evidence, StepObservation
-from autotune.trial.result import Traced
+from autotune.trial.result import DeviceLoad, Traced
 
 BALANCED = {
     "data": 0.001, "forward": 0.100, "backward": 0.205, "step": 0.020, "reduce": 0.010, "gather": 0.002, "wait": 0.001,
@@ -270,6 +270,12 @@ def test_convolutions_may_pass_the_peak_of_fp32_where_torch_has_them_take_tensor
     ):
         notes = diagnose(evidence({}, knobs=knobs, **given), []).notes
         assert said in next(note for note in notes if "FLOP/s over the whole step" in note)
+
+
+def test_the_energy_of_a_sample_is_that_of_the_tables():
+    """It followed from the median step, which is short where some steps are long, beside a metric of all steps."""
+    told = evidence(step_s=0.1, device_load=DeviceLoad(power_w=300.0), joules_per_sample=2.5)
+    assert "the devices draw 300 W, 2.5 J a sample" in diagnose(told, []).notes
 
 
 def test_an_offloaded_optimizer_is_not_held_against_the_devices_bandwidth():

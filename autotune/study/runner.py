@@ -46,7 +46,8 @@ BEGUN_ANEW = (
     "study {!r} was deleted, begun anew or taken up from its folder meanwhile; to help it, start the worker again"
 )
 DELETED = (
-    "study {!r} was deleted from the database meanwhile; the same command takes up the trials that its folder holds"
+    "study {!r} was deleted from the database meanwhile; the same command without --fresh takes up the trials that its"
+    " folder holds"
 )
 
 

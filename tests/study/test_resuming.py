@@ -551,7 +551,9 @@ def test_a_study_that_is_deleted_while_it_runs_ends_in_a_sentence_and_its_folder
         return report(candidate)
 
     executor.behaviour = deletes
-    with pytest.raises(UserError, match="study 's' was deleted from the database meanwhile; the same command takes up"):
+    with pytest.raises(
+        UserError, match="study 's' was deleted from the database meanwhile; the same command without --fresh"
+    ):
         runner_of(tmp_path, executor, watcher=watcher, trials=3, finalists=1).run()
     assert not any("taken for lost" in said for said in watcher.said)
     again, left, _ = run(tmp_path, trials=3, finalists=1)

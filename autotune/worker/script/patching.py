@@ -48,7 +48,7 @@ def patch(owner: Any, name: str, hook: Callable[..., Any]) -> None:
 
 
 def patch_everywhere(module: ModuleType, hooks: Mapping[str, Callable[..., Any]]) -> None:
-    """Patches functions of a module, and their copies in modules that have imported them, under whatever names."""
+    """Patches functions of a module where they are defined, and their copies in modules that have them under whatever names."""
     if not _indexed:
         index_copies()
     newer = imported_since()
@@ -57,11 +57,10 @@ def patch_everywhere(module: ModuleType, hooks: Mapping[str, Callable[..., Any]]
         if original is None:
             continue
         patch(module, name, hook)
-        for other, alias in (
-            *_holders.get(id(original), ()),
-            *_copies(newer, functools.partial(operator.is_, original)),
-        ):
-            if vars(other).get(alias) is original:
+        defined = sys.modules.get(getattr(original, "__module__", None) or ""), getattr(original, "__name__", name)
+        found = *_holders.get(id(original), ()), *_copies(newer, functools.partial(operator.is_, original))
+        for other, alias in (defined, *found):
+            if getattr(other, "__dict__", {}).get(alias) is original:
                 setattr(other, alias, getattr(module, name))
 
 

@@ -81,6 +81,18 @@ def test_modules_that_have_bound_a_function_have_the_patched_one_too(library, mo
     sys.modules.pop("shelf.reader")
 
 
+def test_a_function_that_a_package_hands_on_is_patched_where_it_is_defined_too(library, monkeypatch):
+    """A script that clips by `torch.nn.utils.clip_grad.clip_grad_norm_` was not seen to clip."""
+    (library / "shelf" / "__init__.py").write_text("from shelf.books import count\n")
+    import shelf.books
+
+    for name in ("_holders", "_indexed"):
+        monkeypatch.setattr(patching, name, {})
+    patching.index_copies()
+    patching.patch_everywhere(shelf, {"count": double})
+    assert shelf.count() == shelf.books.count() == 2
+
+
 def test_a_module_that_does_not_exist_stays_missing(library):
     patching.after_import("no_such_module", lambda module: None)
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autotune.trial.result import NOT_FINITE, GradientCheck
+from autotune.worker.measure.groups import sequence_size
 
 # Elements compared of each parameter; larger parameters are left out, since comparing copies them.
 MAX_SAMPLED, MAX_PARAMETER_SIZE = 4096, 2**20
@@ -90,7 +91,8 @@ class GradientWatch:
             return
         expected = expected[:-1]
         try:
-            self.found = self._compared(engine, expected / self.world_size)
+            # DeepSpeed adds up what the ranks of a sequence have of it.
+            self.found = self._compared(engine, expected * sequence_size(engine) / self.world_size)
         except Exception as error:  # this engine keeps gradients elsewhere: losses alone decide
             print(f"the first gradient could not be looked at: {type(error).__name__}: {error}")
 
@@ -128,7 +130,8 @@ class GradientWatch:
         numbers = error / size, norm * self.divided_by / loss_scale(engine)
         # A report is JSON, which has neither infinity nor NaN.
         error, norm = (value if math.isfinite(value) else NOT_FINITE for value in numbers)
-        return GradientCheck(error=error, norm=norm, n_micro=self.n_micro * self.world_size)
+        n_copies = self.world_size // sequence_size(engine)
+        return GradientCheck(error=error, norm=norm, n_micro=self.n_micro * n_copies)
 
 
 def _holds_own_part(parameter: Any) -> bool:

@@ -102,3 +102,23 @@ def test_all_ranks_send_one_type_whatever_default_type_a_script_has_set(monkeypa
     finally:
         torch.set_default_dtype(torch.float32)
     assert sent == [torch.float32]
+
+
+def test_ranks_that_split_a_sequence_add_up_their_gradients(monkeypatch):
+    """It was off by 100 % in each check of another precision."""
+    utils = SimpleNamespace(safe_get_full_grad=lambda parameter: 2 * parameter.grad)
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(utils=utils))
+    monkeypatch.setitem(sys.modules, "deepspeed.utils", utils)
+    monkeypatch.setattr(gradient_check.dist, "all_reduce", lambda own: own.mul_(2))
+    model = nn.Linear(3, 2)
+    watch = gradient_check.GradientWatch(model, world_size=2)
+    model(torch.ones(4, 3)).sum().backward()
+    watch.backward(
+        SimpleNamespace(
+            device="cpu",
+            is_gradient_accumulation_boundary=lambda: True,
+            optimizer=SimpleNamespace(),
+            sequence_parallel_size=2,
+        )
+    )
+    assert watch.found is not None and (watch.found.error, watch.found.n_micro) == (pytest.approx(0), 1)

@@ -47,7 +47,7 @@ class Started:
         config_source: The file that it reads its configuration from; empty for a dict in its code.
         baseline: The candidate that it is untouched, as flat knob values.
         family: The framework that it uses.
-        config_at: File and line of that dict, if it is written out.
+        config_at: File and line of that dict, if it is written out, or the file that the script writes it into.
         initialized_at: File and line where it calls `deepspeed.initialize` itself.
         uneven: Its batches vary in size, as its own sampler makes them.
         study: The study's name, as a word of a command.
@@ -80,6 +80,8 @@ class Started:
             return CONFIG_PARAMETERS[self.family].format(self.exported)
         where = f" at {self.initialized_at}" if self.initialized_at else ""
         instead = f"the dict at {self.config_at}" if self.config_at else "the dict that it passes now"
+        if self.config_at.endswith(".json"):
+            instead = f"{self.config_at}, which it writes itself (and leave `args.deepspeed_config` unset, or DeepSpeed refuses both)"
         return f'pass `config="{self.exported}"` to `deepspeed.initialize`{where}, instead of {instead}'
 
     def sets_config_itself(self, changes: Sequence[str]) -> bool:
@@ -140,7 +142,7 @@ class Started:
     def own_files(self) -> frozenset[Path]:
         """The files that the command names and the script reads its configuration from."""
         how = self.invocation
-        words = [*self._words, *how.arguments, *how.environment.values(), self.config_source]
+        words = [*self._words, *how.arguments, *how.environment.values(), self.config_source, self.config_at]
         named = filter(None, (word.partition("=")[2] or word for word in words))
         return frozenset(Path(how.working_dir, name).resolve() for name in named if len(name) < LONGEST_PATH)
 

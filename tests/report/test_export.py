@@ -342,6 +342,11 @@ def test_without_a_flag_for_the_configuration_it_is_said_what_it_replaces():
     for changes, said in (
         ({"config_source": "conf/ds.json"}, "takes the place of conf/ds.json"),
         (at, call),
+        (
+            {"config_at": "out/ds.json"},
+            "instead of out/ds.json, which it writes itself (and leave `args.deepspeed_config` unset",
+        ),
+        ({"config_at": "ds_config.json"}, "-o tuned_ds_config.json`"),  # the script would write over the other
         ({}, "instead of the dict that it passes now"),
         ({**at, "family": "Lightning"}, "`DeepSpeedStrategy("),
         ({"family": "Accelerate"}, "`DeepSpeedPlugin("),

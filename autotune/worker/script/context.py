@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -58,6 +59,7 @@ class ScriptContext:
         raised: The latest error of a call of the engine, which the script has caught if it goes on; empty without one.
         at_end: Functions to call before the process ends.
         limits: Arguments that may end the script after few steps, as code.
+        began: When the script began.
         left_out: Names of DeepSpeed's own flag for the configuration, if the command leaves it out.
         json_flags: The flags that name a JSON file, by its absolute path.
         feed_worst: Makes its loaders yield the worst batch from now on; returns that batch, None where none was drawn.
@@ -74,7 +76,7 @@ class ScriptContext:
         self.recorder, self.request, self.memory = recorder, request, memory
         self.report = recorder.report
         self.script = execute.in_rank(request.script, recorder.folder.ds_config)
-        self._environment = dict(os.environ)
+        self._environment, self.began = dict(os.environ), time.time()
         self.candidate = Candidate.of(request.candidate) if request.candidate else None
         self.scratch = recorder.folder.scratch
         self.meter: Meter | None = None

@@ -11,9 +11,11 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.space.candidate import from_deepspeed
 from autotune.space.deepspeed import ConfigError, DsConfig
+from autotune.trial.target import parsed, sources
 from autotune.worker.script.patching import syntax_of
 
 ACCUMULATION = "gradient_accumulation_steps"
+FLAG = "deepspeed_config"  # DeepSpeed's own, among parsed arguments
 # A larger JSON file holds data, which take time and memory to read.
 LARGEST_BYTES = 2**20
 # What DeepSpeed computes with; it takes "auto" elsewhere for its default.
@@ -42,6 +44,24 @@ def refuse_auto(own: DsConfig) -> None:
 def config_flag(namespace: Any) -> Any:
     """Returns the configuration's path among parsed arguments, under DeepSpeed's names."""
     return getattr(namespace, "deepspeed_config", None) or getattr(namespace, "deepscale_config", None)
+
+
+def sets_flag_itself(target: Path) -> bool:
+    """Returns whether a script, or a module of the user's that it imports, sets the flag whatever the command line has there."""
+    return any(_assigns_flag(tree) for path in sources(target) if (tree := parsed(path)) is not None)
+
+
+def _assigns_flag(node: ast.AST) -> bool:
+    """Returns whether code sets `args.deepspeed_config` where it does not ask for it first."""
+    if isinstance(node, ast.If | ast.IfExp) and _names_flag(node.test):
+        return False
+    if isinstance(node, ast.Assign) and any(getattr(to, "attr", "") == FLAG for to in node.targets):
+        return not _names_flag(node.value)
+    return any(map(_assigns_flag, ast.iter_child_nodes(node)))
+
+
+def _names_flag(code: ast.expr) -> bool:
+    return any(FLAG in (getattr(node, "attr", ""), getattr(node, "value", "")) for node in ast.walk(code))
 
 
 @contextlib.contextmanager

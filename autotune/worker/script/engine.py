@@ -57,7 +57,7 @@ class PreparedModel:
     Attributes:
         config_source: Path of that configuration; empty for a dict.
         workload: Describes the model; None but in a probe, which alone reads it.
-        config_at: File and line of the dict; empty if it is not written out.
+        config_at: File and line of the dict, or the file that the script writes it into; empty if it is not written out.
         initialized_at: File and line of the script's call; empty if a framework calls.
         watch: Notes which blocks are recomputed.
         noise: Measures gradient noise, where the request asks for it.
@@ -118,8 +118,7 @@ class EngineHooks:
         if getattr(namespace, "device_rank", 0) is None:  # Lightning's, where the device is a CPU
             namespace.device_rank = int(os.environ["LOCAL_RANK"])
         source = given.get("config") or given.get("config_params")
-        if not source and (source := ds_config.config_flag(namespace)) and context.left_out:
-            context.report.flags["ds_config"] = context.left_out  # beside another source DeepSpeed refuses the flag
+        source, written = (source, "") if source else self._by_flag(namespace)
         if isinstance(source, str | os.PathLike) and (flag := context.json_flags.get(str(Path(source).absolute()))):
             context.report.flags.setdefault("ds_config", flag)
         try:
@@ -151,7 +150,9 @@ class EngineHooks:
             result = original(*bound.args, **bound.kwargs)
         if prepared is not None:
             prepared.own_rates = learning_rates(getattr(result[0], "basic_optimizer", None))
-            prepared.initialized_at, prepared.config_at = place
+            prepared.initialized_at, prepared.config_at = place[0], written or place[1]
+            # The script would write over an exported file there.
+            prepared.config_source = "" if written else prepared.config_source
             factor = follow_rate(context, result[0], prepared.own_rates)
             experts.watch(result[0].module)
             if context.request.replicate:
@@ -161,6 +162,17 @@ class EngineHooks:
             result[0].register_forward_pre_hook(context.cast, with_kwargs=True)
             self._attach_beside(result[0])
         return result
+
+    def _by_flag(self, namespace: Any) -> tuple[Any, str]:
+        """Returns the configuration's path among parsed arguments, and that again where the script sets it to a file that it writes."""
+        context, source = self._context, ds_config.config_flag(namespace)
+        if not source or not context.left_out:  # beside another source DeepSpeed refuses the flag
+            return source, ""
+        if not ds_config.sets_flag_itself(Path(context.request.target)):
+            context.report.flags["ds_config"] = context.left_out
+            return source, ""
+        written = os.path.exists(source) and os.stat(source).st_mtime > context.began
+        return source, os.path.relpath(source) if written else ""
 
     def _measure(self, engine: Any, prepared: PreparedModel, rate_factor: float) -> None:
         """Starts to measure an engine, whose updates multiply the script's rates by a factor."""

@@ -77,3 +77,21 @@ def test_a_large_file_that_a_flag_names_is_taken_for_data_and_a_folder_for_none(
     for file, n_blank in zip(files[1:], (2**20, 0), strict=True):
         file.write_text(json.dumps(own) + " " * n_blank)
     assert ds_config.filled_from(own, map(str, files)) == (str(files[2]), {})
+
+
+@pytest.mark.parametrize(
+    ("code", "itself"),
+    [
+        ('args.deepspeed_config = os.path.join(out, "deepspeed_config.json")', True),  # as in BEiT and VideoMAE
+        ("def configure(args):\n    if args.deepspeed:\n        args.deepspeed_config = write(args)", True),
+        ("if not args.deepspeed_config:\n    args.deepspeed_config = write(args)", False),
+        ('if getattr(args, "deepspeed_config", None) is None:\n    args.deepspeed_config = write(args)', False),
+        ("args.deepspeed_config = args.deepspeed_config or write(args)", False),
+        ('args.config = "deepspeed_config"', False),
+    ],
+)
+def test_a_script_that_sets_deepspeeds_flag_whatever_was_given_is_known(tmp_path, code, itself):
+    """Its exported command had `--deepspeed_config ds_config.json`, in place of which the script read a file that it wrote itself."""
+    (tmp_path / "setup.py").write_text(code)
+    (tmp_path / "train.py").write_text("import setup\n")
+    assert ds_config.sets_flag_itself(tmp_path / "train.py") == itself

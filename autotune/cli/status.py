@@ -104,7 +104,7 @@ def status(
         Exit status: 0, or 130 if the user stopped watching (143 by SIGTERM, 129 by SIGHUP).
     """
     from autotune.report import attempts, load
-    from autotune.retune import fingerprint
+    from autotune.retune import fingerprint, retuning
     from autotune.session import STUDIES, open_study
     from autotune.study.storage import leases, records
 
@@ -128,7 +128,8 @@ def status(
         print(json.dumps(data, indent=1) if as_json else plain)
         return 0
     held = {lease.name: _holder(lease) for lease in leases.leases(opened.storage, name)}
-    changed = [change.words for change in fingerprint.quick_changes(opened.record, opened.target)]
+    looked_at = retuning.last_looked_at(opened.history, name, opened.record)  # by a re-tuning since, if there was one
+    changed = [c.words for c in fingerprint.changes(looked_at, fingerprint.here(opened.record, opened.target))]
     data = {**load.status_data(report, len(records.running(opened.study))), "process": pid}
     data |= {"held": held, "changed": changed}
     if as_json:

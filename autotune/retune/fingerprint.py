@@ -225,7 +225,7 @@ def here(kept: StudyRecord, target: Path) -> Fingerprint:
 
 
 def quick_changes(kept: StudyRecord, target: Path) -> list[Change]:
-    """Changes since a study that show without loading torch or the model; for `autotune status`."""
+    """Changes since a study that show without loading torch or the model."""
     return changes(Fingerprint.of(kept), here(kept, target))
 
 

@@ -19,6 +19,7 @@ from autotune.cli.history import delete
 from autotune.cli.history import history as list_history
 from autotune.cli.retune import changes, retune
 from autotune.cli.schedule import schedule_add, schedule_export, schedule_list, schedule_remove, schedule_run
+from autotune.cli.status import status
 from autotune.errors import Unavailable, UserError
 from autotune.report import load
 from autotune.report.next_steps import reproduce
@@ -149,6 +150,19 @@ def test_what_is_due_on_a_change_waits_for_one_and_is_due_again_a_period_later(s
     assert retune("s", if_due=True) == 0
     assert "nothing has changed since" in capsys.readouterr().err
     assert time.time() < known(studies).schedules()[0]["next_run_at"] <= time.time() + 7 * 86400
+
+
+def test_status_asks_no_more_about_a_change_that_a_retuning_has_looked_at(studies, capsys, monkeypatch):
+    """It asked whether the answer is still right, after `retune` had said that it is."""
+    kept = records.record(records.load_study(records.open_storage(records.default_url(studies)), "s"))
+    now = fingerprint.Fingerprint(values={**fingerprint.Fingerprint.of(kept).values, "target": "edited"})
+    monkeypatch.setattr(fingerprint, "here", lambda *_: now)
+    status("s", once=True)
+    assert "text of the target has changed" in capsys.readouterr().out
+    history = known(studies)
+    history.decide("s", history.begin("s", "asked"), verdict="unchanged", evidence={"looked_at": now.values})
+    status("s", once=True)
+    assert "changed since" not in capsys.readouterr().out
 
 
 def test_a_study_that_is_being_run_is_left_to_whoever_runs_it(studies, capsys):

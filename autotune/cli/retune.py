@@ -111,7 +111,7 @@ def retune(
         raise UserError(f"--checkpoint {checkpoint}: there is no such folder")
     try:
         decision = _retuned(opened, asked, {"ranks": ranks, "from_checkpoint": str(checkpoint) if checkpoint else None})
-    except retuning.AttemptsError as error:
+    except (retuning.AttemptsError, retuning.CommandError) as error:
         print(f"autotune: {error}", file=sys.stderr)
         return STATUS["failed"]
     except KeyboardInterrupt as stop:
@@ -167,6 +167,7 @@ def _decided(run: Retuning, wanted: StudySpec, view: EventSink) -> Decision:
     from optuna.exceptions import StorageInternalError
     from sqlalchemy.exc import SQLAlchemyError
 
+    from autotune.retune.retuning import CommandError
     from autotune.study.setup.engine import executor_for
     from autotune.study.setup.plan import plan, profiled
     from autotune.study.storage import records
@@ -177,7 +178,7 @@ def _decided(run: Retuning, wanted: StudySpec, view: EventSink) -> Decision:
         with executor_for(wanted, run.path) as executor:
             found = profiled(plan(wanted, executor, run.path), executor, run.path, view)
             return run.run(found, executor)
-    except GoneError:
+    except (GoneError, CommandError):
         raise
     except (records.StoreError, SQLAlchemyError, StorageInternalError, Unavailable, KeyboardInterrupt):
         run.excuse()  # no decision; only what was killed counts as an attempt

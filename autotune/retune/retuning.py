@@ -59,6 +59,10 @@ class AttemptsError(UserError):
     """A re-tuning that was killed at each attempt."""
 
 
+class CommandError(UserError):
+    """The user's `--on-change` command failed; the configuration stays replaced."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RetuneRequest:
     """The user's options for a re-tuning.
@@ -180,6 +184,7 @@ class Retuning:
 
         Raises:
             GoneError: The study was deleted meanwhile.
+            CommandError: The decision is stored, and `--on-change` failed.
         """
         now = Fingerprint.now(found)
         digest = now.digest(found)
@@ -199,6 +204,9 @@ class Retuning:
         news = fingerprint.changes(last_looked_at(self.history, self.name, self.kept), now)
         try:
             decision = self._decide(found, executor, changes, news)
+        except CommandError:
+            self._close(Decision.of_data(self.evidence["replacing"], self.path))
+            raise
         finally:
             self._clear_if_gone()
         self._close(decision)
@@ -395,7 +403,7 @@ def _run_command(command: str, name: str, folder: Path, decision: Decision) -> N
     """Run the user's `--on-change` command.
 
     Raises:
-        UserError: The command failed. The configuration stays replaced.
+        CommandError: The command failed.
     """
     gain = decision.duel.gain if decision.duel else None
     variables = {
@@ -409,7 +417,7 @@ def _run_command(command: str, name: str, folder: Path, decision: Decision) -> N
     # Standard output is the decision's, which --json gives to a program.
     done = subprocess.run(command, shell=True, env={**os.environ, **variables}, stdout=STDERR, check=False)
     if done.returncode:
-        raise UserError(
+        raise CommandError(
             f"the configuration is replaced, but --on-change ended with status {done.returncode}: {command}"
         )
 

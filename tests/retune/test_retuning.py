@@ -34,7 +34,7 @@ from autotune.retune import retuning as retuning_module
 from autotune.retune.comparison import Comparison, EarlierRatio, Reading
 from autotune.retune.decision import Decision, Difference, RetuneVerdict
 from autotune.retune.fingerprint import Change, Fingerprint
-from autotune.retune.retuning import RetuneRequest, Retuning, last_looked_at
+from autotune.retune.retuning import CommandError, RetuneRequest, Retuning, last_looked_at
 from autotune.scoring.measured import Measured
 from autotune.scoring.objective import Objective
 from autotune.session import open_study
@@ -377,6 +377,16 @@ def test_the_user_s_command_hears_of_a_replacement_and_of_nothing_else(tmp_path,
     ]  # fmt: skip
     printed = capfd.readouterr()
     assert "it runs" in printed.err and "it runs" not in printed.out  # where a program reads the decision
+
+
+@pytest.mark.process
+def test_a_user_s_command_that_fails_leaves_the_decision_as_it_is(tmp_path):
+    """The history said of the replacement that it had failed, and the next one looked at the same changes again."""
+    with pytest.raises(CommandError, match="the configuration is replaced, but --on-change ended with status 3"):
+        retune(tmp_path, Instant(slow_bf16), on_change="exit 3")
+    [row] = history(tmp_path).decisions("s")
+    assert row["verdict"] == RetuneVerdict.IMPROVED and row["evidence"]["duel"] and "precision" not in config(tmp_path)
+    assert history(tmp_path).interrupted("s") is None
 
 
 # Interrupted, deleted.

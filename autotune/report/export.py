@@ -431,13 +431,14 @@ def pick_or_trial(report: StudyReport, pick: str | None, number: int | None) -> 
     """The point to export."""
     name, picks, baseline = report.name, report.picks, report.baseline
     if number is not None:
-        every = [*picks.values(), *report.front, *report.trials]
-        found = next((point for point in every if point["trial"] == number), None)
-        if found is None:
+        # Of one trial each says what others leave out; of its picks the first counts.
+        every = [*report.trials, *report.front, *list(picks.values())[::-1]]
+        found = {name: value for point in every if point["trial"] == number for name, value in point.items()}
+        if not found:
             numbers = [row["trial"] for row in report.trials]
             known = f"it has {min(numbers)} to {max(numbers)}" if numbers else "it has none"
             raise StoreError(f"study {name!r} has no finished trial {number!r}; {known}")
-        return dict(found)
+        return found
     named = dict(picks) | ({"baseline": baseline} if baseline else {})
     pick = pick or "recommended"
     if pick_name(pick) not in named:

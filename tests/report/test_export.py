@@ -5,6 +5,7 @@ import os
 import shlex
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -625,6 +626,14 @@ def test_a_trial_that_is_no_pick_is_exported_with_what_is_wrong_with_it(tmp_path
     assert any("`autotune export s --trial 1 -o ds_config.json`" in note for note in flags)
     text = export_pick(found, None, 1, "accelerate", Path("some/name.yaml")).text
     assert text.startswith("# Use: accelerate launch --config_file some/name.yaml train.py\n")
+
+
+def test_a_trial_of_the_front_that_is_no_pick_is_exported_with_what_it_takes_besides_the_json():
+    """Its point on the front alone was exported: the command said nothing of a batch that TrainingArguments carry."""
+    row = {"trial": 1, "outcome": "complete", "script_side_changes": ["Gradient: it is twice as large."]}
+    point = {"trial": 1, "doubt": "was not checked"}
+    found = SimpleNamespace(name="s", picks={}, baseline=None, front=[point], trials=[{"trial": 0}, row])
+    assert pick_or_trial(found, None, 1) == row | point
 
 
 def test_a_trial_that_is_no_pick_is_exported_with_the_learning_rate_that_it_ran_with(tmp_path):

@@ -120,9 +120,12 @@ class StudyState:
 
         That is settings, the text of the target, and what was found in it: model and data may come from other files.
         """
-        found = list(_differences(kept.fingerprint, json.loads(json.dumps(self._fingerprint))))
-        named = [f"the text of {self.spec.target.name}" if name == "target" else name for name in found]
+        named = [f"the text of {self.spec.target.name}" if name == "target" else name for name in self._stated(kept)]
         return [*named, *_found_otherwise(kept.workload, self.plan.workload)]
+
+    def _stated(self, kept: StudyRecord) -> list[str]:
+        """The settings, and `target` for its text, that a study that was kept has other than this one."""
+        return list(_differences(kept.fingerprint, json.loads(json.dumps(self._fingerprint))))
 
     def changed_machine(self) -> list[str]:
         """What times depend on and is not as when the study began: device, threads, torch, DeepSpeed."""
@@ -149,9 +152,14 @@ class StudyState:
 
     def _check_same(self, kept: StudyRecord) -> None:
         if changed := self.differences(kept):
+            name, edited = (
+                self.spec.name,
+                set(self._stated(kept)) <= {"target"} and not generation_of(self.spec.name)[1],
+            )
+            retuned = f"; or `autotune retune {name}` tells whether its answer holds for what the target is now"
             raise UserError(
-                f"study {self.spec.name!r} exists, but differs in {', '.join(changed)}, so its trials cannot be"
-                " compared with new ones. Choose another --study name, or start over with --fresh"
+                f"study {name!r} exists, but differs in {', '.join(changed)}, so its trials cannot be"
+                f" compared with new ones. Choose another --study name, or start over with --fresh{retuned * edited}"
             )
 
     def settle(

@@ -31,6 +31,14 @@ def test_steps_take_longer_by_the_cores_that_they_want_over_those_that_are_left(
     assert math.exp(log_slowdown(others, wanted, n_cores)) == pytest.approx(factor)
 
 
+@pytest.mark.parametrize(
+    ("waited", "factor"),
+    [((), 2.0), ((0.0,), 1.0), ((0.2,), 1.25), ((0.2, 0.2), 1.25**2), ((0.9, 0.9), 2.0), ((1.0,), 2.0), ((1.5,), 2.0)],
+)
+def test_no_step_takes_longer_for_others_than_its_threads_waited_for_cores(waited, factor):
+    assert math.exp(log_slowdown(1.1, 2, 2, waited)) == pytest.approx(factor)
+
+
 def test_a_baseline_beside_others_is_no_slower_than_a_trial_without():
     """Each of 12 studies of equal candidates on a machine whose load came and went claimed 2.0x where its baseline was read beside it."""
     trials = [

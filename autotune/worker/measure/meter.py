@@ -232,11 +232,13 @@ class Meter:
         """
         rows: list[Any] = [None] * dist.get_world_size()
         machine = machine_load.machine_id()
-        dist.all_gather_object(rows, (machine, machine_load.own_cpu_s() - self._cpu_before, torch.get_num_threads()))
-        own_s, n_threads = map(sum, zip(*(own for where, *own in rows if where == machine), strict=True))
+        own_cpu_s = machine_load.own_cpu_s() - self._cpu_before
+        dist.all_gather_object(rows, (machine, own_cpu_s, torch.get_num_threads(), self._busyness.waited()))
+        here = list(zip(*(own for where, *own in rows if where == machine), strict=True))
+        own_s, n_threads, waited = sum(here[0]), sum(here[1]), here[2]
         used, on_cpu = self._busyness.cores_used_by_others(own_s), self.memory.on_cpu
         wanted = min(n_threads, machine_load.cpu_limit())
-        slowdown = shared_cores.log_slowdown(used, wanted, self._busyness.n_cores) if on_cpu else 0.0
+        slowdown = shared_cores.log_slowdown(used, wanted, self._busyness.n_cores, waited) if on_cpu else 0.0
         return self._highest(used), self._highest(slowdown)
 
     def _highest_peak(self) -> float:

@@ -182,7 +182,9 @@ def test_growth_since_the_last_look_is_seen_at_the_end(mib, status):
 
 @pytest.mark.parametrize(("own_s", "cores"), [(2.0, 0.5), (9.0, 0.0)])
 def test_load_by_others_is_without_our_own_and_never_negative(monkeypatch, own_s, cores):
-    readings = iter([(100.0, 10.0), (103.0, 12.0)])  # busy seconds of all cores, and the wall clock
+    readings = iter(
+        [(100.0, 0.0, 10.0), (103.0, 0.0, 12.0)]
+    )  # busy and stolen seconds of all cores, and the wall clock
     monkeypatch.setattr(machine_load.Busyness, "_read", staticmethod(lambda: next(readings)))
     assert machine_load.Busyness().cores_used_by_others(own_s) == pytest.approx(cores)
 
@@ -233,7 +235,43 @@ def test_a_limit_on_cores_is_that_of_all_control_groups_around(tmp_path, groups,
 def test_the_machine_s_busy_time_grows():
     before = machine_load.Busyness._read()
     sum(range(2_000_000))
-    assert all(now > then for now, then in zip(machine_load.Busyness._read(), before, strict=True))
+    now = machine_load.Busyness._read()
+    assert now[0] > before[0] and now[1] >= before[1] and now[2] > before[2]
+
+
+@pytest.mark.parametrize(
+    ("waits", "ended_s", "share"),
+    [
+        ({"1": 1.5, "2": 1.0}, 0.0, (1.0 + 0.25) / 2),  # another thread since then; 1/4 s stolen from each core
+        ({}, 0.0, 1.0),  # a kernel that does not tell
+        ({"1": 1.5}, 3.0, 1.0),  # a loader's workers have ended, and what they waited is lost
+    ],
+)
+def test_what_threads_waited_for_a_core_is_a_share_of_the_time(monkeypatch, waits, ended_s, share):
+    readings = iter([(0.0, 0.0, 10.0), (4.0, 0.5, 12.0)])
+    monkeypatch.setattr(machine_load.Busyness, "_read", staticmethod(lambda: next(readings)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    found, ended = iter([{"1": 1.0}, waits]), iter([0.0, ended_s])
+    monkeypatch.setattr(machine_load, "waits_s", lambda: next(found))
+    monkeypatch.setattr(machine_load, "ended_cpu_s", lambda: next(ended, ended_s))
+    assert machine_load.Busyness().waited() == pytest.approx(share)
+
+
+@pytest.mark.process
+def test_threads_of_this_process_and_of_those_that_it_starts_are_seen_to_wait_for_cores():
+    """One that sleeps waits for none, and one of two on one core waits for half of the time."""
+    if not machine_load.waits_s():
+        pytest.skip("this kernel does not tell how long threads wait for a core")
+    spin = f"import os\nos.sched_setaffinity(0, [{min(os.sched_getaffinity(0))}])\nwhile True: pass"
+    both = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(2)]
+    asleep = subprocess.Popen(["sleep", "60"])
+    try:
+        assert wait_until(lambda: all(machine_load.waits_s().get(str(each.pid), 0.0) > 0.4 for each in both))
+        assert machine_load.waits_s()[str(asleep.pid)] < 0.2
+    finally:
+        for each in (*both, asleep):
+            each.kill()
+            each.wait()
 
 
 def test_peaks_of_a_device_outlive_those_who_reset_them(monkeypatch):

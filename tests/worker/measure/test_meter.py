@@ -200,16 +200,19 @@ def test_busy_cores_disturb_ranks_on_a_cpu_and_not_on_a_device_whose_use_nobody_
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize(("limit", "factor"), [(math.inf, 2.0), (2.0, 1.0)])
-def test_others_slow_no_trial_down_that_may_not_use_what_they_take(monkeypatch, limit, factor):
+@pytest.mark.parametrize(("limit", "waited", "factor"), [(math.inf, 1.0, 2.0), (2.0, 1.0, 1.0), (math.inf, 0.2, 1.25)])
+def test_others_slow_no_trial_down_that_may_not_use_what_they_take_or_does_not_wait_for_it(
+    monkeypatch, limit, waited, factor
+):
+    """What sleeps leaves its cores to others: half of what it gained over another that slept three times as long was put down to them."""
     meter = Meter.__new__(Meter)
-    own = [(machine_load.machine_id(), 0.0, 8)]
+    own = [(machine_load.machine_id(), 0.0, 8, waited)]
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(dist, "all_gather_object", lambda rows, _: rows.__setitem__(slice(None), own))
     monkeypatch.setattr(Meter, "_highest", lambda _, value: float(value))
     monkeypatch.setattr(machine_load, "cpu_limit", lambda: limit)
     meter.memory, meter._cpu_before = SimpleNamespace(on_cpu=True), 0.0
-    meter._busyness = SimpleNamespace(cores_used_by_others=lambda _: 4.1, n_cores=8)
+    meter._busyness = SimpleNamespace(cores_used_by_others=lambda _: 4.1, n_cores=8, waited=lambda: waited)
     assert meter._load() == (4.1, pytest.approx(math.log(factor)))
 
 

@@ -254,13 +254,9 @@ class StudyReport:
         found += [*(self.study.get("left_out") or ()), *trial_notes.of(self.trials)]
         said = {trial["trial"]: list(trial.get("caveats") or ()) for trial in self.trials}
         shown = {point["trial"] for point in (*self.picks.values(), self.baseline) if point is not None}
-        known = set(map(trial_notes.without_numbers, self.workload.get("caveats") or ()))
-        by_text: dict[str, list[int]] = {}
-        for number in sorted(shown & said.keys()):
-            for text in dict.fromkeys(said[number]):
-                if trial_notes.without_numbers(text) not in known:
-                    by_text.setdefault(text, []).append(number)
-        found += [f"trial{'s' * (len(of) > 1)} {', '.join(map(str, of))}: {text}" for text, of in by_text.items()]
+        found += trial_notes.own(
+            {number: said[number] for number in sorted(shown & said.keys())}, self.workload.get("caveats") or ()
+        )
         if n := sum(any(BESIDE in text for text in texts) for texts in said.values()):
             alone = "(--overlap): their times are not those of a trial alone"
             found.append(f"{n} of {len(self.trials)} trials {BESIDE} as others {alone}")

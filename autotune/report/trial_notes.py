@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from autotune.errors import printable
 from autotune.scoring.measured import set_apart
-from autotune.trial.result import FAILURES, MACHINE_BUSY, RAN, Outcome
+from autotune.trial.result import FAILURES, MACHINE_BUSY, RAN, WRITES_FILES, Outcome
 
 Data: TypeAlias = Mapping[str, Any]
 # Characters of a failed trial's reason that are shown beside the answer: of its begin, and of its end, which says what to do.
@@ -64,6 +64,27 @@ def end_words(trial: Data) -> tuple[str, str]:
     limit = "breaks a constraint" if outcome == Outcome.COMPLETE and trial.get("feasible") is False else ""
     why = " ".join(part for part in (str(trial.get("reason") or ""), place and f"({place})") if part)
     return str(outcome).replace("_", " "), "; ".join(part for part in (why, limit) if part)
+
+
+def own(said: Mapping[int, Sequence[str]], known: Sequence[str]) -> list[str]:
+    """What trials say that is not known of the target: each once, with the trials that say it; of written files the first.
+
+    Args:
+        said: The notes of the trials that are shown, by their number.
+        known: The notes on the target.
+    """
+    seen, by_text = set(map(_matter, known)), dict[str, list[int]]()
+    for number, texts in said.items():
+        for text in dict.fromkeys(texts):
+            if _matter(text) not in seen:
+                by_text.setdefault(text, []).append(number)
+        seen |= {WRITES_FILES} & set(map(_matter, texts))
+    return [f"trial{'s' * (len(of) > 1)} {', '.join(map(str, of))}: {text}" for text, of in by_text.items()]
+
+
+def _matter(text: str) -> str:
+    """What notes on one matter have in common: their words, and where these are names of files their begin."""
+    return WRITES_FILES if text.startswith(WRITES_FILES) else without_numbers(text)
 
 
 def without_numbers(text: str) -> str:

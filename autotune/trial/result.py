@@ -19,6 +19,8 @@ OOM_EXIT_CODE = 77
 BUSY_CORES = 0.3
 # Begin of the note of a trial beside which other processes ran.
 MACHINE_BUSY = "the machine was busy"
+# Begin of the note on files that a script writes, whose names differ from run to run.
+WRITES_FILES = "the script itself writes files, as in every trial: "
 # The same for a device: share of the time that other processes computed on it.
 BUSY_SHARE = 0.1
 # Stands for infinity and NaN, which a record cannot hold.

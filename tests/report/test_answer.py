@@ -20,7 +20,7 @@ from autotune.space.candidate import Candidate
 from autotune.space.space import EXHAUSTED
 from autotune.study.events import UNFINISHED
 from autotune.study.storage import records
-from autotune.trial.result import Outcome
+from autotune.trial.result import WRITES_FILES, Outcome
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +255,15 @@ def test_a_note_on_the_target_is_not_repeated_for_each_trial_that_differs_in_a_n
     said = replace(report, workload=dict(report.workload) | {"caveats": [note.format(99)]}, trials=trials).caveats()
     assert [text for text in said if "itself writes" in text] == [note.format(99)]
     assert any(text.endswith("busy") for text in said)
+
+
+def test_a_note_on_files_that_the_script_writes_comes_once_though_each_run_writes_others():
+    """Trials that wrote more files than the probe, or fewer, had a note each, beside the study's."""
+    report, note = study_report(), f"{WRITES_FILES}out/{{}}.log"
+    trials = [trial | {"caveats": [note.format("abcdefgh"[trial["trial"] % 8])]} for trial in report.trials]
+    for known in ([f"{WRITES_FILES}out/a.log and 3 more"], []):
+        said = replace(report, workload=dict(report.workload) | {"caveats": known}, trials=trials).caveats()
+        assert len([text for text in said if WRITES_FILES in text]) == 1
 
 
 def test_trials_that_were_given_up_on_a_busy_machine_are_named():

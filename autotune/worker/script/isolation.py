@@ -20,6 +20,8 @@ import torch
 
 from autotune.errors import UserError
 from autotune.space.deepspeed import DTYPES, ZERO, DsConfig, at_path, precision_of, without_auto
+from autotune.system import temporary
+from autotune.trial.result import WRITES_FILES
 from autotune.worker.containers import n_elements, tensors_in
 from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.patching import after_import, patch, patch_everywhere, users_caller, users_frame
@@ -27,7 +29,7 @@ from autotune.worker.script.saved import put_back, set_aside
 from autotune.worker.script.saved_files import PathList, SavedFiles
 
 SAVERS = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
-MAX_FILES_NAMED = 5
+MAX_FILES_NAMED = 3
 # Files of a checkpoint of DeepSpeed's that hold the script's own state, without and with ZeRO 3.
 CLIENT_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 # What DeepSpeed has counted, and an engine goes on counting from.
@@ -96,11 +98,10 @@ class Isolation:
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
         if written := sorted(self._written.paths()):  # by any rank; their names may hold the time of day
-            named = ", ".join(written[:MAX_FILES_NAMED])
+            folder = self._context.script.working_dir
+            named = ", ".join(min(path, os.path.relpath(path, folder), key=len) for path in written[:MAX_FILES_NAMED])
             n_more = len(written) - MAX_FILES_NAMED
-            self._context.once(
-                f"the script itself writes files, as in every trial: {named}{f' and {n_more} more' * (n_more > 0)}"
-            )
+            self._context.once(f"{WRITES_FILES}{named}{f' and {n_more} more' * (n_more > 0)}")
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Saves into the scratch folder, where the script finds it; in place of weights, which cost time and space, next to nothing."""
@@ -282,6 +283,10 @@ class Isolation:
         """Notes a file that is written, once; a library that writes elsewhere writes its own cache."""
         if self._closed or path in self._noted or self._is_ours(path) or "__pycache__" in path:
             return
+        if (folder := Path(os.environ.get("TMPDIR", ""))).name.startswith(temporary.PREFIX) and folder in Path(
+            path
+        ).parents:
+            return  # the trial's folder for temporary files, which is removed
         if (path.startswith(self._working_dir) and not path.startswith(_caches())) or users_caller():
             self._noted.add(path)
             self._written.add(path)

@@ -18,6 +18,7 @@ import torch
 
 from autotune.errors import UserError
 from autotune.space.candidate import Candidate
+from autotune.trial.result import WRITES_FILES
 from autotune.worker.measure.batches import BatchObserver
 from autotune.worker.script import isolation
 from autotune.worker.script.context import ScriptContext
@@ -52,14 +53,14 @@ def test_a_librarys_cache_in_the_working_folder_is_no_file_of_the_scripts(tmp_pa
     assert found._written.paths() == [str(tmp_path / "metrics.json")]
 
 
-def test_files_that_a_script_writes_are_told_in_one_sentence(tmp_path):
-    found, said = rank(tmp_path), []
+def test_files_that_a_script_writes_are_told_in_one_short_sentence(tmp_path, monkeypatch):
+    found, said, temporary = rank(tmp_path), [], tmp_path / "autotune-1"
     found._context.once = said.append
-    for i in range(7):
-        found._audit("open", (str(tmp_path / f"{i}.log"), "w", os.O_WRONLY))
+    monkeypatch.setenv("TMPDIR", str(temporary))  # the trial's, which is removed
+    for path in (*(tmp_path / "out" / f"{i}.log" for i in range(7)), temporary / "autotune-imports"):
+        found._audit("open", (str(path), "w", os.O_WRONLY))
     found.close()
-    (sentence,) = said
-    assert str(tmp_path / "4.log") in sentence and sentence.endswith(" and 2 more")
+    assert said == [f"{WRITES_FILES}out/0.log, out/1.log, out/2.log and 4 more"]
 
 
 def test_what_a_rank_writes_as_it_ends_is_no_file_of_the_scripts(tmp_path):
@@ -82,7 +83,7 @@ def test_files_of_all_ranks_are_told_by_each(tmp_path):
     (tmp_path / "rank1.tmp").touch()
     others._rename(os.rename, tmp_path / "rank1.tmp", tmp_path / "rank1.json")
     found.close()
-    assert said[0].endswith(", ".join(str(tmp_path / name) for name in ("rank0.csv", "rank1.csv", "rank1.json")))
+    assert said == [f"{WRITES_FILES}rank0.csv, rank1.csv, rank1.json"]
 
 
 def test_a_file_that_is_moved_into_its_place_is_told_by_its_last_name(tmp_path):
@@ -93,7 +94,7 @@ def test_a_file_that_is_moved_into_its_place_is_told_by_its_last_name(tmp_path):
         found._audit("open", (str(tmp_path / "shard.tmp"), "w", os.O_WRONLY))
         found._rename(os.rename, tmp_path / "shard.tmp", tmp_path / "shard.tar")
     found.close()
-    assert said[0].count("shard") == 1 and said[0].endswith(str(tmp_path / "shard.tar"))
+    assert said == [f"{WRITES_FILES}shard.tar"]
 
 
 def test_a_script_that_goes_on_from_a_checkpoint_gets_what_it_saved_there_and_no_weights(tmp_path):

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from autotune.errors import SpecError
 from autotune.report.data import StudyReport
 from autotune.space.deepspeed import Scalar
 from autotune.study.spec.yaml_file import read_yaml
-from autotune.system.files import shown
+from autotune.system.files import shown, tail
 from autotune.trial.command import EXPORTED_CONFIG, Invocation, has_flag, joined
 from autotune.trial.workload import ACCELERATE, LIGHTNING, TRAINER
 
@@ -28,6 +29,10 @@ HF_HOME = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME"
 DEFAULT_ACCELERATE_CONFIG = Path(os.path.expanduser(HF_HOME), "accelerate", "default_config.yaml")
 # A longer word of a command names no file.
 LONGEST_PATH = 4096
+# Keys that a YAML or JSON file of TrainingArguments has, and one of DeepSpeed's has not; a larger file holds data.
+TRAINING_KEY = re.compile(r"\b(per_device_train_batch_size|output_dir)[\"']?\s*:")
+DEEPSPEED_KEY = re.compile(r"\bdeepspeed[\"']?\s*:")
+LARGEST_ARGUMENTS_BYTES = 1 << 20
 # Where frameworks take a DeepSpeed configuration in code.
 CONFIG_PARAMETERS = {
     TRAINER: 'pass `deepspeed="{}"` to `TrainingArguments`',
@@ -100,6 +105,33 @@ class Started:
         folder = self.invocation.working_dir
         there = os.path.isdir(folder) and not os.path.samefile(folder, os.curdir)
         return replace(self, way=str(shown(Path(folder)))) if there else self
+
+    def without_flags(self, flags: Sequence[Sequence[str]]) -> str:
+        """Where a script that parses no TrainingArguments from its command line gets them, and what to set there.
+
+        Args:
+            flags: Those of the pick, each with its value if it has one.
+        """
+        parsed, texts = {option for options in self.flags.values() for option in options}, self._argument_files
+        names_config = any(map(DEEPSPEED_KEY.search, texts.values()))
+        keys = [
+            f"`{flag.removeprefix('--')}: {''.join(value) or 'true'}`"
+            for flag, *value in flags
+            if flag not in parsed and (names_config or flag != "--deepspeed")
+        ]
+        where = " or ".join(texts) or "its code, or the file that it reads them from"
+        config = "" if names_config else f", and {self.in_code}"
+        return f"The script parses no flags of TrainingArguments: set {', '.join(keys)} in {where}{config}."
+
+    @property
+    def _argument_files(self) -> dict[str, str]:
+        """The texts of the files of TrainingArguments that the command names, as HfArgumentParser reads them."""
+        arguments, texts = self.invocation.arguments, dict[str, str]()
+        for name in (word.partition("=")[2] or word for word in arguments if word.endswith((".json", ".yaml", ".yml"))):
+            found = tail(Path(self.invocation.working_dir, name), LARGEST_ARGUMENTS_BYTES, whole=True)
+            text = (found or b"").decode(errors="replace")
+            texts |= {name: text} if TRAINING_KEY.search(text) else {}
+        return texts
 
     def reads(self, form: str) -> bool:
         """Whether the script reads a format of `autotune export`."""

@@ -370,6 +370,24 @@ def test_no_flag_names_the_json_of_a_trainer_whose_code_sets_another():
 
 
 @pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("output_dir: out\n", "in exp.yaml, and pass `deepspeed="),
+        ('{"output_dir": "out", "deepspeed": "ds.json"}', ", `deepspeed: ds_config.json` in exp.yaml."),
+        ("lr: 1\n", "in its code, or the file that it reads them from, and pass `deepspeed="),
+    ],
+)
+def test_a_script_that_parses_no_training_arguments_is_told_where_to_set_them(text, where, tmp_path):
+    """Flags were printed without a word for a script that reads a YAML or JSON file (HfArgumentParser.parse_yaml_file)."""
+    (tmp_path / "exp.yaml").write_text(text)
+    how = replace(STARTED.invocation, working_dir=str(tmp_path), arguments=("exp.yaml", "x" * 9000))
+    started, chosen = replace(STARTED, family=TRAINER, flags={}, invocation=how), pick(CANDIDATES[2])
+    (said,) = [note for note in notes(chosen, "hf-args", started) if "parses no flags" in note]
+    assert where in said and "`per_device_train_batch_size: 4`, " in said and "`gradient_checkpointing: true`" in said
+    assert not any("parses no" in note for note in notes(chosen, "hf-args", replace(started, flags=HF)))
+
+
+@pytest.mark.parametrize(
     ("form", "families"),
     [("hf-args", {"transformers' Trainer"}), ("accelerate", {"transformers' Trainer", "Accelerate"})],
 )

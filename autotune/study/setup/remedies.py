@@ -1,11 +1,13 @@
 """What a user is told of a batch that does not move in a script, and of settings without effect there, with the remedy."""
 
 import ast
+import re
 from pathlib import Path
 
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import is_int
 from autotune.study.spec.spec import StudySpec
+from autotune.system import files
 from autotune.trial.command import templates_in
 from autotune.trial.result import Observed, Outcome, TrialResult
 from autotune.trial.target import module_constants
@@ -19,6 +21,10 @@ REMEDY = {
     f" (`--set NAME={{{name}}}`) or a variable of the launch command (`autotune run 'NAME={{{name}}} torchrun ...'`)"
     for name in SCRIPT_BATCH
 }
+# Files of settings that a script may read; a larger one holds data.
+SETTINGS_ENDINGS, LARGEST_SETTINGS_BYTES = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg"), 1 << 20
+# What tells a script of raw DeepSpeed the value of its configuration, which is the trial's.
+ENGINE_METHODS = {MICRO: "train_micro_batch_size_per_gpu", ACCUMULATION: "gradient_accumulation_steps"}
 # What was seen where a template carries the field, and yet the script trains as before; with the remedy.
 PASSED_IN_VAIN = {
     "micro_batch_size": "the first dimension of what its engine is fed stayed the same. To tune it, pass it to what makes the batches, and"
@@ -90,7 +96,25 @@ def unmoved(spec: StudySpec, probed: Probed, name: str, seen: Observed) -> str:
     if name in spec.templated():
         return f"the script was given another `{{{name}}}`, and {PASSED_IN_VAIN[name]}"
     why = "the script cuts each batch into parts of that size" if cuts else "no flag, constant or DataLoader moves it"
-    return f"{why}. {_remedy(spec, name, getattr(probed, name))}"
+    value = getattr(probed, name)
+    own = [] if cuts else _own_files(spec, probed, value)
+    if own and value not in dict(_constants(spec)).values():
+        engine = f"the engine (`engine.{ENGINE_METHODS[name]}()`) or " * (probed.family == "raw DeepSpeed")
+        return (
+            f"{why}, and trials leave {' and '.join(own)} as {'they are' if len(own) > 1 else 'it is'}. To tune it, have the script"
+            f" take it from {engine}a flag that wins over the file (`--flag {{{name}}}` on the command line)"
+        )
+    return f"{why}. {_remedy(spec, name, value)}"
+
+
+def _own_files(spec: StudySpec, probed: Probed, value: int) -> list[str]:
+    """Returns the files of settings that the command names and a value stands in, but for DeepSpeed's, which trials replace."""
+    how, found = spec.how(), list[str]()
+    for name in (word.partition("=")[2] or word for word in how.arguments):
+        if name.endswith(SETTINGS_ENDINGS) and name != probed.config_source and value > 1:  # a 1 stands in each file
+            text = files.tail(Path(how.working_dir, name), LARGEST_SETTINGS_BYTES, whole=True) or b""
+            found += [name] * bool(re.search(rf"[:=]\s*{value}(?![\w.])".encode(), text))
+    return found
 
 
 def _remedy(spec: StudySpec, name: str, value: int) -> str:

@@ -145,6 +145,36 @@ def test_the_constants_that_may_carry_what_does_not_move_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("text", "family", "said"),
+    [
+        (
+            '{"model": {"batch_size": 4}}',
+            "raw DeepSpeed",
+            "take it from the engine (`engine.train_micro_batch_size_per_gpu()`) or a",
+        ),
+        ('{"model": {"batch_size": 4}}', "Lightning", "have the script take it from a flag that wins over the file"),
+        (
+            '{"model": {"batch_size": 40}}',
+            "raw DeepSpeed",
+            "no flag, constant or DataLoader moves it. To tune it, pass it by a flag",
+        ),
+    ],
+)
+def test_a_batch_in_a_file_of_the_scripts_is_told_from_one_that_a_constant_may_carry(text, family, said, tmp_path):
+    """The remedies that were told (a flag, --set, a variable) cannot reach a value in a JSON file."""
+    for name in ("run.json", "ds.json"):
+        (tmp_path / name).write_text(text)
+    words = ["--config=run.json", "--ds", "ds.json", "absent.yaml"]
+    spec = StudySpec.of(SCRIPTS / "dict_config.py", {"ranks": 1, "script_args": words, "working_dir": tmp_path})
+    probed = Probed(
+        ds_config={}, micro_batch_size=4, gradient_accumulation_steps=1, family=family, config_source="ds.json"
+    )
+    found = remedies.unmoved(spec, probed, "micro_batch_size", SEEN)
+    assert said in found and ("trials leave run.json as it is" in found) is ("40" not in text)
+    assert "--flag {micro_batch_size}" in found
+
+
+@pytest.mark.parametrize(
     ("words", "outcome", "helped"),
     [
         ([], Outcome.CRASHED, True),  # which may count its micro-batches by what was not moved

@@ -17,7 +17,7 @@ from autotune.scoring.estimates import estimate
 from autotune.space.candidate import Candidate
 from autotune.space.rule import Setting
 from autotune.study.numerics_check import NumericsCheck, training_budget_s, with_batch
-from autotune.trial.folder import read_record
+from autotune.trial.folder import TrialDir, read_record, write_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import GradientCheck, Outcome, TrialResult
 
@@ -491,6 +491,28 @@ def test_a_curve_at_another_batch_is_as_long_as_what_it_is_compared_with(tmp_pat
     space, goals = [{"micro_batch_size": [8, 64], "precision": ["fp32", "bf16"]}], ["throughput"]
     run(tmp_path, executor, trials=4, sampler="grid", space=space, objectives=goals, trial_budget_s=0.01, repeats=0)
     assert [r.max_steps for r in executor.gated if r.candidate["precision"] == "bf16"] == [14]
+
+
+def test_a_curve_that_is_kept_of_another_batch_is_not_taken_for_it(tmp_path):
+    """A check that stayed undecided may be made again at another global batch."""
+    measured = []
+
+    def execute(candidate, path, **_):
+        measured.append(candidate.micro_batch_size)
+        result = TrialResult(outcome=Outcome.COMPLETE, candidate=candidate.values())
+        write_record(TrialDir(path).result, result)
+        return result
+
+    state = SimpleNamespace(
+        plan=SimpleNamespace(baseline=Candidate(micro_batch_size=8), data_parallel=1),
+        spec=SimpleNamespace(trial_deadline_s=60.0),
+    )
+    budget = SimpleNamespace(trial_s=1.0, startup_s=lambda: 0.0, checked=lambda _: None)
+    check = NumericsCheck(state, SimpleNamespace(execute=execute), budget, None)
+    for micro_batch_size in (32, 8, 8):
+        curve = check._curve(Candidate(micro_batch_size=micro_batch_size), tmp_path / "0003" / "gate", 12, 0.1)
+        assert curve.candidate["micro_batch_size"] == micro_batch_size
+    assert measured == [32, 8]
 
 
 @pytest.mark.system

@@ -30,6 +30,11 @@ def hpz(config: Mapping[str, Scalar]) -> int:
     return value if isinstance(value, int) else 1
 
 
+def base_stage(setting: Setting) -> Scalar:
+    """The stage of the user's own configuration, which may stand there for more ranks than one."""
+    return dict(setting.base).get(f"{ZERO}stage", 0)
+
+
 def why_unlike(candidate: Candidate, setting: Setting, path: str) -> str:
     """What the split model computed unlike the whole one, where that was found; else empty."""
     own = candidate.degree(path)
@@ -119,6 +124,9 @@ DEGREE_RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: c.sequence_degree > 1 and c.zero_stage == 3,
          "ZeRO stage 3 makes the gradient of a sequence group 1/{sequence} of what it is; use stage 0, 1 or 2",
          (SEQUENCE_DEGREE, "zero_stage")),
+    Rule(lambda c, k, s: s.own_sequence > 1 and (c.zero_stage == 3) != (base_stage(s) == 3),
+         "ZeRO stage {zero_stage}: stage 3 makes the gradient of ranks that split a sequence 1/{own_sequence} of what it is elsewhere,"
+         " so a script that splits its sequences does not move to or from it", ("zero_stage",)),
     Rule(lambda c, k, s: c.sequence_degree > 1 and bool(s.no_sequence), "{no_sequence}", (SEQUENCE_DEGREE,)),
     Rule(lambda c, k, s: c.ranks_per_replica > 1 and (hpz(k) > 1 or any(k.get(path) for path in QUANTISED)),
          "ZeRO++ beside tensor or sequence groups: its groups know nothing of theirs", (*REPLICA_DEGREES, HPZ, *QUANTISED)),

@@ -20,7 +20,7 @@ from autotune.space.deepspeed import (
     ops_needed,
 )
 from autotune.space.degree import DEGREES, EXPERTS_SPLIT, PIPELINE_DEGREE, REPLICA_DEGREES, TENSOR_DEGREE
-from autotune.space.degree_rules import DEGREE_RULES, HPZ, QUANTISED, hpz, why_unfit, why_unlike
+from autotune.space.degree_rules import DEGREE_RULES, HPZ, QUANTISED, base_stage, hpz, why_unfit, why_unlike
 from autotune.space.ineffective import NO_EFFECT, STAGE_3, STAGES_1_AND_2, UNREAD_BY_BF16_OPTIMIZER, why_no_effect
 from autotune.space.rule import Rule, Setting, older
 from autotune.space.torch_settings import TF32
@@ -101,11 +101,6 @@ def _alone(setting: Setting, ranks_per_replica: int = 1) -> bool:
 
 def _offloads(candidate: Candidate) -> bool:
     return {candidate.offload_optimizer, candidate.offload_param} != {"none"}
-
-
-def _base_stage(setting: Setting) -> Scalar:
-    """The stage of the user's own configuration, which may stand there for more ranks than one."""
-    return dict(setting.base).get(f"{ZERO}stage", 0)
 
 
 OP_RULES = tuple(
@@ -316,12 +311,12 @@ RULES: tuple[Rule, ...] = (
          "communication_data_type fp16: no fp16 on this device", ("communication_data_type",)),
     # On a CPU a study of one rank tries out what more ranks will do; on a device it is the training itself.
     Rule(lambda c, k, s: _alone(s, c.tensor_degree * c.pipeline_degree) and c.zero_stage > 1 and not _offloads(c)
-         and c.zero_stage != _base_stage(s),
+         and c.zero_stage != base_stage(s),
          "ZeRO stage {zero_stage}: one rank has nothing to share out, so it only costs time; use 0 or 1, or offload",
          ("zero_stage", "offload_optimizer", "offload_param", TENSOR_DEGREE, PIPELINE_DEGREE)),
     # In 16 bits stage 1 keeps gradients in another type than stage 0, which memory shows.
     Rule(lambda c, k, s: _alone(s, c.tensor_degree * c.pipeline_degree) and c.zero_stage == 1 and c.precision in ("fp32", "torch_autocast")
-         and not _offloads(c) and c.zero_stage != _base_stage(s),
+         and not _offloads(c) and c.zero_stage != base_stage(s),
          "ZeRO stage 1: one rank has no states to share out, so in {precision} it is stage 0 with a copy; use 0, or offload",
          ("zero_stage", "precision", "offload_optimizer", "offload_param", TENSOR_DEGREE, PIPELINE_DEGREE)),
     Rule(lambda c, k, s: _alone(s) and not _offloads(c) and any(name in k for name in MESSAGES),

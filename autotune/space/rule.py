@@ -52,6 +52,7 @@ class Setting:
         heads: Attention heads of the model; 0 if unknown.
         kv_heads: Its heads of keys and values; 0 if unknown.
         no_degrees: Why the target cannot be run with degrees; empty if it can.
+        own_sequence: Ranks over which a script splits each sequence.
         no_tensor: Why its layers cannot be split over ranks; empty if they can.
         experts: Experts of the model's mixtures, each number once; empty if it has none or they are unknown.
         no_experts: Why its experts cannot be shared out; empty if they can.
@@ -100,6 +101,7 @@ class Setting:
     heads: int = 0
     kv_heads: int = 0
     no_degrees: str = ""
+    own_sequence: int = 1
     no_tensor: str = ""
     no_sequence: str = ""
     experts: tuple[int, ...] = ()

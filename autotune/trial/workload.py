@@ -22,7 +22,6 @@ HELD_SHARE = 0.1
 TRAINER, ACCELERATE, LIGHTNING = "transformers' Trainer", "Accelerate", "Lightning"
 # The batch in a DeepSpeed configuration.
 TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-BY_MICRO_BATCH = AliasChoices("by_micro_batch", "batch_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +80,8 @@ class Environment:
 
 def threads_per_rank(n_cores: int, world_size: int, omp_num_threads: str | None) -> int:
     """Returns the CPU threads of a rank: the user's `OMP_NUM_THREADS`, else its share of the cores."""
-    if omp_num_threads and omp_num_threads.isdigit() and int(omp_num_threads) > 0:
-        return int(omp_num_threads)
-    return max(1, n_cores // world_size)
+    stated = int(omp_num_threads) if omp_num_threads and omp_num_threads.isdigit() else 0
+    return stated or max(1, n_cores // world_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +190,7 @@ class Probed:
         counts_itself: It counts the micro-batches of a step itself, and DeepSpeed divides the loss by a number that stays.
         unsynced: It adds up their gradients within `engine.no_sync()`.
         model_parallel_size: Ranks that train one copy of the model together.
+        sequence_size: Ranks over which each sequence is split.
         pipeline_stages: Stages of a `PipelineModule`; 0 for another model.
         expert_parallel: Experts are spread over ranks, as in DeepSpeed's mixtures of experts.
         learning_rates: Initial rate of each parameter group; None if the optimizer chooses it.
@@ -225,6 +224,7 @@ class Probed:
     counts_itself: bool = False
     unsynced: bool = False
     model_parallel_size: int = 1
+    sequence_size: int = 1
     pipeline_stages: int = 0
     expert_parallel: bool = False
     learning_rates: tuple[float | None, ...] = ()
@@ -411,7 +411,7 @@ class Workload:
     float_buffers: bool
     client_optimizer: bool
     environment: Environment
-    by_micro_batch: Annotated[str, Field(validation_alias=BY_MICRO_BATCH)] = ""
+    by_micro_batch: Annotated[str, Field(validation_alias=AliasChoices("by_micro_batch", "batch_norm"))] = ""
     sparse: str = ""
     updates: str = ""
     optimizer: str = ""

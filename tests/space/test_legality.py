@@ -224,6 +224,8 @@ ILLEGAL = [
     ({"zero_stage": 1}, Setting(sparse="Embedding"), "those of Embedding are sparse; use 0"),
     ({"zero_stage": 3}, Setting(unsynced=True), "refuses `engine.no_sync()` there"),
     ({"zero_stage": 1}, Setting(by_hand=("gradients",), heeded=("gradients",)), "takes effect at ZeRO 0 alone"),
+    ({"zero_stage": 3}, Setting(own_sequence=2), "the gradient of ranks that split a sequence 1/2 of"),
+    ({"zero_stage": 1}, Setting(own_sequence=2, base=(("zero_optimization.stage", 3),)), "does not move to or from it"),
     ({"zero_stage": 0}, Setting(by_hand=("gradients",)), "takes effect at ZeRO 0 alone"),
     ({"precision": "bf16"}, Setting(by_hand=("weights",), heeded=("weights",)), "of weights without 16-bit ones"),
     ({"precision": "torch_autocast"}, Setting(deepspeed_version="0.17.1"), "0.17.2"),
@@ -282,6 +284,8 @@ LEGAL = [
     ({"precision": "fp16"}, replace(GPUS, deepspeed_version="0.18.2")),
     ({"precision": "fp32"}, Setting(base=tuple(ACCUMULATED.items()))),
     ({"zero_stage": 2}, replace(ONE_GPU, base=(("zero_optimization.stage", 2),))),
+    ({"zero_stage": 3}, replace(GPUS, own_sequence=2, base=(("zero_optimization.stage", 3),))),
+    ({"zero_stage": 2}, replace(GPUS, own_sequence=2, base=(("zero_optimization.stage", 1),))),
     ({"zero_stage": 3, "offload_param": "cpu"}, ONE_GPU),
     *(
         (

@@ -53,8 +53,10 @@ TOLD = ("tensor_parallel.partition_config", "tensor_parallel.preset_model")
 def facts(workload: Workload, base_config: DsConfig, world_size: int) -> dict[str, Any]:
     """Returns the fields of `Setting` that decide over degrees."""
     splitting, pipeline = workload.splitting, _of_pipeline(workload) | _of_experts(workload, base_config)
-    if workload.script is not None or splitting is None:
-        return {"no_degrees": SCRIPT if workload.script is not None else "", **pipeline}
+    if workload.script is not None:
+        return {"no_degrees": SCRIPT, "own_sequence": workload.script.sequence_size, **pipeline}
+    if splitting is None:
+        return pipeline
     told = any(at_path(base_config, path) for path in TOLD)
     why = f"the model's layers cannot be split by DeepSpeed: {splitting.tensor}"
     results = {

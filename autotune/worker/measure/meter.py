@@ -32,10 +32,6 @@ GROWS = (
     "batches grow from step to step, as in a curriculum: the answer is that of the first steps, of which a faster trial comes to larger"
     " ones; start the training at the size that most of its steps have"
 )
-STAGE_3 = (
-    "zero_stage: ZeRO 3 makes the gradient of ranks that split a sequence 1/{n} of what it is elsewhere, so a script that splits its"
-    " sequences does not move to or from it"
-)
 
 
 class Meter:
@@ -202,9 +198,6 @@ class Meter:
             raise torch.OutOfMemoryError(f"out of memory, where the script goes on with another batch ({mismatch})")
         if mismatch:
             raise NotApplied(mismatch)
-        moves = "zero_stage" in request.changed_from and request.script is not None and self.batches.shards > 1
-        if moves and 3 in (request.changed_from["zero_stage"], self.candidate.zero_stage):
-            raise NotApplied(STAGE_3.format(n=self.batches.shards))
         asked = {name: request.candidate.get(name) for name in request.changed_from}
         verdict = witness.judge(self.engine, asked, request.changed_from)
         if verdict.inert:

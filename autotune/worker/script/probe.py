@@ -123,6 +123,7 @@ def _probed(
         unsynced=meter.unsynced,
         model_parallel_size=context.request.world_size
         // (meter.data_parallel * _degree(prepared.own_config, described)),
+        sequence_size=meter.batches.shards,
         pipeline_stages=getattr(engine, "num_stages", 0),
         expert_parallel=any(getattr(p, "allreduce", True) is False for p in engine.module.parameters()),
         learning_rates=prepared.own_rates,

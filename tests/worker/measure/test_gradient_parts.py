@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from autotune.scoring.convergence.quality_gate import judge_gradient
-from autotune.space.candidate import Candidate
-from autotune.worker.measure import gradient_check, meter
-from autotune.worker.measure.ledger import NotApplied
+from autotune.worker.measure import gradient_check
 
 
 @pytest.mark.parametrize(
@@ -124,15 +122,3 @@ def test_ranks_that_split_a_sequence_add_up_their_gradients(monkeypatch):
         )
     )
     assert watch.found is not None and (watch.found.error, watch.found.n_micro) == (pytest.approx(0), 1)
-
-
-def test_a_script_that_splits_sequences_moves_to_no_other_scale_of_the_gradient():
-    """DeepSpeed's ZeRO 3 takes the mean over the ranks of a sequence, where other stages take the sum."""
-    measured = meter.Meter.__new__(meter.Meter)
-    measured.observe = lambda: SimpleNamespace(mismatch=lambda *_: None)
-    measured.request = SimpleNamespace(changed_from={"zero_stage": 3}, script=object())
-    measured.candidate = Candidate.of({"micro_batch_size": 1, "zero_stage": 1})
-    measured.batches, measured.memory = SimpleNamespace(shards=2), SimpleNamespace(refusals=0)
-    measured._refusals_before, measured.data_parallel, measured._highest = 0, 1, float
-    with pytest.raises(NotApplied, match="ZeRO 3 makes the gradient"):
-        measured.check_applied()

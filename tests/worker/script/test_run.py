@@ -264,6 +264,8 @@ def test_a_script_that_splits_its_sequences_over_ranks_is_measured_as_it_is(benc
     found = bench.plan(tmp_path / "train.py", ranks=2)
     result = bench.applied(found, micro_batch_size=2)
     assert (result.samples_per_step, result.tokens_per_step) == (2, 2 * 16)
+    # It was tried in a trial, and not applied.
+    assert "splits its sequences" in why_illegal(replace(found.baseline, zero_stage=3), found.setting)
 
 
 @pytest.mark.parametrize(("drawn", "unsure"), [(0, True), (32, False)])

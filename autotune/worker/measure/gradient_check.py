@@ -66,13 +66,16 @@ class GradientWatch:
         return whole.flatten()[chosen].float()
 
     def backward(self, engine: Any) -> None:
-        """Ends a micro-batch, and at the end of the first optimizer step compares; all ranks take part.
+        """Ends a micro-batch, and at the end of the first optimizer step compares; all ranks take part."""
+        self.n_micro += 1
+        if engine.is_gradient_accumulation_boundary():
+            self.compare(engine)
+
+    def compare(self, engine: Any) -> None:
+        """Compares the complete gradient of a step; all ranks take part.
 
         A step whose scaled gradients overflow is no optimizer step: fp16 skips some until it finds its scale.
         """
-        self.n_micro += 1
-        if not engine.is_gradient_accumulation_boundary():
-            return
         if not self._parameters:
             self._end()
             return

@@ -1,5 +1,6 @@
 """The measurement of one engine in a rank, for a `model.py` and for a training script."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -59,6 +60,9 @@ class Meter:
         self.batches, self.memory, self.checkpointer = batches, memory, checkpointer
         self._refusals_before = memory.refusals
         self.noise, self.gradients = noise, gradients
+        if gradients is not None and not getattr(engine, "managed_gradient_accumulation", lambda: True)():
+            # Each step() is then one of the optimizer, and completes the gradients first.
+            engine._take_model_step = functools.partial(self._before_update, engine._take_model_step)
         self.candidate = Candidate.of(request.candidate or {"micro_batch_size": 1})
         self.device = torch.device(engine.device)
         self.data_parallel = groups.data_parallel(engine)
@@ -149,8 +153,18 @@ class Meter:
             self.noise.backward()
         if self.gradients is not None:
             self.gradients.backward(self.engine)
-            if self.gradients.done:
-                self.report.gradient, self.gradients = self.gradients.found, None
+            self._take_gradients()
+
+    def _before_update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.gradients is not None:
+            self.gradients.compare(self.engine)
+            self._take_gradients()
+        return original(*args, **kwargs)
+
+    def _take_gradients(self) -> None:
+        """Notes the comparison of the first gradient, once it was made."""
+        if self.gradients is not None and self.gradients.done:
+            self.report.gradient, self.gradients = self.gradients.found, None
 
     def update(self, step: Callable[[], Any]) -> Any:
         """Calls the engine's step; reads the first learning rates and, where noise is measured, the gradient around it."""

@@ -37,6 +37,13 @@ def test_a_clean_gradient_is_the_mean_of_the_micro_gradients(zoo, steps, precisi
     assert found.error <= (1e-6 if precision != "bf16" and not knobs else 0.6 * WORST_ERROR)
 
 
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.system) for stage in (1, 2, 3))])
+def test_a_gradient_that_step_alone_completes_is_looked_at_within_it(zoo, stage):
+    """No backward pass is at a boundary there: the gradient was not seen, and its hooks stayed in the steps that are timed."""
+    found = first(zoo, 1, "fp32", stage, managed_gradient_accumulation=False).gradient
+    assert found is not None and (found.n_micro, found.error) == (2, pytest.approx(0, abs=1e-6))
+
+
 @pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.system) for stage in (0, 2, 3))])
 def test_what_bf16_loses_over_64_micro_steps_is_caught(zoo, stage):
     found = first(zoo, 64, "bf16", stage).gradient

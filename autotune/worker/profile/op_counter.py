@@ -25,17 +25,34 @@ LOOKED_AT_MICRO = 2.0 ** np.arange(15)
 LOOKED_AT_GRADIENT = np.array([0.0, 1.0, 2.0, 4.0, 6.0])
 
 
-def _attention(first: int, times: tuple[int, int]) -> Callable[..., int]:
+def _attention(first: int, times: tuple[int, int], keys: int = -2) -> Callable[..., int]:
     """Returns a function for the FLOPs of attention, also of several query heads to one of keys.
 
     Args:
         first: Place of the queries among the arguments; keys and values follow.
         times: Products over the width of the queries, and of the values.
+        keys: Dimension of the keys that is their number.
     """
 
     def count(*args: Any, **_: Any) -> int:
         query, key, value = (tensor.shape for tensor in args[first : first + 3])
-        return int(2 * math.prod(query[:-1]) * key[-2] * (times[0] * query[-1] + times[1] * value[-1]))
+        return int(2 * math.prod(query[:-1]) * key[keys] * (times[0] * query[-1] + times[1] * value[-1]))
+
+    return count
+
+
+def _packed_attention(first: int, times: tuple[int, int], ends: int) -> Callable[..., int]:
+    """Returns the same for samples in one row, one after the other.
+
+    Args:
+        ends: Place of the ends of their queries among the arguments; those of their keys follow.
+    """
+
+    def count(*args: Any, **_: Any) -> int:
+        query, _key, value = (tensor.shape for tensor in args[first : first + 3])
+        n_queries, n_keys = (each.long().diff() for each in args[ends : ends + 2])
+        pairs = int((n_queries * n_keys).sum())
+        return int(2 * pairs * query[-2] * (times[0] * query[-1] + times[1] * value[-1]))
 
     return count
 
@@ -63,6 +80,11 @@ FLOPS: dict[str, Callable[..., int]] = {
     "flex_attention_backward": _attention(0, (3, 2)),  # the scores are computed once more
     **dict.fromkeys(("aten._grouped_mm", "aten._scaled_grouped_mm", "transformers.grouped_mm_fallback"), _grouped),
     "transformers.grouped_mm_fallback_backward": _twice(_grouped),
+    # Of FlashAttention 2, whose heads come after the positions (flash_attn/flash_attn_interface.py).
+    "flash_attn._flash_attn_forward": _attention(0, (1, 1), keys=-3),
+    "flash_attn._flash_attn_backward": _attention(1, (3, 2), keys=-3),
+    "flash_attn._flash_attn_varlen_forward": _packed_attention(0, (1, 1), ends=3),
+    "flash_attn._flash_attn_varlen_backward": _packed_attention(1, (3, 2), ends=9),
 }
 for _name in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
     FLOPS[f"aten._scaled_dot_product_{_name}"] = _attention(0, (1, 1))

@@ -95,6 +95,32 @@ def test_attention_counts_also_where_several_query_heads_share_one_of_keys():
     assert count == 2 * 2 * 8 * 64 * 64 * (2 + 5) * 16
 
 
+@pytest.mark.parametrize(
+    ("signature", "given", "pairs"),
+    [
+        ("_flash_attn_forward({q}) -> Tensor", "q", 2 * 64 * 48 * 2),
+        ("_flash_attn_backward(Tensor dout, {q}, Tensor out) -> Tensor", "dqd", 2 * 64 * 48 * 5),
+        ("_flash_attn_varlen_forward({q}, {ends}) -> Tensor", "re", (8 * 4 + 56 * 44) * 2),
+        ("_flash_attn_varlen_backward(Tensor dout, {q}, {rest}, {ends}) -> Tensor", "drddddde", (8 * 4 + 56 * 44) * 5),
+    ],
+)
+def test_the_operations_of_flash_attention_2_count(signature, given, pairs):
+    """Models with attn_implementation="flash_attention_2" read as if attention cost nothing."""
+    tensors = {
+        "d": [torch.ones(1)], "q": [torch.ones(2, 64, 8, 16), torch.ones(2, 48, 2, 16), torch.ones(2, 48, 2, 16)],
+        "r": [torch.ones(64, 8, 16), torch.ones(48, 2, 16), torch.ones(48, 2, 16)],
+        "e": [torch.tensor([0, 8, 64], dtype=torch.int32), torch.tensor([0, 4, 48], dtype=torch.int32)],
+    }  # fmt: skip
+    parts = {"q": "Tensor q, Tensor k, Tensor v", "ends": "Tensor cu_seqlens_q, Tensor cu_seqlens_k"}
+    parts["rest"] = "Tensor out, Tensor softmax_lse, Tensor dq, Tensor dk, Tensor dv"
+    name = signature.partition("(")[0]
+    with torch.library._scoped_library("flash_attn", "FRAGMENT") as library, OpCounter([]) as counter:
+        library.define(signature.format(**parts))
+        library.impl(name, lambda first, *_: first.clone(), "CompositeExplicitAutograd")
+        getattr(torch.ops.flash_attn, name)(*(tensor for letter in given for tensor in tensors[letter]))
+    assert counter.trace.flops == 2 * pairs * 8 * 16
+
+
 def test_flexible_attention_runs_while_operations_are_counted():
     """It is an operation of higher order, which torch refuses in a mode that does not say that it takes them."""
     query = torch.ones(1, 2, 128, 16)

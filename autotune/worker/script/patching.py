@@ -62,6 +62,7 @@ def patch_everywhere(module: ModuleType, hooks: Mapping[str, Callable[..., Any]]
         for other, alias in (defined, *found):
             if getattr(other, "__dict__", {}).get(alias) is original:
                 setattr(other, alias, getattr(module, name))
+        _holders[id(getattr(module, name))] = _holders.get(id(original), [])  # it may be patched once more
 
 
 def index_copies() -> None:

@@ -77,6 +77,8 @@ def test_modules_that_have_bound_a_function_have_the_patched_one_too(library, mo
     book = shelf.books.Book
     patching.patch_everywhere(shelf.books, {"count": double, "Book": double, "no_such_function": double})
     assert shelf.reader.count() == shelf.reader.n_books() == shelf.books.count() == 2
+    patching.patch_everywhere(shelf.books, {"count": double})  # the copies of what is patched already, too
+    assert shelf.reader.count() == shelf.reader.n_books() == shelf.books.count() == 4
     assert shelf.reader.Book is str and shelf.books.Book is not book
     sys.modules.pop("shelf.reader")
 

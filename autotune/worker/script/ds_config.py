@@ -42,7 +42,7 @@ def refuse_auto(own: DsConfig) -> None:
 
 
 def config_flag(namespace: Any) -> Any:
-    """Returns the configuration's path among parsed arguments, under DeepSpeed's names."""
+    """Returns the configuration among parsed arguments, mostly its path, under DeepSpeed's names."""
     return getattr(namespace, "deepspeed_config", None) or getattr(namespace, "deepscale_config", None)
 
 

@@ -164,14 +164,15 @@ class EngineHooks:
         return result
 
     def _by_flag(self, namespace: Any) -> tuple[Any, str]:
-        """Returns the configuration's path among parsed arguments, and that again where the script sets it to a file that it writes."""
+        """Returns the configuration among parsed arguments, and its path where the script sets it to a file that it writes."""
         context, source = self._context, ds_config.config_flag(namespace)
         if not source or not context.left_out:  # beside another source DeepSpeed refuses the flag
             return source, ""
         if not ds_config.sets_flag_itself(Path(context.request.target)):
             context.report.flags["ds_config"] = context.left_out
             return source, ""
-        written = os.path.exists(source) and os.stat(source).st_mtime > context.began
+        is_path = isinstance(source, str | os.PathLike)  # DeepSpeed takes a dict there, too
+        written = is_path and os.path.exists(source) and os.stat(source).st_mtime > context.began
         return source, os.path.relpath(source) if written else ""
 
     def _measure(self, engine: Any, prepared: PreparedModel, rate_factor: float) -> None:

@@ -83,6 +83,23 @@ def test_a_model_that_is_there_is_shared_out_at_stage_3_alone(stage):
     assert given == [(model, True) if stage == 3 else (None, False)]
 
 
+@pytest.mark.parametrize("given", [{"train_batch_size": 4}, "ds_config.json", "out/ds_config.json"])
+def test_what_a_script_sets_deepspeeds_flag_to_is_a_file_that_it_writes_or_a_dict(tmp_path, monkeypatch, given):
+    """A dict, which DeepSpeed takes there, ended each trial in a TypeError."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("args.deepspeed_config = made(args)\n")
+    (tmp_path / "out").mkdir()
+    for place, at in (("ds_config.json", 1.0), ("out/ds_config.json", 9.0)):
+        (tmp_path / place).touch()
+        os.utime(place, (at, at))
+    script = context.ScriptContext.__new__(context.ScriptContext)
+    script.left_out, script.began = ["--deepspeed_config"], 5.0
+    script.request, script.report = SimpleNamespace(target=str(tmp_path / "train.py")), SimpleNamespace(flags={})
+    hooks = engine.EngineHooks(script, attach=lambda *_: None, beside=lambda _: None)
+    written = "out/ds_config.json" if given == "out/ds_config.json" else ""
+    assert hooks._by_flag(SimpleNamespace(deepspeed_config=given)) == (given, written) and not script.report.flags
+
+
 def test_a_replicate_differs_also_where_weights_are_shared_out_and_where_the_engine_is_not_called():
     """It was the original run itself, without a difference by chance, where ZeRO 3 makes the model in shards."""
     model, steps = torch.nn.Linear(4, 4), SimpleNamespace(global_steps=0)

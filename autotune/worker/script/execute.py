@@ -44,6 +44,7 @@ def execute(path: Path, script: Script) -> None:
     main.__file__ = str(path)
     if script.module:
         _as_module(main, script.module)
+    sys.modules.pop("__main__", None)  # so that it comes last: it is among what was imported since the server's index
     sys.modules["__main__"] = main
     exec(compile(tree, str(path), "exec", dont_inherit=True), main.__dict__)  # else it would inherit our __future__
 

@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, find_executable_batch_size, set_seed
 from common import Net, dataset
+from torch.nn.utils import clip_grad_norm_
 
 
 @find_executable_batch_size(starting_batch_size=8)
@@ -50,7 +51,7 @@ def main(_batch_size):
                 if args.clip == "accelerator":
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 elif args.clip == "torch":
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.5)
+                    clip_grad_norm_(model.parameters(), max_norm=0.5)
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()

@@ -51,8 +51,9 @@ class Engine:
 @pytest.fixture
 def trained(monkeypatch):
     """What is noted of three steps between which a script does something to a model's parameters."""
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", torch.nn.utils.clip_grad_norm_)
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_value_", torch.nn.utils.clip_grad_value_)
+    for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+        monkeypatch.setattr(module, "clip_grad_norm_", module.clip_grad_norm_)
+        monkeypatch.setattr(module, "clip_grad_value_", module.clip_grad_value_)
     monkeypatch.setattr(project, "holds", lambda file: file == __file__)
 
     def train(
@@ -153,7 +154,8 @@ def test_frameworks_that_read_the_norm_by_clipping_change_nothing(trained, monke
 
 def test_a_trial_whose_configuration_clips_leaves_the_scripts_own_clipping_out(monkeypatch):
     """At ZeRO 0 it clipped the sum of each micro-batch so far."""
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", torch.nn.utils.clip_grad_norm_)
+    for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+        monkeypatch.setattr(module, "clip_grad_norm_", module.clip_grad_norm_)
     monkeypatch.setattr(project, "holds", lambda file: file == __file__)
     own, other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     leave_clipping_out(SimpleNamespace(meter=SimpleNamespace(engine=SimpleNamespace(module=own))))

@@ -38,3 +38,10 @@ def test_a_module_finds_what_lies_in_the_working_folder(tmp_path, run):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text("import sys\nfolder = sys.path[0]\n")
     assert run(tmp_path / "package" / "train.py", module="package.train")["folder"] == str(tmp_path)
+
+
+def test_a_script_is_among_what_was_imported_last(tmp_path, run):
+    """The norm at which it clips by a function that it has imported itself, before it makes an Accelerator, was not seen."""
+    (tmp_path / "train.py").write_text("from functools import reduce\n")
+    run(tmp_path / "train.py")
+    assert next(reversed(sys.modules)) == "__main__"

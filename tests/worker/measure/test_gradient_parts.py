@@ -104,9 +104,10 @@ def test_all_ranks_send_one_type_whatever_default_type_a_script_has_set(monkeypa
     assert sent == [torch.float32]
 
 
-def test_ranks_that_split_a_sequence_add_up_their_gradients(monkeypatch):
+@pytest.mark.parametrize(("stage", "times"), [(0, 2), (2, 2), (3, 1)])
+def test_ranks_that_split_a_sequence_add_up_their_gradients_below_stage_3(monkeypatch, stage, times):
     """It was off by 100 % in each check of another precision."""
-    utils = SimpleNamespace(safe_get_full_grad=lambda parameter: 2 * parameter.grad)
+    utils = SimpleNamespace(safe_get_full_grad=lambda parameter: times * parameter.grad)
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(utils=utils))
     monkeypatch.setitem(sys.modules, "deepspeed.utils", utils)
     monkeypatch.setattr(gradient_check.dist, "all_reduce", lambda own: own.mul_(2))
@@ -119,6 +120,7 @@ def test_ranks_that_split_a_sequence_add_up_their_gradients(monkeypatch):
             is_gradient_accumulation_boundary=lambda: True,
             optimizer=SimpleNamespace(),
             sequence_parallel_size=2,
+            zero_optimization_stage=lambda: stage,
         )
     )
     assert watch.found is not None and (watch.found.error, watch.found.n_micro) == (pytest.approx(0), 1)

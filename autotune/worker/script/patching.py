@@ -4,7 +4,6 @@ import ast
 import functools
 import importlib.abc
 import itertools
-import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
@@ -51,15 +50,13 @@ def patch_everywhere(module: ModuleType, hooks: Mapping[str, Callable[..., Any]]
     """Patches functions of a module where they are defined, and their copies in modules that have them under whatever names."""
     if not _indexed:
         index_copies()
-    newer = imported_since()
-    for name, hook in hooks.items():
-        original = getattr(module, name, None)
-        if original is None:
-            continue
-        patch(module, name, hook)
+    originals = {name: original for name in hooks if (original := getattr(module, name, None)) is not None}
+    wanted = set(map(id, originals.values()))
+    newer = list(_copies(imported_since(), lambda value: id(value) in wanted))  # in one pass, which takes a while
+    for name, original in originals.items():
+        patch(module, name, hooks[name])
         defined = sys.modules.get(getattr(original, "__module__", None) or ""), getattr(original, "__name__", name)
-        found = *_holders.get(id(original), ()), *_copies(newer, functools.partial(operator.is_, original))
-        for other, alias in (defined, *found):
+        for other, alias in (defined, *_holders.get(id(original), ()), *newer):
             if getattr(other, "__dict__", {}).get(alias) is original:
                 setattr(other, alias, getattr(module, name))
         _holders[id(getattr(module, name))] = _holders.get(id(original), [])  # it may be patched once more

@@ -109,9 +109,13 @@ def retune(
     opened.check_own()
     if checkpoint is not None and not checkpoint.exists():
         raise UserError(f"--checkpoint {checkpoint}: there is no such folder")
+    failed = False
     try:
         decision = _retuned(opened, asked, {"ranks": ranks, "from_checkpoint": str(checkpoint) if checkpoint else None})
-    except (retuning.AttemptsError, retuning.CommandError) as error:
+    except retuning.CommandError as error:
+        print(f"autotune: {error}", file=sys.stderr)
+        failed, decision = True, error.decision
+    except retuning.AttemptsError as error:
         print(f"autotune: {error}", file=sys.stderr)
         return STATUS["failed"]
     except KeyboardInterrupt as stop:
@@ -122,7 +126,7 @@ def retune(
             print(json.dumps({"verdict": None}))  # nothing was due
         return STATUS["unchanged"]
     print(json.dumps(decision.to_data(), indent=1) if as_json else "\n".join(decision.lines()))
-    return STATUS[decision.verdict]
+    return STATUS["failed" if failed else decision.verdict]
 
 
 def _retuned(opened: OpenStudy, asked: RetuneRequest, overrides: Mapping[str, Any]) -> Decision | None:

@@ -60,7 +60,11 @@ class AttemptsError(UserError):
 
 
 class CommandError(UserError):
-    """The user's `--on-change` command failed; the configuration stays replaced."""
+    """The user's `--on-change` command failed; the configuration stays replaced, by the decision."""
+
+    def __init__(self, said: str, decision: Decision) -> None:
+        super().__init__(said)
+        self.decision = decision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,8 +208,8 @@ class Retuning:
         news = fingerprint.changes(last_looked_at(self.history, self.name, self.kept), now)
         try:
             decision = self._decide(found, executor, changes, news)
-        except CommandError:
-            self._close(Decision.of_data(self.evidence["replacing"], self.path))
+        except CommandError as error:
+            self._close(error.decision)
             raise
         finally:
             self._clear_if_gone()
@@ -418,7 +422,7 @@ def _run_command(command: str, name: str, folder: Path, decision: Decision) -> N
     done = subprocess.run(command, shell=True, env={**os.environ, **variables}, stdout=STDERR, check=False)
     if done.returncode:
         raise CommandError(
-            f"the configuration is replaced, but --on-change ended with status {done.returncode}: {command}"
+            f"the configuration is replaced, but --on-change ended with status {done.returncode}: {command}", decision
         )
 
 

@@ -24,6 +24,8 @@ from autotune.errors import Unavailable, UserError
 from autotune.report import load
 from autotune.report.next_steps import reproduce
 from autotune.retune import fingerprint, schedule
+from autotune.retune.decision import Decision, RetuneVerdict
+from autotune.retune.retuning import CommandError
 from autotune.study import tracing
 from autotune.study.lock import study_lock
 from autotune.study.runner import Runner
@@ -150,6 +152,19 @@ def test_what_is_due_on_a_change_waits_for_one_and_is_due_again_a_period_later(s
     assert retune("s", if_due=True) == 0
     assert "nothing has changed since" in capsys.readouterr().err
     assert time.time() < known(studies).schedules()[0]["next_run_at"] <= time.time() + 7 * 86400
+
+
+def test_the_decision_can_be_read_where_the_users_command_has_failed(studies, capsys, monkeypatch):
+    """Nothing was printed but that it had failed: a program that reads `--json` found no decision."""
+
+    def retuned(*_):
+        decision = Decision(verdict=RetuneVerdict.IMPROVED, reason="is better", generation=1, folder=studies)
+        raise CommandError("--on-change ended with status 3", decision)
+
+    monkeypatch.setattr("autotune.cli.retune._retuned", retuned)
+    assert retune("s", as_json=True) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["verdict"] == "improved" and "status 3" in printed.err
 
 
 def test_status_asks_no_more_about_a_change_that_a_retuning_has_looked_at(studies, capsys, monkeypatch):

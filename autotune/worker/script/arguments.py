@@ -10,7 +10,7 @@ from typing import Any
 
 from autotune.space.deepspeed import is_int
 from autotune.trial.command import STATED, SWITCHES
-from autotune.trial.flags import BATCH, DESTINATIONS, known_names
+from autotune.trial.flags import DESTINATIONS, FURTHER, known_names
 from autotune.worker.script.context import ScriptContext
 
 # Names of the flag with the path of DeepSpeed's JSON: DeepSpeed's, transformers', and common ones.
@@ -105,7 +105,8 @@ class Arguments:
         self._context.limits[:] = [
             f"`{options[0]} {value}`"
             for name, value in values.items()
-            if isinstance(value, int | float) and 0 < value <= FEW and LIMIT.search(name) and not BATCH.search(name)
+            if isinstance(value, int | float) and 0 < value <= FEW and LIMIT.search(name)
+            if not any(each.search(name) for each in FURTHER.values())  # these size a step
             if (options := _options(named, name))
         ]
 

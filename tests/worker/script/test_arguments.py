@@ -202,9 +202,10 @@ def test_flags_that_may_end_the_script_early_are_known_by_name_and_value(parse):
         "--save_steps",
         "--per_device_batch",
         "--warmup_steps",
+        "--acc_steps",
     )
     limits = []
-    line = "--max_train_steps 1 --num_train_epochs 3 --steps 500 --save_steps 1 --per_device_batch 4"
+    line = "--max_train_steps 1 --num_train_epochs 3 --steps 500 --save_steps 1 --per_device_batch 4 --acc_steps 4"
     parse(parser_of(*flags), line, limits=limits)
     assert limits == ["`--max_train_steps 1`", "`--num_train_epochs 3`"]
 

@@ -49,6 +49,7 @@ DELETED = (
     "study {!r} was deleted from the database meanwhile; the same command without --fresh takes up the trials that its"
     " folder holds"
 )
+SEARCH_DELETED = "the search of re-tuning {1} of study {0!r} was deleted from the database meanwhile; `autotune retune {0}` begins anew"
 
 
 class _OneBlasThread:
@@ -89,7 +90,9 @@ def _at_work(leases: StudyLeases, *, leads: bool) -> Iterator[None]:
     except KeyError as error:
         if error.args != (GONE,):
             raise
-        raise UserError((DELETED if leads else BEGUN_ANEW).format(leases.study_name)) from None
+        study, retuning = generation_of(leases.study_name)
+        said = BEGUN_ANEW if not leads else SEARCH_DELETED if retuning else DELETED
+        raise UserError(said.format(study, retuning)) from None
 
 
 class Runner:

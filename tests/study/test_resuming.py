@@ -1,8 +1,10 @@
 """A study that is run again: after its end, after an interruption, after its driver was killed."""
 
+import contextlib
 import shutil
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from support.instant import SPACE, WORKLOAD, Instant, Watcher, answered, failed, plan_of, report, runner_of, spec_of
@@ -19,7 +21,8 @@ from autotune.study import parallel
 from autotune.study import runner as runner_module
 from autotune.study.events import UNFINISHED
 from autotune.study.setup.request import StudyRequest
-from autotune.study.storage import analysed, records
+from autotune.study.storage import analysed, optuna_tables, records
+from autotune.study.storage.generations import generation_name
 from autotune.study.storage.leases import StudyLeases
 from autotune.study.storage.owner import Owner
 from autotune.trial import result
@@ -560,3 +563,11 @@ def test_a_study_that_is_deleted_while_it_runs_ends_in_a_sentence_and_its_folder
     assert not any("taken for lost" in said for said in watcher.said)
     again, left, _ = run(tmp_path, trials=3, finalists=1)
     assert len(candidates(again)) == 3 and len(left.ran) + len(executor.ran) <= 6
+
+
+def test_a_search_of_a_retuning_that_is_deleted_is_not_said_to_go_on():
+    """Its folder is removed by the next re-tuning, and `retune` has no --fresh, which the sentence named."""
+    held = SimpleNamespace(study_name=generation_name("s", 2), beating=contextlib.nullcontext)
+    said = "search of re-tuning 2 of study 's' was deleted.*`autotune retune s` begins anew"
+    with pytest.raises(UserError, match=said), runner_module._at_work(held, leads=True):
+        raise KeyError(optuna_tables.GONE)

@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from autotune.worker.script.patching import after_import, patch
 
@@ -113,8 +112,7 @@ class Recomputations:
 
     def __init__(self, blocks: list[nn.Module], every: int | None = None) -> None:
         self.recomputed: set[int] = set()
-        self._blocks, self._n_blocks, self._every = blocks, len(blocks), every
-        self._buffers: dict[tuple[nn.Module, str], tuple[int, int]] = {}
+        self._n_blocks, self._every = len(blocks), every
         self._n_seen = 0
         self.around: Callable[..., Any] = lambda _call, run, again: run()
         _when_traced(self._another)
@@ -128,25 +126,6 @@ class Recomputations:
     def __deepcopy__(self, _memo: object) -> Self:
         """A deep copy of the model, as for an average of its weights, must not copy what its hooks hold."""
         return self
-
-    def stepped(self) -> None:
-        """Notes how the buffers of the blocks are after a first step, which may make some, as masks."""
-        self._buffers = self._buffers or self._marks()
-
-    def updating(self) -> set[str]:
-        """Returns the classes of modules in the blocks whose buffers have changed since the first step."""
-        return {type(key[0]).__name__ for key, mark in self._marks().items() if self._buffers.get(key) != mark}
-
-    def _marks(self) -> dict[tuple[nn.Module, str], tuple[int, int]]:
-        """Returns a mark of each buffer that any change of it changes, but for norms, which train by the batch alone."""
-        return {
-            (module, name): (id(buffer), buffer._version)
-            for block in self._blocks
-            for module in block.modules()
-            if not isinstance(module, _NormBase)
-            for name, buffer in module._buffers.items()
-            if buffer is not None and not buffer.is_inference()
-        }
 
     def _on_forward(self, block: int, _module: nn.Module, _args: Any) -> None:
         if _in_backward():

@@ -24,6 +24,7 @@ from autotune.space.deepspeed import DTYPES, SIDE_EFFECT_KEYS, ZERO, DsConfig, a
 from autotune.trial.workload import Script, Workload
 from autotune.worker import project
 from autotune.worker.measure import experts, recompute
+from autotune.worker.measure.buffers import BufferWatch
 from autotune.worker.measure.gradient_check import GradientWatch, draw_otherwise, perturb
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.model import model_file, weights
@@ -60,6 +61,7 @@ class PreparedModel:
         config_at: File and line of the dict, or the file that the script writes it into; empty if it is not written out.
         initialized_at: File and line of the script's call; empty if a framework calls.
         watch: Notes which blocks are recomputed.
+        buffers: Notes which modules change a buffer as they go forward; None but in a probe.
         noise: Measures gradient noise, where the request asks for it.
         gradients: Checks the first gradient, where the request asks for it.
         own_rates: Learning rate of each parameter group as the script sets it.
@@ -74,6 +76,7 @@ class PreparedModel:
     noise: NoiseMeter | None = None
     gradients: GradientWatch | None = None
     own_rates: Rates = ()
+    buffers: BufferWatch | None = None
     built_bytes: float | None = None
     config_at: str = ""
     initialized_at: str = ""
@@ -248,8 +251,9 @@ class EngineHooks:
         own_config = copy.deepcopy({key: value for key, value in own.items() if value != math.inf})
         config_source = "" if isinstance(source, dict) else str(source)
         blocks = model_file.find_blocks(model, None)
-        workload = None
+        workload = buffers = None
         if context.candidate is None:
+            buffers = BufferWatch(model)
             workload = workload_of(model, blocks, n_samples=None, client_optimizer=given.get("optimizer") is not None)
             workload = with_experts(workload, model)
         if isinstance(model, PipelineModule):
@@ -257,10 +261,10 @@ class EngineHooks:
             workload = pipeline.whole(workload, model) if workload is not None else None
             watch = pipeline.recompute(context, model, own)
             own_config = pipeline.without_stages(own_config)
-            return PreparedModel(own_config, config_source, workload, blocks, watch)
+            return PreparedModel(own_config, config_source, workload, blocks, watch, buffers=buffers)
         self._change_model(model, blocks)
         self._watch = recompute.Recomputations(blocks)
-        prepared = PreparedModel(own_config, config_source, workload, blocks, self._watch)
+        prepared = PreparedModel(own_config, config_source, workload, blocks, self._watch, buffers=buffers)
         if workload is not None and (at_path(own, f"{ZERO}stage") == 3 or not (context.family or _names_sharding())):
             prepared.built_bytes = built_bytes(model)
         request, candidate = context.request, context.candidate

@@ -1,8 +1,10 @@
 """The probe of a script: describe it as a `Workload` after some steps that nothing has changed."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from autotune.space.deepspeed import LOSSY_SINCE, LOSSY_STAGES, DsConfig, at_path, precision_of, version, without_auto
 from autotune.space.degree import PIPELINE_DEGREE, configured_degrees, ranks_per_replica
@@ -12,6 +14,7 @@ from autotune.trial.result import Observed
 from autotune.trial.workload import DataShape, Probed, Workload
 from autotune.worker.data import change, samples
 from autotune.worker.measure.batches import BatchObserver
+from autotune.worker.measure.buffers import BufferWatch, classes
 from autotune.worker.measure.meter import Meter
 from autotune.worker.model.inspect import with_batch_norm
 from autotune.worker.profile.script import ForwardProfile
@@ -50,7 +53,7 @@ def workload_of(
     data, described = _data(context, meter), with_batch_norm(described, engine.module)
     described = replace(described, by_micro_batch=context.by_micro_batch or described.by_micro_batch)
     described = _with_repeats(described, meter.batches)
-    described = _with_updates(described, prepared.watch.updating())
+    described = _with_updates(described, prepared.buffers, prepared.blocks)
     workload = replace(
         described,
         n_samples=data.n_samples if data is not None else None,
@@ -89,16 +92,23 @@ def _with_repeats(workload: Workload, batches: BatchObserver) -> Workload:
     return replace(workload, by_micro_batch=REPEATS, caveats=[*workload.caveats, REPEATS])
 
 
-def _with_updates(workload: Workload, classes: set[str]) -> Workload:
-    """Returns the workload with the modules of its blocks that recomputation would change twice in a step."""
-    if not classes:
+def _with_updates(workload: Workload, watch: BufferWatch | None, blocks: Sequence[nn.Module]) -> Workload:
+    """Returns the workload with the modules that change buffers as they go forward: those in blocks, and those of floats anywhere."""
+    if watch is None:
         return workload
-    found = ", ".join(sorted(classes))
-    text = (
-        f"{found} changes a buffer as it goes forward, and again where it is recomputed: each other recomputation is checked,"
-        " and none is drop-in"
-    )
-    return replace(workload, updates=found, caveats=[*workload.caveats, text])
+    again = classes(watch.changed & {module for block in blocks for module in block.modules()})
+    floats, caveats = classes(watch.of_floats), list(workload.caveats)
+    if again:
+        caveats.append(
+            f"{again} changes a buffer as it goes forward, and again where it is recomputed: each other recomputation is checked,"
+            " and none is drop-in"
+        )
+    if floats:
+        caveats.append(
+            f"{floats} changes a buffer of floats with each micro-batch, as a moving average does: each other micro-batch is checked,"
+            " and none is drop-in"
+        )
+    return replace(workload, updates=again, by_micro_batch=workload.by_micro_batch or floats, caveats=caveats)
 
 
 def _probed(

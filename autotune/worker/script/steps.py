@@ -286,7 +286,6 @@ class StepHooks:
             if not (meter.batches.sizes() or hasattr(meter.engine, "train_batch")):
                 raise ScriptError(UNCALLED)
             meter.batches.uneven = meter.ledger.uneven
-            prepared.watch.stepped()
             if n >= (UNEVEN_PROBE_STEPS if meter.ledger.uneven else PROBE_STEPS):
                 self._end()
             return

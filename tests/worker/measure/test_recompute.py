@@ -171,35 +171,3 @@ def test_our_own_recomputation_is_part_of_a_compiled_graph(graphs):
     checkpointer = Checkpointer(list(net.blocks), 2)
     torch.compile(net, backend=backend)(torch.randn(2, 8)).backward()
     assert len(made) == 1 and len(checkpointer.recomputed) == 2
-
-
-class Ranged(nn.Module):
-    """Keeps the range of its inputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("most", torch.zeros(()))
-
-    def forward(self, x):
-        self.most.copy_(torch.maximum(self.most, x.detach().abs().max()))
-        return x
-
-
-class Masked(nn.Module):
-    """Makes a mask in its first forward."""
-
-    def forward(self, x):
-        if not hasattr(self, "mask"):
-            self.register_buffer("mask", torch.ones(2))
-        return x * self.mask
-
-
-def test_buffers_that_blocks_change_in_each_forward_are_told_from_those_that_they_make_once():
-    """Recomputation changes them twice, and passed for one that changes nothing but speed and memory."""
-    blocks = [nn.Sequential(nn.Linear(2, 2), kind(), nn.BatchNorm1d(2)) for kind in (Ranged, Masked)]
-    watch, x = Recomputations(blocks), torch.ones(3, 2)
-    for _ in range(2):
-        nn.Sequential(*blocks)(x)
-        watch.stepped()
-    assert watch.updating() == {"Ranged"}
-    assert Recomputations([nn.Linear(2, 2)]).updating() == set()

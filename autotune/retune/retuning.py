@@ -39,7 +39,7 @@ from autotune.study.storage.generations import generation_name
 from autotune.study.storage.history import GoneError, History
 from autotune.study.storage.records import StudyRecord
 from autotune.study.warm_start import HistoryRecorder, PriorStudy, WarmStart
-from autotune.trial.folder import result_in, write_record
+from autotune.trial.folder import record_in, result_in, write_record
 from autotune.trial.result import Outcome, TrialResult
 
 # A search that starts from the study's results needs this share of its trials, and at least this number.
@@ -49,6 +49,7 @@ FRONT_EVERY = 8
 MIN_GAIN = 0.03
 MOST_ATTEMPTS = 3  # starts of one re-tuning, each of which was killed, before it counts as failed
 AT_WORK = "at-work"  # file in a re-tuning's folder while an attempt runs: it stays where that was killed
+ASKED = "asked.json"  # file there with its options: a command that runs comes from no database
 FILES = ("ds_config.json", "recommended.json", "front.json", "environment.json", "README.md")
 
 STDERR = 2  # file descriptor
@@ -82,6 +83,18 @@ class RetuneRequest:
     min_gain: float = MIN_GAIN
     trials: int | None = None
     on_change: str = ""
+
+    def taking_up(self, cause: str, begun: "RetuneRequest | None") -> "RetuneRequest":
+        """The request where it takes up an interrupted re-tuning, for no less and with its options, but for those that it states itself.
+
+        A schedule states none, and `--if-stale` would end one that was begun for more.
+        """
+        kept = {
+            name: getattr(begun or self, name)
+            for name in ("min_gain", "trials", "on_change")
+            if getattr(self, name) == getattr(RetuneRequest, name)
+        }
+        return replace(self, cause=cause if cause == "forced" or self.cause == "stale" else self.cause, **kept)
 
 
 @dataclass(frozen=True)
@@ -165,9 +178,7 @@ class Retuning:
                     f"re-tuning {self.generation} of study {self.name!r}: {reason}. The next one starts anew"
                 )
             self.observer.say(f"going on with re-tuning {self.generation}, which was interrupted")
-            # Also where a schedule, or --if-stale, takes it up: that must not end it for less than it was begun for.
-            if left["cause"] == "forced" or self.asked.cause == "stale":
-                self.asked = replace(self.asked, cause=left["cause"])
+            self.asked = self.asked.taking_up(left["cause"], record_in(self.path / ASKED, RetuneRequest))
             self._note(attempts=attempts)
             write_record(self.path / AT_WORK, {})
             return
@@ -177,6 +188,7 @@ class Retuning:
         rows = self.history.decisions(self.name)
         self.generation = next(row["generation"] for row in rows if row["id"] == self.number)
         shutil.rmtree(self.path, ignore_errors=True)
+        write_record(self.path / ASKED, self.asked, private=True)
         write_record(self.path / AT_WORK, {})
 
     def excuse(self) -> None:

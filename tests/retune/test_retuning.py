@@ -516,6 +516,18 @@ def test_what_takes_an_interrupted_one_up_does_no_less_than_it_was_begun_for(tmp
     assert again.asked.cause == counts
 
 
+def test_what_takes_an_interrupted_one_up_has_the_options_that_it_was_begun_with(tmp_path):
+    """A schedule replaced the configuration for a smaller gain than was asked for, and the user's command never ran."""
+    retuning(tmp_path, min_gain=0.1, trials=9, on_change="deploy").begin()
+    later = retuning(tmp_path, cause="due", trials=4)
+    later.begin()
+    assert (later.asked.min_gain, later.asked.trials, later.asked.on_change) == (0.1, 4, "deploy")
+    later.fail("it failed")
+    anew = retuning(tmp_path)
+    anew.begin()
+    assert anew.asked == RetuneRequest()
+
+
 @pytest.mark.system
 def test_a_study_that_is_deleted_meanwhile_leaves_no_row_and_ends_with_a_sentence(tmp_path):
     assert rows(tmp_path)["autotune_measurement"] > 12

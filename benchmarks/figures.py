@@ -274,13 +274,17 @@ def inert(found: Results) -> Rows:
 
 
 def shared_cores(found: Results) -> Rows:
-    what = f"{found['each']} readings of each of {found['cases'] // 2} trials beside processes that come and go on 2 cores: standard"
-    what += " deviation of the logarithm as read; corrected for the cores that others used (medians)"
+    what = f"{found['each']} readings of {{}} beside processes that come and go on 2 cores: standard deviation of the"
+    what += " logarithm as read; corrected for the cores that others used: {}"
     rows = []
-    for ranks, who in ((2, "two ranks of one thread"), (1, "one rank of two threads")):
-        some = [row for row in found["rows"] if row["ranks"] == ranks]
-        before, after = (statistics.median(row[name] for row in some) for name in ("read_sd", "corrected_sd"))
-        rows.append((f"{what}: {who}", f"{before:.2f}; {after:.2f}"))
+    for waits in (False, True):
+        for ranks, who in ((2, "two ranks of one thread"), (1, "one rank of two threads")):
+            some = [r for r in found["rows"] if r["ranks"] == ranks and (r["model"] == "slow_loader") == waits]
+            before, after = (statistics.median(row[name] for row in some) for name in ("read_sd", "corrected_sd"))
+            trials = (
+                "a trial that waits for its data" if waits else f"each of {len(some)} trials that compute (medians)"
+            )
+            rows.append((what.format(trials, who), f"{before:.2f}; {after:.2f}"))
     return rows
 
 

@@ -23,7 +23,7 @@ from planted import ADAMW, MODELS
 from autotune.scoring.shared_cores import SLOPE
 from autotune.space.candidate import Candidate
 
-CASES = ("vision", "many_layers", "heavy_blocks", "wide_table")
+CASES = ("vision", "many_layers", "heavy_blocks", "wide_table", "slow_loader")  # the last one waits for its data
 SECONDS = 1.5  # of timed steps
 # A process that computes for a share of each tenth of a second.
 BUSY = """

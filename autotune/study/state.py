@@ -152,10 +152,8 @@ class StudyState:
 
     def _check_same(self, kept: StudyRecord) -> None:
         if changed := self.differences(kept):
-            name, edited = (
-                self.spec.name,
-                set(self._stated(kept)) <= {"target"} and not generation_of(self.spec.name)[1],
-            )
+            name = self.spec.name
+            edited = set(self._stated(kept)) <= {"target"} and not generation_of(name)[1]
             retuned = f"; or `autotune retune {name}` tells whether its answer holds for what the target is now"
             raise UserError(
                 f"study {name!r} exists, but differs in {', '.join(changed)}, so its trials cannot be"

@@ -239,13 +239,12 @@ class Meter:
         """
         rows: list[Any] = [None] * dist.get_world_size()
         machine = machine_load.machine_id()
-        own_cpu_s = machine_load.own_cpu_s() - self._cpu_before
-        dist.all_gather_object(rows, (machine, own_cpu_s, torch.get_num_threads(), self._busyness.waited()))
-        here = list(zip(*(own for where, *own in rows if where == machine), strict=True))
-        own_s, n_threads, waited = sum(here[0]), sum(here[1]), here[2]
-        used, on_cpu = self._busyness.cores_used_by_others(own_s), self.memory.on_cpu
-        wanted = min(n_threads, machine_load.cpu_limit())
-        slowdown = shared_cores.log_slowdown(used, wanted, self._busyness.n_cores, waited) if on_cpu else 0.0
+        own_cpu_s, on_cpu = machine_load.own_cpu_s() - self._cpu_before, self.memory.on_cpu
+        waited = self._busyness.waited() if on_cpu else 1.0
+        dist.all_gather_object(rows, (machine, own_cpu_s, torch.get_num_threads(), waited))
+        each_s, n_threads, waits = zip(*(own for where, *own in rows if where == machine), strict=True)
+        used, wanted = self._busyness.cores_used_by_others(sum(each_s)), min(sum(n_threads), machine_load.cpu_limit())
+        slowdown = shared_cores.log_slowdown(used, wanted, self._busyness.n_cores, waits) if on_cpu else 0.0
         return self._highest(used), self._highest(slowdown)
 
     def _highest_peak(self) -> float:

@@ -281,12 +281,8 @@ class Isolation:
 
     def _note(self, path: str) -> None:
         """Notes a file that is written, once; a library that writes elsewhere writes its own cache."""
-        if self._closed or path in self._noted or self._is_ours(path) or "__pycache__" in path:
+        if self._closed or path in self._noted or self._is_ours(path) or "__pycache__" in path or _is_temporary(path):
             return
-        if (folder := Path(os.environ.get("TMPDIR", ""))).name.startswith(temporary.PREFIX) and folder in Path(
-            path
-        ).parents:
-            return  # the trial's folder for temporary files, which is removed
         if (path.startswith(self._working_dir) and not path.startswith(_caches())) or users_caller():
             self._noted.add(path)
             self._written.add(path)
@@ -294,6 +290,12 @@ class Isolation:
     def _is_ours(self, path: str) -> bool:
         ours = (self._folder, "/dev/", "/proc/", os.environ.get("TORCH_EXTENSIONS_DIR", "/dev/"))
         return os.path.abspath(path).startswith(ours)
+
+
+def _is_temporary(path: str) -> bool:
+    """Returns whether a file lies in the trial's folder for temporary files, which is removed."""
+    folder = Path(os.environ.get("TMPDIR", ""))
+    return folder.name.startswith(temporary.PREFIX) and folder in Path(path).parents
 
 
 def on_sharded_saver(context: ScriptContext, module: ModuleType) -> None:

@@ -6,10 +6,9 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -103,7 +102,10 @@ def retune(
         raise UserError("retune: give one of --if-due, --if-stale, --force")
     cause = given[0] if given else "asked"
     least = read_share(min_gain, "--min-gain")
-    asked = RetuneRequest(cause=cause, min_gain=least, trials=trials, on_change=on_change or "")
+    state = str(checkpoint.absolute()) if checkpoint else None
+    asked = RetuneRequest(
+        cause=cause, min_gain=least, trials=trials, on_change=on_change or "", ranks=ranks, checkpoint=state
+    )
     opened = open_study(study, storage)
     _ = opened.record  # raises first where there is no such study
     opened.check_own()
@@ -111,7 +113,7 @@ def retune(
         raise UserError(f"--checkpoint {checkpoint}: there is no such folder")
     failed = False
     try:
-        decision = _retuned(opened, asked, {"ranks": ranks, "from_checkpoint": str(checkpoint) if checkpoint else None})
+        decision = _retuned(opened, asked)
     except retuning.CommandError as error:
         print(f"autotune: {error}", file=sys.stderr)
         failed, decision = True, error.decision
@@ -129,7 +131,7 @@ def retune(
     return STATUS["failed" if failed else decision.verdict]
 
 
-def _retuned(opened: OpenStudy, asked: RetuneRequest, overrides: Mapping[str, Any]) -> Decision | None:
+def _retuned(opened: OpenStudy, asked: RetuneRequest) -> Decision | None:
     """The decision of a re-tuning; None if none is due, or if another process runs the study and does it."""
     from autotune.report.progress import ProgressView
     from autotune.retune import schedule
@@ -158,11 +160,12 @@ def _retuned(opened: OpenStudy, asked: RetuneRequest, overrides: Mapping[str, An
                 return None
             due = found
         view = Broadcast(Journal(opened.folder), stack.enter_context(ProgressView()))
-        wanted = opened.spec(overrides)  # a study that cannot be read stays due
-        if overrides["ranks"] is not None and not wanted.runs_elsewhere:
-            check_ranks(overrides["ranks"], "--ranks")  # what was typed wrong is no re-tuning that failed
-        schedule.started(opened.history, due)
         run = Retuning(opened, asked, view)
+        # A study that cannot be read stays due.
+        wanted = opened.spec({"ranks": run.asked.ranks, "from_checkpoint": run.asked.checkpoint})
+        if asked.ranks is not None and not wanted.runs_elsewhere:
+            check_ranks(asked.ranks, "--ranks")  # what was typed wrong is no re-tuning that failed
+        schedule.started(opened.history, due)
         run.begin()
         return _decided(run, wanted, view)
 

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import time
@@ -51,7 +52,6 @@ MOST_ATTEMPTS = 3  # starts of one re-tuning, each of which was killed, before i
 AT_WORK = "at-work"  # file in a re-tuning's folder while an attempt runs: it stays where that was killed
 ASKED = "asked.json"  # file there with its options: a command that runs comes from no database
 FILES = ("ds_config.json", "recommended.json", "front.json", "environment.json", "README.md")
-
 STDERR = 2  # file descriptor
 CANNOT_RUN = "what is in use cannot run here any more: {}"
 
@@ -77,24 +77,29 @@ class RetuneRequest:
         min_gain: Gain, as a share, from which a better configuration replaces the present one.
         trials: Trials of the search; None for a fifth of the study's.
         on_change: Shell command that runs after the configuration was replaced.
+        ranks: Ranks to tune for; None for the study's.
+        checkpoint: State that the noise scale is measured from; None for the study's.
     """
 
     cause: str = "asked"
     min_gain: float = MIN_GAIN
     trials: int | None = None
     on_change: str = ""
+    ranks: int | None = None
+    checkpoint: str | None = None
 
     def taking_up(self, cause: str, begun: "RetuneRequest | None") -> "RetuneRequest":
         """The request where it takes up an interrupted re-tuning, for no less and with its options, but for those that it states itself.
 
         A schedule states none, and `--if-stale` would end one that was begun for more.
         """
-        kept = {
-            name: getattr(begun or self, name)
-            for name in ("min_gain", "trials", "on_change")
-            if getattr(self, name) == getattr(RetuneRequest, name)
-        }
-        return replace(self, cause=cause if cause == "forced" or self.cause == "stale" else self.cause, **kept)
+        counts = cause if cause == "forced" or self.cause == "stale" else self.cause
+        return replace(begun or self, **self.stated(), cause=counts)
+
+    def stated(self) -> dict[str, Any]:
+        """The options that it states besides its cause."""
+        own = vars(self) | {"cause": RetuneRequest.cause}
+        return {key: value for key, value in own.items() if value != getattr(RetuneRequest, key)}
 
 
 @dataclass(frozen=True)
@@ -145,14 +150,11 @@ class Retuning:
         self.opened, self.asked, self.observer = opened, asked, observer
         self.name, self.folder, self.storage, self.history = opened.name, opened.folder, opened.storage, opened.history
         self.report, self.kept, self.current = opened.report, opened.record, opened.answer
-        self.number = self.generation = 0
-        self.evidence: dict[str, Any] = {}
-        pick = self.report.picks.get("recommended")
-        if pick is None:
-            raise UserError(
-                f"study {self.name!r} recommends nothing yet ({self.report.why_nothing}), so there is nothing to re-tune"
-            )
-        self.incumbent = Candidate.of(pick["candidate"])
+        self.number, self.generation, self.evidence = 0, 0, dict[str, Any]()
+        self.history.drop_orphans()
+        if (left := self.history.interrupted(self.name)) is not None:
+            self.number, self.generation, self.evidence = left["id"], left["generation"], dict(left["evidence"])
+            self.asked = asked.taking_up(left["cause"], record_in(self.path / ASKED, RetuneRequest))
 
     @property
     def path(self) -> Path:
@@ -166,28 +168,26 @@ class Retuning:
 
     def begin(self) -> None:
         """Begin, or continue an interrupted re-tuning; an AttemptsError if it was killed `MOST_ATTEMPTS` times."""
-        self.history.drop_orphans()
-        left = self.history.interrupted(self.name)
-        if left is not None:
-            self.number, self.generation, self.evidence = left["id"], left["generation"], dict(left["evidence"])
+        if (pick := self.report.picks.get("recommended")) is None:
+            why = self.report.why_nothing
+            raise UserError(f"study {self.name!r} recommends nothing yet ({why}), so there is nothing to re-tune")
+        self.incumbent = Candidate.of(pick["candidate"])
+        if self.number:
             attempts = int(self.evidence.get("attempts", 1)) + (self.path / AT_WORK).exists()
             if attempts > MOST_ATTEMPTS:
                 reason = f"it was killed {MOST_ATTEMPTS} times before it was done; see {self.path}"
                 self.fail(reason)
-                raise AttemptsError(
-                    f"re-tuning {self.generation} of study {self.name!r}: {reason}. The next one starts anew"
-                )
-            self.observer.say(f"going on with re-tuning {self.generation}, which was interrupted")
-            self.asked = self.asked.taking_up(left["cause"], record_in(self.path / ASKED, RetuneRequest))
+                raise AttemptsError(f"re-tuning {self.generation} of {self.name!r}: {reason}. The next one starts anew")
+            own = shlex.join(f"--{key.replace('_', '-')}={value}" for key, value in self.asked.stated().items())
+            self.observer.say(f"going on with re-tuning {self.generation}{own and f' ({own})'}, which was interrupted")
             self._note(attempts=attempts)
-            write_record(self.path / AT_WORK, {})
-            return
-        # A database that was lost no longer knows of those whose folders are there.
-        there = max(map(records.retuning_of, (self.folder / "retunes").glob("*")), default=0)
-        self.number = self.history.begin(self.name, self.asked.cause, there)
-        rows = self.history.decisions(self.name)
-        self.generation = next(row["generation"] for row in rows if row["id"] == self.number)
-        shutil.rmtree(self.path, ignore_errors=True)
+        else:
+            # A database that was lost no longer knows of those whose folders are there.
+            there = max(map(records.retuning_of, (self.folder / "retunes").glob("*")), default=0)
+            self.number = self.history.begin(self.name, self.asked.cause, there)
+            rows = self.history.decisions(self.name)
+            self.generation = next(row["generation"] for row in rows if row["id"] == self.number)
+            shutil.rmtree(self.path, ignore_errors=True)
         write_record(self.path / ASKED, self.asked, private=True)
         write_record(self.path / AT_WORK, {})
 

@@ -25,7 +25,7 @@ from autotune.report import load
 from autotune.report.next_steps import reproduce
 from autotune.retune import fingerprint, schedule
 from autotune.retune.decision import Decision, RetuneVerdict
-from autotune.retune.retuning import CommandError
+from autotune.retune.retuning import ASKED, CommandError, RetuneRequest
 from autotune.study import tracing
 from autotune.study.lock import study_lock
 from autotune.study.runner import Runner
@@ -35,6 +35,7 @@ from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import records
 from autotune.study.storage.history import History, Measurement
 from autotune.study.storage.tables import MIGRATIONS
+from autotune.trial.folder import write_record
 
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
 ROW = {
@@ -301,7 +302,11 @@ def test_retune_takes_the_ranks_to_tune_for(studies, monkeypatch):
     monkeypatch.setattr(session.OpenStudy, "spec", spec)
     with pytest.raises(UserError, match="far enough"):
         retune("s", ranks=3)
-    assert asked == [{"ranks": 3, "from_checkpoint": None}]
+    known(studies).begin("s", "asked")
+    write_record(records.retuning_path(studies / "s", 1) / ASKED, RetuneRequest(ranks=4))
+    with pytest.raises(UserError, match="far enough"):
+        retune("s")  # which takes that one up
+    assert asked == [{"ranks": ranks, "from_checkpoint": None} for ranks in (3, 4)]
 
 
 def test_one_that_the_user_stops_goes_on_with_the_same_options_however_often(studies, monkeypatch, capsys):

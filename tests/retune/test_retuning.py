@@ -161,8 +161,8 @@ def test_earlier_rounds_are_compared_beside_equal_load(loads, expected):
 def test_a_baseline_in_use_is_measured_once_and_not_beside_itself(tmp_path):
     """Each round measured it twice, as what is in use and as the baseline."""
     run, plan, executor = retuning(tmp_path), plan_of(spec_of(**STUDY)), Instant()
-    run.incumbent = plan.baseline
     run.begin()
+    run.incumbent = plan.baseline
     decision = run.run(plan, executor)
     assert decision.verdict is RetuneVerdict.UNCHANGED and "the baseline itself, and it still runs" in decision.reason
     assert len(executor.ran) == 1
@@ -517,11 +517,17 @@ def test_what_takes_an_interrupted_one_up_does_no_less_than_it_was_begun_for(tmp
 
 
 def test_what_takes_an_interrupted_one_up_has_the_options_that_it_was_begun_with(tmp_path):
-    """A schedule replaced the configuration for a smaller gain than was asked for, and the user's command never ran."""
-    retuning(tmp_path, min_gain=0.1, trials=9, on_change="deploy").begin()
-    later = retuning(tmp_path, cause="due", trials=4)
+    """A schedule replaced the configuration for a smaller gain than was asked for, and for other ranks; the user's command never ran."""
+    retuning(tmp_path, min_gain=0.1, trials=9, on_change="deploy", ranks=4, checkpoint="/state").begin()
+    retuning(tmp_path, trials=4).begin()
+    later = retuning(tmp_path, cause="due")
     later.begin()
-    assert (later.asked.min_gain, later.asked.trials, later.asked.on_change) == (0.1, 4, "deploy")
+    stated = {"min_gain": 0.1, "trials": 4, "on_change": "deploy", "ranks": 4, "checkpoint": "/state"}
+    assert later.asked == RetuneRequest(cause="due", **stated)
+    assert any(
+        "(--min-gain=0.1 --trials=4 --on-change=deploy --ranks=4 --checkpoint=/state)" in said
+        for said in later.observer.said
+    )
     later.fail("it failed")
     anew = retuning(tmp_path)
     anew.begin()

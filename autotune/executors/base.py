@@ -305,7 +305,7 @@ def _watch(
             job.cancel()
             if not over:  # the user stopped it: nothing to resume
                 folder.job.unlink(missing_ok=True)
-    shutil.rmtree(folder.scratch, ignore_errors=True)
+        shutil.rmtree(folder.scratch, ignore_errors=True)
     if status is Status.REFUSED:
         raise UserError(shown(job.reason))
     # A job that is still under way has passed its deadline.

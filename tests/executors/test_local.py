@@ -262,14 +262,15 @@ def test_a_trial_whose_folder_is_gone_before_anybody_looked_has_ended(zoo: Zoo, 
     assert zoo.run("ok", **CLEAN).losses == reference
 
 
-def test_an_interrupt_stops_the_ranks(zoo: Zoo) -> None:
+def test_an_interrupt_stops_the_ranks_and_removes_what_their_script_saved(zoo: Zoo) -> None:
     def interrupt() -> None:
         if zoo.entered("measure"):
+            (zoo.folder.scratch / "checkpoint").mkdir(parents=True)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         zoo.run("hang", interrupt)
-    assert zoo.server.children(recursive=True) == []
+    assert zoo.server.children(recursive=True) == [] and not zoo.folder.scratch.exists()
 
 
 @pytest.mark.system

@@ -218,7 +218,8 @@ def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
         try:
             assert wait_until(lambda: own.entered("measure"), 120)
             assert len(marked(mark)) == 5  # the server, two ranks, and a child of each
+            (own.folder.scratch / "checkpoint").mkdir(parents=True)
         finally:
             driver.kill()
             driver.wait()
-    assert wait_until(lambda: not marked(mark))
+    assert wait_until(lambda: not marked(mark)) and not own.folder.scratch.exists()

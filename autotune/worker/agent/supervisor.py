@@ -292,6 +292,8 @@ class RankSupervisor:
         self.imported = temporary.noted_imports(running.temporary)
         if running.temporary is not None:
             shutil.rmtree(running.temporary, ignore_errors=True)
+        if self.orphaned:  # else the driver does
+            shutil.rmtree(running.folder.scratch, ignore_errors=True)
         return sorted({*swept, *ops.remove_stale_locks()})[:MAX_SWEPT]
 
 

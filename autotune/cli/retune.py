@@ -187,7 +187,7 @@ def _decided(run: Retuning, wanted: StudySpec, view: EventSink) -> Decision:
             return run.run(found, executor)
     except (GoneError, CommandError):
         raise
-    except (records.StoreError, SQLAlchemyError, StorageInternalError, Unavailable, KeyboardInterrupt):
+    except (records.StoreError, SQLAlchemyError, StorageInternalError, Unavailable, OSError, KeyboardInterrupt):
         run.excuse()  # no decision; only what was killed counts as an attempt
         raise
     except UserError as error:

@@ -1,5 +1,6 @@
 """The commands that keep an answer right, as a user types them, on a study whose trials took no time."""
 
+import errno
 import json
 import shutil
 import sqlite3
@@ -324,16 +325,19 @@ def test_one_that_the_user_stops_goes_on_with_the_same_options_however_often(stu
     assert len(known(studies).decisions("s")) == 1 and known(studies).interrupted("s") is not None
 
 
-def test_one_whose_engine_is_away_goes_on_however_often(studies, monkeypatch):
-    """After three times it had failed, as if it had been killed."""
+@pytest.mark.parametrize(
+    "error", [Unavailable("Slurm does not answer"), OSError(errno.ENOSPC, "No space left on device", "studies/s")]
+)
+def test_one_whose_engine_is_away_or_whose_disk_is_full_goes_on_however_often(studies, monkeypatch, error):
+    """After three times it had failed, as if it had been killed, and what it had measured was lost."""
 
     def away(*_, **__):
-        raise Unavailable("Slurm does not answer")
+        raise error
 
     monkeypatch.setattr(session.OpenStudy, "spec", lambda *_: None)
     monkeypatch.setattr(engine, "executor_for", away)
     for _ in range(5):
-        with pytest.raises(Unavailable, match="does not answer"):
+        with pytest.raises(UserError, match=r"does not answer|No space left on device.*Run the same command again"):
             retune("s")
     assert known(studies).interrupted("s") is not None
 

@@ -155,6 +155,7 @@ def _retuned(opened: OpenStudy, asked: RetuneRequest) -> Decision | None:
         stack.enter_context(records.failing_in_words(opened.url))
         # The process that held the lock may have done it, or found another answer.
         opened = open_study(opened.name, opened.url, opened.folder.parent)
+        opened.storage.patience_s = records.PATIENCE_S
         if if_due:
             if (found := _due(opened)) is None:
                 return None

@@ -246,4 +246,7 @@ def machine_turn(on_wait: Callable[[], None], *, shared: bool = False) -> Iterat
             except BlockingIOError:
                 on_wait()
                 time.sleep(0.05)
+            except OSError as error:  # a home folder on Lustre that is mounted without `-o flock`
+                remedy = "set AUTOTUNE_CACHE to a folder on another file system"
+                raise UserError(f"{file.name} cannot be locked ({error.strerror}): {remedy}") from None
         yield

@@ -296,7 +296,8 @@ def test_a_retuning_takes_the_options_of_a_run_of_the_studys_own_file(studies):
 def test_retune_takes_the_ranks_to_tune_for(studies, monkeypatch):
     asked = []
 
-    def spec(_, overrides):
+    def spec(opened, overrides):
+        assert opened.storage.patience_s, "a server that restarts ended it, where a run waits"
         asked.append(overrides)
         raise UserError("far enough")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -87,6 +88,21 @@ def test_a_turn_is_waited_for_no_longer_than_there_is_time(tmp_path: Path, monke
 
     with first.turn(lambda: None), pytest.raises(base.TimeOver), base.turn(second, time_passes):
         pytest.fail("it had the turn of another one")
+
+
+def test_a_cache_folder_that_takes_no_lock_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told as an error of autotune itself."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr("fcntl.flock", refused)
+    with (
+        pytest.raises(UserError, match=r"lock cannot be locked \(Function not .*\): set AUTOTUNE_CACHE"),
+        LocalExecutor([], tmp_path / "a.log").turn(pytest.fail),
+    ):
+        pytest.fail("it has no turn")
 
 
 @pytest.mark.parametrize("launched", [False, True])

@@ -116,7 +116,7 @@ class BranchCheck:
     def _seconds(self, m: Measured, baseline: Measured, n_samples: int) -> tuple[float, float]:
         """Seconds that a branch takes for each of its samples, and beside them."""
         sides = [m] if self._branch_of(baseline, n_samples).exists() else [m, baseline]
-        warm = self._state.spec.from_checkpoint is None and not records.warm_path(self._state.folder).exists()
+        warm = self._state.spec.from_checkpoint is None and self._warmed() is None
         rest_s = (len(sides) + warm) * self._budget.startup_s() + warm * self._budget.trial_s
         return sum(1 / (each.metrics.get("samples_per_s") or 1.0) for each in sides), rest_s
 
@@ -179,21 +179,26 @@ class BranchCheck:
         """The weights that branches start from (the user's or warmed-up ones), and the samples that these have seen."""
         if self._state.spec.from_checkpoint is not None:
             return self._state.spec.from_checkpoint, 0
-        path, trials = records.warm_path(self._state.folder), self._state.folder / "trials"
-        if not path.exists():
+        path = records.warm_path(self._state.folder)
+        if self._warmed() is None:
             self._measurer.execute(
                 self._state.plan.baseline,
-                trials / "warm",
+                self._state.folder / "trials" / "warm",
                 role="warm",
                 min_samples=ENDLESS_SAMPLES,
                 save_weights=str(path),
             )
-        # The noise probe saves its weights, too.
-        found = [result for name in ("warm", "noise") if (result := result_in(trials / name)) is not None]
-        if not path.exists() or not found:
+        if (warmed := self._warmed()) is None:
             self._events.say("no branch could be begun: no weights were warmed up for it")
             return None
-        return path, len(found[0].losses) * (found[0].samples_per_step or 0)
+        return path, len(warmed.losses) * (warmed.samples_per_step or 0)
+
+    def _warmed(self) -> TrialResult | None:
+        """The run that saved weights for branches, which the noise probe does, too; None where it was cut, or there is none."""
+        if not records.warm_path(self._state.folder).exists():
+            return None
+        trials = self._state.folder / "trials"
+        return next((found for name in ("warm", "noise") if (found := result_in(trials / name)) is not None), None)
 
     def _most_samples(self, m: Measured, baseline: Measured) -> float:
         """Samples that the slower side can train on within a trial's deadline."""

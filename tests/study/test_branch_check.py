@@ -63,6 +63,24 @@ def test_another_global_batch_is_branched_with_the_baseline_from_one_state_on_eq
     assert any("in a branch of" in text for text in watcher.said)
 
 
+def test_weights_whose_run_was_cut_after_they_were_saved_are_warmed_up_again(tmp_path, monkeypatch):
+    """How far they had been trained was not known, so that no later run branched, and no other batch could be the answer."""
+    submit = Instant.submit
+
+    def cut(executor, folder):
+        if read_record(folder.request, trial_request.TrialRequest).save_weights:
+            raise KeyboardInterrupt
+        return submit(executor, folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Instant, "submit", cut)
+        with pytest.raises(KeyboardInterrupt):
+            branching(tmp_path)
+    _, executor, _ = branching(tmp_path)
+    assert any(request.save_weights for request in executor.requests)
+    assert any(request.weights for request in executor.requests)
+
+
 def test_what_a_branch_refutes_is_not_recommended_and_a_resumed_study_branches_nothing_twice(tmp_path):
     runner, _, _ = branching(tmp_path, worth={16: 0.1, 4: 0.1})
     found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)

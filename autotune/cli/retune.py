@@ -55,8 +55,8 @@ def changes(
         try:
             with ProgressView() as view:
                 view.doing(f"loading {shown(wanted.target)}, to see what it is today")
-                with executor_for(wanted, look) as executor:
-                    now = Fingerprint.now(plan(wanted, executor, look))
+                with executor_for(wanted, look, view.waits) as executor:
+                    now = Fingerprint.now(plan(wanted, executor, look, view))
         except KeyboardInterrupt:  # what failed leaves its logs
             shutil.rmtree(look, ignore_errors=True)
             raise
@@ -183,8 +183,8 @@ def _decided(run: Retuning, wanted: StudySpec, view: EventSink) -> Decision:
 
     view.doing(f"study {run.name}: importing torch and DeepSpeed once")
     try:
-        with executor_for(wanted, run.path) as executor:
-            found = profiled(plan(wanted, executor, run.path), executor, run.path, view)
+        with executor_for(wanted, run.path, view.waits) as executor:
+            found = profiled(plan(wanted, executor, run.path, view), executor, run.path, view)
             return run.run(found, executor)
     except (GoneError, CommandError):
         raise

@@ -114,7 +114,7 @@ def _planned(
     wanted, notes = wanted_study(str(as_run(folder)), overrides)
     view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
     with executor_for(wanted, scratch, view.waits) as executor:
-        found = plan(wanted, executor, scratch)
+        found = plan(wanted, executor, scratch, view)
         _check_machine(found, kept)
         for note in (*notes, *found.notes):
             view.say(note)

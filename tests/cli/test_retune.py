@@ -329,10 +329,11 @@ def test_one_that_the_user_stops_goes_on_with_the_same_options_however_often(stu
 @pytest.mark.parametrize(
     "error", [Unavailable("Slurm does not answer"), OSError(errno.ENOSPC, "No space left on device", "studies/s")]
 )
-def test_one_whose_engine_is_away_or_whose_disk_is_full_goes_on_however_often(studies, monkeypatch, error):
+def test_one_whose_engine_is_away_or_whose_disk_is_full_goes_on_however_often(studies, monkeypatch, capsys, error):
     """After three times it had failed, as if it had been killed, and what it had measured was lost."""
 
-    def away(*_, **__):
+    def away(_, __, waits):
+        waits("the queue is long")
         raise error
 
     monkeypatch.setattr(session.OpenStudy, "spec", lambda *_: None)
@@ -340,7 +341,7 @@ def test_one_whose_engine_is_away_or_whose_disk_is_full_goes_on_however_often(st
     for _ in range(5):
         with pytest.raises(UserError, match=r"does not answer|No space left on device.*Run the same command again"):
             retune("s")
-    assert known(studies).interrupted("s") is not None
+    assert known(studies).interrupted("s") is not None and capsys.readouterr().err.count("the queue is long") == 5
 
 
 @pytest.mark.system
@@ -358,16 +359,17 @@ def test_one_whose_database_goes_away_goes_on_however_often(studies, monkeypatch
     assert known(studies).interrupted("s") is not None and len(known(studies).decisions("s")) == 1
 
 
-def test_a_look_at_what_changed_that_is_stopped_leaves_nothing(studies, monkeypatch):
-    def stopped(_, folder):
+def test_a_look_at_what_changed_that_is_stopped_leaves_nothing(studies, monkeypatch, capsys):
+    def stopped(_, folder, waits):
         folder.mkdir(parents=True)
+        waits("the queue is long")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(session.OpenStudy, "spec", lambda _: spec_of())
     monkeypatch.setattr(engine, "executor_for", stopped)
     with pytest.raises(KeyboardInterrupt):
         changes("s")
-    assert not (studies / "s" / "retunes" / "look").exists()
+    assert not (studies / "s" / "retunes" / "look").exists() and "the queue is long" in capsys.readouterr().err
 
 
 def test_a_study_whose_database_is_lost_is_told_how_its_trials_are_taken_up_again(studies):

@@ -170,7 +170,7 @@ def test_a_lost_terminal_ends_a_command_as_ctrl_c_does_and_not_under_nohup(tmp_p
 
 
 def test_a_forecast_that_is_stopped_leaves_no_folder(place, monkeypatch):
-    def stopped(_, folder):
+    def stopped(_, folder, __):
         assert folder.parent == place
         raise KeyboardInterrupt
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from autotune.advise.devices import Devices
 from autotune.errors import UserError, nearest
+from autotune.executors import base
 from autotune.forecast.prediction import MOST_SAMPLES, Prediction
 from autotune.forecast.predictor import ForecastInputs, Predictor, probability_below
 from autotune.forecast.regression import STOPPED_SD, interval_sd
@@ -200,23 +201,23 @@ def _known(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workload, 
         if found.profile is not None and found.machine is not None:
             return found, list(found.profile.caveats)
     view.doing(f"{'running' if script else 'profiling'} {target.path.name}, once")
-    found, notes = _profiled(spec, target)
+    found, notes = _profiled(spec, target, view)
     if script:
         profile_cache.save(replace(found, machine=None), key)
     return found, notes
 
 
-def _profiled(spec: StudySpec, target: Target) -> tuple[Workload, list[str]]:
+def _profiled(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workload, list[str]]:
     """Returns the workload with profile and rates, from ranks, and notes."""
     with temporary.log_folder("autotune-predict") as folder:
-        with executor_for(spec, folder) as executor:
+        with executor_for(spec, folder, view.waits) as executor:
             most = len(device.here().each) or max(2, len(os.sched_getaffinity(0)))
             script, trials = target.kind == "script", folder / "trials"
             ranks = min(spec.ranks or 1, most) if script else 1
-            workload = inspect_workload(spec, executor, trials / "inspect", ranks)
-            found, notes = profile_cache.measure_missing(
-                workload, target.path, completed(spec, target, workload), _ranks(spec, workload)[1], executor, trials
-            )
+            with base.turn(executor, view.waiting):  # as for a study's plan
+                workload = inspect_workload(spec, executor, trials / "inspect", ranks, view.doing)
+            config, local = completed(spec, target, workload), _ranks(spec, workload)[1]
+            found, notes = profile_cache.measure_missing(workload, target.path, config, local, executor, trials, view)
         shutil.rmtree(folder, ignore_errors=True)
         return found, notes
 

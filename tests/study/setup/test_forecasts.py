@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from autotune.cli.options import read_settings
 from autotune.errors import UserError
 from autotune.report import load
 from autotune.space.candidate import Candidate
+from autotune.study.events import SILENT
 from autotune.study.setup import forecasts, plan, profile_cache
 from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import records
@@ -404,6 +405,24 @@ def test_what_is_edited_while_it_is_profiled_or_probed_is_known_by_its_earlier_t
     found = plan.plan(spec, Instant(), tmp_path)
     assert found.cache_key == key
     assert found.fingerprint["target"] == digest, "so that the run ends before the new text is measured"
+
+
+def test_a_script_is_run_for_a_forecast_when_no_study_measures(tmp_path, monkeypatch):
+    """It disturbed the trial that another study was measuring."""
+    held = list[bool]()
+
+    class Turns(Instant):
+        @contextmanager
+        def turn(self, _):
+            held.append(True)
+            yield
+            held.clear()
+
+    monkeypatch.setattr(forecasts, "executor_for", lambda *_: nullcontext(Turns()))
+    monkeypatch.setattr(forecasts, "inspect_workload", lambda *_: held[0] and WORKLOAD)
+    monkeypatch.setattr(profile_cache, "measure_missing", lambda found, *_: (found, held))
+    spec = StudySpec.of(MODELS / "ok.py")
+    assert forecasts._profiled(spec, spec.inspected, SILENT) == (WORKLOAD, [])
 
 
 @pytest.mark.process

@@ -134,7 +134,6 @@ def retune(
 def _retuned(opened: OpenStudy, asked: RetuneRequest) -> Decision | None:
     """The decision of a re-tuning; None if none is due, or if another process runs the study and does it."""
     from autotune.report.progress import ProgressView
-    from autotune.retune import schedule
     from autotune.retune.retuning import Retuning
     from autotune.retune.schedule import Schedule
     from autotune.session import open_study
@@ -166,15 +165,14 @@ def _retuned(opened: OpenStudy, asked: RetuneRequest) -> Decision | None:
         wanted = opened.spec({"ranks": run.asked.ranks, "from_checkpoint": run.asked.checkpoint})
         if asked.ranks is not None and not wanted.runs_elsewhere:
             check_ranks(asked.ranks, "--ranks")  # what was typed wrong is no re-tuning that failed
-        schedule.started(opened.history, due)
-        run.begin()
-        return _decided(run, wanted, view)
+        return _decided(run, wanted, due, view)
 
 
-def _decided(run: Retuning, wanted: StudySpec, view: EventSink) -> Decision:
+def _decided(run: Retuning, wanted: StudySpec, due: list[Schedule], view: EventSink) -> Decision:
     from optuna.exceptions import StorageInternalError
     from sqlalchemy.exc import SQLAlchemyError
 
+    from autotune.retune import schedule
     from autotune.retune.retuning import CommandError
     from autotune.study.setup.engine import executor_for
     from autotune.study.setup.plan import plan, profiled
@@ -182,6 +180,8 @@ def _decided(run: Retuning, wanted: StudySpec, view: EventSink) -> Decision:
     from autotune.study.storage.history import GoneError
 
     view.doing(f"study {run.name}: importing torch and DeepSpeed once")
+    schedule.started(run.history, due)
+    run.begin()  # what ends this process from here on counts as an attempt, unless it is excused
     try:
         with executor_for(wanted, run.path, view.waits) as executor:
             found = profiled(plan(wanted, executor, run.path, view), executor, run.path, view)

@@ -28,6 +28,7 @@ from autotune.retune import fingerprint, schedule
 from autotune.retune.decision import Decision, RetuneVerdict
 from autotune.retune.retuning import ASKED, CommandError, RetuneRequest
 from autotune.study import tracing
+from autotune.study.events import Broadcast
 from autotune.study.lock import study_lock
 from autotune.study.runner import Runner
 from autotune.study.setup import engine
@@ -320,7 +321,8 @@ def test_one_that_the_user_stops_goes_on_with_the_same_options_however_often(stu
     monkeypatch.setattr(session.OpenStudy, "spec", lambda *_: None)
     monkeypatch.setattr(engine, "executor_for", stopped)
     monkeypatch.setattr("sys.argv", ["autotune", "retune", "s", "--force", "--trials", "3"])
-    for _ in range(5):
+    for n in range(9):
+        monkeypatch.setattr(Broadcast, "doing", stopped if n < 4 else Broadcast.say)  # while it imports, too
         assert retune("s", force=True, trials=3) == 130
         assert "goes on where it was with: autotune retune s --force --trials 3\n" in capsys.readouterr().err
     assert len(known(studies).decisions("s")) == 1 and known(studies).interrupted("s") is not None

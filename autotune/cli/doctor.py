@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from importlib import metadata
@@ -18,7 +17,7 @@ import typer
 
 from autotune.cli.options import AsJson
 from autotune.errors import UserError
-from autotune.system import shared_memory
+from autotune.system import shared_memory, temporary
 from autotune.system.machine import cache_dir, lock_path, why_bf16_is_slow
 
 if TYPE_CHECKING:
@@ -90,8 +89,8 @@ def _examined(*, build: bool) -> Iterator[Finding]:
     if (place := toolkit(os.environ)) is not None:
         yield Finding("ok", "CUDA toolkit", f"nvcc in {place}")
     print("- importing torch and DeepSpeed once, then running the smallest possible trial", file=sys.stderr)
-    with tempfile.TemporaryDirectory(prefix="autotune-doctor-") as name:
-        yield from _trial(Path(name), build=build)
+    with temporary.folder("autotune-doctor") as folder:
+        yield from _trial(folder, build=build)
 
 
 def _compiler() -> Finding:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import typer
 
 from autotune.cli.options import AsJson, option
 from autotune.errors import UserError
-from autotune.system import device
+from autotune.system import device, temporary
 from autotune.system.machine import check_ranks
 from autotune.system.units import format_bytes, format_seconds
 
@@ -69,8 +68,7 @@ def measure(target: Path | None, world_size: int) -> Probe:
     from autotune.trial.result import Outcome
     from autotune.trial.target import inspect_target
 
-    with tempfile.TemporaryDirectory(prefix="autotune-probe-") as name, ProgressView() as view:
-        folder = Path(name)
+    with temporary.folder("autotune-probe") as folder, ProgressView() as view:
         view.doing("importing torch and DeepSpeed once")
         modules = inspect_target(target).imports if target else []
         request = TrialRequest(target=str(target or ""), mode="machine", world_size=world_size, deadline_s=DEADLINE_S)

@@ -52,3 +52,11 @@ def log_folder(name: str, around: Path | None = None) -> Iterator[Path]:
         if made.name not in str(error):
             shutil.rmtree(made, ignore_errors=True)
         raise
+
+
+@contextlib.contextmanager
+def folder(name: str) -> Iterator[Path]:
+    """A new temporary folder, which is removed with the block; what a killed process leaves of it, as by `log_folder`, a day later."""
+    with log_folder(name) as made:
+        yield made
+        shutil.rmtree(made, ignore_errors=True)

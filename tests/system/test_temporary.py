@@ -31,6 +31,9 @@ def test_a_folder_of_logs_stays_for_a_day_where_an_error_names_it(tmp_path, monk
             raise UserError(f"see {folder / 'log'}" if named else "it cannot be used")
         assert folder.is_dir() == named
     (left,) = tmp_path.iterdir()
+    with temporary.folder("autotune-launch") as folder:
+        assert folder.is_dir()
+    assert not folder.exists()
     for age_s, stays in ((3600, True), (90_000, False)):
         os.utime(left, (time.time() - age_s,) * 2)
         with temporary.log_folder("autotune-check") as folder:

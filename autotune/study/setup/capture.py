@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 from autotune.errors import SpecError, UserError
 from autotune.study.events import SILENT, EventSink
 from autotune.study.spec.spec import StudySpec, stated_command
-from autotune.system import files, processes
+from autotune.system import files, processes, temporary
 from autotune.system.processes import MARK, marked, sweep
 from autotune.system.signals import terminable, undisturbed
 from autotune.trial.command import (
@@ -112,10 +111,7 @@ def capture(
         UserError: The command started no rank, or none that can run here.
     """
     masked_command, numbers = with_placeholders(command)
-    with (
-        tempfile.TemporaryDirectory(prefix="autotune-launch-") as name,
-        _Running(masked_command, folder, Path(name)) as run,
-    ):
+    with temporary.folder("autotune-launch") as scratch, _Running(masked_command, folder, scratch) as run:
         process, until = run.start(), time.monotonic() + deadline_s
         while run.lives() and time.monotonic() < until and not _complete(run.records()):
             run.let_go()

@@ -2,7 +2,6 @@
 
 import math
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -209,7 +208,7 @@ def _known(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workload, 
 
 def _profiled(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workload, list[str]]:
     """Returns the workload with profile and rates, from ranks, and notes."""
-    with temporary.log_folder("autotune-predict") as folder:
+    with temporary.folder("autotune-predict") as folder:
         with executor_for(spec, folder, view.waits) as executor:
             most = len(device.here().each) or max(2, len(os.sched_getaffinity(0)))
             script, trials = target.kind == "script", folder / "trials"
@@ -218,7 +217,6 @@ def _profiled(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workloa
                 workload = inspect_workload(spec, executor, trials / "inspect", ranks, view.doing)
             config, local = completed(spec, target, workload), _ranks(spec, workload)[1]
             found, notes = profile_cache.measure_missing(workload, target.path, config, local, executor, trials, view)
-        shutil.rmtree(folder, ignore_errors=True)
         return found, notes
 
 

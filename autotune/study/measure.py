@@ -224,6 +224,7 @@ class TrialMeasurer:
         folder, baseline = self._state.folder, self._state.plan.baseline
         with self._turns.at(result.place, ticked):
             if placement.wants_baseline(folder, result, executor):
-                self._events.say(f"the baseline is measured on {', '.join(result.hosts)}, too: trials run there now")
+                where = f"{', '.join(result.hosts)} ({result.machine})"
+                self._events.say(f"the baseline is measured on {where}, too: trials run there now")
                 path = placement.baseline_path(folder, result.place)
                 base.run(executor, path, self.request(baseline, "repeat"), ticked)

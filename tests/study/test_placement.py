@@ -34,7 +34,7 @@ def test_the_baseline_is_measured_where_trials_move_to_and_its_pace_taken_out(tm
     executor, watcher = Moving(), Watcher()
     runner = runner_of(tmp_path, executor, watcher=watcher, trials=6, finalists=0)
     runner.run()
-    assert sum("the baseline is measured on b, too" in text for text in watcher.said) == 1
+    assert sum("the baseline is measured on b (slow), too" in text for text in watcher.said) == 1
     assert executor.ran.count(runner.state.plan.baseline) == 2
     for told in records.told_trials(runner.study):
         expected = step_times.summarise(report(records.told_candidate(told)).step_times_s).median_s

@@ -210,7 +210,7 @@ class TrialMeasurer:
                     again("it was stopped early by measurements from other machines")
                     request = replace(request, rivals=())
                     continue
-                self._measure_baseline_there(result, executor, ticked)
+                self._measure_baseline_there(result, executor, ticked, waiting)
             n_left -= 1
             busy = result.disturbed
             if not n_left and busy and compared:
@@ -219,7 +219,9 @@ class TrialMeasurer:
                 return result
             again(f"{busy} while it was timed")
 
-    def _measure_baseline_there(self, result: TrialResult, executor: Executor, ticked: Callable[[], None]) -> None:
+    def _measure_baseline_there(
+        self, result: TrialResult, executor: Executor, ticked: Callable[[], None], waiting: Callable[[], None]
+    ) -> None:
         """Measures the baseline on a trial's machines, with which `placement.like_with_like` compares the trial."""
         folder, baseline = self._state.folder, self._state.plan.baseline
         with self._turns.at(result.place, ticked):
@@ -227,4 +229,6 @@ class TrialMeasurer:
                 where = f"{', '.join(result.hosts)} ({result.machine})"
                 self._events.say(f"the baseline is measured on {where}, too: trials run there now")
                 path = placement.baseline_path(folder, result.place)
-                base.run(executor, path, self.request(baseline, "repeat"), ticked)
+                request = self.request(baseline, "repeat")
+                with base.turn(executor, waiting):
+                    base.run(executor, path, request, ticked)

@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 from support.instant import STEPS, Instant, Watcher, report, runner_of
@@ -20,9 +21,16 @@ class Moving(Instant):
 
     def __init__(self) -> None:
         super().__init__(self.moved)
-        self.hosts = frozenset({"a"})
+        self.hosts, self.held = frozenset({"a"}), False
+
+    @contextmanager
+    def turn(self, _):
+        self.held = True
+        yield
+        self.held = False
 
     def moved(self, candidate):
+        assert self.held, "it disturbed another study's trial"
         away = len(self.ran) > 2
         self.hosts = frozenset({"b" if away else "a"})
         whole = report(candidate, host="b" if away else "a", machine="slow" if away else "quick")

@@ -478,7 +478,7 @@ def test_one_that_was_killed_after_it_replaced_the_answer_is_finished_although_t
     with monkeypatch.context() as patch:
         patch.setattr(retuning_module, "_run_command", killed)
         with pytest.raises(KeyboardInterrupt):
-            retune(tmp_path, Instant(slow_bf16), on_change="a command of the user")
+            retune(tmp_path, Instant(slow_bf16), on_change="true")  # what takes it up runs it, too
     changed = replace(WORKLOAD, n_parameters=2000, structure="another")
     found, executor = replace(plan_of(spec_of(**STUDY)), workload=changed), Instant(slow_bf16)
     decision = retune(tmp_path, executor, found)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autotune.errors import UserError
 from autotune.space.candidate import Candidate
@@ -147,13 +147,15 @@ def _whole(model: nn.Module, loss_of: Any, batch: Any, seed: int) -> tuple[float
 
 def _without_dropout() -> None:
     """Turns dropout off for the rest of this process, and leaves the model in training mode."""
-    attention = nn.functional.scaled_dot_product_attention
+    attention: Any = nn.functional.scaled_dot_product_attention
 
     def keep(*arguments: Any, **named: Any) -> Any:
         return arguments[0] if arguments else named["input"]
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, _: float = 0.0, **rest: Any) -> Tensor:
-        return attention(query, key, value, attn_mask, **{**rest, "dropout_p": 0.0})
+    def attend(*arguments: Any, **named: Any) -> Any:
+        if len(arguments) > 4:  # torch's MultiheadAttention names none of them
+            return attention(*arguments[:4], 0.0, *arguments[5:], **named)
+        return attention(*arguments, **named | {"dropout_p": 0.0})
 
     functional: Any = nn.functional
     functional.dropout, functional.scaled_dot_product_attention = keep, attend

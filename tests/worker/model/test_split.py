@@ -106,6 +106,7 @@ def test_the_model_draws_no_dropout_while_it_is_compared(monkeypatch):
     assert torch.equal(nn.Dropout(0.5)(ones), ones)
     attend = nn.functional.scaled_dot_product_attention
     assert torch.equal(attend(ones, ones, ones, dropout_p=0.9), ones)
+    assert torch.equal(attend(ones, ones, ones, None, 0.9, True), ones)  # as torch's own MultiheadAttention calls it
 
 
 def test_the_shares_of_a_sequence_are_cut_after_the_labels_were_shifted():

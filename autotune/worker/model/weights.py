@@ -24,7 +24,8 @@ def load(model: nn.Module, path: Path) -> None:
         model: The model, before `deepspeed.initialize`.
         path: A DeepSpeed checkpoint's folder, a folder with a state dict, or a state dict's file.
     """
-    found = {name.removeprefix("module."): value for name, value in _state(path).items()}
+    known = model.state_dict().keys()  # a model may have a part of that name itself
+    found = {name if name in known else name.removeprefix("module."): value for name, value in _state(path).items()}
     found = experts.of_this_rank(model, found)
     try:
         with _gathered(model, modifier_rank=0):

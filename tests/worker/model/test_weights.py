@@ -3,15 +3,18 @@
 import os
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
 from support.bench import own_port
 from support.paths import MODELS
+from torch import nn
 
 from autotune.system.toolkit import extensions_dir
 from autotune.trial.result import Outcome
+from autotune.worker.model import weights
 
 pytestmark = pytest.mark.process
 
@@ -27,6 +30,14 @@ def test_a_trial_goes_on_from_the_weights_that_another_one_left(zoo, tmp_path, s
     assert first.outcome is after.outcome is Outcome.COMPLETE
     assert first.losses[:3] == pytest.approx(fresh.losses, rel=1e-4)
     assert after.losses[0] < fresh.losses[0] - 0.2
+
+
+@pytest.mark.parametrize("before", ["", "module."])
+def test_the_names_of_a_models_own_part_called_module_are_kept(tmp_path, before):
+    model, other = (nn.Sequential(OrderedDict(module=nn.Linear(2, 2))) for _ in range(2))
+    torch.save({f"{before}{name}": value for name, value in other.state_dict().items()}, tmp_path / "model.pt")
+    weights.load(model, tmp_path)
+    assert torch.equal(model.module.weight, other.module.weight)
 
 
 def test_the_place_in_the_data_is_where_it_was_said(zoo):

@@ -103,7 +103,8 @@ class TrialMeasurer:
             noise=role == "noise",
             check_gradient=role in ("baseline", "search", "gate")
             and plan.data_parallel == plan.world_size
-            and candidate.is_whole,
+            and candidate.is_whole
+            and plan.workload.pipeline is None,  # its engine completes gradients where they are not looked at
             min_samples=self._min_samples(role),
             deadline_s=self.deadline_s(candidate),
             learning_rate_factor=rate.factor(batch),

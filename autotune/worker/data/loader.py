@@ -14,7 +14,7 @@ from autotune.trial import token_budget
 from autotune.worker.containers import map_tensors
 from autotune.worker.data import worst
 from autotune.worker.data.change import Collate, why_not
-from autotune.worker.data.samples import is_map_style, length_in_batch, length_of
+from autotune.worker.data.samples import is_map_style, length_in_batch
 from autotune.worker.model.model_file import ModelFile, WorkloadError
 
 # Micro-batches that a rank could never draw: the end of an endless order.
@@ -228,7 +228,7 @@ class Loader:
             for i in range(self.micro_batch_size)
         ]
         if self.grouped > 1:
-            samples.sort(key=length_of)
+            samples.sort(key=lambda sample: length_in_batch(sample, self._own))
         size = self.micro_batch_size
         return [(self.collate(samples[n * size : (n + 1) * size]), size) for n in range(self.grouped)]
 

@@ -52,6 +52,13 @@ def test_grouping_keeps_the_samples_of_a_step_and_pads_them_less():
     assert sum(b["input_ids"].numel() for b in grouped) < sum(b["input_ids"].numel() for b in plain)
 
 
+def test_texts_are_grouped_by_the_tokens_that_the_targets_collate_makes_of_them():
+    texts = ["lengthy " * n for n in (1, 2)] + ["a " * n for n in (3, 4)]
+    made = loader({"group_by_length": True}, data=texts, micro_batch_size=1, accumulation=4)
+    made._own = made.collate.own = lambda texts: collate([{"input_ids": torch.ones(len(t.split()))} for t in texts])
+    assert [made.next()[0]["input_ids"].shape[1] for _ in texts] == [1, 2, 3, 4]
+
+
 def test_samples_are_cut_before_the_targets_collate_or_by_it_if_it_takes_the_argument():
     assert loader({"max_length": 4}, micro_batch_size=8).next()[0]["input_ids"].shape == (8, 4)
     own = Collate(lambda samples, max_length=None: max_length, {"max_length": 4})

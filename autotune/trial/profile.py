@@ -106,6 +106,8 @@ class Profile:
         cut_short: Passes are missing, since the time for profiling was over; what stands in for them is uncertain.
         lengths: Lengths of the data set's samples, where batches are padded to their longest; the passes are of batches
             of `sequence` tokens.
+        updates, by_micro_batch: Classes of modules of a `model.py` that change a buffer in each forward: of any in its blocks, of
+            floats anywhere. As in `Workload`.
         stated: The length that samples are stated to reach, beyond those that were read; 0 if none is.
         caveats: Quantities that could not be measured, and the assumptions instead.
     """
@@ -138,6 +140,8 @@ class Profile:
     lengths: Table = ()
     stated: int = 0
     of_tokens: bool = True
+    updates: str = ""
+    by_micro_batch: str = ""
     caveats: tuple[str, ...] = ()
 
     @property

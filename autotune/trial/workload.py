@@ -388,7 +388,7 @@ class Workload:
         by_micro_batch: What trains otherwise at another micro-batch: layers with its statistics, a script's loop. Once `batch_norm`.
         client_optimizer: The target defines `optimizer`.
         sparse: Classes of its modules that give sparse gradients; empty without any.
-        updates: Classes of modules in a script's blocks that change a buffer in each forward, also a recomputed one; empty without any.
+        updates: Classes of modules in the blocks that change a buffer in each forward, also a recomputed one; empty without any.
         optimizer: Class of that optimizer, if it could be made without data.
         learning_rates: Rates that its parameter groups begin with.
         script: Findings of the probe, for a training script.

@@ -30,7 +30,7 @@ from autotune.trial.target import sources
 from autotune.trial.workload import Workload
 
 # Part of every key; increase it when the records change.
-FORMAT = 11
+FORMAT = 12
 PROFILE_DEADLINE_S = 180.0
 # Computing time of a profile in seconds, and the share of the time left that it may take.
 PROFILE_S, PROFILE_SHARE = 60.0, 0.1
@@ -181,7 +181,15 @@ def measure_missing(
             workload = replace(workload, machine=machine)
         else:
             notes.append(f"the machine's rates were not measured ({result.reason}), so usual ones are assumed")
-    return workload, notes
+    return _as_profiled(workload), notes
+
+
+def _as_profiled(workload: Workload) -> Workload:
+    """Returns the workload with what its profile has seen of buffers, as the probe of a script sees them itself."""
+    if (profile := workload.profile) is None:
+        return workload
+    changed, by_micro_batch = workload.updates or profile.updates, workload.by_micro_batch or profile.by_micro_batch
+    return replace(workload, updates=changed, by_micro_batch=by_micro_batch)
 
 
 def _path(kind: type[Any], key: str) -> Path:

@@ -1,6 +1,6 @@
 """Buffers that a model changes as it goes forward, as an EMA codebook: by micro-batches, and twice where that is recomputed."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -52,6 +52,30 @@ class BufferWatch:
                 self.changed |= {key[0]} if (values, rest) != (values_now, rest_now) else set()
                 self.of_floats |= {key[0]} if values != values_now else set()
         self._before = {}
+
+
+def written(model: nn.Module, storages: Container[int]) -> Iterator[tuple[nn.Module, Tensor]]:
+    """Yields the modules, no norms, that have a buffer in one of some storages, with that buffer."""
+    for module in model.modules():
+        if not isinstance(module, _NormBase):
+            plain = (each for each in module._buffers.values() if each is not None and each.layout is torch.strided)
+            yield from ((module, each) for each in plain if each.untyped_storage()._cdata in storages)
+
+
+def said(again: str, floats: str) -> list[str]:
+    """Returns what to know of the classes in blocks that change buffers, and of those that change buffers of floats."""
+    found = []
+    if again:
+        found.append(
+            f"{again} changes a buffer as it goes forward, and again where it is recomputed: each other recomputation is checked,"
+            " and none is drop-in"
+        )
+    if floats:
+        found.append(
+            f"{floats} changes a buffer of floats with each micro-batch, as a moving average does: each other micro-batch is checked,"
+            " and none is drop-in"
+        )
+    return found
 
 
 def classes(modules: Iterable[nn.Module]) -> str:

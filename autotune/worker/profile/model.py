@@ -4,7 +4,7 @@ import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from autotune.trial.workload import Experts
 from autotune.worker.containers import map_tensors, to_device
 from autotune.worker.data import samples, worst
 from autotune.worker.data.loader import Loader
-from autotune.worker.measure import experts, malloc, memory
+from autotune.worker.measure import buffers, experts, malloc, memory
 from autotune.worker.measure.batches import are_tokens, counted_tensor
 from autotune.worker.model import model_file, staged
 from autotune.worker.profile import op_counter
@@ -59,7 +59,7 @@ def profile(request: TrialRequest, accelerator: str) -> Profile:
     return _assemble(
         subject, passes, optimizer_bytes=state, optimizer_scratch=scratch, scratch_for_all=for_all,
         data_bytes=float(data_bytes) if accelerator == "cpu" else 0.0, input_s_per_sample=input_s,
-        caveats=(*caveats, *subject.caveats, *_of_lengths(subject.lengths)),
+        caveats=[*caveats, *subject.caveats, *_of_lengths(subject.lengths)],
     )  # fmt: skip
 
 
@@ -94,6 +94,8 @@ class _Subject:
         self.built_bytes = built_bytes(model)
         self.caveats: list[str] = []
         self.cut_short = False
+        self.updating: set[nn.Module] = set()  # that change a buffer as they go forward; of them, those of floats
+        self.moving: set[nn.Module] = set()
         self._dtype: torch.dtype | None = None
         with self._mode():
             convert(model, device, None, anew=fake is not None)
@@ -153,6 +155,9 @@ class _Subject:
             in_stages = staged.is_staged(self.model)
             loss = staged.whole_loss(self.model) if in_stages else model_file.make_loss(self.target, self.model)
             traces = [op_counter.follow(engine, loss, to_device(batch, self.device, dtype)) for batch in self.batches]
+        written = list(buffers.written(self.model, traces[1].written))  # the first forward may make some, as masks
+        self.updating |= {module for module, _ in written}
+        self.moving |= {module for module, buffer in written if buffer.is_floating_point()}
         return op_counter.combine(traces[0], traces[1], self.sizes)
 
     def _mode(self) -> Any:
@@ -307,7 +312,7 @@ def _optimizer(
     return 8.0, 8.0, False
 
 
-def _assemble(subject: _Subject, passes: dict[str, Pass], **found: Any) -> Profile:
+def _assemble(subject: _Subject, passes: dict[str, Pass], caveats: Iterable[str], **found: Any) -> Profile:
     model, blocks = subject.model, subject.blocks
     parameters = list(dict.fromkeys(model.parameters()))
     in_blocks = dict.fromkeys(p for block in blocks for p in block.parameters())
@@ -316,6 +321,8 @@ def _assemble(subject: _Subject, passes: dict[str, Pass], **found: Any) -> Profi
     plain = passes["fp32/0"]
     again = passes.get("fp32/1", plain)
     mixed = experts.facts(model) or Experts()
+    changing = buffers.classes(subject.updating & {module for block in blocks for module in block.modules()})
+    moving = buffers.classes(subject.moving)
     return Profile(
         n_parameters=n_parameters,
         n_trainable=sum(p.numel() for p in parameters if p.requires_grad),
@@ -337,6 +344,9 @@ def _assemble(subject: _Subject, passes: dict[str, Pass], **found: Any) -> Profi
         n_expert=mixed.parameters,
         expert_layers=mixed.layers,
         experts_per_token=mixed.per_token,
+        updates=changing,
+        by_micro_batch=moving,
+        caveats=(*caveats, *buffers.said(changing, moving)),
         **found,
     )
 

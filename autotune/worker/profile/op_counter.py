@@ -113,6 +113,7 @@ class Trace:
         peak_bytes: Most bytes alive.
         cast_bytes: Size of copies of weights in another type, where they count apart.
         n_casts: Number of these copies.
+        written: Storages of what was there before that operations changed, as of buffers.
         backward: FLOPs, bytes moved and operations of the backward pass, estimated from forward's for scripts.
     """
 
@@ -126,6 +127,7 @@ class Trace:
     peak_bytes: int = 0
     cast_bytes: int = 0
     n_casts: int = 0
+    written: set[int] = field(default_factory=set)
     backward: tuple[int, int, int] = (0, 0, 0)
 
 
@@ -169,6 +171,7 @@ class OpCounter(TorchDispatchMode):
             self._note_gathered(result)
             return result
         packet, trace = getattr(func, "_overloadpacket", func), self.trace
+        trace.written |= storages(_written(func, args, kwargs)).keys() & self._known.keys()
         if self.of_script and packet is aten._to_copy and self._is_weight(args[0]):
             self._note_gathered(result)
             trace.cast_bytes, trace.n_casts = trace.cast_bytes + result.nbytes, trace.n_casts + 1
@@ -264,6 +267,16 @@ def _asked(func: Any, *args: Any, **kwargs: Any) -> Any:
     if func is torch.ops.prim.device.default and isinstance(tensor := args[0], FakeTensor):
         return torch.device("meta") if tensor.fake_mode.in_kernel_invocation else tensor.fake_device
     return func(*args, **kwargs)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yields the tensors that an operation changes in place."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    for at, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(args[at] if at < len(args) else kwargs.get(argument.name))
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:

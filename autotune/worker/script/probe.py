@@ -14,7 +14,7 @@ from autotune.trial.result import Observed
 from autotune.trial.workload import DataShape, Probed, Workload
 from autotune.worker.data import change, samples
 from autotune.worker.measure.batches import BatchObserver
-from autotune.worker.measure.buffers import BufferWatch, classes
+from autotune.worker.measure.buffers import BufferWatch, classes, said
 from autotune.worker.measure.meter import Meter
 from autotune.worker.model.inspect import with_batch_norm
 from autotune.worker.profile.script import ForwardProfile
@@ -97,17 +97,8 @@ def _with_updates(workload: Workload, watch: BufferWatch | None, blocks: Sequenc
     if watch is None:
         return workload
     again = classes(watch.changed & {module for block in blocks for module in block.modules()})
-    floats, caveats = classes(watch.of_floats), list(workload.caveats)
-    if again:
-        caveats.append(
-            f"{again} changes a buffer as it goes forward, and again where it is recomputed: each other recomputation is checked,"
-            " and none is drop-in"
-        )
-    if floats:
-        caveats.append(
-            f"{floats} changes a buffer of floats with each micro-batch, as a moving average does: each other micro-batch is checked,"
-            " and none is drop-in"
-        )
+    floats = classes(watch.of_floats)
+    caveats = [*workload.caveats, *said(again, floats)]
     return replace(workload, updates=again, by_micro_batch=workload.by_micro_batch or floats, caveats=caveats)
 
 

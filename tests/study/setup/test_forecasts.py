@@ -364,6 +364,9 @@ def test_what_is_known_is_found_out_once(zoo, tmp_path, monkeypatch):
         def __getattr__(self, name):
             raise AssertionError(name)
 
+    moving = replace(found.profile, updates="Ranged", by_micro_batch="Codebook")
+    again, _ = profile_cache.measure_missing(replace(found, profile=moving), *where, NoExecutor(), tmp_path / "trials")
+    assert (again.updates, again.by_micro_batch) == ("Ranged", "Codebook"), "as a script's probe finds them"
     again, _ = profile_cache.measure_missing(bare, *where, NoExecutor(), tmp_path / "trials", view)
     assert told == [
         "profiling the model, once",

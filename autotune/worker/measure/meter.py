@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autotune.scoring import shared_cores
 from autotune.space.candidate import Candidate
+from autotune.space.deepspeed import RATE_KEYS, at_path
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import MACHINE_BUSY, Observed
 from autotune.worker.data import padding
@@ -212,7 +213,12 @@ class Meter:
             raise torch.OutOfMemoryError(f"out of memory, where the script goes on with another batch ({mismatch})")
         if mismatch:
             raise NotApplied(mismatch)
-        asked = {name: request.candidate.get(name) for name in request.changed_from}
+        # What the configuration states of learning rates is scaled to the batch.
+        rates = {name for name in request.changed_from if name.rpartition(".")[2] in RATE_KEYS}
+        asked = {
+            name: at_path(request.ds_config, name) if name in rates else request.candidate.get(name)
+            for name in request.changed_from
+        }
         verdict = witness.judge(self.engine, asked, request.changed_from)
         if verdict.inert:
             raise NotApplied("; ".join(f"{name}: {why}" for name, why in verdict.inert.items()))

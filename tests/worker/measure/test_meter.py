@@ -174,6 +174,22 @@ def test_another_batch_than_asked_for_is_memory_that_ran_out_where_it_did_since_
     assert asked == [refusals]
 
 
+@pytest.mark.unit
+def test_a_learning_rate_that_follows_the_batch_has_acted(monkeypatch):
+    """At another global batch each trial of another rate ended as not applied."""
+    meter, rate = Meter.__new__(Meter), "optimizer.params.lr"
+    config, candidate = {"optimizer": {"params": {"lr": 0.003}}}, {rate: 0.002, "zero_stage": 2}
+    meter.request = SimpleNamespace(ds_config=config, candidate=candidate, changed_from={rate: 0.001, "zero_stage": 1})
+    meter.engine = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": 0.003}]))
+    meter.report, meter.memory = RankReport(rank=0), SimpleNamespace(refusals=0)
+    meter._refusals_before, meter.candidate, meter.data_parallel = 0, None, 1
+    monkeypatch.setattr(Meter, "observe", lambda _: SimpleNamespace(mismatch=lambda *_: None))
+    monkeypatch.setattr(Meter, "_highest", lambda _, value: float(value))
+    monkeypatch.setattr("autotune.worker.measure.meter.replace", lambda _, **found: found)
+    meter.check_applied()
+    assert meter.report.observed == {"unwitnessed": ()}
+
+
 @pytest.fixture
 def concluded(monkeypatch):
     """The caveats of a trial that ends, on busy cores."""

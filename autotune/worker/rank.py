@@ -173,7 +173,6 @@ def identify(report: RankReport, *, cuda: bool) -> None:
 
 def prepare_device(request: TrialRequest) -> Memory:
     """Gives the rank its GPU and its share of the cores, and starts to measure its memory."""
-    import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
@@ -190,8 +189,6 @@ def prepare_device(request: TrialRequest) -> Memory:
     # On CUDA too: an offloaded optimizer runs on the host, where each rank would take all cores.
     n_cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(workload.threads_per_rank(n_cores, request.ranks_per_node, os.environ.get("OMP_NUM_THREADS")))
-    # This op serves inference only, and on a CPU each rank would leave 66 MiB in /dev/shm.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return Memory(kind, watch)
 
 

@@ -45,8 +45,9 @@ def test_blocks_samples_and_parameters_are_counted(zoo, model, expected):
 
 def test_inspection_refuses_a_model_with_nothing_to_train(zoo, write_model):
     target = write_model("""
-        import torch
+        import deepspeed, torch
         def model():
+            assert not deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"], "a PipelineModule would compile it"
             return torch.nn.Linear(2, 2).requires_grad_(False)
         def batch(n):
             return torch.randn(n, 2), torch.randn(n, 2)

@@ -20,7 +20,7 @@ from torch.utils import checkpoint as checkpointing
 
 from autotune.errors import UserError
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import DTYPES, SIDE_EFFECT_KEYS, ZERO, DsConfig, at_path
+from autotune.space.deepspeed import DTYPES, RATE_KEYS, SIDE_EFFECT_KEYS, ZERO, DsConfig, at_path
 from autotune.trial.workload import Script, Workload
 from autotune.worker import project
 from autotune.worker.measure import experts, recompute
@@ -355,7 +355,17 @@ def follow_rate(context: ScriptContext, engine: Any, own_rates: Rates) -> float:
         if factor != 1:
             context.once("the optimizer finds its learning rate itself, so none follows the batch")
         return 1.0
-    pairs = zip(own_rates, script.learning_rates, strict=False)
+    settings = context.candidate.config if context.candidate is not None else ()
+    if not any(path.rpartition(".")[2] in RATE_KEYS for path, _ in settings):  # else the trial asks for another rate
+        factor = _corrected(context, factor, own_rates)
+    if factor != 1:
+        scale_rate(optimizer, factor)
+    return factor
+
+
+def _corrected(context: ScriptContext, factor: float, own_rates: Rates) -> float:
+    """Returns a factor on the script's rates without what the script has changed of them by itself at this batch."""
+    pairs = zip(own_rates, context.script.learning_rates, strict=False)
     ratios = [now / was for now, was in pairs if now and was]
     if ratios and max(ratios) < 1.01 * min(ratios) and not math.isclose(ratios[0], 1, rel_tol=0.01):
         why = "the global batch stays" if factor == 1 else f"the rule asks for {factor:.3g}"
@@ -364,8 +374,6 @@ def follow_rate(context: ScriptContext, engine: Any, own_rates: Rates) -> float:
             f"Learning rate: at this batch the script sets {ratios[0]:.3g} times its own by itself,"
             f" and {why}: multiply what it sets by {factor:.3g}, as the trial did."
         )
-    if factor != 1:
-        scale_rate(optimizer, factor)
     return factor
 
 

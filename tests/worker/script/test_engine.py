@@ -285,22 +285,29 @@ def test_a_script_that_fills_its_dict_from_a_file_keeps_to_the_file(tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    ("micro", "steps", "set_rate", "factor"),
-    [(8, 2, 0.05, 2.0), (8, 2, 0.1, 1.0), (16, 1, 0.05, 1.0), (8, 1, 0.05, 1.0)],
+    ("micro", "steps", "set_rate", "factor", "config"),
+    [
+        (8, 2, 0.05, 2.0, ()),
+        (8, 2, 0.1, 1.0, ()),
+        (16, 1, 0.05, 1.0, ()),
+        (8, 1, 0.05, 1.0, ()),
+        (8, 2, 0.05, 1.0, (("optimizer.params.lr", 0.05),)),
+    ],
     ids=[
         "by the micro-batch",
         "of the global batch",
         "the script's own",
         "another global batch, which the rule leaves",
+        "that the trial asks for",
     ],
 )
 def test_a_rate_that_follows_the_micro_batch_is_the_scripts_own_where_the_global_batch_stays(
-    micro, steps, set_rate, factor
+    micro, steps, set_rate, factor, config
 ):
     """Half the micro-batch of `lr * batch_size / 256` was called drop-in at half the rate."""
     said, weight = [], torch.nn.Parameter(torch.ones(1))
     trial = SimpleNamespace(
-        candidate=Candidate(micro_batch_size=micro, gradient_accumulation_steps=steps),
+        candidate=Candidate(micro_batch_size=micro, gradient_accumulation_steps=steps, config=config),
         script=Script(micro_batch_size=16, gradient_accumulation_steps=1, learning_rates=(0.1,)),
         request=SimpleNamespace(learning_rate_factor=1.0), changed=said.append,
     )  # fmt: skip

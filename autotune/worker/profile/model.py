@@ -4,7 +4,7 @@ import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -233,7 +233,7 @@ def _subject(target: model_file.ModelFile, loader: Loader, accelerator: str, cav
         batches = _batches(loader, sizes)
         try:
             mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
-            with mode or contextlib.nullcontext():
+            with mode or contextlib.nullcontext(), converted_anew() if fake else contextlib.nullcontext():
                 model = model_file.build_model(target)
             return _Subject(target, model, batches, sizes, device, mode)
         except UserError:
@@ -245,6 +245,30 @@ def _subject(target: model_file.ModelFile, loader: Loader, accelerator: str, cav
                 ) from error
             caveats.append(f"profiled by real steps, not on fake tensors: {_first_line(error)}")
     raise AssertionError
+
+
+@contextlib.contextmanager
+def converted_anew() -> Iterator[None]:
+    """Has `Module.to` and its like make parameters anew within the context: torch swaps fake ones, and refuses that."""
+    original: Any = nn.Module._apply
+    made: dict[tuple[int, int], tuple[Any, ...]] = {}  # which holds what it knows by its address
+
+    def apply(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for child in module.children() if recurse else ():
+            child._apply(change)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                with torch.no_grad():
+                    new = nn.Parameter(change(parameter), requires_grad=parameter.requires_grad)
+                module._parameters[name] = made.setdefault((id(change), id(parameter)), (new, parameter, change))[0]
+        module._buffers.update({name: change(each) for name, each in module._buffers.items() if each is not None})
+        return module
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
 
 
 def built_bytes(model: nn.Module) -> float | None:

@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 from support.paths import MODELS
 from support.zoo import ADAMW, Zoo
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autotune.executors import base
 from autotune.trial.folder import read_record
@@ -12,6 +15,7 @@ from autotune.trial.links import Probe
 from autotune.trial.profile import Machine, Profile
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
+from autotune.worker.profile.model import converted_anew
 
 pytestmark = pytest.mark.process
 
@@ -25,6 +29,18 @@ def profile_of(zoo, target, **config):
     result = base.run(zoo.executor, folder.path, request)
     assert result.outcome is Outcome.COMPLETE, result.reason
     return read_record(folder.profile, Profile)
+
+
+@pytest.mark.unit
+def test_a_model_that_converts_itself_is_built_on_fake_tensors():
+    """torch refused there, so that such a model, and each PipelineModule, was built and stepped for real."""
+    with FakeTensorMode(), converted_anew():
+        words, layer, head = nn.Embedding(5, 4), nn.LSTM(4, 4), nn.Linear(4, 5, bias=False)
+        head.weight = words.weight
+        nn.ModuleList([words, layer, head]).to(torch.bfloat16)
+        assert head.weight is words.weight
+        assert layer(words(torch.zeros(3, 1, dtype=torch.int64)))[0].dtype is torch.bfloat16
+    assert nn.Linear(1, 1).double().weight.dtype is torch.float64
 
 
 @pytest.fixture(scope="module")

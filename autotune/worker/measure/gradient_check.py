@@ -94,9 +94,7 @@ class GradientWatch:
             return
         expected = expected[:-1]
         try:
-            # DeepSpeed adds up what the ranks of a sequence have of it, but for stage 3, which takes the mean over all ranks.
-            summed = sequence_size(engine) if getattr(engine, "zero_optimization_stage", int)() < 3 else 1
-            self.found = self._compared(engine, expected * summed / self.world_size)
+            self.found = self._compared(engine, expected / self.world_size)
         except Exception as error:  # this engine keeps gradients elsewhere: losses alone decide
             print(f"the first gradient could not be looked at: {type(error).__name__}: {error}")
 
@@ -123,8 +121,9 @@ class GradientWatch:
 
         sizes = [len(chosen) for _, chosen in self._parameters]
         sums = torch.zeros(3, dtype=torch.float64, device=expected.device)
-        for i, part in enumerate(expected.split(sizes)):
-            whole = safe_get_full_grad(self._parameters[i][0])
+        for i, mean in enumerate(expected.split(sizes)):
+            parameter = self._parameters[i][0]
+            whole, part = safe_get_full_grad(parameter), mean * _n_added_up(engine, parameter)
             if whole is not None:
                 applied = self._sampled(i, whole)
                 sums += torch.stack([(applied - part).square().sum(), part.square().sum(), applied.square().sum()])
@@ -136,6 +135,17 @@ class GradientWatch:
         error, norm = (value if math.isfinite(value) else NOT_FINITE for value in numbers)
         n_copies = self.world_size // sequence_size(engine)
         return GradientCheck(error=error, norm=norm, n_micro=self.n_micro * n_copies)
+
+
+def _n_added_up(engine: Any, parameter: Any) -> int:
+    """Returns of how many ranks DeepSpeed adds up the gradients: those of a sequence, of others it takes the mean.
+
+    Stage 3 takes the mean over all ranks, but for buckets that it does not scatter, which hold no larger parameter.
+    """
+    n, of = sequence_size(engine), engine.optimizer
+    if n == 1 or engine.zero_optimization_stage() < 3:
+        return n
+    return 1 if of.reduce_scatter or not of.contiguous_gradients or parameter.ds_numel > of.reduce_bucket_size else n
 
 
 def _holds_own_part(parameter: Any) -> bool:

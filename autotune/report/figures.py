@@ -43,7 +43,7 @@ def figure(traces: Sequence[Trace], xaxis: Data, yaxis: Data) -> Figure:
 def effects(report: StudyReport) -> Figure:
     """The share of each objective's spread that goes with each knob."""
     traces = []
-    names = series.short_names(effect.knob for found in report.effects for effect in found.knobs)
+    names = series.effect_names(effect for found in report.effects for effect in found.knobs)
     for i, found in enumerate(report.effects):
         shown = found.knobs[:MOST_EFFECTS]
         levels = (
@@ -52,7 +52,7 @@ def effects(report: StudyReport) -> Figure:
         )
         bar: Trace = {"type": "bar", "orientation": "h", "name": METRICS[found.metric].label, "hovertext": list(levels)}
         bar |= {"marker": {"color": CYCLE[i % len(CYCLE)]}, "x": [rounded(100 * effect.share) for effect in shown]}
-        bar["y"] = [names[effect.knob] for effect in shown]
+        bar["y"] = [names[effect.knobs] for effect in shown]
         traces += [bar] if found.explained >= LEAST_EXPLAINED else []
     return figure(traces, axis("share of the spread (%)"), {"autorange": "reversed", "automargin": True})
 

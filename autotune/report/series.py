@@ -11,6 +11,7 @@ import numpy as np
 from autotune.report.data import Data, StudyReport, measured
 from autotune.report.trial_notes import end_words
 from autotune.scoring import step_times
+from autotune.scoring.effects import Effect
 from autotune.scoring.measured import improvement
 from autotune.scoring.metrics import METRICS
 from autotune.space.candidate import Candidate
@@ -104,7 +105,7 @@ def knobs(report: StudyReport) -> dict[str, list[Any]]:
     if len(found) <= MOST_KNOBS:
         return found
     shares = {
-        name: max((e.share for each in report.effects for e in each.knobs if e.knob == name), default=0.0)
+        name: max((e.share for each in report.effects for e in each.knobs if name in e.knobs), default=0.0)
         for name in found
     }
     kept = sorted(found, key=lambda name: -shares[name])[:MOST_KNOBS]
@@ -124,6 +125,13 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
         return next((tail for tail in tails if ends_alike(tail) == 1), name)
 
     return {name: short(name) for name in known}
+
+
+def effect_names(effects: Iterable[Effect]) -> dict[tuple[str, ...], str]:
+    """The short names of the knobs of effects, joined for those that changed together, by `Effect.knobs`."""
+    each = [effect.knobs for effect in effects]
+    names = short_names(itertools.chain(*each))
+    return {knobs: " with ".join(map(names.__getitem__, knobs)) for knobs in each}
 
 
 def losses(report: StudyReport) -> list[LossCurve]:

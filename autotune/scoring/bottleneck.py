@@ -436,6 +436,7 @@ def _advice(bound: str, evidence: Evidence, others: Sequence[StepObservation], e
         if effect.knob in KNOBS[bound] and own_level:
             for level in effect.levels:
                 if level is not own_level and level.n:
-                    why = f"estimated from {effects.n} trials, all else equal"
+                    beside = f"with {' and '.join(effect.together)}" if effect.together else "all else equal"
+                    why = f"estimated from {effects.n} trials, {beside}"
                     note(effect.knob, level.value, level.factor / own_level.factor, why)
     return sorted((each for each in found.values() if each.factor > 1.01), key=lambda advice: -advice.factor)

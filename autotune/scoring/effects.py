@@ -32,6 +32,7 @@ class Effect:
     """Effect of one knob on a metric.
 
     Attributes:
+        together: Knobs that took another value wherever this one did, and nowhere else: the effect is that of all of them.
         share: Its share of the variance of the metric's logarithm.
         levels: Its values, the reference's first.
     """
@@ -39,6 +40,12 @@ class Effect:
     knob: str
     share: float
     levels: Sequence[Level]
+    together: Sequence[str] = ()
+
+    @property
+    def knobs(self) -> tuple[str, ...]:
+        """The knob and those that changed together with it."""
+        return (self.knob, *self.together)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +55,7 @@ class Effects:
     Attributes:
         n: Trials that it rests on.
         explained: Share of the variance that the model predicts in left-out trials; at or below 0 it predicts nothing.
-        knobs: The knobs, the one that matters most first.
+        knobs: Their effects, the one that matters most first.
     """
 
     metric: str
@@ -78,20 +85,23 @@ def effects(
     levels = {
         name: list(dict.fromkeys([reference.get(name), *(values.get(name) for values, _ in usable)])) for name in names
     }
-    seen = {name: {repr(values.get(name)) for values, _ in usable} for name in names}
-    names = [name for name in names if len(seen[name]) > 1]
-    if len(usable) < MIN_TRIALS or not names:
+    # Knobs that change in the same trials have one column for each value between them, and so one effect.
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for name in names:
+        alike.setdefault(tuple(levels[name].index(values.get(name)) for values, _ in usable), []).append(name)
+    together = {first: more for pattern, (first, *more) in alike.items() if len(set(pattern)) > 1}
+    if len(usable) < MIN_TRIALS or not together:
         return None
     y = np.log([value for _, value in usable])
     columns = {
         name: np.array([[values.get(name) == level for level in levels[name]] for values, _ in usable], dtype=float)
-        for name in names
+        for name in together
     }
     X = np.concatenate(list(columns.values()), axis=1)
     coefficients, explained = _fit(X, y)
     spread = float(((y - y.mean()) ** 2).mean())
     found, start = [], 0
-    for name in names:
+    for name, others in together.items():
         indicators, own = columns[name], coefficients[start : start + len(levels[name])]
         start += len(levels[name])
         term = indicators @ own
@@ -102,7 +112,7 @@ def effects(
             for i, level in enumerate(levels[name])
             if counts[i] or i == 0
         ]
-        found.append(Effect(knob=name, share=max(0.0, share), levels=worth))
+        found.append(Effect(knob=name, share=max(0.0, share), levels=worth, together=others))
     return Effects(
         metric=metric, n=len(usable), explained=explained, knobs=sorted(found, key=lambda effect: -effect.share)
     )

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from autotune.report import series
 from autotune.scoring.effects import MIN_TRIALS, effects
 
 REFERENCE = {"precision": "fp32", "stage": 0, "bucket": None}
@@ -63,3 +64,14 @@ def test_a_metric_that_is_zero_somewhere_is_left_out_there():
 
 def test_one_value_for_all_trials_has_no_spread_to_explain():
     assert effects("peak_memory_bytes", [(values, 5.0) for values, _ in drawn(20)], REFERENCE).explained == 0.0
+
+
+def test_knobs_that_only_changed_together_have_one_effect():
+    """Each had the square root of the factor, as if it were known what each of them did."""
+    trials = [
+        ({**values, "offload": "cpu" if values["precision"] == "bf16" else None}, time) for values, time in drawn(40)
+    ]
+    first, *others = effects("step_time_s", trials, REFERENCE).knobs
+    assert first.knobs == ("precision", "offload") and first.levels[1].factor == pytest.approx(0.5, rel=0.1)
+    assert [each.knobs for each in others] == [("stage",), ("bucket",)]
+    assert list(series.effect_names([first]).values()) == ["precision with offload"]

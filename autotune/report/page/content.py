@@ -205,7 +205,7 @@ def _picks(report: StudyReport) -> list[Context]:
 def _effects(found: Effects) -> Context:
     """A card on what the knobs do to one metric."""
     shown = [effect for effect in found.knobs if effect.share >= 0.01][:MOST_KNOBS]
-    names = series.short_names(effect.knob for effect in shown)
+    names = series.effect_names(shown)
     note = f"{found.n} trials; {found.explained:.0%} of the spread of trials left out is predicted."
     note += " The rest is chance or interplay."
     if found.explained < LEAST_EXPLAINED:
@@ -214,7 +214,7 @@ def _effects(found: Effects) -> Context:
     return {
         "label": METRICS[found.metric].label,
         "note": note,
-        "knobs": [_effect(found.metric, each, names[each.knob]) for each in shown],
+        "knobs": [_effect(found.metric, each, names[each.knobs]) for each in shown],
     }
 
 

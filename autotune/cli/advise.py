@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from autotune.cli.options import AsJson, option, read_settings
+from autotune.cli.terminal import fitted
 from autotune.errors import UserError, nearest
 
 LARGE = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
@@ -160,7 +161,7 @@ def _said(found: Sequence[Any], output: Path | None, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps([one.to_data() for one in found] if len(found) > 1 else found[0].to_data(), indent=1))
     else:
-        print("\n".join(comparison(found) if len(found) > 1 else found[0].lines()))
+        print(fitted("\n".join(comparison(found) if len(found) > 1 else found[0].lines())))
         if output is not None:
             print(f"wrote {output}")
     return 0 if found[0].verdict == "fits" else 1

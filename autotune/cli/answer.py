@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autotune.cli.options import AsJson, Storage, StudyName, option, read_settings
+from autotune.cli.terminal import fitted
 from autotune.errors import UserError
 from autotune.system.files import shown
 
@@ -46,7 +47,7 @@ def explain(
         said = evidence.what_if(read_settings(what_if))
     else:
         said = evidence.choice()
-    print(json.dumps(said.to_data(), indent=1) if as_json else "\n".join(said.lines()))
+    print(json.dumps(said.to_data(), indent=1) if as_json else fitted("\n".join(said.lines())))
 
 
 def export(
@@ -158,8 +159,8 @@ def diagnose(
     if as_json:
         print(json.dumps(diagnosis.as_data(report, found, folder), indent=1))
         return
-    for line in (*diagnosis.lines(report, found), *diagnosis.trace_lines(folder, row["trial"], report.world_size)):
-        print(line)
+    traced = diagnosis.trace_lines(folder, row["trial"], report.world_size)
+    print(fitted("\n".join([*diagnosis.lines(report, found), *traced])))
 
 
 def print_answer(report: StudyReport, written: Sequence[Path], *, as_json: bool) -> None:

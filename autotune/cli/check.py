@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.cli.options import AsJson, Target, takes_settings
+from autotune.cli.terminal import fitted
 from autotune.system.files import shown
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from autotune.study.setup.plan import Plan
     from autotune.trial.result import TrialResult
 
@@ -39,7 +38,6 @@ def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = Fals
         wanted, notes = wanted_study(target, settings, view)
 
     from autotune.executors import base
-    from autotune.report.console import AnswerConsole
     from autotune.study.measure import build_ops, ops_of
     from autotune.study.setup.engine import executor_for
     from autotune.study.setup.plan import plan
@@ -73,77 +71,79 @@ def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = Fals
     if as_json:
         print(json.dumps(data, indent=1))
     else:
-        print_check(data, AnswerConsole(highlight=False, soft_wrap=True, markup=False))
+        print(fitted("\n".join(lines(data))))
     return 0 if result.outcome is Outcome.COMPLETE else 1
 
 
-def print_check(data: Mapping[str, Any], console: Console) -> None:
-    """Print the findings of `check`."""
+def lines(data: Mapping[str, Any]) -> Iterator[str]:
+    """The findings of `check` for people."""
     workload = data["workload"]
     trainable = (
         "" if workload["n_trainable"] == workload["n_parameters"] else f" ({workload['n_trainable']:,} trainable)"
     )
-    console.print(f"model      {workload['n_parameters']:,} parameters{trainable}")
+    yield f"model      {workload['n_parameters']:,} parameters{trainable}"
     if workload["script"]:
-        _print_start(data["invocation"], console)
-        _print_script(workload["script"], console)
+        yield from _start(data["invocation"])
+        yield from _script(workload["script"])
     samples = (
         f"{workload['n_samples']:,} samples" if workload["n_samples"] is not None else "an unknown number of samples"
     )
-    console.print(f"data       {samples}")
+    yield f"data       {samples}"
     if workload["n_blocks"]:
         blocks = f"{workload['n_blocks']} x {workload['block_class']}, {workload['block_share']:.0%} of the parameters"
-        console.print(f"blocks     {blocks}: their activations can be recomputed")
+        yield f"blocks     {blocks}: their activations can be recomputed"
     environment = workload["environment"]
-    console.print(f"machine    {_machine(environment)}; {data['ranks']} rank(s)")
-    console.print(f"baseline   {data['baseline']['description']}: {data['baseline']['outcome']}", end="")
-    if data["baseline"]["peak_memory_bytes"]:
-        console.print(f", {data['baseline']['peak_memory_bytes'] / 2**20:,.0f} MiB at the peak of two steps", end="")
-    console.print(f"; {data['baseline']['reason']}" if data["baseline"]["reason"] else "")
-    if data["baseline"]["log"]:
-        console.print(f"           see {data['baseline']['log']}")
+    yield f"machine    {_machine(environment)}; {data['ranks']} rank(s)"
+    baseline = data["baseline"]
+    peak = (
+        f", {baseline['peak_memory_bytes'] / 2**20:,.0f} MiB at the peak of two steps"
+        if baseline["peak_memory_bytes"]
+        else ""
+    )
+    reason = f"; {baseline['reason']}" if baseline["reason"] else ""
+    yield f"baseline   {baseline['description']}: {baseline['outcome']}{peak}{reason}"
+    if baseline["log"]:
+        yield f"           see {baseline['log']}"
     about = "" if data["exact"] else "about "
     # A crash says nothing of the others, which may all crash with it.
-    what = "can run here" if data["baseline"]["log"] is None else "would be proposed"
+    what = "can run here" if baseline["log"] is None else "would be proposed"
     what = f"candidate{'s' * (data['n_legal'] != 1)} {what}"
-    console.print(f"\n{about}{data['n_legal']:,} {what}, of {data['n_candidates']:,} in the space. Tuned:\n")
+    yield f"\n{about}{data['n_legal']:,} {what}, of {data['n_candidates']:,} in the space. Tuned:\n"
     # The baseline's values need not be among those that are searched: one of each may be left.
     knobs = [knob for knob in data["knobs"] if knob["n_values"] > 1] or data["knobs"]
     width = max(len(knob["name"]) for knob in knobs)
     for knob in knobs:
-        console.print(f"  {knob['name']:<{width}}  {knob['values']}{_condition(knob['when'])}")
+        yield f"  {knob['name']:<{width}}  {knob['values']}{_condition(knob['when'])}"
     if data["not_proposed"]:
-        console.print("\nNot proposed here:")
+        yield "\nNot proposed here:"
         values: dict[tuple[str, str], list[str]] = {}
         for item in data["not_proposed"]:
             values.setdefault((item["knob"], item["reason"]), []).append(str(item["value"]))
         for (knob, reason), dead in values.items():
-            console.print(f"  {knob} {', '.join(dead)}: {reason.removeprefix(f'{knob}: ')}")
+            yield f"  {knob} {', '.join(dead)}: {reason.removeprefix(f'{knob}: ')}"
     for note in data["notes"]:
-        console.print(f"\nNote: {note}")
+        yield f"\nNote: {note}"
 
 
-def _print_start(invocation: Mapping[str, Any], console: Console) -> None:
-    """Print the script, ranks and folder of a launch command."""
+def _start(invocation: Mapping[str, Any]) -> Iterator[str]:
+    """The script, ranks and folder of a launch command."""
     if not invocation["command"]:
         return
     what = ["-m", invocation["module"]] if invocation["module"] else [str(shown(Path(invocation["script"])))]
-    console.print(f"starts     {shlex.join([*what, *invocation['arguments']])}")
+    yield f"starts     {shlex.join([*what, *invocation['arguments']])}"
     names = ", ".join(invocation["environment"])
     ranks = f"{invocation['world_size']} rank(s)" if invocation["world_size"] else "no launcher"
-    console.print(
-        f"           {ranks}; in {shown(Path(invocation['working_dir']))}" + (f"; with {names}" if names else "")
-    )
+    yield f"           {ranks}; in {shown(Path(invocation['working_dir']))}" + (f"; with {names}" if names else "")
 
 
-def _print_script(script: Mapping[str, Any], console: Console) -> None:
-    """Print the findings of a probe of a training script."""
+def _script(script: Mapping[str, Any]) -> Iterator[str]:
+    """The findings of a probe of a training script."""
     backward = "backward past engine.backward(loss)" if script["plain_backward"] else "engine.backward(loss)"
     batch = f"micro-batch {script['micro_batch_size']}, accumulation {script['gradient_accumulation_steps']}"
-    console.print(f"script     {script['family']}, {backward}; {batch}")
-    console.print(f"can move   {', '.join(script['movable']) or 'neither micro-batch nor accumulation'}")
+    yield f"script     {script['family']}, {backward}; {batch}"
+    yield f"can move   {', '.join(script['movable']) or 'neither micro-batch nor accumulation'}"
     for n, change in enumerate(script["moved_by"]):
-        console.print(f"{'' if n else 'tried with':<10} {change}")
+        yield f"{'' if n else 'tried with':<10} {change}"
 
 
 def _condition(when: Mapping[str, Sequence[Any]]) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from autotune.cli.options import AsJson
+from autotune.cli.terminal import fitted
 from autotune.errors import UserError
 from autotune.system import shared_memory, temporary
 from autotune.system.machine import cache_dir, lock_path, why_bf16_is_slow
@@ -70,7 +71,7 @@ def doctor(
     for finding in _examined(build=build):
         findings.append(finding)
         if not as_json:
-            print(f"{finding.verdict:<5} {finding.what:<{WIDTH}}  {finding.detail}", flush=True)
+            print(fitted(f"{finding.verdict:<5} {finding.what:<{WIDTH}}  {finding.detail}"), flush=True)
     runs = all(finding.verdict != "fail" for finding in findings)
     if as_json:
         print(json.dumps([finding._asdict() for finding in findings], indent=1))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from autotune.cli.options import AsJson, Target, option, read_settings, takes_settings
+from autotune.cli.terminal import fitted
 
 
 @takes_settings(
@@ -39,4 +40,4 @@ def predict(
         studies = studies_folder(Path(target))
         check_named(settings.get("name"), studies)
         answer = foresee(wanted, read_settings(knobs or ()), studies, view, on)
-    print(json.dumps(answer.to_data(), indent=1) if as_json else answer)
+    print(json.dumps(answer.to_data(), indent=1) if as_json else fitted(str(answer)))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autotune.cli.options import AsJson, Storage, StudyName, option, same_command
+from autotune.cli.terminal import fitted
 from autotune.errors import Unavailable, UserError
 from autotune.study.lock import study_lock
 from autotune.system.files import shown
@@ -65,7 +66,7 @@ def changes(
     if as_json:
         print(json.dumps(list(map(asdict, found)), indent=1))
         return
-    print("\n".join(change.words for change in found) or f"nothing has changed that study {study!r} depends on")
+    print(fitted("\n".join(change.words for change in found) or f"nothing has changed that study {study!r} depends on"))
 
 
 def retune(
@@ -127,7 +128,7 @@ def retune(
         if as_json:
             print(json.dumps({"verdict": None}))  # nothing was due
         return STATUS["unchanged"]
-    print(json.dumps(decision.to_data(), indent=1) if as_json else "\n".join(decision.lines()))
+    print(json.dumps(decision.to_data(), indent=1) if as_json else fitted("\n".join(decision.lines())))
     return STATUS["failed" if failed else decision.verdict]
 
 

@@ -12,6 +12,7 @@ import typer
 
 from autotune.cli.answer import print_answer
 from autotune.cli.options import AsJson, Storage
+from autotune.cli.terminal import fitted
 from autotune.errors import UserError
 from autotune.study.lock import run_under_way
 from autotune.system import device
@@ -135,16 +136,16 @@ def status(
     if as_json:
         print(json.dumps(data, indent=1))
         return 0
-    print(lines(data))
+    print(fitted(lines(data)))
     print("".join(f"{what}: {who}\n" for what, who in held.items()))
     print_answer(report, [], as_json=False)
     for line in attempts.lines(report):
-        print(f"note: {line}")
+        print(fitted(f"note: {line}"))
     if changed:
         asked = [f"is the answer still right? autotune retune {name}"] if report.picks else []
-        print("\nchanged since:", *(f"  {line}" for line in changed), *asked, sep="\n")
+        print(fitted("\n".join(["\nchanged since:", *(f"  {line}" for line in changed), *asked])))
     if problem := device.here().problem:
-        print(f"note: {problem}")
+        print(fitted(f"note: {problem}"))
     return 0
 
 

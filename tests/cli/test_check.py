@@ -3,10 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
 from support.instant import plan_of, spec_of
 
-from autotune.cli.check import check_data, print_check
+from autotune.cli.check import check_data, lines
 from autotune.space.candidate import Candidate
 from autotune.trial.result import Outcome, TrialResult
 
@@ -25,12 +24,11 @@ def test_a_knob_of_which_no_value_can_run_is_not_said_to_be_tuned():
     assert names == {"": ["micro_batch_size", *buckets], "Embedding": ["micro_batch_size"]}
 
 
-def test_one_candidate_that_is_left_is_shown_with_its_values(capsys):
+def test_one_candidate_that_is_left_is_shown_with_its_values():
     """Global batches of 4 to 6 beside a baseline of 8: it ended in an error of autotune itself."""
     spec = spec_of(space=[{"micro_batch_size": [4, 8]}], global_batch="4..6")
     found = check_data(plan_of(spec, global_batch=(4, 6)), TrialResult(outcome=Outcome.COMPLETE), Path("rank0.log"))
-    print_check(found, Console(soft_wrap=True))
-    said = capsys.readouterr().out
+    said = "\n".join(lines(found))
     assert "1 candidate can run here, of 2 in the space. Tuned:\n\n  micro_batch_size  4\n" in said
 
 

@@ -132,7 +132,8 @@ def _probed(
         parts=seen.parts,
         uneven=seen.uneven,
         configured_micro_batch_size=engine.train_micro_batch_size_per_gpu(),
-        replicas=engine.train_batch_size()
+        # DeepSpeed's global batch is a float where ranks split sequences.
+        replicas=int(engine.train_batch_size())
         // (engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()),
         by_hand=tuple(context.by_hand),
         clips=context.clipping is not None,

@@ -115,9 +115,9 @@ class Advice:
         """Share of the devices' peak that the model's FLOPs are."""
         devices = self.chosen.devices
         peak = devices.card.peak_flops(self.chosen.candidate.precision) or max(devices.card.flops.values())
-        return Interval.around(
-            self.flops_per_token * self.chosen.tokens_per_s / (peak * devices.count), CONSTANTS.time_log_sd
-        )
+        share = self.flops_per_token * self.chosen.tokens_per_s / (peak * devices.count)
+        around = Interval.around(share, CONSTANTS.time_log_sd)
+        return around._replace(high=min(1.0, around.high))
 
     @property
     def hours(self) -> Interval | None:
@@ -229,7 +229,7 @@ class Advice:
         yield f"{'step time':<20}{value} ({low} to {high})"
         each = rate.value / devices.count
         yield f"{self.unit + '/s':<20}{rate.value:,.0f} ({rate.low:,.0f} to {rate.high:,.0f}), {each:,.0f} a device"
-        yield f"{'MFU':<20}{mfu.value:.0%} ({mfu.low:.0%} to {min(mfu.high, 1.0):.0%})"
+        yield f"{'MFU':<20}{mfu.value:.0%} ({mfu.low:.0%} to {mfu.high:.0%})"
         yield from self._totals()
         yield f"{'bound by':<20}{'; '.join(self.binds)}"
         if self.others:

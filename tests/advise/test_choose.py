@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from autotune.advise import architecture
-from autotune.advise.answer import ds_config
+from autotune.advise.answer import Advice, ds_config
 from autotune.advise.choose import Question, best, fewest_devices
 from autotune.advise.devices import GIB, Devices, device_card, read_gpus
 from autotune.advise.forecast import forecast
@@ -116,6 +117,16 @@ def test_the_chosen_configuration_is_the_best_for_its_goal_among_those_that_sure
         "cost": table.tokens_per_s,
     }
     assert worth[goal][chosen.row] >= 0.99 * worth[goal][sure].max()
+
+
+def test_no_devices_reach_more_than_their_peak():
+    """The JSON had shares above 1 where the page had 100 %."""
+    question = asked()
+    chosen = SimpleNamespace(
+        devices=question.devices, candidate=SimpleNamespace(precision="bf16"), tokens_per_s=8 * 312e12 * 0.9
+    )
+    mfu = Advice.mfu.fget(SimpleNamespace(chosen=chosen, flops_per_token=1.0))
+    assert mfu.low < mfu.value == pytest.approx(0.9) and mfu.high == 1.0
 
 
 def test_a_global_batch_is_kept_and_one_that_does_not_divide_is_refused():

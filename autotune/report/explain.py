@@ -23,6 +23,7 @@ from autotune.trial.result import RAN, Outcome
 NEAREST = 3  # trials shown beside a configuration that was not run
 NOTHING = 0.01  # a predicted gain of 1 % is no reason for anything
 SURE = 0.99
+WITHIN_NOISE = ", within noise: not to be told apart"
 SHOWN = tuple(dict.fromkeys(PICKS.values()))  # metrics of a trial that are shown, in order, after those predicted
 # What an explanation takes from a trial's row; the last ones say why it may not be recommended, or is no better.
 OF_TRIAL = "trial outcome reason metrics measurements feasible doubt gate unreproducible tied".split()
@@ -242,7 +243,7 @@ class Evidence:
         worse = [METRICS[metric].label for metric, gain in gains.items() if gain < -NOTHING]
         parts = [f"{word} {' and '.join(names)}" for names, word in ((better, "better"), (worse, "worse")) if names]
         factor, said = times(math.exp(self._compromise(ratios))), parts or ["all about equal"]
-        noise = ", within noise: not to be told apart" if tied else ""
+        noise = WITHIN_NOISE if tied else ""
         whole = ", ".join([*said, *([without] if unknown else [])])
         by = " as a compromise of the objectives" if len(self.expected.objectives) > 1 else ""
         return f"{factor} the recommended one{by}{noise} ({whole})"
@@ -261,11 +262,11 @@ class Evidence:
         if other == best or reason is not None:
             return f"{change}: belongs to the other changes" + (f" ({reason})" if reason else "")
         predicted = self.expected.predicted(other, self.predicted_best)
-        ratios, how = _ratios(predicted), "it is predicted"
+        ratios, how, tied = _ratios(predicted), "it is predicted", ""
         ran = (each for each in self.trials if each["outcome"] == Outcome.COMPLETE)
         if own := next((each for each in ran if Candidate.of(each["candidate"]) == other), None):
             ratios = {name: ratio for name, ratio in self._measured_ratios(own).items() if name in predicted}
-            how = f"it was measured in trial {own['trial']}"
+            how, tied = f"it was measured in trial {own['trial']}", WITHIN_NOISE if own.get("tied") else ""
         gain = self._compromise(ratios)
         good = "as good" if abs(gain) < NOTHING else f"{times(math.exp(gain))} as good"
         moved = [
@@ -274,7 +275,7 @@ class Evidence:
         figures = f" ({', '.join(moved)})" if moved else ""
         n_now, n_before = self._n_ran(name, now), self._n_ran(name, before)
         tried = f"tried {n_now} x with {_said(now)}, {n_before} x with {_said(before)}"
-        return f"{change}: with {_said(before)} {how} to be {good}{figures}{self._but(other, predicted)}; {tried}"
+        return f"{change}: with {_said(before)} {how} to be {good}{tied}{figures}{self._but(other, predicted)}; {tried}"
 
     def _but(self, candidate: Candidate, predicted: Mapping[str, Mapping[str, float]]) -> str:
         """What keeps a configuration from being the answer, however good it is predicted to be; empty if nothing does."""

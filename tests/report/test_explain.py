@@ -226,6 +226,9 @@ def test_what_the_answer_cannot_tell_apart_is_said_to_be_within_noise(tmp_path):
     assert "not to be told from trial" in evidence.choice().answer
     every = [1, 2, 4] if evidence.recommended.checkpoint_every == 0 else [0]
     assert all("within noise: not to be told apart" in evidence.what_if({"checkpoint_every": n}).answer for n in every)
+    own = evidence.recommended
+    without = [evidence._without(own, "checkpoint_every", n, own.checkpoint_every) for n in every]
+    assert all("as good, within noise: not to be told apart" in said for said in without)
 
 
 @pytest.mark.cells(1)

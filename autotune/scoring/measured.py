@@ -106,7 +106,7 @@ class Measured:
             return unseen(self.unwitnessed)
         if not self.numerics_kept and not (self.verdict is not None and self.verdict.passed):
             other = (
-                "another micro-batch, on which the loss depends,"
+                "another micro-batch, on which the training depends,"
                 if self.loss_micro_batch
                 else "other numerics than the baseline's"
             )

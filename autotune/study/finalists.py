@@ -33,6 +33,7 @@ class Finalists:
         self._budget, self._events = budget, events
         self._numerics = NumericsCheck(state, measurer, budget, events)
         self._branch = BranchCheck(state, measurer, budget, events)
+        self.cut = False  # whether the time budget has no room for a round that is wanted
 
     def run(self) -> None:
         """Checks and measures until the recommended configurations pass every check."""
@@ -105,9 +106,11 @@ class Finalists:
                 rounds=racing.Rounds(least=spec.repeats, most=most, below=below, unforeseen=spent),
             )  # fmt: skip
             base = [estimates.baseline] if estimates.baseline else []
+            wanted = bool(turn)
             while turn and not self._budget.affords(self._budget.again_s(m.trial for m in [*turn, *base])):
                 turn.pop()  # the best come first
             if not turn:
+                self.cut = wanted
                 return
             if n_done == 0:
                 beside = "and the baseline " if base else ""

@@ -42,6 +42,7 @@ from autotune.trial.result import Outcome, TrialResult
 
 # Interval at which trials of other coordinators, or the baseline, are looked for.
 NEWS_S = 1.0
+CUT = "the time budget ended before the best were checked and measured again as often as wanted"
 BEGUN_ANEW = (
     "study {!r} was deleted, begun anew or taken up from its folder meanwhile; to help it, start the worker again"
 )
@@ -215,12 +216,12 @@ class Runner:
         leader = self._leader()
         self._end_search()
         if self._cut:
-            return why, ""
+            return why or CUT, ""
         if why.startswith(OUT_OF_TIME):
             return why, "the checks left time for further trials" if self._budget.resumes_search() else ""
         # Nothing was worth a trial beside that one; without it the answer would be the baseline.
         stopped_for = why.startswith(STOPPED) and leader in self.proposer.refused() and self._leader() == 0
-        return why, f"a check refused trial {leader}" if stopped_for else ""
+        return why or CUT * self._finalists.cut, f"a check refused trial {leader}" if stopped_for else ""
 
     def _leader(self) -> int | None:
         """The best trial so far that no check has refused."""
@@ -235,7 +236,7 @@ class Runner:
             self._finalists.run()
         except base.TimeOver:
             self._cut = True
-            self._events.say("the time budget ended before the best were checked and measured again as often as wanted")
+            self._events.say(CUT)
 
     def help(self) -> str:
         """Runs trials of a study that another coordinator leads; returns why there is none left to start."""

@@ -9,6 +9,7 @@ from support.studies import run
 from autotune.executors.base import Status, TimeOver
 from autotune.study.budget import CHECK_BUDGETS, CHECK_SHARE, MOST_CLOSING_S, Budget, closing_s
 from autotune.study.events import DECIDING_SHARE, UNFINISHED
+from autotune.study.runner import CUT
 from autotune.study.storage import records
 
 
@@ -117,8 +118,10 @@ def test_a_round_holds_as_many_of_the_best_as_the_time_budget_has_room_for(tmp_p
     run(tmp_path, trials=3, finalists=0, objectives=["latency"])
     executor = Instant()
     monkeypatch.setattr(Budget, "room_s", lambda _: room - len(executor.ran))
-    run(tmp_path, executor, trials=3, finalists=2, repeats=1, objectives=["latency"])
+    runner, _, _ = run(tmp_path, executor, trials=3, finalists=2, repeats=1, objectives=["latency"])
     assert len(executor.ran) == n_again
+    # A later `status` said nothing of it where all trials were spent.
+    assert runner.study.user_attrs[records.ENDED_ATTR] == (CUT if room < 3 else "")
 
 
 @pytest.mark.parametrize(

@@ -99,8 +99,10 @@ def delete(
         # The database last: until then the same command finds the study, and removes the rest.
         for name in (records.RECORD_FILE, "report.html"):
             (folder / name).unlink(missing_ok=True)
-        for name in ("trials", "retunes", "scaling"):
-            shutil.rmtree(folder / name, ignore_errors=True)
+        for path in (folder / name for name in ("trials", "retunes", "scaling")):
+            if path.is_symlink():
+                print(f"{shown(path)} leads to {path.resolve()}, which stays; remove it yourself", file=sys.stderr)
+            shutil.rmtree(path, ignore_errors=True)
         History(storage_.engine).forget(study, schedules=True)
         records.delete_study(storage_, study)
     print(f"study {study} is deleted" + (f"; {shown(folder)} keeps its small files" if folder.is_dir() else ""))

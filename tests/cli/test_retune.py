@@ -403,7 +403,9 @@ def test_a_study_whose_scaling_is_measured_now_is_not_deleted(studies):
 
 def test_a_deleted_study_leaves_no_row_and_keeps_its_small_files(studies, capsys):
     schedule_add("s", "7d")
+    (studies / "s" / "scaling").symlink_to(studies)  # as to a larger disk; it stayed without a word
     delete("s", yes=True)
+    assert f"leads to {studies}, which stays" in capsys.readouterr().err
     with sqlite3.connect(studies / "autotune.db") as database:
         ours = "select name from sqlite_master where type = 'table' and name like 'autotune_%'"
         tables = [name for (name,) in database.execute(ours)]

@@ -109,6 +109,8 @@ def status(
     from autotune.session import STUDIES, open_study
     from autotune.study.storage import leases, records
 
+    if storage is not None:
+        records.open_storage(storage, create=False)  # else its error would be one about the studies beside it
     opened = open_study(study or only_running(STUDIES), storage)
     name, folder, live = opened.name, opened.folder, not (once or as_json)
     pid = run_under_way(folder)

@@ -48,8 +48,7 @@ EXITS = {
     2: "could not run",
     3: "improved, the configuration is replaced",
     75: "machines or database are away; goes on next time",
-    130: "interrupted; goes on next time",
-    143: "interrupted; goes on next time",
+    **dict.fromkeys((129, 130, 143), "interrupted; goes on next time"),
 }
 NOT_BEGUN = "another process has the study, so nothing is done; it is tried again"
 

@@ -127,8 +127,8 @@ def capture(
         if code:
             raise UserError(f"{shown} ended with status {code} and started no training script: {log}")
         raise UserError(
-            f"{shown} started no training script that can be seen: a container, another machine, Python's -I and -E,"
-            f" or another PYTHONPATH for an interpreter that is named by its path hide it; {NAME_IT}"
+            f"{shown} started no training script that can be seen: code after -c is no file, and a container, another machine,"
+            f" Python's -I and -E, or another PYTHONPATH for an interpreter that is named by its path hide it; {NAME_IT}"
         )
     chosen = _chosen(records, shown)
     found = _invocation(chosen, records, numbers, run, command)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ from autotune.system.files import shown
 from autotune.system.signals import status_of
 
 if TYPE_CHECKING:
+    from autotune.session import OpenStudy
     from autotune.study.events import EventSink
     from autotune.study.storage.leases import Lease
 
@@ -105,7 +107,6 @@ def status(
         Exit status: 0, or 130 if the user stopped watching (143 by SIGTERM, 129 by SIGHUP).
     """
     from autotune.report import attempts, load
-    from autotune.retune import fingerprint, retuning
     from autotune.session import STUDIES, open_study
     from autotune.study.storage import leases, records
 
@@ -131,8 +132,8 @@ def status(
         print(json.dumps(data, indent=1) if as_json else plain)
         return 0
     held = {lease.name: _holder(lease) for lease in leases.leases(opened.storage, name)}
-    looked_at = retuning.last_looked_at(opened.history, name, opened.record)  # by a re-tuning since, if there was one
-    changed = [c.words for c in fingerprint.changes(looked_at, fingerprint.here(opened.record, opened.target))]
+    changed, edited = _changed(opened)
+    report = replace(report, study={**report.study, "edited": edited})
     data = {**load.status_data(report, len(records.running(opened.study))), "process": pid}
     data |= {"held": held, "changed": changed}
     if as_json:
@@ -144,11 +145,23 @@ def status(
     for line in attempts.lines(report):
         print(fitted(f"note: {line}"))
     if changed:
-        asked = [f"is the answer still right? autotune retune {name}"] if report.picks else []
+        asked = (
+            [f"is the answer still right? autotune retune {name}"] if report.picks and opened.target.exists() else []
+        )
         print(fitted("\n".join(["\nchanged since:", *(f"  {line}" for line in changed), *asked])))
     if problem := device.here().problem:
         print(fitted(f"note: {problem}"))
     return 0
+
+
+def _changed(opened: OpenStudy) -> tuple[list[str], bool]:
+    """What has changed since the study, or a re-tuning of it, was last looked at; and whether the target has since the study."""
+    from autotune.retune import fingerprint, retuning
+
+    now = fingerprint.here(opened.record, opened.target)
+    looked_at = retuning.last_looked_at(opened.history, opened.name, opened.record)
+    edited = any(c.part == "target" for c in fingerprint.changes(fingerprint.Fingerprint.of(opened.record), now))
+    return [c.words for c in fingerprint.changes(looked_at, now)], edited
 
 
 def _followed_scaling(name: str, folder: Path, pid: int) -> int:

@@ -98,10 +98,7 @@ class Exported:
     own_files: frozenset[Path] = frozenset()
 
     def write(self, path: Path) -> None:
-        """Writes the text to a file, whole or not at all.
-
-        Args:
-            path: The file, in a folder that is there.
+        """Writes the text to a file in a folder that is there, whole or not at all.
 
         Raises:
             UserError: It cannot be written, or is a file that the tuned command reads.

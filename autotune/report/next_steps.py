@@ -39,10 +39,9 @@ def next_steps(report: StudyReport) -> list[str]:
             f"Wait: another process runs the study now. This is its answer so far; `autotune status {name}` follows it."
         ]
     again, found = reproduce(report), []
-    is_retuned = (
-        generation_of(str(report.study.get("stored_as") or ""))[1] > 0
-    )  # whose search `autotune run` does not go on with
-    if is_retuned:
+    # `autotune run` does not go on with the search of a re-tuning, nor with that of another text of the target.
+    is_over = generation_of(str(report.study.get("stored_as") or ""))[1] > 0 or report.study.get("edited")
+    if is_over:
         pass
     elif left := report.trials_left:
         # A study.yaml that was itself the target keeps its own number, whatever --trials said.
@@ -56,10 +55,10 @@ def next_steps(report: StudyReport) -> list[str]:
         found += _without_answer(report, again)
     elif report.is_baseline(pick):
         anew = f"Keep your configuration. `autotune retune {name} --force` searches anew."
-        found.append(anew if is_retuned else _kept(report, again))
+        found.append(anew if is_over else _kept(report, again))
     else:
         found += _with_answer(report, name)
-        if not is_retuned and (checks := _checks(report, again)) and not report.trials_left:
+        if not is_over and (checks := _checks(report, again)) and not report.trials_left:
             found.append(f"What reads better is not checked so far: `{checks}` does so, and searches no further.")
     if pick is not None:
         found.append(

@@ -14,6 +14,7 @@ from support.commands import called, one_sentence
 from support.instant import Instant, failed, finished, report, runner_of
 from support.zoo import wait_until
 
+from autotune import session
 from autotune.cli import status
 from autotune.errors import UserError
 from autotune.report import load
@@ -214,6 +215,11 @@ def test_only_of_a_study_with_an_answer_is_asked_whether_that_is_still_right(tmp
         status.status("s")
         said = capsys.readouterr().out
         assert "changed since" in said and ("is the answer still right?" in said) is (name == "good")
+    monkeypatch.chdir(tmp_path / "good")
+    monkeypatch.setattr(session.OpenStudy, "target", Path("gone.py"))
+    status.status("s")
+    said = capsys.readouterr().out
+    assert "the target's file is gone" in said and "still right?" not in said
 
 
 @pytest.mark.system

@@ -345,10 +345,11 @@ def test_an_answer_that_is_being_retuned_stands_meanwhile():
     assert "this answer stands until it ends" in first and second.startswith("Train with it: ")
 
 
-def test_an_answer_of_a_retuning_goes_on_with_another_one():
-    """`autotune run` was advised with twice the re-tuning's trials, fewer than the study has."""
+@pytest.mark.parametrize("state", [{"stored_as": "code-gpt.retune-1"}, {"edited": True}])
+def test_an_answer_of_a_retuning_or_of_another_text_goes_on_with_another_retuning(state):
+    """`autotune run` was advised with twice the re-tuning's trials, fewer than the study has; for an edited target it is refused."""
     report = study_report()
-    study = {**report.study, "stored_as": f"{report.name}.retune-1", "trials_wanted": 99, "unchecked_s": 9.0}
+    study = {**report.study, **state, "trials_wanted": 99, "unchecked_s": 9.0}
     kept = {**report.recommended, "picks": {"recommended": report.baseline}}
     for recommended in (report.recommended, kept):
         assert not any(

@@ -380,13 +380,13 @@ def notes(pick: Data, format: str, started: Started | None = None, named: str = 
     }
     if started is not None and started.sets_config_itself(pick.get("script_side_changes", ())):
         said["hf-args"].append((True, f"No flag names the JSON, as the script's code sets another: {started.in_code}."))
-    if format == "hf-args" and started is not None and "bf16" not in started.flags:
-        flags = [shlex.split(line) for line in _hf_args(pick, {}, 0, started, "").splitlines()]
-        said["hf-args"].append((True, started.without_flags(flags)))
     if TOTAL in config:
         said["deepspeed"] = [(True, f"It states {TOTAL}, as yours does: change it for another number of ranks.")]
     if started is not None and started.family == TRAINER:
         said |= {form: [(steps, f"The JSON fixes the scheduler steps: {fixed}")] for form in ("deepspeed", "command")}
+    if format in ("hf-args", "command") and started and started.reads("hf-args") and "bf16" not in started.flags:
+        flags = [shlex.split(line) for line in _hf_args(pick, {}, 0, started, "").splitlines()]
+        said.setdefault(format, []).append((True, started.without_flags(flags)))
     return [text for applies, text in said.get(format, []) if applies]
 
 

@@ -382,8 +382,11 @@ def test_a_script_that_parses_no_training_arguments_is_told_where_to_set_them(te
     (tmp_path / "exp.yaml").write_text(text)
     how = replace(STARTED.invocation, working_dir=str(tmp_path), arguments=("exp.yaml", "x" * 9000))
     started, chosen = replace(STARTED, family=TRAINER, flags={}, invocation=how), pick(CANDIDATES[2])
-    (said,) = [note for note in notes(chosen, "hf-args", started) if "parses no flags" in note]
-    assert where in said and "`per_device_train_batch_size: 4`, " in said and "`gradient_checkpointing: true`" in said
+    for form in ("hf-args", "command"):  # the command's comments named neither the file nor the batch
+        (said,) = [note for note in notes(chosen, form, started) if "parses no flags" in note]
+        assert (
+            where in said and "`per_device_train_batch_size: 4`, " in said and "`gradient_checkpointing: true`" in said
+        )
     assert not any("parses no" in note for note in notes(chosen, "hf-args", replace(started, flags=HF)))
 
 

@@ -379,6 +379,8 @@ def check_config(config: Any, where: str) -> None:
     for path in {**_KIND_OF, **installed.bounds(), **installed.kinds(), **dict.fromkeys(DEGREES)}:
         if (value := at_path(config, path)) != "auto":
             check_setting(path, value, f"{where}: {path}")
+    if (stage := at_path(config, "zero_optimization.stage")) not in (None, "auto", 0, 1, 2, 3):
+        raise ConfigError(f"{where}: zero_optimization.stage: {stage!r} is not one of 0, 1, 2, 3")
     if all(at_path(config, f"{name}.enabled") is True for name in DTYPES):
         raise ConfigError(
             f"{where}: bf16.enabled and fp16.enabled are both true; a model trains in one type: leave out one"

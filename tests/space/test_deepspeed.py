@@ -16,6 +16,7 @@ REFUSED = [
     ("[1]", "not list"),
     ('{"gradient_acumulation_steps": 2}', "gradient_accumulation_steps"),
     ('{"zero_optimization": {"stge": 2}}', "'stage'"),
+    ('{"zero_optimization": {"stage": "two"}}', "zero_optimization.stage: 'two' is not one of 0, 1, 2, 3"),
     ('{"zero_optimization": 2}', "'zero_optimization' is a section"),
     ('{"zero_optimization": "auto"}', "'zero_optimization' is a section"),
     ('{"optimizer": "Adam"}', "'optimizer' is a section"),

@@ -184,7 +184,9 @@ def _candidate(row: Mapping[str, str], model: Architecture) -> Candidate:
     # An optimizer without DeepSpeed keeps the type of the weights: of 16 bits for adapters of a 16-bit model.
     if "PURE" in row["precision"] or (zero in ("none", "ddp") and row["method"] != "full"):
         config |= {"bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True}
-    precision = "fp16" if row["precision"].startswith("fp16") else "fp32" if row["precision"] == "fp32" else "bf16"
+    # Such an optimizer in fp16 stands as one in bf16, which alone has it in DeepSpeed; both compute at one rate.
+    in_fp16 = row["precision"].startswith("fp16") and "bf16.bf16_optimizer_states" not in config
+    precision = "fp16" if in_fp16 else "fp32" if row["precision"] == "fp32" else "bf16"
     if stage == 0 and row["method"] == "full" and not trainer.get("lean"):
         precision = "torch_autocast"  # without DeepSpeed the Trainer keeps fp32 weights
     return Candidate(

@@ -20,6 +20,8 @@ MAX_LIVE_PARAMETERS = 1_000_000_000
 MAX_REUSE_DISTANCE = 1_000_000_000
 PERSISTENCE = 100_000
 SUB_GROUP = 1_000_000_000
+# The key of master weights in 16 bits, behind the name of their precision.
+MASTER = "master_weights_and_grads"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class Knobs:
         reuse_distance: Elements within which it keeps what will be used again.
         overlap: Communication overlaps with backward.
         contiguous: Gradients are copied to a contiguous buffer.
-        master_16: Master weights and gradients are bfloat16.
+        master_16: Master weights and gradients have the 16 bits of the weights.
         quantized_weights: ZeRO++ int8 gathers.
         quantized_gradients: ZeRO++ reduces gradients of 4 bits, within nodes and then between them.
         hpz: Ranks that share a secondary copy of the weights; 1 without.
@@ -88,7 +90,7 @@ class Knobs:
         """The columns of candidates.
 
         Args:
-            base: Settings by dotted path that hold where a candidate says nothing.
+            base: Settings by dotted path that hold where a candidate says nothing; those that a precision reads, with it alone.
         """
         base = dict(base or {})
         found = {name for c in candidates for name, _ in c.config}
@@ -107,7 +109,8 @@ class Knobs:
 
         unasked = np.array([_shares_unasked(c) for c in candidates], dtype=bool)
         stage = np.where(unasked, 1.0, np.array([c.zero_stage for c in candidates], dtype=float))
-        weight = np.array([2.0 if c.precision in DTYPES else 4.0 for c in candidates])
+        precision = np.array([c.precision for c in candidates])
+        weight = np.where(np.isin(precision, DTYPES), 2.0, 4.0)
         summed = np.array([WIRE_BYTES.get(name, 0.0) for name in names("data_types.grad_accum_dtype")])
         wire = np.array([WIRE_BYTES.get(name, 0.0) for name in names("communication_data_type")])
         overlap = column(f"{ZERO}overlap_comm", -1.0)
@@ -117,10 +120,10 @@ class Knobs:
             accumulation=np.array([c.gradient_accumulation_steps for c in candidates], dtype=float),
             stage=stage,
             unasked=unasked,
-            precision=np.array([c.precision for c in candidates]),
+            precision=precision,
             products=np.array(["tf32" if dict(c.config).get(TF32) else c.precision for c in candidates]),
             weight_bytes=weight,
-            gradient_bytes=np.where(summed > 0, summed, weight),
+            gradient_bytes=np.where((summed > 0) & (weight == 2.0), summed, weight),
             wire_bytes=np.where(wire > 0, wire, weight),
             recomputed=np.array([c.checkpoint_every for c in candidates], dtype=float),
             offload_optimizer=np.array([c.offload_optimizer != "none" for c in candidates], dtype=float),
@@ -134,8 +137,8 @@ class Knobs:
             # DeepSpeed overlaps by default at stage 3 only.
             overlap=np.where(overlap < 0, (stage == 3).astype(float), overlap),
             contiguous=column(f"{ZERO}contiguous_gradients", 1.0),
-            master_16=column("bf16.bf16_master_weights_and_grads", 0.0),
-            states_16=column("bf16.bf16_optimizer_states", 0.0),
+            master_16=np.sum([(precision == name) * column(f"{name}.{name}_{MASTER}", 0.0) for name in DTYPES], axis=0),
+            states_16=(precision == "bf16") * column("bf16.bf16_optimizer_states", 0.0),
             quantized_weights=column(f"{ZERO}zero_quantized_weights", 0.0),
             quantized_gradients=column(f"{ZERO}zero_quantized_gradients", 0.0),
             hpz=column(f"{ZERO}zero_hpz_partition_size", 1.0),

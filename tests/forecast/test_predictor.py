@@ -538,6 +538,16 @@ def test_settings_of_a_configuration_hold_where_a_candidate_says_nothing():
         Candidate.of({"micro_batch_size": 1, "zero_stage": 2} | more) for more in ({}, {ZERO + "reduce_bucket_size": 5})
     )
     assert Knobs.of([said, own], base).reduce_bucket.tolist() == [1000, 5]
+    in_bf16 = {"bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True}
+    others = [
+        Candidate(micro_batch_size=1, zero_stage=2, precision=name) for name in ("fp32", "fp16", "torch_autocast")
+    ]
+    kept, plain = (Knobs.of(others, base) for base in (in_bf16 | {"data_types.grad_accum_dtype": "fp32"}, {}))
+    for name in ("master_16", "states_16"):
+        assert getattr(kept, name).tolist() == getattr(plain, name).tolist() == [0, 0, 0]
+    narrow = Knobs.of(others, {"data_types.grad_accum_dtype": "bf16"})
+    assert narrow.gradient_bytes.tolist() == [4, 2, 4] and kept.gradient_bytes.tolist() == [4, 4, 4]
+    assert Knobs.of(others, {"fp16.fp16_master_weights_and_grads": True}).master_16.tolist() == [0, 1, 0]
 
 
 def test_a_setting_counts_alike_in_a_candidate_and_in_the_configuration():

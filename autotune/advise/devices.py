@@ -95,8 +95,8 @@ class Devices:
         flops = {name: rate * reached for name, rate in card.flops.items()}
         if not has_tf32("cuda", card.capability):
             flops.pop("tf32", None)
-        if "bf16" in flops:
-            flops["torch_autocast"] = flops["bf16"]
+        autocast = {"torch_autocast": "bf16", "torch_autocast_fp16": "fp16"}
+        flops |= {name: flops[own] for name, own in autocast.items() if own in flops}
         nvlink = card.link_bytes_per_s >= NVLINK_BYTES_PER_S
         several = self.count > 1
         return Machine(

@@ -71,6 +71,12 @@ def test_the_rate_of_tf32_is_that_of_nvidias_cards_from_ampere_on(card, has):
     assert ("tf32" in Devices(card=device_card(card, {}), count=1, per_node=1).machine().flops) is has
 
 
+def test_autocast_has_the_rate_of_the_type_that_it_names():
+    a100, v100 = (Devices(card=device_card(card, {}), count=1, per_node=1).machine().flops for card in ("A100", "V100"))
+    assert a100["torch_autocast"] == a100["torch_autocast_fp16"] == a100["fp16"] > 5 * a100["fp32"]
+    assert v100["torch_autocast_fp16"] == v100["fp16"] and "torch_autocast" not in v100
+
+
 def test_more_devices_than_a_lone_node_has_make_nodes_of_eight():
     lone = Devices(card=device_card("4090", {}), count=1, per_node=1)
     assert (lone.of(4).nodes, lone.of(16).nodes, lone.of(16).per_node) == (1, 2, 8)

@@ -191,6 +191,9 @@ def _named(name: str, how: Mapping[str, Any], seq: int | None) -> _Question:
         notes.append(f"adapters of rank {training.lora_rank} on every linear layer")
     said = f"{shape.name} ({amount(shape.n_parameters)} parameters), {how['method']} fine-tuning"
     profile = profile_of(shape, training)
+    # Met with peft 0.21 and DeepSpeed 0.19.8: no weight is trained any more, or DeepSpeed ends in a KeyError.
+    unsplit = "train adapters of the layers that it splits" if how["method"] != "full" else ""
+    unsplit = "split the experts of a mixture" if shape.experts else unsplit
     return _Question(
         model=said,
         source=shape.source if shape.parameters else name,
@@ -200,7 +203,7 @@ def _named(name: str, how: Mapping[str, Any], seq: int | None) -> _Question:
         degrees={
             "heads": shape.heads,
             "kv_heads": shape.kv_heads,
-            "no_tensor": "AutoTP does not split the experts of a mixture" if shape.experts else "",
+            "no_tensor": f"AutoTP does not {unsplit}" if unsplit else "",
             "experts": (shape.experts,) if shape.experts else (),
             "no_experts": "" if profile.n_expert else "the model trains no experts of a mixture themselves",
         },

@@ -114,6 +114,7 @@ WRONG = {
     "7B --gpus H100 --compare H100,H1000": "--compare: unknown card 'H1000'; the nearest are",
     "gpt2 --gpus H100 --seq 100000": "1,024 learned positions",
     "7B --gpus H100 --method lora --lora-rank 100000": "narrower than the model",
+    "7B --gpus 8xH100 --method lora --set tensor_parallel.autotp_size=2": "AutoTP does not train adapters",
     "7B --gpus H100 --lora-rank 8": "--lora-rank 8: full fine-tuning has no adapters; give --method lora",
     "model.py --gpus H100 --method lora --loss fused": "--method lora, --loss fused: model.py says itself how it trains",
 }

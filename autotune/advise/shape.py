@@ -63,6 +63,8 @@ def profile_of(model: Architecture, how: Training, constants: Constants = CONSTA
     total = sum(parts.values()) + adapters
     trainable = adapters + (parts["embedding"] + parts["head"] if adapters and how.train_embeddings else 0)
     states, scratch = OPTIMIZERS[how.optimizer]
+    if how.optimizer == "muon":  # of DeepSpeed: Adam for all that is no matrix of a block
+        states += 4.0 * (1.0 - (adapters or parts["blocks"]) / (trainable or total))
     sizes, n_frozen = _sizes(model, how)
     return Profile(
         n_parameters=total, n_trainable=trainable or total, n_blocks=model.layers, sequence=how.sequence,

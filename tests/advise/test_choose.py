@@ -104,6 +104,13 @@ def test_adapters_need_no_states_and_four_bits_a_quarter_of_the_weights():
     assert full > 5 * lora and lora - qlora == pytest.approx((2 - 0.5625) * 6.48e9 * 1.06, rel=0.05)
 
 
+def test_muon_leaves_embeddings_and_vectors_to_adam():
+    plain, adapted = (
+        profile_of(architecture.find("Qwen3-0.6B"), Training(optimizer="muon", method=how)) for how in ("full", "lora")
+    )
+    assert plain.optimizer_bytes == pytest.approx(4 + 4 * 0.26, abs=0.01) and adapted.optimizer_bytes == 4
+
+
 @pytest.mark.parametrize("goal", ["throughput", "latency", "memory", "cost"])
 def test_the_chosen_configuration_is_the_best_for_its_goal_among_those_that_surely_fit(goal):
     chosen, others = best(asked(goal=goal))

@@ -55,7 +55,7 @@ def profile(request: TrialRequest, accelerator: str) -> Profile:
     caveats: list[str] = []
     subject = _subject(target, loader, accelerator, caveats)
     passes = subject.passes(ARITHMETIC.get(precision_of(request.ds_config), "fp32"), request.budget_s)
-    state, scratch, for_all = _optimizer(target, request.ds_config, subject.device, caveats)
+    state, scratch, for_all = _optimizer(target, subject.model, request.ds_config, subject.device, caveats)
     return _assemble(
         subject, passes, optimizer_bytes=state, optimizer_scratch=scratch, scratch_for_all=for_all,
         data_bytes=float(data_bytes) if accelerator == "cpu" else 0.0, input_s_per_sample=input_s,
@@ -315,7 +315,11 @@ def convert(model: nn.Module, device: torch.device, dtype: torch.dtype | None, *
 
 
 def _optimizer(
-    target: model_file.ModelFile, ds_config: Mapping[str, Any], device: torch.device, caveats: list[str]
+    target: model_file.ModelFile,
+    model: nn.Module,
+    ds_config: Mapping[str, Any],
+    device: torch.device,
+    caveats: list[str],
 ) -> tuple[float, float, bool]:
     """Returns state and scratch of the optimizer; see `op_counter.optimizer_needs`."""
     named = ds_config.get("optimizer") or {}
@@ -324,7 +328,8 @@ def _optimizer(
         if named:
             ours = params.pop("torch_adam", False)
             if kind.lower() in FUSED_STATES and not ours and kind.lower() != "sgd":
-                return FUSED_STATES[kind.lower()], 0.0, False
+                of_adam = 4.0 * _share_of_adam(model) if kind.lower() == "muon" else 0.0
+                return FUSED_STATES[kind.lower()] + of_adam, 0.0, False
             name = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}.get(kind.lower(), kind)
             name = "AdamW" if name == "Adam" and params.pop("adam_w_mode", True) else name
             made = getattr(torch.optim, name)
@@ -334,6 +339,13 @@ def _optimizer(
     except Exception as error:
         caveats.append(f"the optimizer's states are taken for Adam's: {_first_line(error)}")
     return 8.0, 8.0, False
+
+
+def _share_of_adam(model: nn.Module) -> float:
+    """Returns the share of the trained elements that DeepSpeed's Muon leaves to Adam (deepspeed/__init__.py, `set_optimizer_flags`)."""
+    trained = [(name.lower(), p) for name, p in model.named_parameters() if p.requires_grad]
+    others = sum(p.numel() for name, p in trained if p.dim() < 2 or "embed" in name or "lm_head" in name)
+    return others / max(1, sum(p.numel() for _, p in trained))
 
 
 def _assemble(subject: _Subject, passes: dict[str, Pass], caveats: Iterable[str], **found: Any) -> Profile:

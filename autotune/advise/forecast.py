@@ -88,19 +88,24 @@ def forecast(
 def host_terms(knobs: Knobs, profile: Profile, devices: Devices) -> dict[str, Floats]:
     """Bytes of a node's host by part.
 
-    An optimizer in host memory holds master weights and states (12 bytes a parameter for Adam). Gradients in fp32, the
-    16-bit copy that travels, and offloaded parameters are pinned there (deepspeed/runtime/zero/stage_1_and_2.py,
-    stage3.py), which PyTorch rounds up to a power of two. While loading, each rank holds the whole model; at stage 3
-    only one at a time.
+    An optimizer in host memory holds master weights and states (12 bytes a parameter for Adam). Gradients in the master
+    weights' type, the 16-bit copy that travels, at stages 1 and 2 the sums of several micro-steps, and offloaded parameters
+    are pinned there (deepspeed/runtime/zero/stage_1_and_2.py, stage3.py), which PyTorch rounds up to a power of two. While
+    loading, each rank holds the whole model; at stage 3 only one at a time.
     """
     n, on_node = len(knobs.micro), devices.local / devices.count
     P, Pt = float(profile.n_parameters), float(profile.n_trainable)
     share = np.where(knobs.stage >= 1, on_node, devices.local) * knobs.offload_optimizer
-    held = knobs.weight_bytes * P - (knobs.weight_bytes - QUANTIZED_BYTES) * profile.quantized
+    master, w, g = np.where(knobs.master_16 > 0, 2.0, 4.0), knobs.weight_bytes, knobs.gradient_bytes
+    states = np.where(knobs.states_16 > 0, 0.5, 1.0) * profile.optimizer_bytes
+    # `accumulated_grads_in_cpu`; 16-bit master weights have their gradients in its place, sums in another type stay on the device.
+    apart = (knobs.accumulation > 1) & (g == w) & (knobs.master_16 == 0)
+    staged = np.where(knobs.stage == 3, g, w * (1.0 + apart))
+    held = w * P - (w - QUANTIZED_BYTES) * profile.quantized
     return {
-        "states": (profile.optimizer_bytes + 4.0) * Pt * share,
-        "gradients": PINNED * 4.0 * Pt * share,
-        "staging": PINNED * knobs.weight_bytes * Pt * share,
+        "states": (states + master) * Pt * share,
+        "gradients": PINNED * master * Pt * share,
+        "staging": PINNED * staged * Pt * share,
         "parameters": PINNED * held * on_node * knobs.offload_param,
         "processes": np.full(n, PROCESS_BYTES * devices.local),
         "loading": held * np.where(knobs.stage == 3, 1.0, devices.local),

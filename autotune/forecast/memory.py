@@ -113,11 +113,14 @@ def _fixed(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     # Held between steps: stage 3's flat gradients, and the unsharded fp32 sums of BF16_Optimizer.
     sums = knobs.gradient_bytes * Pt * on_device
     gradients = _where((stage == 3, sums / N), (bf16_optimizer(knobs), sums), otherwise=0.0)
+    # What stages 1 and 2 offload passes a buffer of the largest gradient (stage_1_and_2.py, `temp_grad_buffer_for_gpu_offload`).
+    passing = np.where((stage == 1) | (stage == 2), w * min(float(profile.largest_parameter), Pt), 0.0)
     return {
         "weights": weights,
         "master": master,
         "states": states,
         "gradients": gradients,
+        "buckets": passing * knobs.offload_optimizer,
         "data": np.full(len(w), profile.data_bytes if machine.accelerator == "cpu" else 0.0),
         "workspace": np.full(len(w), machine.workspace_bytes or WORKSPACE_BYTES.get(machine.accelerator, 1e8)),
         "kernels": np.where(

@@ -111,6 +111,20 @@ def test_muon_leaves_embeddings_and_vectors_to_adam():
     assert plain.optimizer_bytes == pytest.approx(4 + 4 * 0.26, abs=0.01) and adapted.optimizer_bytes == 4
 
 
+def test_the_host_holds_sums_of_several_micro_steps_and_master_weights_of_16_bits_as_they_are():
+    question = asked("Llama-2-7b", "8xA100-80")
+    master = {"bf16.bf16_master_weights_and_grads": True}
+    one, several, narrow, least = (
+        forecast([Candidate.of({"micro_batch_size": 1, "zero_stage": 2, "precision": "bf16", "offload_optimizer": "cpu"} | more)],
+                 question.profile, question.devices).host
+        for more in ({}, {"gradient_accumulation_steps": 4}, master, master | {"bf16.bf16_optimizer_states": True})
+    )  # fmt: skip
+    P = question.profile.n_parameters
+    assert several["staging"] == 2 * one["staging"] and several["gradients"] == one["gradients"]
+    assert [each["states"][0] / P for each in (one, narrow, least)] == pytest.approx([12, 10, 6])
+    assert narrow["gradients"] == one["gradients"] / 2
+
+
 @pytest.mark.parametrize("goal", ["throughput", "latency", "memory", "cost"])
 def test_the_chosen_configuration_is_the_best_for_its_goal_among_those_that_surely_fit(goal):
     chosen, others = best(asked(goal=goal))

@@ -79,6 +79,14 @@ def test_an_offloaded_optimizer_leaves_the_device():
     assert states(zero_stage=2, precision="bf16", offload_optimizer="cpu") == [2, 0, 0, 0]
 
 
+@pytest.mark.parametrize(("stage", "largest"), [(1, 2 * 600_000), (2, 2 * 600_000), (3, 0)])
+def test_what_stages_1_and_2_offload_passes_a_buffer_of_the_largest_gradient(stage, largest):
+    own, apart = replace(PROFILE, sizes=((600_000, 1), (400_000, 1))), ({"offload_optimizer": "cpu"}, {})
+    candidates = [Candidate(micro_batch_size=1, zero_stage=stage, precision="bf16", **each) for each in apart]
+    with_it, without = memory.memory_phases(Knobs.of(candidates), own, GPU)["step"]["buckets"]
+    assert with_it - without == largest
+
+
 def test_frozen_parameters_cost_their_weights_only_and_are_sharded_at_stage_3_only():
     frozen = Profile(
         n_parameters=P, n_trainable=P // 10, flops_per_sample=1e9, activation_bytes_per_sample=1e9, checkpointed_bytes_per_sample=1e9,
@@ -113,10 +121,11 @@ def test_under_autocast_a_device_holds_a_bucket_for_each_type_that_gradients_tra
 def test_fp32_sums_at_stage_1_without_bf16_optimizer_are_whole_and_fill_a_bucket(settings):
     summed = {"micro_batch_size": 1, "zero_stage": 1, "data_types.grad_accum_dtype": "fp32", **settings}
     found = phase("backward", Candidate.of({**summed, "gradient_accumulation_steps": 2}))
-    assert (found["gradients"], found["buckets"]) == (4 * P, 4 * 5e8)
+    through = 2 * PROFILE.largest_parameter if "offload_optimizer" in settings else 0
+    assert (found["gradients"], found["buckets"]) == (4 * P, 4 * 5e8 + through)
     # What is not in the bucket, and the own part of the sums; the bucket, its flat copy and what travels of it.
     small = phase("reduce", Candidate.of({**summed, ZERO + "reduce_bucket_size": P // 2}))
-    assert (small["gradients"], small["buckets"]) == (4 * P / 2 + 4 * P / N, (4 + 4 + 2) * P / 2)
+    assert (small["gradients"], small["buckets"]) == (4 * P / 2 + 4 * P / N, (4 + 4 + 2) * P / 2 + through)
 
 
 def test_fp32_sums_of_stage_2_stay_on_the_device_where_the_optimizer_is_offloaded():

@@ -11,7 +11,7 @@ from autotune.advise.constants import CONSTANTS, Constants
 from autotune.advise.devices import Devices
 from autotune.forecast.degrees import cost_terms
 from autotune.forecast.knobs import Knobs
-from autotune.forecast.memory import QUANTIZED_BYTES
+from autotune.forecast.memory import SCALE_BYTES, held_bytes, second_share
 from autotune.space.candidate import Candidate
 from autotune.trial.profile import Floats, Profile
 
@@ -94,21 +94,21 @@ def host_terms(knobs: Knobs, profile: Profile, devices: Devices) -> dict[str, Fl
     loading, each rank holds the whole model; at stage 3 only one at a time.
     """
     n, on_node = len(knobs.micro), devices.local / devices.count
-    P, Pt = float(profile.n_parameters), float(profile.n_trainable)
+    Pt = float(profile.n_trainable)
     share = np.where(knobs.stage >= 1, on_node, devices.local) * knobs.offload_optimizer
     master, w, g = np.where(knobs.master_16 > 0, 2.0, 4.0), knobs.weight_bytes, knobs.gradient_bytes
     states = np.where(knobs.states_16 > 0, 0.5, 1.0) * profile.optimizer_bytes
     # `accumulated_grads_in_cpu`; 16-bit master weights have their gradients in its place, sums in another type stay on the device.
     apart = (knobs.accumulation > 1) & (g == w) & (knobs.master_16 == 0)
     staged = np.where(knobs.stage == 3, g, w * (1.0 + apart))
-    held = w * P - (w - QUANTIZED_BYTES) * profile.quantized
+    held, copies = held_bytes(knobs, profile), on_node + devices.local * second_share(knobs)
     return {
         "states": (states + master) * Pt * share,
         "gradients": PINNED * master * Pt * share,
         "staging": PINNED * staged * Pt * share,
-        "parameters": PINNED * held * on_node * knobs.offload_param,
+        "parameters": PINNED * held * copies * knobs.offload_param,
         "processes": np.full(n, PROCESS_BYTES * devices.local),
-        "loading": held * np.where(knobs.stage == 3, 1.0, devices.local),
+        "loading": (held + SCALE_BYTES * profile.quantized) * np.where(knobs.stage == 3, 1.0, devices.local),
     }
 
 

@@ -24,8 +24,6 @@ OPS_A_BLOCK = 150
 PASSES_OF_ACTIVATIONS = 3.0
 # PEFT keeps adapters in fp32, so each layer's input is cast; beside that the product's output is added in fp32.
 ADAPTER_BYTES, ADAPTER_OPS = 4.0, 25
-# Of a 4-bit weight each time that a pass needs it: read, written and read again at 16 bits.
-UNPACKING_BYTES = 4.6
 WIDTHS = {"fp32": 4.0, "bf16": 2.0, "autocast": 2.0}
 
 
@@ -183,12 +181,11 @@ def _pass(model: Architecture, how: Training, constants: Constants, width: float
     flops, again = _flops(model, how, constants)
     adapters = 3.0 * ADAPTER_BYTES * sum(_ends(model)) if how.method != "full" else 0.0
     traffic = s * (L * (block + adapters) * (PASSES_OF_ACTIVATIONS + every) + 3.0 * logits)
-    unpacked = UNPACKING_BYTES * parts["blocks"] * (2 + every) if how.method == "qlora" else 0.0
     ops = OPS_A_BLOCK + (ADAPTER_OPS * len(model.attention_matrices() + model.mlp_matrices(1)) if adapters else 0)
     return Pass(
         moments=moments, kept_bytes=(0.0, s * L * kept),
         largest_bytes=(0.0, s * model.vocab * {"plain": 4.0, "fused": width, "none": 0.0}[how.loss]),
-        flops=(0.0, flops + every * again), moved_bytes=(unpacked, traffic), n_ops=ops * L * (1.33 if every else 1.0),
+        flops=(0.0, flops + every * again), moved_bytes=(0.0, traffic), n_ops=ops * L * (1.33 if every else 1.0),
     )  # fmt: skip
 
 

@@ -40,8 +40,8 @@ WORKSPACE_BYTES = {"cuda": 1e8, "cpu": 4.5e7}
 KERNEL_BYTES = {"cuda": 0.0, "cpu": 8e6}
 # What a caching allocator holds beyond what is in use: rounding and pieces that fit nothing.
 FRAGMENTATION = {"cuda": 0.06, "cpu": 0.0}
-# Of a weight at 4 bits with the fp32 scale of each 64 (bitsandbytes NF4 without double quantisation).
-QUANTIZED_BYTES = 0.5625
+# Of a weight at 4 bits, and its part of the fp32 scale of each 64 (bitsandbytes NF4 without double quantisation).
+PACKED_BYTES, SCALE_BYTES = 0.5, 0.0625
 # The flat copy of a stage-0 all-reduce (deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE), in elements.
 ALLREDUCE_ELEMENTS = 5e8
 # What a process has before its optimizer is made.
@@ -100,12 +100,13 @@ def memory_phases(knobs: Knobs, profile: Profile, machine: Machine) -> dict[str,
 
 def _fixed(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     """What is there all the time."""
-    P, Pt, N = float(profile.n_parameters), float(profile.n_trainable), float(machine.world_size)
+    Pt, N = float(profile.n_trainable), float(machine.world_size)
     w, stage = knobs.weight_bytes, knobs.stage
     over_1 = np.where(stage >= 1, N, 1.0)
     on_device, param_on_device = 1.0 - knobs.offload_optimizer, 1.0 - knobs.offload_param
-    weights = _whole(knobs, profile) * np.where(stage == 3, param_on_device / N, 1.0)
-    weights = weights + np.where((knobs.hpz > 1) & (stage == 3), w * P / np.maximum(knobs.hpz, 1.0), 0.0)
+    weights = held_bytes(knobs, profile) * np.where(stage == 3, param_on_device * (1.0 / N + second_share(knobs)), 1.0)
+    # Scales are no parameters: each rank keeps them all, also of weights that it shares or that wait on the host.
+    weights = weights + SCALE_BYTES * profile.quantized
     # Stage 3 too: it would share them where the device is the same, but compares a `torch.device` with a text.
     clones = np.where(stage >= 1, 4.0, 0.0)
     master = np.where(w == 2.0, np.where(knobs.master_16 > 0, 2.0, 4.0), clones) * Pt / over_1 * on_device
@@ -129,10 +130,15 @@ def _fixed(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     }
 
 
-def _whole(knobs: Knobs, profile: Profile) -> Floats:
-    """Bytes of all weights."""
+def second_share(knobs: Knobs) -> Floats:
+    """Share of the weights in a rank's second copy (hpZ), which is where its first is (partition_parameters.py, `remote_device`)."""
+    return np.where((knobs.hpz > 1) & (knobs.stage == 3), 1.0 / np.maximum(knobs.hpz, 1.0), 0.0)
+
+
+def held_bytes(knobs: Knobs, profile: Profile) -> Floats:
+    """Bytes of all weights, without the scales of those of 4 bits."""
     w = knobs.weight_bytes
-    return w * float(profile.n_parameters) - (w - QUANTIZED_BYTES) * profile.quantized
+    return w * float(profile.n_parameters) - (w - PACKED_BYTES) * profile.quantized
 
 
 def _in_loading(knobs: Knobs, profile: Profile, machine: Machine, fixed: Terms) -> Terms:
@@ -146,7 +152,7 @@ def _in_loading(knobs: Knobs, profile: Profile, machine: Machine, fixed: Terms) 
     (fp16/fused_optimizer.py, fp16/unfused_optimizer.py), bf16_optimizer.py and master weights copy is less than a step
     needs.
     """
-    whole, flat = _whole(knobs, profile), knobs.weight_bytes * float(profile.n_trainable)
+    whole, flat = held_bytes(knobs, profile), knobs.weight_bytes * float(profile.n_trainable)
     has_room = whole + flat + fixed["workspace"] <= ROOMY * machine.device_bytes
     built = 0.0 if profile.built_bytes is None else np.maximum(whole, profile.built_bytes * float(profile.n_parameters))
     at_3 = np.maximum(0.0, built - fixed["weights"])
@@ -267,11 +273,16 @@ def _activations(
 
 def _gathered(knobs: Knobs, profile: Profile, machine: Machine) -> Floats:
     """Stage 3: weights that are whole at the same time."""
-    P, N = float(profile.n_parameters), float(machine.world_size)
-    per_block = profile.block_share * P / max(profile.n_blocks, 1)
-    flying = min(P, max(2 * per_block, float(profile.largest_module)) + (1 - profile.block_share) * P)
-    live = np.minimum(P, np.maximum(kept_elements(knobs, profile) + small_elements(knobs, profile), flying))
-    return np.where(knobs.stage == 3, knobs.weight_bytes * live, 0.0) * (1.0 if N > 1 else 0.5)
+    whole, outside = stored_elements(knobs, profile), (1 - profile.block_share) * float(profile.n_parameters)
+    flying = outside + np.maximum(2 * (whole - outside) / max(profile.n_blocks, 1), float(profile.largest_module))
+    live = np.maximum(kept_elements(knobs, profile) + small_elements(knobs, profile), flying)
+    live = np.where(knobs.stage == 3, np.minimum(whole, live), 0.0)
+    return np.asarray(knobs.weight_bytes * live * (1.0 if machine.world_size > 1 else 0.5), dtype=float)
+
+
+def stored_elements(knobs: Knobs, profile: Profile) -> Floats:
+    """Elements of all parameters as stage 3 splits and gathers them: several weights of 4 bits lie in each of theirs."""
+    return held_bytes(knobs, profile) / knobs.weight_bytes
 
 
 def kept_elements(knobs: Knobs, profile: Profile) -> Floats:
@@ -282,7 +293,7 @@ def kept_elements(knobs: Knobs, profile: Profile) -> Floats:
     parameters or without, fetches at least one more, and what was there already then stays until it was used
     (zero/partitioned_param_coordinator.py; as counted with two ranks on a small transformer).
     """
-    split = np.maximum(0.0, float(profile.n_parameters) - small_elements(knobs, profile))
+    split = np.maximum(0.0, stored_elements(knobs, profile) - small_elements(knobs, profile))
     ahead = np.where(knobs.prefetch > 0, knobs.max_live, 0.0)
     return np.asarray(np.minimum(split, np.maximum(knobs.reuse_distance / 2, ahead)), dtype=float)
 

@@ -8,10 +8,13 @@ from autotune.forecast.communication import collective_s, in_groups_s
 from autotune.forecast.knobs import Knobs
 from autotune.forecast.memory import (
     ALLREDUCE_ELEMENTS,
-    QUANTIZED_BYTES,
+    PACKED_BYTES,
+    SCALE_BYTES,
     bf16_optimizer,
     kept_elements,
+    second_share,
     small_elements,
+    stored_elements,
     wire_bytes,
 )
 from autotune.trial.profile import Floats, Machine, Profile
@@ -99,7 +102,10 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
     of_all, of_group = gathered_elements(knobs, profile)  # for which offloaded parameters come in
     offload = (
         knobs.offload_optimizer * _offloaded_bytes(knobs) * shard / machine.host_bytes_per_s
-        + knobs.offload_param * knobs.weight_bytes * (of_all + of_group) / N / machine.host_bytes_per_s
+        + knobs.offload_param
+        * knobs.weight_bytes
+        * (of_all / N + of_group * second_share(knobs))
+        / machine.host_bytes_per_s
     )
     return {
         "compute": K * compute,
@@ -175,7 +181,7 @@ def _on_the_host(
 
 def _between_ranks(knobs: Knobs, profile: Profile, machine: Machine, compute: Floats) -> tuple[Floats, Floats]:
     """Seconds on the links that backward does not hide, and the latencies of all messages."""
-    P, Pt, K, stage = float(profile.n_parameters), float(profile.n_trainable), knobs.accumulation, knobs.stage
+    Pt, K, stage = float(profile.n_trainable), knobs.accumulation, knobs.stage
     sent = wire_bytes(knobs, machine)
     # Stage 3 gathers weights in the type of their layers, too (zero/partition_parameters.py, `get_allgather_dtype`).
     whole_bytes = np.where(knobs.arithmetic == "autocast", sent, knobs.weight_bytes)
@@ -198,7 +204,9 @@ def _between_ranks(knobs: Knobs, profile: Profile, machine: Machine, compute: Fl
     reduce_s = np.where(exchanged, exchange_s, reduce_s)
     reduce_latency_s = np.where(exchanged, exchange_latency_s, reduce_latency_s)
     gathered = np.where(stage == 3, of_all * gather_bytes, np.where(stage >= 1, Pt * knobs.weight_bytes, 0.0))
-    per_block = np.where(stage == 3, of_all / P * max(profile.n_blocks, 1), np.where(stage >= 1, 1.0, 0.0))
+    per_block = np.where(
+        stage == 3, of_all / stored_elements(knobs, profile) * max(profile.n_blocks, 1), np.where(stage >= 1, 1.0, 0.0)
+    )
     gather_s, gather_latency_s = collective_s(links, gathered, per_block, halves=np.ones(len(K)))
     wire_s, messages = reduce_s + gather_s, reduce_latency_s + gather_latency_s
     wire_s = wire_s + np.where(stage == 3, in_groups_s(links, of_group * gather_bytes, knobs.hpz), 0.0)
@@ -214,7 +222,7 @@ def gathered_elements(knobs: Knobs, profile: Profile) -> tuple[Floats, Floats]:
     time after a step, and is read from then on, in forward too (zero/partition_parameters.py; as counted with two ranks).
     """
     K, small = knobs.accumulation, small_elements(knobs, profile)
-    split = np.maximum(0.0, float(profile.n_parameters) - small)
+    split = np.maximum(0.0, stored_elements(knobs, profile) - small)
     every = K * (2.0 * split - kept_elements(knobs, profile))
     of_group = np.where(knobs.hpz > 1, every - split, 0.0)
     return every - of_group + small, of_group
@@ -259,7 +267,7 @@ def _micro_step(knobs: Knobs, profile: Profile, machine: Machine) -> tuple[Float
     plain[:2], more[:2] = plain[:2] * usual, more[:2] * usual
     weights = 3.0 * knobs.weight_bytes * profile.n_parameters
     # Weights of 4 bits are read and written out in 16 for each pass through them; frozen ones have no pass for gradients.
-    weights = weights + (2.0 + share) * (QUANTIZED_BYTES + knobs.weight_bytes) * profile.quantized
+    weights = weights + (2.0 + share) * (PACKED_BYTES + SCALE_BYTES + knobs.weight_bytes) * profile.quantized
     bandwidth = machine.memory_bytes_per_s
     compute, traffic, launches = plain[0] / rates, (plain[1] + weights) / bandwidth, plain[2] * machine.op_s
     return compute, traffic, more[0] / rates + more[1] / bandwidth + more[2] * machine.op_s, launches

@@ -104,6 +104,13 @@ def test_adapters_need_no_states_and_four_bits_a_quarter_of_the_weights():
     assert full > 5 * lora and lora - qlora == pytest.approx((2 - 0.5625) * 6.48e9 * 1.06, rel=0.05)
 
 
+def test_weights_of_4_bits_are_written_out_once_for_each_pass():
+    times = [
+        profile_of(architecture.find("Llama-2-7b"), Training(method=m)).passes["bf16/1"] for m in ("lora", "qlora")
+    ]
+    assert times[0].moved_bytes == times[1].moved_bytes  # what that moves is in `step_time_terms`
+
+
 def test_muon_leaves_embeddings_and_vectors_to_adam():
     plain, adapted = (
         profile_of(architecture.find("Qwen3-0.6B"), Training(optimizer="muon", method=how)) for how in ("full", "lora")

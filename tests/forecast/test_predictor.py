@@ -87,6 +87,24 @@ def test_what_stages_1_and_2_offload_passes_a_buffer_of_the_largest_gradient(sta
     assert with_it - without == largest
 
 
+@pytest.mark.parametrize(("offload", "held"), [("none", 1 / N + 1 / 2), ("cpu", 0)])
+def test_the_second_copy_of_the_weights_is_where_the_first_is(offload, held):
+    assert states(zero_stage=3, precision="bf16", offload_param=offload, **{HPZ: 2})[0] == 2 * held
+
+
+def test_weights_of_4_bits_are_shared_and_gathered_as_they_are_held_and_their_scales_stay():
+    """As with bitsandbytes 0.50 and two ranks: 512 x 512 weights are 65,536 elements in bfloat16, their 4096 scales in each rank."""
+    four = replace(PROFILE, quantized=900_000, n_trainable=1000)
+    candidate = Candidate.of({"micro_batch_size": 1, "zero_stage": 3, "precision": "bf16", SMALL: 0})
+    share = (100_000 * 2 + 900_000 * 0.5) / 2 / P
+    weights = phase("backward", candidate, profile=four)["weights"]
+    assert weights == pytest.approx(share * 2 * P / N + 900_000 / 64 * 4)
+    (few, _), (many, _) = (step_time.gathered_elements(Knobs.of([candidate]), each) for each in (four, PROFILE))
+    assert few[0] == pytest.approx(share * many[0])
+    few, many = (phase("backward", candidate, profile=each)["gathered"] for each in (four, PROFILE))
+    assert few == pytest.approx(share * many)
+
+
 def test_frozen_parameters_cost_their_weights_only_and_are_sharded_at_stage_3_only():
     frozen = Profile(
         n_parameters=P, n_trainable=P // 10, flops_per_sample=1e9, activation_bytes_per_sample=1e9, checkpointed_bytes_per_sample=1e9,

@@ -67,7 +67,7 @@ KEYS = {
     "experts": "num_local_experts num_experts n_routed_experts moe_num_experts",
     "active_experts": "num_experts_per_tok num_selected_experts moe_top_k moe_k",
     "expert_intermediate": "moe_intermediate_size",
-    "dense_layers": "first_k_dense_replace moe_layer_start_index",
+    "dense_layers": "first_k_dense_replace moe_layer_start_index num_dense_layers",
 }
 NO_ENCODER_DECODERS = (
     "an encoder with a decoder; advise knows decoder-only models and encoders alone; give a model.py, which is profiled"
@@ -372,16 +372,20 @@ def _mixture(config: Mapping[str, Any], found: Mapping[str, int], path: Path) ->
     """What a mixture of experts has beside a dense model."""
 
     def number(keys: str) -> int:
-        return _whole(_first(config, keys), keys, path)
+        key = next((key for key in keys.split() if config.get(key) is not None), keys)
+        return _whole(config.get(key), key, path)
 
-    step = number("interleave_moe_layer_step") or number("decoder_sparse_step") or 1
+    step = number("interleave_moe_layer_step decoder_sparse_step moe_layer_interval") or 1
+    first, layers, plain_ones = found["dense_layers"], found["layers"], config.get("mlp_only_layers") or ()
+    sparse = layers // step - first // step
+    sparse -= sum(first <= n < layers and (n + 1) % step == 0 for n in set(plain_ones) if isinstance(n, int))
     # Where the width of dense blocks has another name, the plain one is that of an expert.
     plain = number("intermediate_size") if number("intermediate_size_mlp") else 0
     width = found["expert_intermediate"] or plain or found["intermediate"]
-    n_shared = number("n_shared_experts") or number("moe_num_shared_experts") or (1 if plain else 0)
+    n_shared = number("n_shared_experts moe_num_shared_experts num_shared_experts") or (1 if plain else 0)
     return {
         "expert_intermediate": width,
         "active_experts": found["active_experts"] or min(2, found["experts"]),
-        "shared_intermediate": number("shared_expert_intermediate_size") or n_shared * width,
-        "dense_layers": found["dense_layers"] or found["layers"] - found["layers"] // step,
+        "shared_intermediate": number("shared_expert_intermediate_size shared_intermediate_size") or n_shared * width,
+        "dense_layers": max(first, layers - sparse),
     }

@@ -83,6 +83,10 @@ def test_a_config_json_gives_the_shape(tmp_path):
     assert read(tmp_path, LLAMA).n_parameters == 8_030_261_248
 
 
+SMALL_MIXTURE = {
+    "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 1000,
+    "intermediate_size": 512, "moe_intermediate_size": 128, "num_experts_per_tok": 2,
+}  # fmt: skip
 # Other families' words, with what the shape has to be.
 FAMILIES = {
     "gpt2": ({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}, 124_439_808),
@@ -100,6 +104,14 @@ FAMILIES = {
                 "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
                 "num_local_experts": 128, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "vocab_size": 202048}},
                400_711_848_960),
+    # Built of their classes in transformers: experts in every second of the later blocks, or not in some; and those of all tokens.
+    "ernie": ({**SMALL_MIXTURE, "model_type": "ernie4_5_moe", "moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 2,
+               "moe_layer_start_index": 1, "moe_layer_interval": 2, "tie_word_embeddings": True}, 3_670_288),
+    "qwen3_moe": ({**SMALL_MIXTURE, "model_type": "qwen3_moe", "num_experts": 8, "mlp_only_layers": [0, 1]}, 3_533_312),
+    "exaone_moe": ({**SMALL_MIXTURE, "model_type": "exaone_moe", "num_experts": 8, "num_shared_experts": 1, "first_k_dense_replace": 1},
+                   4_223_488),
+    "granitemoeshared": ({**SMALL_MIXTURE, "model_type": "granitemoeshared", "num_local_experts": 8, "moe_intermediate_size": None,
+                          "shared_intermediate_size": 320, "tie_word_embeddings": False}, 14_743_808),
     "nemotron": ({"model_type": "nemotron", "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 32, "head_dim": 128,
                   "num_attention_heads": 48, "num_key_value_heads": 8, "hidden_act": "relu2", "vocab_size": 256000}, 8_272_232_448),
     "distilbert": ({"model_type": "distilbert", "dim": 768, "n_layers": 6, "n_heads": 12, "hidden_dim": 3072, "vocab_size": 30522,

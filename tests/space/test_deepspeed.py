@@ -3,9 +3,9 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from support.zoo import Zoo
 
 from autotune.space import installed
 from autotune.space.deepspeed import SECTION_KEYS, TOP_LEVEL_KEYS, ConfigError, check_setting, precision_of, read_config
@@ -125,13 +125,8 @@ print(json.dumps({"types": types, "keys": {"top": sorted(SEEN)} | {name: keys(mo
 
 
 @pytest.fixture(scope="module")
-def deepspeed_itself(tmp_path_factory):
-    folder: Path = tmp_path_factory.mktemp("keys")
-    run = subprocess.run(
-        [sys.executable, "-c", ASK_DEEPSPEED], capture_output=True, text=True, timeout=240, cwd=folder, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+def deepspeed_itself(executor, tmp_path_factory):
+    return json.loads(Zoo(executor, tmp_path_factory.mktemp("keys")).printed(ASK_DEEPSPEED).splitlines()[-1])
 
 
 @pytest.mark.process

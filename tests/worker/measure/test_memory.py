@@ -126,6 +126,18 @@ def test_a_rank_far_from_its_limit_is_seldom_looked_at():
     assert 0.05 < memory_watch.interval_s(1 << 30) < 0.1
 
 
+def forked(program, **variables):
+    """Runs a program in a process that has torch already, since to import it takes seconds."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.environ.update(variables)
+            exec(program, {})
+        finally:
+            os._exit(1)
+    return pid
+
+
 WATCHED = """
 import os, threading, time
 from autotune.worker.measure import memory
@@ -148,17 +160,13 @@ os._exit(0)
 def test_a_supervisor_sees_the_growth_of_a_rank_that_does_nothing_for_it(mib, freed, status):
     watch = memory_watch.MemoryWatch()
     seconds = 60 if status else 0.5
-    program = WATCHED.format(mib=mib, freed=freed, seconds=seconds)
-    environment = {**os.environ, **watch.variables()}
-    rank = subprocess.Popen(
-        [sys.executable, "-c", program], env=environment, pass_fds=[int(environment["AUTOTUNE_MEMORY_FD"])]
-    )
+    rank = forked(WATCHED.format(mib=mib, freed=freed, seconds=seconds), **watch.variables())
     watch.release()
-    while rank.poll() is None:
-        watch.look(rank.pid)
+    while (ended := os.waitpid(rank, os.WNOHANG))[0] == 0:
+        watch.look(rank)
         time.sleep(0.01)
     watch.drop()
-    assert rank.returncode == status
+    assert os.waitstatus_to_exitcode(ended[1]) == status
 
 
 GROWS_BETWEEN_TWO_LOOKS = """
@@ -176,8 +184,8 @@ os._exit(0)
 @pytest.mark.process
 @pytest.mark.parametrize(("mib", "status"), [(128, 77), (8, 0)])
 def test_growth_since_the_last_look_is_seen_at_the_end(mib, status):
-    done = subprocess.run([sys.executable, "-c", GROWS_BETWEEN_TWO_LOOKS.format(mib=mib)], check=False)
-    assert done.returncode == status
+    ended = os.waitpid(forked(GROWS_BETWEEN_TWO_LOOKS.format(mib=mib)), 0)
+    assert os.waitstatus_to_exitcode(ended[1]) == status
 
 
 @pytest.mark.parametrize(("own_s", "cores"), [(2.0, 0.5), (9.0, 0.0)])

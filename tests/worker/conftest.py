@@ -10,24 +10,28 @@ from support.zoo import STEPS, Zoo
 
 @pytest.fixture(scope="session")
 def noise_scale_of_still():
-    """Of `models/still.py`: tr(Sigma) / |G|^2 over the whole data set, one sample at a time."""
+    """Of `models/still.py`: tr(Sigma) / |G|^2 over the whole data set."""
     import torch  # only once it is asked for: a worker of the unit tests does without
 
     spec = importlib.util.spec_from_file_location("still", MODELS / "still.py")
     assert spec is not None and spec.loader is not None
     still = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(still)
-    model = still.model()
-    weights = {name: weight.detach() for name, weight in model.named_parameters()}
-
-    def loss(weights, x, y):
-        out = torch.func.functional_call(model, weights, (x[None],))
-        return torch.nn.functional.cross_entropy(out, y[None])
-
-    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weights, *still.data().tensors)
-    gradients = torch.cat([gradient.flatten(1) for gradient in each.values()], dim=1).double()
-    mean = gradients.mean(dim=0)
-    return float((gradients - mean).square().sum(dim=1).mean() / mean.square().sum())
+    model, (inputs, labels) = still.model().double(), still.data().tensors
+    of_each, out = 0.0, inputs.double()
+    layers = []
+    for layer in model:
+        layers.append((layer, out))
+        out = layer(out)
+        out.retain_grad()
+        layers[-1] += (out,)
+    torch.nn.functional.cross_entropy(out, labels, reduction="sum").backward()
+    for layer, into, out in layers:
+        if isinstance(layer, torch.nn.Linear):
+            # A sample's gradient is the outer product of its output's gradient and its input, with a 1 for the bias.
+            of_each += (out.grad.square().sum(dim=1) * (1 + into.square().sum(dim=1))).mean().item()
+    of_mean = sum((weight.grad / len(labels)).square().sum().item() for weight in model.parameters())
+    return (of_each - of_mean) / of_mean
 
 
 @pytest.fixture(scope="module")

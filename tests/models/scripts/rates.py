@@ -29,9 +29,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=args.rate)
 schedule = (
     None if args.late else torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.5 if args.rate else 1.0)
 )
-engine, own, loader, _ = deepspeed.initialize(
-    model=model, optimizer=optimizer, lr_scheduler=schedule, config=CONFIG, training_data=dataset(8192)
-)
+engine, own, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=CONFIG)
+loader = engine.deepspeed_io(dataset(1024), num_local_io_workers=0)
 late = torch.optim.lr_scheduler.MultiplicativeLR(own, lambda step: 0.5) if args.late else None
 partitioned = engine.zero_optimization_partition_weights()
 for _ in range(100):

@@ -20,7 +20,8 @@ config = {
     "gradient_accumulation_steps": 2,
     "zero_optimization": {"stage": int(args.plain)},
 }
-engine, _, loader, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, training_data=still.data())
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+loader = engine.deepspeed_io(still.data(), num_local_io_workers=0)
 for _ in range(100):
     for x, y in loader:
         loss = torch.nn.functional.cross_entropy(engine(x.to(engine.device)), y.to(engine.device))

@@ -10,7 +10,7 @@ from autotune.trial.result import Outcome
 
 pytestmark = pytest.mark.process
 
-MICRO, STEPS = 64, 40
+MICRO, STEPS = 256, 12
 CELLS = [
     (2, 2, "fp32", 3),
     (1, 4, "fp32", 1),
@@ -45,7 +45,7 @@ def test_without_being_asked_nothing_is_hooked(zoo):
 def test_a_probe_goes_on_while_the_loss_falls_however_well_it_knows_the_noise_by_then(zoo, tmp_path, rate, ends_early):
     target = tmp_path / "model.py"
     target.write_text((MODELS / "still.py").read_text().replace("lr=0.0", f"lr={rate}"))
-    result = zoo.run(target, micro=256, gradient_accumulation_steps=4, noise=True, max_steps=100, budget_s=60.0)
+    result = zoo.run(target, micro=512, gradient_accumulation_steps=2, noise=True, max_steps=100, budget_s=60.0)
     assert result.outcome is Outcome.COMPLETE, result.reason
     assert result.noise is not None
     assert any(noise_scale_of(_first(result.noise, n)).precise for n in range(11, 50))

@@ -40,7 +40,7 @@ def test_collectives_and_recomputation_have_phases_of_their_own_at_every_stage(m
 @pytest.mark.alone
 def test_waiting_for_a_slow_rank_is_no_communication(zoo, write_model):
     """The rank sleeps for longer than a busy machine may hold the other one up."""
-    zoo.run(write_model((MODELS / "slow_rank.py").read_text().replace("0.03", "0.3")), **STEPS)
+    zoo.run(write_model((MODELS / "slow_rank.py").read_text().replace("0.03", "0.3")), **{**STEPS, "max_steps": 2})
     quick, slow = (report.phase_times_s for report in folder.reports(zoo.folder, 2).values())
     assert quick["wait"] > max(slow["wait"], quick["reduce"]) and slow["forward"] > 0.3
 
@@ -101,7 +101,7 @@ def test_a_step_lasts_as_long_as_its_slowest_rank(zoo, write_model):
 
 
 def test_memory_is_reported_by_phase_and_grows_with_the_activations(measured):
-    small, large = (measured("oom", micro=micro, world_size=1) for micro in (2, 8))
+    small, large = (measured("oom", micro=micro, world_size=1, max_steps=2) for micro in (2, 8))
     assert set(small.memory_by_phase_bytes) == {"initialize", "first_step", "forward", "backward", "step"}
     assert small.peak_memory_bytes == max(small.memory_by_phase_bytes.values())
     for phase in ("first_step", "backward"):

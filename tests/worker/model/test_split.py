@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.paths import MODELS
+from support.zoo import Zoo
 from torch import nn
 
 from autotune.trial.request import TailCheck
@@ -19,8 +20,12 @@ LEAVES = "zero_optimization.leaf_module.classes"
 LONG = {"max_steps": 10, "min_samples": 10**9, "budget_s": 60.0}
 
 
-def test_a_model_that_is_split_over_two_ranks_trains_as_the_whole_one(zoo):
-    whole = zoo.run("hf", zero_stage=1, **LONG)
+@pytest.fixture(scope="module")
+def whole(executor, tmp_path_factory):
+    return Zoo(executor, tmp_path_factory.mktemp("whole")).run("hf", zero_stage=1, **LONG)
+
+
+def test_a_model_that_is_split_over_two_ranks_trains_as_the_whole_one(zoo, whole):
     parted = zoo.run("hf", micro=8, zero_stage=1, changed_from={TENSOR: None}, **{TENSOR: 2}, **LONG)
     assert whole.outcome is parted.outcome is Outcome.COMPLETE, parted.reason
     assert parted.losses == pytest.approx(whole.losses, abs=1e-3) and len(parted.losses) >= 10
@@ -30,8 +35,7 @@ def test_a_model_that_is_split_over_two_ranks_trains_as_the_whole_one(zoo):
     assert groups.split_modules > 20 and groups.held_parameters < 0.7 * before.held_parameters
 
 
-def test_sequences_that_are_split_over_two_ranks_train_as_whole_ones(zoo):
-    whole = zoo.run("hf", zero_stage=2, **LONG)
+def test_sequences_that_are_split_over_two_ranks_train_as_whole_ones(zoo, whole):
     parted = zoo.run("hf", micro=8, zero_stage=2, changed_from={SEQUENCE: None}, **{SEQUENCE: 2}, **LONG)
     assert parted.outcome is Outcome.COMPLETE, parted.reason
     assert parted.losses == pytest.approx(whole.losses, abs=1e-3) and len(parted.losses) >= 10

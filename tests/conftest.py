@@ -48,7 +48,7 @@ def models() -> Path:
 @pytest.fixture(scope="session")
 def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalExecutor]:
     """One warm server for all tests that do not kill it; torch is imported there and nowhere else."""
-    modules = ["torch", "transformers:Trainer", "transformers.models.llama.modeling_llama"]
+    modules = ["torch", "transformers:Trainer", "transformers.models.llama.modeling_llama", "lightning"]
     few = {"AUTOTUNE_MOST_PROCESSES": "24"}  # so that a fork bomb need not grow large to be seen
     executor = LocalExecutor(modules, tmp_path_factory.mktemp("server") / "server.log", few)
     yield executor

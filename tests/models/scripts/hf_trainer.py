@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer,
 
 @dataclass
 class ModelArguments:
-    n_layer: int = field(default=4, metadata={"help": "Layers of the model."})
+    n_layer: int = field(default=2, metadata={"help": "Layers of the model."})
     adds_up: bool = field(default=False, metadata={"help": "A loss that Trainer does not divide."})
     predicts: bool = field(default=False, metadata={"help": "Predict before training."})
     half: bool = field(

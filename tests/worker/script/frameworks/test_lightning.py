@@ -4,7 +4,6 @@ import pytest
 from support.bench import losses_without_hooks
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("home")]
-IMPORTS = ["torch", "deepspeed", "lightning", "pytorch_lightning.cli"]
 BOTH = {"micro_batch_size", "gradient_accumulation_steps"}
 
 

@@ -1,6 +1,7 @@
 """What all tests share: the zoo of models, and one warm server that runs trials of them for the whole session."""
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -32,6 +33,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Nobody sets logging up, and Python would print what libraries warn of.
+logging.getLogger().addHandler(logging.NullHandler())
 
 # How long examples take is up to the machine.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])

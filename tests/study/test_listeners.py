@@ -77,11 +77,18 @@ def test_a_callback_ends_the_search_as_it_ends_that_of_optuna(tmp_path):
     assert len(run(tmp_path).study.trials) > 2  # another run goes on
 
 
-def test_trials_and_notes_are_logged_and_secrets_are_not(tmp_path, caplog):
-    with caplog.at_level(logging.INFO, "autotune"):
+def test_trials_and_notes_are_logged_and_secrets_are_not(tmp_path, monkeypatch):
+    logger, handler, records = logging.getLogger("autotune"), logging.Handler(), []
+    monkeypatch.setattr(handler, "emit", records.append)
+    monkeypatch.setattr(logger, "handlers", [handler])
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
         run(tmp_path)
         LogSink().emit(Event(kind=Kind.NOTE, text="export API_TOKEN=abcdef0123456789abcdef"))
-    said = [entry.getMessage() for entry in caplog.records if entry.name == "autotune"]
+    finally:
+        logger.setLevel(level)
+    said = [entry.getMessage() for entry in records]
     ends = [text for text in said if text.startswith("trial ")]
     assert len(ends) >= 4 and "of 4 trials" in ends[0]
     assert "abcdef0123456789abcdef" not in said[-1]

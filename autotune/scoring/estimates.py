@@ -22,7 +22,7 @@ from autotune.scoring.quantiles import Z95, t95, t_quantile
 from autotune.scoring.shared_cores import SLOPE, SPREAD
 from autotune.trial.result import RAN, Outcome
 
-STEP, RATE, TO_TARGET = "step_time_s", "samples_per_s", "time_to_loss_s"
+STEP, RATE, TO_TARGET, PEAK = "step_time_s", "samples_per_s", "time_to_loss_s", "peak_memory_bytes"
 # Metrics that are a constant, the trial's own, times or over its step time.
 TIMED = of_kind("time", "rate", "count")
 # Degrees of freedom that the prior of the noise is worth to a 95 % interval, and the fewest that are counted far out.
@@ -219,16 +219,18 @@ def estimate(measured: Sequence[Measured]) -> Estimates:
     degrees = PRIOR_DEGREES + max(0, n_again - len(set(readings.round.tolist()) - {0}))
     quantile = t95(degrees)
     beyond: dict[tuple[int, str], float] = {}
-    estimated, rates = [], _rates(timed)
+    estimated, rates, memory = [], _rates(timed), _memory_of_rounds(timed)
     for m in measured:
         if found is None or m.trial not in rows:
             stopped = m.outcome is Outcome.STOPPED_EARLY  # its figures stand beside the others' estimates
             apart = slower.get(m.sitting, SLOPE * usual) - SLOPE * m.log_slowdown.get(0, usual)
-            estimated.append(_slowed(m, apart) if stopped else m)
+            metrics, ci95 = slowed(m.metrics, m.ci95, apart if stopped else 0.0)
+            estimated.append(replace(m, metrics=metrics, ci95=ci95))
             continue
         row = rows[m.trial]
         step = math.exp(found.mean[row]), quantile * math.sqrt(max(0.0, found.cov[row, row]))
-        estimated.append(_estimated(m, *step, quantile * found.noise_sd, rates.get(m.trial, (0.0, math.inf)), beyond))
+        rate = rates.get(m.trial, (0.0, math.inf))
+        estimated.append(_estimated(m, *step, quantile * found.noise_sd, rate, memory, beyond))
     baseline = baseline_of(estimated)
     if baseline is not None:
         decided = (m for m in estimated if m.branch is not None and m.branch.samples_ratio)
@@ -256,12 +258,6 @@ def _machine_on_average(timed: Sequence[Measured], found: Posterior, usual: floa
         sitting: float(np.median([each for m, each in zip(timed, apart, strict=True) if m.sitting == sitting]))
         for sitting in {m.sitting for m in timed}
     }
-
-
-def _slowed(m: Measured, by: float) -> Measured:
-    """A trial on a machine that is slower by a logarithm."""
-    metrics, ci95 = slowed(m.metrics, m.ci95, by)
-    return replace(m, metrics=metrics, ci95=ci95)
 
 
 def slowed(
@@ -377,12 +373,28 @@ def _rates(timed: Sequence[Measured]) -> dict[int, tuple[float, float]]:
     )
 
 
+def _memory_of_rounds(timed: Sequence[Measured]) -> tuple[float, float]:
+    """What a trial's own run takes of memory more than a round of it, and half-width of one reading's interval; as logarithms.
+
+    A round does without the checks of the trial's own run, as that of the first gradient.
+    """
+    peaks = [[each.get(PEAK, 0.0) for each in (m.metrics, *m.repeats.values())] for m in timed]
+    logs = [np.log([peak for peak in each if peak > 0]) for each in peaks if each[0] > 0 and any(each[1:])]
+    if not logs:
+        return 0.0, 0.0
+    more = float(np.median([each[0] - np.median(each[1:]) for each in logs]))
+    degrees = sum(len(each) - 1 for each in logs) - 1
+    spread = sum(len(each) * float(np.append(each[0] - more, each[1:]).var()) for each in logs)
+    return more, t95(degrees) * math.sqrt(spread / degrees) if degrees else 0.0
+
+
 def _estimated(
     m: Measured,
     step_s: float,
     reach: float,
     noise: float,
     rate: tuple[float, float],
+    memory: tuple[float, float],
     beyond: dict[tuple[int, str], float],
 ) -> Measured:
     """A trial with the estimates in place of what it measured.
@@ -392,6 +404,7 @@ def _estimated(
         reach: Half-width of the interval of its logarithm.
         noise: Half-width of the interval of one measurement of a time.
         rate: What its throughput exceeds the first reading by at the same step time, and its standard deviation; as logarithms.
+        memory: What `_memory_of_rounds` returns.
         beyond: Gets the half-widths that no timing narrows.
     """
     moved = math.log(step_s / m.metrics[STEP])
@@ -410,12 +423,12 @@ def _estimated(
             wide = math.hypot(reach, more)
             ci95[name] = metrics[name] * math.exp(-wide), metrics[name] * math.exp(wide)
         elif name in METRICS and value > 0:
-            seen = [value, *(again[name] for again in m.repeats.values() if again.get(name, 0) > 0)]
+            # A time, and the energy that goes with it, is as noisy as the step time.
+            more, wide = memory if METRICS[name].kind == "memory" else (0.0, noise)
+            seen = [value, *(math.exp(more) * again[name] for again in m.repeats.values() if again.get(name, 0) > 0)]
             # Equal readings are their own mean, which logarithms would miss by a rounding that ranks one trial before another.
             metrics[name] = value if len(set(seen)) == 1 else math.exp(sum(map(math.log, seen)) / len(seen))
-            # Memory is the same in every run, or else as the readings differ; a time, and the energy that goes with it, is as
-            # noisy as the step time.
-            wide = math.exp(noise / math.sqrt(len(seen))) if METRICS[name].kind != "memory" else 1.0
+            wide = math.exp(wide / math.sqrt(len(seen)))
             low, high = m.ci95.get(name, (value, value))
             ci95[name] = min(low, *seen, metrics[name] / wide), max(high, *seen, metrics[name] * wide)
             beyond[m.trial, name] = math.log(ci95[name][1] / ci95[name][0]) / 2 if ci95[name][0] > 0 else 0.0

@@ -78,6 +78,20 @@ def test_the_mean_of_equal_readings_is_that_reading():
     assert [m.metrics["peak_memory_bytes"] for m in found.measured] == sizes
 
 
+def test_rounds_that_check_no_gradient_make_no_trial_need_less_memory():
+    """On a CPU a round reads some MiB less: what was measured once was said to need 1.02x the memory, at equal memory."""
+
+    def takes(m):
+        again = {n: {**found, "peak_memory_bytes": 97e6 + 1e5 * n} for n, found in m.repeats.items()}
+        return replace(m, ci95={}, repeats=again)
+
+    trials = [measured(0, rounds=[0.1] * 3), measured(1, rounds=[0.1], zero_stage=1), measured(2, memory=100.2e6)]
+    found = estimate([takes(m) for m in [*trials, measured(3, memory=98e6)]])
+    gains = [found.gains(m)["peak_memory_bytes"] for m in found.measured]
+    assert [gain.factor for gain in gains] == pytest.approx([1.0, 1.0, 0.998, 1.02], abs=1.5e-3)
+    assert [gain.told for gain in gains] == [False, False, False, True]
+
+
 def test_a_trial_that_was_stopped_early_has_no_gain_in_time():
     """Its interval was 1e-22 to 1e22 in `report.json`."""
     found = estimate([measured(0, 0.1), replace(measured(1, 0.2), outcome=Outcome.STOPPED_EARLY)])

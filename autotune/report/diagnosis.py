@@ -1,5 +1,6 @@
 """`autotune diagnose`: reads the files of a trial, diagnoses what bounds its step, and writes that in words."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 from autotune.forecast.degrees import cost_terms
 from autotune.forecast.step_time import STEP_BYTES
-from autotune.report.data import Data, StudyReport, measured, metric_scale, times, words
+from autotune.report.data import THROUGHPUT, Data, StudyReport, interval, measured, metric_scale, times, words
 from autotune.report.series import level_text
 from autotune.report.tables import aligned
 from autotune.scoring.bottleneck import diagnose
@@ -60,10 +61,13 @@ def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
 
 
 def _seen(row: Data, point: Data) -> StepObservation:
+    rate = measured(point).get(THROUGHPUT)
+    low, high = interval(point, THROUGHPUT, rate) if rate else (1.0, 1.0)
     return StepObservation(
         trial=row["trial"],
         candidate=row["candidate"],
-        samples_per_s=measured(point).get("samples_per_s"),
+        samples_per_s=rate,
+        log_reach=math.log(high / low) / 2,
         outcome=str(row["outcome"]),
         phases_s=row.get("phase_times_s") or {},
     )

@@ -264,11 +264,13 @@ class Evidence:
         predicted = self.expected.predicted(other, self.predicted_best)
         ratios, how, tied = _ratios(predicted), "it is predicted", ""
         ran = (each for each in self.trials if each["outcome"] == Outcome.COMPLETE)
-        if own := next((each for each in ran if Candidate.of(each["candidate"]) == other), None):
+        own = next((each for each in ran if Candidate.of(each["candidate"]) == other), None)
+        if own is not None:
             ratios = {name: ratio for name, ratio in self._measured_ratios(own).items() if name in predicted}
             how, tied = f"it was measured in trial {own['trial']}", WITHIN_NOISE if own.get("tied") else ""
         gain = self._compromise(ratios)
         good = "as good" if abs(gain) < NOTHING else f"{times(math.exp(gain))} as good"
+        good += ", within noise" if own is not None and own.get("tied") and abs(gain) >= NOTHING else ""
         moved = [
             f"{METRICS[name].label} {times(ratio)}" for name, ratio in ratios.items() if abs(math.log(ratio)) >= NOTHING
         ]

@@ -427,8 +427,11 @@ def _advice(bound: str, evidence: Evidence, others: Sequence[StepObservation], e
     for seen in others:
         changed = differing(own.candidate, seen.candidate)
         if len(changed) == 1 and changed[0] in KNOBS[bound] and seen.samples_per_s and seen.outcome == "complete":
-            why = f"measured: trial {seen.trial} differs in nothing else"
-            note(changed[0], seen.candidate.get(changed[0]), seen.samples_per_s / base, why)
+            factor, noise = seen.samples_per_s / base, math.hypot(own.log_reach, seen.log_reach)
+            why = (
+                f"measured: trial {seen.trial} differs in nothing else{'; within noise' * (math.log(factor) <= noise)}"
+            )
+            note(changed[0], seen.candidate.get(changed[0]), factor, why)
     if effects is None or effects.explained < 0.5:
         effects = Effects(metric="", n=0, explained=0.0, knobs=())
     for effect in effects.knobs:

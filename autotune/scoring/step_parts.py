@@ -14,6 +14,7 @@ class StepObservation:
 
     Attributes:
         samples_per_s: Its throughput; None if it did not complete.
+        log_reach: Half-width of the 95 % interval of the throughput's logarithm.
         phases_s: The step that was taken apart, slowest rank.
     """
 
@@ -22,6 +23,7 @@ class StepObservation:
     samples_per_s: float | None
     outcome: str
     phases_s: Mapping[str, float] = field(default_factory=dict)
+    log_reach: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

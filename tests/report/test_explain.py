@@ -202,6 +202,13 @@ def test_a_change_without_which_a_constraint_breaks_is_said_to_be_needed_for_it(
     evidence.trials = [trial for trial in evidence.trials if trial["trial"]]
     without = next(reason for reason in evidence.choice().reasons if reason.startswith("checkpoint_every"))
     assert ", but to break a constraint (peak memory " in without and "at most 8.00 GiB is allowed); " in without
+    # Nor is a change said to be worth what cannot be told from nothing.
+    for tied, said in ((True, "x as good, within noise (step"), (False, "x as good (step")):
+        evidence.trials = [
+            {**trial, "tied": tied, "feasible": True} for trial in evidence.report.trials if trial["metrics"]
+        ]
+        without = next(reason for reason in evidence.choice().reasons if reason.startswith("checkpoint_every"))
+        assert f"it was measured in trial 0 to be 1.33{said}" in without
 
 
 def test_one_trial_is_not_said_to_be_foretold_by_the_others(tmp_path):

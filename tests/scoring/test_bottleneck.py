@@ -1,5 +1,7 @@
 """What a trial is bound by: six planted causes, what follows from each, and what cannot be known."""
 
+from dataclasses import replace
+
 import pytest
 
 from autotune.scoring.bottleneck import BOUND_FROM, diagnose
@@ -227,7 +229,9 @@ def test_advice_comes_from_the_trial_that_differs_in_nothing_else():
     ]
     advice = diagnose(slow, others).advice
     assert [(each.knob, each.value, each.factor) for each in advice] == [("gradient_accumulation_steps", 4, 1.5)]
-    assert "trial 5" in advice[0].why
+    assert advice[0].why == "measured: trial 5 differs in nothing else"
+    noisy = diagnose(slow, [replace(each, log_reach=0.5) for each in others]).advice
+    assert noisy[0].why == "measured: trial 5 differs in nothing else; within noise"
 
 
 def test_where_no_trial_differs_in_one_knob_only_the_whole_study_is_asked():

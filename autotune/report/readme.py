@@ -188,13 +188,13 @@ def _answer(report: StudyReport) -> str:
     if report.is_baseline(pick):
         return f"{found}, the baseline itself: {kept(len(report.points))}."
     said = pick_words(report, report.picked_for(pick), pick)
-    return f"{found}. {no_speedup_words(report)}" if NO_SPEEDUP in said else f"{found}: {said}."
+    return f"{found}. {no_speedup_words(report, said)}" if NO_SPEEDUP in said else f"{found}: {said}."
 
 
-def no_speedup_words(report: StudyReport) -> str:
-    """Why a pick with `NO_SPEEDUP` has none, as a sentence."""
+def no_speedup_words(report: StudyReport, said: str) -> str:
+    """Why a pick of which `NO_SPEEDUP` is said has none, as a sentence, and what else is."""
     why = "did not complete" if report.baseline is None else "cannot be compared with it"
-    return f"The baseline {why}, so there is no speed-up to state."
+    return f"The baseline {why}, so there is {said.replace(', ', '; ', 1)}."
 
 
 def _front(report: StudyReport) -> str:

@@ -482,7 +482,11 @@ def test_without_a_baseline_picks_are_still_said_to_be_measured_once_and_uncheck
     )
     assert all(words.startswith("no speed-up to state") and words in text for words in said.values())
     assert any(words.endswith("measured once, not checked") for words in said.values())
-    assert all(words in render(found) and words in report_page.render(found) for words in list(said.values())[1:])
+    markdown, page = render(found), report_page.render(found)
+    assert all(words in markdown and words in page for words in list(said.values())[1:])
+    # Nor did the headline of README and page.
+    headline = f"The baseline did not complete, so there is {said['recommended'].replace(', ', '; ')}."
+    assert "; not checked." in headline and headline in markdown and headline in page
 
 
 def test_a_pick_whose_own_gain_says_nothing_is_stated_by_its_throughput(report):

@@ -118,7 +118,7 @@ def _verdict(report: StudyReport, names: Sequence[str], pick: Data) -> Context:
         return {"factor": "", "span": "", "price": "", "text": f"Keep your configuration: {kept(len(report.points))}."}
     said = pick_words(report, names, pick)
     if NO_SPEEDUP in said:
-        text = no_speedup_words(report)
+        text = no_speedup_words(report, said)
     elif not factor or pick["speedup"] < 1 or leading_metric(report, names, pick) != THROUGHPUT:
         factor, text = "", said[0].upper() + said[1:]
     at = price_words(report, pick, THROUGHPUT) if factor else []

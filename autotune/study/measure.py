@@ -115,13 +115,14 @@ class TrialMeasurer:
         )
 
     def _tail_check(self, role: str, candidate: Candidate) -> TailCheck | None:
-        """The check of the worst batch: in each trial where lengths vary, with evaluation and saving in those that come last."""
+        """The check of the worst batch: in trials and re-tunings where lengths vary, with evaluation and saving in what comes last."""
         spec, data = self._state.spec, self._state.plan.workload.data
         # The finalists', where each is surely measured again.
         last = role in ("repeat", "round") or (role in ("baseline", "search") and not (spec.finalists and spec.repeats))
         more = {"evaluate": last and spec.with_eval, "save": last and spec.with_save}
         seen, stated = data.longest if data is not None else 0, spec.max_length or 0
-        varies = role in ("baseline", "search") and (stated > seen or (data is not None and data.varies))
+        # The memory of a re-tuning's round is compared with that of the trial.
+        varies = role in ("baseline", "search", "round") and (stated > seen or (data is not None and data.varies))
         if not varies and not any(more.values()):
             return None
         positions = data.longest_at if data is not None else ()

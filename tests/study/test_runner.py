@@ -80,6 +80,9 @@ def test_samples_that_a_trial_cuts_are_not_stretched_to_the_stated_length(tmp_pa
     for config, length in (((), 4096), ((("data.max_length", 512),), 512)):
         candidate = replace(runner.state.plan.baseline, config=config)
         assert runner._measurer.request(candidate, "search").tail.length == length
+        # A re-tuning said that what is in use needs 21 % less memory, and searched: its rounds had no worst batch.
+        assert runner._measurer.request(candidate, "round").tail.length == length
+        assert runner._measurer.request(candidate, "repeat").tail is None
 
 
 def test_where_the_trials_are_spent_it_is_said_what_a_further_one_may_gain(tmp_path):

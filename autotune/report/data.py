@@ -408,7 +408,8 @@ def doubt_words(pick: Data) -> str:
 
 def _untold(pick: Data, metric: str) -> list[str]:
     luck = " (the best of equal trials reads so by luck)" if metric in (pick.get("luck") or ()) else ""
-    return [f"not to be told from 1.00x{luck}"] if (found := change(pick, metric)) and not found.told else []
+    found = change(pick, metric)  # what is equal, as memory on a device, is told
+    return [f"not to be told from 1.00x{luck}"] if found and not found.told and found.factor != 1 else []
 
 
 def _unsure(pick: Data) -> list[str]:

@@ -19,8 +19,9 @@ ADDS_UP = (
     " shown per micro-batch"
 )
 DIVIDES = (
-    "the script divides the loss by the accumulation, and DeepSpeed does so again: its gradient falls with the accumulation, so"
-    " that each other accumulation is checked, and none is drop-in. Leave the division out; losses are shown without it"
+    "the script divides the loss by the accumulation, as Lightning does, and DeepSpeed does so again: its gradient falls with the"
+    " accumulation, so that each other accumulation is checked, and none is drop-in. Leave the division out where it is yours;"
+    " losses are shown without it"
 )
 PACED = (
     "the script moves its learning rate with each micro-batch, as a scheduler does whose step() is called in each: with another"
@@ -83,7 +84,7 @@ def with_findings(
     # A script that counts micro-batches itself has to divide the loss: DeepSpeed divides it by a number that stays.
     adds_up = growth == 1 or (growth == 0 and probed.counts_itself)
     paced, beside = _pace(first, moved), _growth_of(_of_steps(first, moved, "beside", lambda pair: pair[1])) > 0
-    probed = replace(probed, adds_up=adds_up, divides=growth == -1, paced=paced, paced_beside=beside)
+    probed = replace(probed, adds_up=adds_up, divides=probed.divides or growth == -1, paced=paced, paced_beside=beside)
     notes = {
         ADDS_UP: adds_up,
         DIVIDES: probed.divides_again and not adds_up,

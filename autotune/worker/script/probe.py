@@ -135,6 +135,7 @@ def _probed(
         # DeepSpeed's global batch is a float where ranks split sequences.
         replicas=int(engine.train_batch_size())
         // (engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()),
+        divides=context.sums_losses,
         by_hand=tuple(context.by_hand),
         clips=context.clipping is not None,
     )

@@ -36,6 +36,10 @@ def test_what_was_asked_for_runs(bench, arguments, stage, precision, changes):
     result = bench.applied(found, **changes)
     assert f"accumulate_grad_batches={changes['gradient_accumulation_steps']}" in str(result.side_changes)
     assert f"batch_size={changes['micro_batch_size']}` instead of 8" in str(result.side_changes)
+    # Lightning and DeepSpeed both divide the loss by the accumulation.
+    times = 2 / changes["gradient_accumulation_steps"]
+    assert f"Gradient: it is {times:.3g} times as large" in str(result.side_changes)
+    assert any("as Lightning does" in note for note in found.workload.caveats)
 
 
 def test_a_batch_in_a_container_says_what_the_data_is(bench):

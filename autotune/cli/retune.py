@@ -101,8 +101,7 @@ def retune(
     given = [cause for cause, wanted in (("due", if_due), ("stale", if_stale), ("forced", force)) if wanted]
     if len(given) > 1:
         raise UserError("retune: give one of --if-due, --if-stale, --force")
-    cause = given[0] if given else "asked"
-    least = read_share(min_gain, "--min-gain")
+    cause, least = next(iter(given), "asked"), read_share(min_gain, "--min-gain")
     state = str(checkpoint.absolute()) if checkpoint else None
     asked = RetuneRequest(
         cause=cause, min_gain=least, trials=trials, on_change=on_change or "", ranks=ranks, checkpoint=state

@@ -1,5 +1,6 @@
 """The joint posterior of the trials' log step times, from every measurement of a study: a linear mixed model."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -239,27 +240,21 @@ def _weighed(readings: Readings, positions: Floats, own_sd: Floats, extra_var: F
     """The points of the grid that matter, the likeliest first, with the logarithms of their shares of the weight."""
     rows = _telling(readings)
     model = _Model(readings.take(rows), positions[rows], own_sd, extra_var[rows])
-    points = [
-        _Scales(
-            noise,
-            drift,
-            scale,
-            own,
-            _log_normal(noise, NOISE_PRIOR)
-            + _log_normal(drift, DRIFT_PRIOR)
-            + _log_normal(scale, SCALE_PRIOR)
-            + _log_normal(own, OWN_PRIOR),
-        )
-        for noise, drift, scale, own in itertools.product(
-            NOISE, DRIFT, EFFECT_SCALE, OWN if model.group.any() else OWN[:1]
-        )
-    ]
+    points = _grid(known=bool(model.group.any()))
     logs = np.array([point.weight for point in points]) + model.log_likelihoods(points)
     shares = np.exp(logs - logs.max())
     shares /= shares.sum()
     kept = [i for i in np.argsort(-shares) if shares[i] >= min(LEAST_WEIGHT, shares.max())]
     total = shares[kept].sum()
     return [replace(points[i], weight=float(np.log(shares[i] / total)), likely=float(logs[i])) for i in kept]
+
+
+@functools.cache
+def _grid(*, known: bool) -> list[_Scales]:
+    """All points, with the logarithms of their priors; without a forecast what it does not know is nothing to weigh."""
+    each = itertools.product(NOISE, DRIFT, EFFECT_SCALE, OWN if known else OWN[:1])
+    priors = NOISE_PRIOR, DRIFT_PRIOR, SCALE_PRIOR, OWN_PRIOR
+    return [_Scales(*point, weight=sum(map(_log_normal, point, priors))) for point in each]
 
 
 def _log_normal(value: float, prior: tuple[float, float]) -> float:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from autotune.scoring import recommend
 from autotune.scoring.convergence.branch import Branch, Run, compare, of_another
-from autotune.scoring.estimates import estimate
 from autotune.scoring.measured import Measured, baseline_of
 from autotune.scoring.metrics import GOODPUT
 from autotune.study.budget import Budget
@@ -50,7 +49,7 @@ class BranchCheck:
 
     def run(self, found: Sequence[Measured]) -> bool:
         """Checks the best of the candidates that still needs it; returns whether there was one."""
-        measured = estimate(self._state.measured()).measured
+        measured = self._state.estimates().measured
         baseline, wanted = baseline_of(measured), {m.trial for m in found}
         unchecked = {m.trial: m for m in measured if m.trial in wanted and _needs_branch(m)}
         if baseline is None or not unchecked:
@@ -64,7 +63,7 @@ class BranchCheck:
 
     def lengthen(self) -> None:
         """Goes on with the branch that did not decide about the best trial, where a longer one is asked for or has the time now."""
-        estimates = estimate(self._state.measured())
+        estimates = self._state.estimates()
         if estimates.baseline is None:
             return
         for m in recommend.rank(estimates, self._state.objectives):

@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial
 
 from autotune.errors import UserError
 from autotune.scoring import recommend
-from autotune.scoring.estimates import Estimates, estimate
+from autotune.scoring.estimates import Estimates
 from autotune.study.events import DECIDING_SHARE, OUT_OF_TIME, n_spent
 from autotune.study.spec.settings import SETTINGS
 from autotune.study.state import StudyState
@@ -98,7 +98,7 @@ class Budget:
 
     def search_ended(self) -> None:
         """Notes that the search is over: repeats and checks follow."""
-        estimates = estimate(self._state.measured())
+        estimates = self._state.estimates()
         rounds = self._usual_rounds(estimates.noise_sd)
         decides = self._leader_needs_checks(estimates)
         self._expected_s = self.spent_s() + self._end_s(decides=decides, rounds=rounds)
@@ -145,7 +145,7 @@ class Budget:
         if self._state.spec.time_budget_s is None:
             return False
         # A short budget serves the search first: without it there is nothing to confirm.
-        decides = self._leader_needs_checks(estimate(self._state.measured()))
+        decides = self._leader_needs_checks(self._state.estimates())
         share = DECIDING_SHARE if decides else MAX_RESERVED_SHARE
         repeats = self._state.spec.repeats
         # After the finalists only what a further trial needs is left to do: it is measured again, beside the baseline.

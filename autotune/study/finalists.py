@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autotune.scoring import racing, recommend
-from autotune.scoring.estimates import Estimates, estimate
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import remeasured
 from autotune.study.branch_check import BranchCheck
@@ -57,12 +56,9 @@ class Finalists:
         """Checks candidates; whether the ranking may have changed."""
         return self._numerics.run(found) or self._branch.run(found)
 
-    def _estimates(self) -> Estimates:
-        return estimate(self._state.measured())
-
     def _finalists(self) -> list[Measured]:
         plan = self._state.plan
-        first = estimate([replace(m, repeats={}) for m in self._state.measured()])
+        first = self._state.estimates(first=True)
         return recommend.finalists(first, self._state.objectives, plan.spec.finalists, plan.data_parallel)
 
     def _leaders(self) -> list[Measured]:
@@ -70,7 +66,7 @@ class Finalists:
 
         Where nothing is measured again without need, those that are shown to beat it.
         """
-        found, estimates, objectives = list[Measured](), self._estimates(), self._state.objectives
+        found, estimates, objectives = list[Measured](), self._state.estimates(), self._state.objectives
         for m in recommend.rank(estimates, objectives):
             if m.trial == 0:
                 break
@@ -84,7 +80,7 @@ class Finalists:
 
     def _shown(self) -> list[Measured]:
         """The trials that the answer shows, or would if they passed their checks: the picks, then the front."""
-        found = recommend.recommend(self._estimates(), self._state.objectives, self._state.plan.data_parallel)
+        found = recommend.recommend(self._state.estimates(), self._state.objectives, self._state.plan.data_parallel)
         picked = [pick.measured for pick in found.picks.values()]
         return list({m.trial: m for m in [*picked, *found.unchecked, *found.front]}.values())
 
@@ -96,7 +92,7 @@ class Finalists:
         below = max(racing.SETTLED, spec.stop_below) if spec.repeats else math.inf
         spent = not spec.repeats and self._budget.n_spent() >= spec.trials
         while True:
-            estimates, tried = self._estimates(), self._tried()
+            estimates, tried = self._state.estimates(), self._tried()
             # What the time budget can no longer check can be no answer.
             hopeful = [m for m in estimates.measured if m.trial not in self._branch.too_late]
             estimates = replace(estimates, measured=hopeful)

@@ -17,7 +17,6 @@ from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.scoring import recommend
-from autotune.scoring.estimates import estimate
 from autotune.space.candidate import Candidate
 from autotune.study.baseline import BaselineTrial
 from autotune.study.budget import Budget
@@ -225,7 +224,7 @@ class Runner:
 
     def _leader(self) -> int | None:
         """The best trial so far that no check has refused."""
-        found = recommend.rank(estimate(self.state.measured()), self.state.objectives)
+        found = recommend.rank(self.state.estimates(), self.state.objectives)
         return next((m.trial for m in found if not m.barred), None)
 
     def _end_search(self) -> None:

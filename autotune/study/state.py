@@ -21,6 +21,7 @@ from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.convergence.learning_rate import LearningRate
 from autotune.scoring.convergence.quality_gate import GateVerdict
 from autotune.scoring.convergence.time_to_loss import Reference
+from autotune.scoring.estimates import Estimates, estimate
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.objective import Objective
@@ -70,6 +71,7 @@ class StudyState:
         self._fingerprint = plan.fingerprint  # of the target as it was probed, which may be edited meanwhile
         self._study: Study | None = None
         self._reading = analysed.Reading()
+        self._estimates: Estimates | None = None
 
     @property
     def spec(self) -> StudySpec:
@@ -282,6 +284,17 @@ class StudyState:
     def measured(self) -> list[Measured]:
         """Every told trial as the analysis takes it."""
         return analysed.measured(self.study, self.folder, self.record(), self._reading) if self.exists else []
+
+    def estimates(self, *, first: bool = False) -> Estimates:
+        """The estimates of the told trials, computed anew only where something was measured since.
+
+        Args:
+            first: Without what was measured again.
+        """
+        found = [replace(m, repeats={}) if first else m for m in self.measured()]
+        if self._estimates is None or list(self._estimates.raw.values()) != found:
+            self._estimates = estimate(found)
+        return self._estimates
 
     @contextlib.contextmanager
     def nothing_measured_again(self) -> Iterator[None]:

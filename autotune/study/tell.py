@@ -25,7 +25,7 @@ from autotune.scoring.convergence.first_losses import (
     off_at_another_batch,
     sums_samples,
 )
-from autotune.scoring.estimates import Estimates, estimate
+from autotune.scoring.estimates import Estimates
 from autotune.scoring.measured import Measured, set_apart
 from autotune.scoring.objective import Objective, Score
 from autotune.search.observation import MEASURED_ATTR
@@ -208,7 +208,7 @@ class Teller:
         if time.monotonic() < self._stands_until_s:
             return self._stood
         began_s = time.thread_time()
-        estimates, objectives = estimate(self._state.measured()), self._state.objectives
+        estimates, objectives = self._state.estimates(), self._state.objectives
         best = next((m for m in recommend.rank(estimates, objectives) if not m.barred), None)
         baseline = estimates.baseline
         gain = recommend.goal_gain(best, baseline, estimates, objectives) if best and baseline else None

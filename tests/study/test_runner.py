@@ -1,5 +1,6 @@
 """One run of a study, from the baseline to the finalists' repeats. Trials take no time; `tests/cli` runs real ones."""
 
+import itertools
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from autotune.scoring.estimates import estimate
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.legality import why_illegal
 from autotune.study import runner as loop
-from autotune.study import tell
+from autotune.study import state, tell
 from autotune.study.budget import measuring_s
 from autotune.study.proposals import Proposer
 from autotune.study.storage import records
@@ -35,7 +36,9 @@ def test_the_baseline_is_trial_0_and_all_others_are_new_and_can_run(tmp_path):
     assert all(why_illegal(candidate, runner.state.plan.setting) is None for candidate in found)
 
 
-def test_finalists_and_baseline_are_measured_again_in_turns(tmp_path):
+def test_finalists_and_baseline_are_measured_again_in_turns(tmp_path, monkeypatch):
+    estimated = []
+    monkeypatch.setattr(state, "estimate", lambda measured: estimated.append(measured) or estimate(measured))
     runner, executor, watcher = run(tmp_path, trials=6, finalists=2, repeats=2)
     again = executor.ran[6:]
     assert len(again) == 6
@@ -44,6 +47,8 @@ def test_finalists_and_baseline_are_measured_again_in_turns(tmp_path):
     assert [progress.role for progress in watcher.ended_with] == ["baseline"] + ["search"] * 5 + ["repeat"] * 6
     finalists = [m for m in runner.state.measured() if m.repeats]
     assert all(list(m.repeats) == [1, 2] for m in finalists)
+    # Anew only where something was measured since.
+    assert len(estimated) > 2 and all(one != other for one, other in itertools.pairwise(estimated))
 
 
 def test_a_quick_study_ends_when_no_trial_is_worth_its_time_and_repeats_only_what_is_not_settled(tmp_path):

@@ -67,6 +67,39 @@ def test_a_snapshot_shows_the_same_trials_until_it_ends(study):
         assert len(study.get_trials(deepcopy=False)) == 2
 
 
+def test_trials_are_read_again_where_one_runs_or_was_added(study, monkeypatch):
+    other, read, reads = records.load_study(optuna_tables.storage_of(study)._backend, "s"), RDBStorage._get_trials, []
+    monkeypatch.setattr(RDBStorage, "_get_trials", lambda *given, **more: reads.append(more) or read(*given, **more))
+
+    def looked():
+        reads.clear()
+        return [trial.state for trial in other.get_trials()], len(reads)
+
+    ended(study)
+    complete, runs = TrialState.COMPLETE, TrialState.RUNNING
+    assert [looked() for _ in range(2)] == [([complete], 1), ([complete], 0)]
+    asked = study.ask()
+    assert [looked() for _ in range(2)] == [([complete, runs], 1)] * 2
+    study.tell(asked, 2.0)
+    assert [looked() for _ in range(2)] == [([complete] * 2, 1), ([complete] * 2, 0)]
+    optuna.delete_study(study_name="s", storage=optuna_tables.storage_of(study)._backend)
+    with pytest.raises(KeyError, match=optuna_tables.GONE):
+        other.get_trials()
+
+
+def test_an_attribute_of_a_study_is_replaced_and_of_one_that_was_deleted_refused(study):
+    other = records.create_study(optuna_tables.storage_of(study)._backend, "other", ["minimize"], ["m"])
+    for value in (1.5, {"a": [None]}):
+        for each in (study, other):
+            optuna_tables.set_study_attr(each, "own", value if each is study else 0)
+        storage, number = optuna_tables.storage_of(study), optuna_tables.study_id(study)
+        assert storage.get_study_system_attrs(number)["own"] == value == optuna_tables.study_attr(study, "own")
+    assert optuna_tables.study_attr(other, "own") == 0
+    optuna.delete_study(study_name="s", storage=storage._backend)
+    with pytest.raises(KeyError, match=optuna_tables.GONE):
+        optuna_tables.set_study_attr(study, "own", 2)
+
+
 def test_a_trial_is_read_back_as_it_was_told(study):
     trial = ended(study)
     assert (trial.state, trial.values, trial.params) == (TrialState.COMPLETE, [1.0], {"x": 2})

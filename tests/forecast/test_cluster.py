@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.commands import autotune, called, one_sentence
+from support.commands import called, one_sentence
 from support.paths import BENCHMARKS, MODELS
 
 from autotune.cli import project
@@ -314,7 +314,7 @@ LINKS = ["--devices", "64", "--per-node", "8", "--intra-bandwidth", "300GB/s", "
 
 @pytest.mark.process
 def test_the_command_projects_a_study_and_its_front(studied):
-    done = autotune("project", *LINKS, cwd=studied)
+    done = called("project", *LINKS, cwd=studied)
     assert done.returncode == 0, done.stderr
     assert (
         "small, trial 1: micro-batch 8 x 1, fp32, ZeRO 1" in done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -23,6 +24,12 @@ def modules() -> dict[str, Path]:
     return names
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
 def imports(tree: ast.Module) -> Iterator[str]:
     """Names that a module imports anywhere: in functions and for types too."""
     for node in ast.walk(tree):
@@ -36,11 +43,8 @@ def imports(tree: ast.Module) -> Iterator[str]:
 def import_graph() -> dict[str, set[str]]:
     """What each module of the package imports of it; the `__init__` of packages do not count."""
     files = modules()
-    return {
-        name: {other for other in imports(ast.parse(path.read_text())) if other in files and other != name}
-        - {other for other, file in files.items() if file.name == "__init__.py"}
-        for name, path in files.items()
-    }
+    plain = {name for name, path in files.items() if path.name != "__init__.py"}
+    return {name: {*imports(parsed(path))} & plain - {name} for name, path in files.items()}
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
@@ -73,7 +77,7 @@ def test_modules_classes_and_functions_stay_small() -> None:
         text = path.read_text()
         if len(text.splitlines()) > MAX_MODULE_LINES:
             large.append(f"{path}: {len(text.splitlines())} lines")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 limit = MAX_CLASS_LINES if isinstance(node, ast.ClassDef) else MAX_FUNCTION_LINES
                 said = node.body[0] if ast.get_docstring(node) else None

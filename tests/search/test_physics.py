@@ -480,6 +480,7 @@ def test_a_space_too_large_to_enumerate_is_searched_all_the_same(monkeypatch):
         "zero_optimization.reduce_bucket_size": {"range": [16, 29], "power_of_two": True, "when": {"zero_stage": [1, 2, 3]}},
     }  # fmt: skip
     monkeypatch.setattr(SearchSpace, "candidates", lambda *_: pytest.fail("it was enumerated"))
+    monkeypatch.setattr(physics, "DRAWN", 2_000)
     sampler, space = sampler_for(knobs)
     study = study_for(sampler)
     tried = [step(study, sampler, space) for _ in range(3)]

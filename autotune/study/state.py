@@ -233,8 +233,7 @@ class StudyState:
 
     def narrow(self, space: SearchSpace | None = None, **setting: Any) -> None:
         """Searches only this space from now on, and what is legal where these fields of the setting are so."""
-        plan = self.plan
-        self.plan = replace(plan, space=space or plan.space, setting=replace(plan.setting, **setting))
+        self.plan = replace(self.plan, space=space or self.plan.space, setting=replace(self.plan.setting, **setting))
 
     # Reading.
 
@@ -286,11 +285,7 @@ class StudyState:
         return analysed.measured(self.study, self.folder, self.record(), self._reading) if self.exists else []
 
     def estimates(self, *, first: bool = False) -> Estimates:
-        """The estimates of the told trials, computed anew only where something was measured since.
-
-        Args:
-            first: Without what was measured again.
-        """
+        """The estimates (`first`: without what was measured again), computed anew only where something was measured since."""
         found = [replace(m, repeats={}) if first else m for m in self.measured()]
         if self._estimates is None or list(self._estimates.raw.values()) != found:
             self._estimates = estimate(found)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import hashlib
 import io
 import math
@@ -47,9 +48,7 @@ from autotune.trial.workload import Script, Workload
 
 DEFAULT_LEARNING_RATE = 1e-3
 # What DeepSpeed's schedules cannot do without, and Hugging Face's configurations leave to its Trainer.
-FILLED_IN_BY_TRAINERS = tuple(
-    f"scheduler.params.{name}" for name in ("total_num_steps", "cycle_min_lr", "cycle_max_lr")
-)
+FILLED_IN_BY_TRAINERS = tuple(map("scheduler.params.{}".format, ("total_num_steps", "cycle_min_lr", "cycle_max_lr")))
 # Settings of a study that say what must fit the memory beside a training step.
 OF_WHAT_FITS = ("max_length", "with_eval", "with_save")
 # Settings of a configuration that change no trial, and so no study.
@@ -217,6 +216,7 @@ def target_digest(target: Path) -> str:
     return hashlib.sha256(text).hexdigest()[:16]
 
 
+@functools.lru_cache(maxsize=4)  # a study asks before each trial
 def _without_comments(code: bytes) -> bytes:
     """Returns Python without comments, and without lines that are empty then; empty lines within a text stay."""
     tokens = list(tokenize.tokenize(io.BytesIO(code).readline))

@@ -327,8 +327,8 @@ def test_a_broken_target_stays_stopped_when_it_is_run_again(tmp_path):
 
 
 def test_out_of_memory_is_no_reason_to_give_up(tmp_path):
-    executor = Instant(lambda c: failed(Outcome.OOM, "over the limit") if len(executor.ran) < 10 else report(c))
-    runner, _, _ = run(tmp_path, executor, trials=14, finalists=0)
+    executor = Instant(lambda c: failed(Outcome.OOM, "over the limit") if len(executor.ran) < 9 else report(c))
+    runner, _, _ = run(tmp_path, executor, trials=11, finalists=0)
     assert [m.usable for m in runner.state.measured()].count(True) > 0
 
 

@@ -267,11 +267,11 @@ def stopping(folder, **changes):
 
 
 def test_trials_that_are_beaten_are_stopped_kept_and_never_picked(tmp_path):
-    given = {"sampler": "random", "trials": 20, "finalists": 2, "objectives": ["latency", "memory"]}
+    given = {"sampler": "random", "trials": 14, "finalists": 2, "objectives": ["latency", "memory"]}
     runner, executor = stopping(tmp_path, **given)
     ended = outcomes(runner)
     assert ended[0] is Outcome.COMPLETE and ended.count(Outcome.STOPPED_EARLY) >= 3
-    assert executor.requests[0].rivals == () and all(not r.rivals for r in executor.requests[20:])
+    assert executor.requests[0].rivals == () and all(not r.rivals for r in executor.requests[14:])
     stopped = [m for m in runner.state.measured() if m.outcome is Outcome.STOPPED_EARLY]
     assert all(m.metrics["step_time_s"] > 0 and m.metrics["peak_memory_bytes"] > 0 and not m.usable for m in stopped)
     complete = [m for m in runner.state.measured() if m.usable]
@@ -283,7 +283,7 @@ def test_trials_that_are_beaten_are_stopped_kept_and_never_picked(tmp_path):
         )
     found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
     assert {p.measured.trial for p in found.picks.values()} <= {m.trial for m in complete}
-    assert len(runner.proposer.advisor().told(runner.study)) == 20
+    assert len(runner.proposer.advisor().told(runner.study)) == 14
 
 
 def test_no_trial_is_stopped_that_may_be_the_drop_in_or_whose_objective_is_not_known_yet(tmp_path):

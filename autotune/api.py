@@ -226,7 +226,7 @@ def export(
 
     Args:
         study: The study, or what `load_study` takes.
-        path: A file to write it to, in a folder that is there.
+        path: A file to write it to; its folder is made.
         pick: Name of the pick; `recommended` by default.
         trial: A trial instead of a pick.
         format: `deepspeed` (the JSON), `accelerate`, `hf-args` or `command`.

@@ -98,13 +98,14 @@ class Exported:
     own_files: frozenset[Path] = frozenset()
 
     def write(self, path: Path) -> None:
-        """Writes the text to a file in a folder that is there, whole or not at all.
+        """Writes the text to a file, whole or not at all.
+
+        Args:
+            path: The file; its folder is made.
 
         Raises:
             UserError: It cannot be written, or is a file that the tuned command reads.
         """
-        if not path.parent.is_dir():
-            raise UserError(f"export: there is no folder {path.parent}, in which {path.name} is to be written")
         tuned = path.resolve() in self.own_files or (self.tuned and _holds(path, self.tuned))
         why = "belongs to the command that the study tuned, its baseline" if tuned else "is a study or a program"
         if tuned or _is_source(path):

@@ -270,7 +270,6 @@ class Evidence:
             how, tied = f"it was measured in trial {own['trial']}", WITHIN_NOISE if own.get("tied") else ""
         gain = self._compromise(ratios)
         good = "as good" if abs(gain) < NOTHING else f"{times(math.exp(gain))} as good"
-        good += ", within noise" if own is not None and own.get("tied") and abs(gain) >= NOTHING else ""
         moved = [
             f"{METRICS[name].label} {times(ratio)}" for name, ratio in ratios.items() if abs(math.log(ratio)) >= NOTHING
         ]

@@ -203,7 +203,7 @@ def test_a_change_without_which_a_constraint_breaks_is_said_to_be_needed_for_it(
     without = next(reason for reason in evidence.choice().reasons if reason.startswith("checkpoint_every"))
     assert ", but to break a constraint (peak memory " in without and "at most 8.00 GiB is allowed); " in without
     # Nor is a change said to be worth what cannot be told from nothing.
-    for tied, said in ((True, "x as good, within noise (step"), (False, "x as good (step")):
+    for tied, said in ((True, "x as good, within noise: not to be told apart (step"), (False, "x as good (step")):
         evidence.trials = [
             {**trial, "tied": tied, "feasible": True} for trial in evidence.report.trials if trial["metrics"]
         ]

@@ -246,7 +246,9 @@ class BaselineTrial:
                 spec.name,
             )  # fmt: skip
         if not self._budget.affords((2 * self._budget.trial_s + self._budget.startup_s()) / PROBE_SHARE):
-            return self._with_more_time("the time budget has no room for the probe of the gradient noise scale")
+            return self._with_more_time(
+                "the time budget has no room for the probe of the gradient noise scale", ended=True
+            )
         self._events.say("measuring the gradient noise scale, which says what a larger global batch is worth")
         start = spec.from_checkpoint
         try:
@@ -258,7 +260,7 @@ class BaselineTrial:
                 save_weights=str(records.warm_path(state.folder)) if spec.branch and start is None else None,
             )
         except TimeOver:
-            return self._with_more_time("the time budget ended in the probe of the gradient noise scale")
+            return self._with_more_time("the time budget ended in the probe of the gradient noise scale", ended=True)
         noise = noise_scale_of(result.noise) if result.noise is not None else None
         if noise is None:
             return f"its probe ended with {result.outcome}: {result.reason}"
@@ -268,9 +270,9 @@ class BaselineTrial:
         state.settle(replace(reference, noise=noise), state.objectives)
         return ""
 
-    def _with_more_time(self, problem: str) -> str:
-        """A problem of the noise probe that more time would solve, with what sets that time."""
-        short = self._budget.trial_s < self._state.spec.trial_budget_s
+    def _with_more_time(self, problem: str, *, ended: bool = False) -> str:
+        """A problem of the noise probe that more time would solve, with what sets that time: the time budget that ended, or the trial's."""
+        short = ended or self._budget.trial_s < self._state.spec.trial_budget_s
         what = "the time budget" if short else "trial_budget_s in study.yaml"
         return _remedied(problem, f"more of {what}", self._state.spec.name)
 

@@ -105,20 +105,40 @@ def make_loss(target: ModelFile, model: nn.Module) -> Callable[[Any, Any], Tenso
     """
     if (own := target.loss) is not None:
         return lambda engine, batch: _scalar(own(engine, batch), target.path.name)
-    takes_targets = _takes_targets(model)
+    takes_targets, signature = _takes_targets(model), inspect.signature(model.forward)
 
     def loss(engine: Any, batch: Any) -> Tensor:
-        if isinstance(batch, Mapping):
-            return _loss_of(engine(**batch), batch.get("labels"))
-        if isinstance(batch, (list, tuple)) and len(batch) == 1:
-            batch = batch[0]
-        if not isinstance(batch, (list, tuple)):
-            return _loss_of(engine(batch), None)
-        if takes_targets or len(batch) != 2:
-            return _loss_of(engine(*batch), batch[-1])
-        return _loss_of(engine(batch[0]), batch[1])
+        parts, named, target = _passed(batch, takes_targets=takes_targets)
+        try:
+            output = engine(*parts, **named)
+        except TypeError:
+            _check_call(signature, parts, named)
+            raise
+        return _loss_of(output, target)
 
     return loss
+
+
+def _passed(batch: Any, *, takes_targets: bool) -> tuple[Sequence[Any], Mapping[str, Any], Any]:
+    """Returns what of a batch the model gets in order and by name, and what its output is compared with."""
+    if isinstance(batch, Mapping):
+        return (), batch, batch.get("labels")
+    if isinstance(batch, (list, tuple)) and len(batch) == 1:
+        batch = batch[0]
+    if not isinstance(batch, (list, tuple)):
+        return (batch,), {}, None
+    return (batch if takes_targets or len(batch) != 2 else batch[:1]), {}, batch[-1]
+
+
+def _check_call(signature: inspect.Signature, parts: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Refuses a batch that the model's forward() does not take."""
+    try:
+        signature.bind(*parts, **named)
+    except TypeError as error:
+        raise WorkloadError(
+            f"the model's forward() does not take the batch ({error}): the entries of a dict are passed by name, those of a tuple"
+            " in order; define loss(model, batch) that passes what the model takes, and returns the loss"
+        ) from None
 
 
 def _takes_targets(model: nn.Module) -> bool:

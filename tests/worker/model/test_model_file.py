@@ -220,6 +220,14 @@ class TestLoss:
         with pytest.raises(WorkloadError, match=r"holds no loss; define loss\(model, batch\)"):
             self.of(lambda x: x, x)
 
+    def test_a_batch_that_forward_does_not_take_is_named_and_an_error_of_its_own_stays(self):
+        x = torch.zeros(3)
+        for batch, why in (({"x": x, "path": ["a"]}, "unexpected keyword argument 'path'"), ((x, x, x), "too many")):
+            with pytest.raises(WorkloadError, match=rf"does not take the batch \(.*{why}.*define loss\(model, batch\)"):
+                self.of(lambda x: x.sum(), batch)
+        with pytest.raises(TypeError, match="unsupported operand"):
+            self.of(lambda x: x + None, x)
+
     def test_the_targets_own_loss_may_stand_beside_what_it_logs(self):
         scalar, logged = torch.tensor(2.0, requires_grad=True), torch.tensor(2.0)
 

@@ -154,8 +154,14 @@ class _Adapter:
         patch(kind, "_init_config_if_needed", self._config)
         if not self._context.memory.on_cpu:
             return
-        # On a CPU, which Lightning does not know as a device of DeepSpeed.
-        patch(kind, "setup_environment", lambda _original, strategy: super(kind, strategy).setup_environment())  # type: ignore[misc]
+
+        def set_up(_original: Callable[..., Any], strategy: Any) -> None:
+            self._context.once(
+                "Lightning takes DeepSpeedStrategy on GPUs alone: trials lift that, a training on this CPU does not"
+            )
+            super(kind, strategy).setup_environment()  # type: ignore[misc]
+
+        patch(kind, "setup_environment", set_up)
         patch(module, "_validate_device_index_selection", lambda _original, _devices: None)
 
     def _config(self, original: Callable[..., Any], strategy: Any) -> None:

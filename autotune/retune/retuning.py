@@ -88,13 +88,13 @@ class RetuneRequest:
     ranks: int | None = None
     checkpoint: str | None = None
 
-    def taking_up(self, cause: str, begun: "RetuneRequest | None") -> "RetuneRequest":
+    def taking_up(self, begun: "RetuneRequest") -> "RetuneRequest":
         """The request where it takes up an interrupted re-tuning, for no less and with its options, but for those that it states itself.
 
         A schedule states none, and `--if-stale` would end one that was begun for more.
         """
-        counts = cause if cause == "forced" or self.cause == "stale" else self.cause
-        return replace(begun or self, **self.stated(), cause=counts)
+        counts = begun if begun.cause == "forced" or self.cause == "stale" else self
+        return replace(begun, **self.stated(), cause=counts.cause)
 
     def stated(self) -> dict[str, Any]:
         """The options that it states besides its cause."""
@@ -154,7 +154,8 @@ class Retuning:
         self.history.drop_orphans()
         if (left := self.history.interrupted(self.name)) is not None:
             self.number, self.generation, self.evidence = left["id"], left["generation"], dict(left["evidence"])
-            self.asked = asked.taking_up(left["cause"], record_in(self.path / ASKED, RetuneRequest))
+            begun = record_in(self.path / ASKED, RetuneRequest) or RetuneRequest(cause=left["cause"])
+            self.asked = asked.taking_up(begun)
 
     @property
     def path(self) -> Path:
@@ -185,8 +186,7 @@ class Retuning:
             # A database that was lost no longer knows of those whose folders are there.
             there = max(map(records.retuning_of, (self.folder / "retunes").glob("*")), default=0)
             self.number = self.history.begin(self.name, self.asked.cause, there)
-            rows = self.history.decisions(self.name)
-            self.generation = next(row["generation"] for row in rows if row["id"] == self.number)
+            self.generation = self.history.decisions(self.name)[0]["generation"]  # the newest
             shutil.rmtree(self.path, ignore_errors=True)
         write_record(self.path / ASKED, self.asked, private=True)
         write_record(self.path / AT_WORK, {})

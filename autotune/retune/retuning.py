@@ -176,12 +176,12 @@ class Retuning:
         if self.number:
             attempts = int(self.evidence.get("attempts", 1)) + (self.path / AT_WORK).exists()
             if attempts > MOST_ATTEMPTS:
-                reason = f"it was killed {MOST_ATTEMPTS} times before it was done; see {self.path}"
-                self.fail(reason)
+                reason = self.fail(f"it was killed {MOST_ATTEMPTS} times before it was done; see {self.path}").reason
                 raise AttemptsError(f"re-tuning {self.generation} of {self.name!r}: {reason}. The next one starts anew")
             own = shlex.join(f"--{key.replace('_', '-')}={value}" for key, value in self.asked.stated().items())
             self.observer.say(f"going on with re-tuning {self.generation}{own and f' ({own})'}, which was interrupted")
             self._note(attempts=attempts)
+            self.excuse()  # it is counted now; a full disk may end this attempt before it begins
         else:
             # A database that was lost no longer knows of those whose folders are there.
             there = max(map(records.retuning_of, (self.folder / "retunes").glob("*")), default=0)

@@ -1,5 +1,6 @@
 """Re-tuning: what moved is found, what did not is left alone, and whatever interrupts it leaves nothing half done."""
 
+import errno
 import json
 import math
 import random
@@ -497,6 +498,19 @@ def test_one_that_is_killed_again_and_again_counts_as_failed(tmp_path):
         retuning(tmp_path).begin()
     assert history(tmp_path).decisions("s")[0]["verdict"] == "failed"
     assert retune(tmp_path, Instant()).generation == 2
+
+
+def test_a_full_disk_as_one_that_was_killed_begins_again_is_no_further_kill(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    retuning(tmp_path).begin()
+    with monkeypatch.context() as patch:
+        patch.setattr(retuning_module, "write_record", full)
+        for _ in range(4):
+            with pytest.raises(OSError, match="No space"):
+                retuning(tmp_path).begin()
+    retuning(tmp_path).begin()
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,8 @@ def _retuned(opened: OpenStudy, asked: RetuneRequest) -> Decision | None:
             due = found
         view = Broadcast(Journal(opened.folder), stack.enter_context(ProgressView()))
         run = Retuning(opened, asked, view)
+        if (state := run.asked.checkpoint) is not None and not Path(state).exists():  # as training rotates them
+            return run.fail(f"--checkpoint {state}, with which it was begun, is gone; the next re-tuning begins anew")
         # A study that cannot be read stays due.
         wanted = opened.spec({"ranks": run.asked.ranks, "from_checkpoint": run.asked.checkpoint})
         if asked.ranks is not None and not wanted.runs_elsewhere:

@@ -296,7 +296,7 @@ def test_a_retuning_takes_the_options_of_a_run_of_the_studys_own_file(studies):
     assert session.open_study("s").spec().max_length is None and not tracing._elsewhere(folder)
 
 
-def test_retune_takes_the_ranks_to_tune_for(studies, monkeypatch):
+def test_retune_takes_the_ranks_to_tune_for(studies, monkeypatch, capsys):
     asked = []
 
     def spec(opened, overrides):
@@ -312,6 +312,10 @@ def test_retune_takes_the_ranks_to_tune_for(studies, monkeypatch):
     with pytest.raises(UserError, match="far enough"):
         retune("s")  # which takes that one up
     assert asked == [{"ranks": ranks, "from_checkpoint": None} for ranks in (3, 4)]
+    # Each later one, of a schedule, too, ended with "there is no such folder".
+    write_record(records.retuning_path(studies / "s", 1) / ASKED, RetuneRequest(checkpoint="/checkpoint-500"))
+    assert retune("s") == 1 and "/checkpoint-500, with which it was begun, is gone" in capsys.readouterr().out
+    assert known(studies).interrupted("s") is None
 
 
 def test_one_that_the_user_stops_goes_on_with_the_same_options_however_often(studies, monkeypatch, capsys):

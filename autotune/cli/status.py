@@ -155,12 +155,12 @@ def status(
 
 
 def _changed(opened: OpenStudy) -> tuple[list[str], bool]:
-    """What has changed since the study, or a re-tuning of it, was last looked at; and whether the target has since the study."""
+    """What has changed since the study, or a re-tuning of it, was last looked at; and whether the target was edited since the study."""
     from autotune.retune import fingerprint, retuning
 
-    now = fingerprint.here(opened.record, opened.target)
+    was, now = fingerprint.Fingerprint.of(opened.record), fingerprint.here(opened.record, opened.target)
     looked_at = retuning.last_looked_at(opened.history, opened.name, opened.record)
-    edited = any(c.part == "target" for c in fingerprint.changes(fingerprint.Fingerprint.of(opened.record), now))
+    edited = any(c.part == "target" and c.after for c in fingerprint.changes(was, now))
     return [c.words for c in fingerprint.changes(looked_at, now)], edited
 
 

@@ -40,7 +40,8 @@ def next_steps(report: StudyReport) -> list[str]:
         ]
     again, found = reproduce(report), []
     # `autotune run` does not go on with the search of a re-tuning, nor with that of another text of the target.
-    is_over = generation_of(str(report.study.get("stored_as") or ""))[1] > 0 or report.study.get("edited")
+    edited = report.study.get("edited")
+    is_over = generation_of(str(report.study.get("stored_as") or ""))[1] > 0 or edited
     if is_over:
         pass
     elif left := report.trials_left:
@@ -52,7 +53,8 @@ def next_steps(report: StudyReport) -> list[str]:
     elif _ended(report) == UNFINISHED:
         found.append(f"Go on: the best were not all checked and measured again; `{again}` does so.")
     if pick is None:
-        found += _without_answer(report, again)
+        other = [f"The target was edited since: `{again} --fresh` begins anew with it."]
+        found += other if edited else _without_answer(report, again)
     elif report.is_baseline(pick):
         anew = f"Keep your configuration. `autotune retune {name} --force` searches anew."
         found.append(anew if is_over else _kept(report, again))

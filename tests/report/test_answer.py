@@ -356,6 +356,9 @@ def test_an_answer_of_a_retuning_or_of_another_text_goes_on_with_another_retunin
             "autotune run" in step for step in next_steps(replace(report, study=study, recommended=recommended))
         )
     assert "autotune retune code-gpt --force" in " ".join(next_steps(replace(report, study=study, recommended=kept)))
+    if "edited" in state:
+        (step,) = next_steps(replace(report, study=study, recommended={"picks": {}}, front=[]))
+        assert step.endswith("study.yaml --fresh` begins anew with it.")
 
 
 def test_what_reads_better_than_the_answer_has_a_command_that_checks_it():

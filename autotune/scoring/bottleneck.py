@@ -436,10 +436,14 @@ def _advice(bound: str, evidence: Evidence, others: Sequence[StepObservation], e
         effects = Effects(metric="", n=0, explained=0.0, knobs=())
     for effect in effects.knobs:
         own_level = next((level for level in effect.levels if level.value == own.candidate.get(effect.knob)), None)
-        if effect.knob in KNOBS[bound] and own_level:
+        knob = next((name for name in effect.knobs if name in KNOBS[bound]), None)
+        if knob is not None and own_level:
+            together = [name for name in effect.knobs if name != knob]
+            beside = f"with {' and '.join(together)}" if together else "all else equal"
             for level in effect.levels:
                 if level is not own_level and level.n:
-                    beside = f"with {' and '.join(effect.together)}" if effect.together else "all else equal"
+                    alike = (seen.candidate for seen in others if seen.candidate.get(effect.knob) == level.value)
+                    value = next(alike, {effect.knob: level.value}).get(knob)
                     why = f"estimated from {effects.n} trials, {beside}"
-                    note(effect.knob, level.value, level.factor / own_level.factor, why)
+                    note(knob, value, level.factor / own_level.factor, why)
     return sorted((each for each in found.values() if each.factor > 1.01), key=lambda advice: -advice.factor)

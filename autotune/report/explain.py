@@ -264,8 +264,7 @@ class Evidence:
         predicted = self.expected.predicted(other, self.predicted_best)
         ratios, how, tied = _ratios(predicted), "it is predicted", ""
         ran = (each for each in self.trials if each["outcome"] == Outcome.COMPLETE)
-        own = next((each for each in ran if Candidate.of(each["candidate"]) == other), None)
-        if own is not None:
+        if own := next((each for each in ran if Candidate.of(each["candidate"]) == other), None):
             ratios = {name: ratio for name, ratio in self._measured_ratios(own).items() if name in predicted}
             how, tied = f"it was measured in trial {own['trial']}", WITHIN_NOISE if own.get("tied") else ""
         gain = self._compromise(ratios)

@@ -178,7 +178,8 @@ class Retuning:
             if attempts > MOST_ATTEMPTS:
                 reason = self.fail(f"it was killed {MOST_ATTEMPTS} times before it was done; see {self.path}").reason
                 raise AttemptsError(f"re-tuning {self.generation} of {self.name!r}: {reason}. The next one starts anew")
-            own = shlex.join(f"--{key.replace('_', '-')}={value}" for key, value in self.asked.stated().items())
+            said = replace(self.asked, on_change="").stated()  # a command may hold a secret, and what is said is kept
+            own = shlex.join(f"--{key.replace('_', '-')}={value}" for key, value in said.items())
             self.observer.say(f"going on with re-tuning {self.generation}{own and f' ({own})'}, which was interrupted")
             self._note(attempts=attempts)
             self.excuse()  # it is counted now; a full disk may end this attempt before it begins
@@ -268,8 +269,7 @@ class Retuning:
         before, now = (r.noise if r is not None else None for r in (self.kept.reference, runner.state.reference))
         made["notes"] = [f"{now}; it was: {before or 'not measured'}"] if now is not None else []
         later = load.read(runner.study, self.path)
-        pick = later.picks.get("recommended")
-        if pick is None:
+        if (pick := later.picks.get("recommended")) is None:
             return Decision(verdict=RetuneVerdict.FAILED, reason=f"no configuration ran: {later.why_nothing}", **made)
         challenger = Candidate.of(pick["candidate"])
         if challenger == self.incumbent:

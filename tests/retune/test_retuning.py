@@ -540,10 +540,7 @@ def test_what_takes_an_interrupted_one_up_has_the_options_that_it_was_begun_with
     later.begin()
     stated = {"min_gain": 0.1, "trials": 4, "on_change": "deploy", "ranks": 4, "checkpoint": "/state"}
     assert later.asked == RetuneRequest(cause="due", **stated)
-    assert any(
-        "(--min-gain=0.1 --trials=4 --on-change=deploy --ranks=4 --checkpoint=/state)" in said
-        for said in later.observer.said
-    )
+    assert any("(--min-gain=0.1 --trials=4 --ranks=4 --checkpoint=/state)" in said for said in later.observer.said)
     later.fail("it failed")
     anew = retuning(tmp_path)
     anew.begin()

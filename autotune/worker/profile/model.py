@@ -257,10 +257,15 @@ def converted_anew() -> Iterator[None]:
         for child in module.children() if recurse else ():
             child._apply(change)
         for name, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is None:
+                continue
+            known = id(change), id(parameter)
+            if known not in made:
                 with torch.no_grad():
                     new = nn.Parameter(change(parameter), requires_grad=parameter.requires_grad)
-                module._parameters[name] = made.setdefault((id(change), id(parameter)), (new, parameter, change))[0]
+                # A module with several names comes once for each.
+                made[known] = made[id(change), id(new)] = new, parameter, change
+            module._parameters[name] = made[known][0]
         module._buffers.update({name: change(each) for name, each in module._buffers.items() if each is not None})
         return module
 

@@ -37,7 +37,7 @@ def test_a_model_that_converts_itself_is_built_on_fake_tensors():
     with FakeTensorMode(), converted_anew():
         words, layer, head = nn.Embedding(5, 4), nn.LSTM(4, 4), nn.Linear(4, 5, bias=False)
         head.weight = words.weight
-        nn.ModuleList([words, layer, head]).to(torch.bfloat16)
+        nn.ModuleList([words, layer, nn.Sequential(words), head]).to(torch.bfloat16)
         assert head.weight is words.weight
         assert layer(words(torch.zeros(3, 1, dtype=torch.int64)))[0].dtype is torch.bfloat16
     assert nn.Linear(1, 1).double().weight.dtype is torch.float64

@@ -1,14 +1,16 @@
 """Buffers that a model changes as it goes forward, as an EMA codebook: by micro-batches, and twice where that is recomputed."""
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-# By module and name: shape, values of floats, and what else a change changes.
-Marks: TypeAlias = dict[tuple[nn.Module, str], tuple[Any, ...]]
+# Module and name of a buffer.
+Key: TypeAlias = tuple[nn.Module, str]
+# Shape, values of floats, and what else a change changes.
+Marks: TypeAlias = dict[Key, tuple[Any, ...]]
 
 
 class BufferWatch:
@@ -54,12 +56,23 @@ class BufferWatch:
         self._before = {}
 
 
-def written(model: nn.Module, storages: Container[int]) -> Iterator[tuple[nn.Module, Tensor]]:
-    """Yields the modules, no norms, that have a buffer in one of some storages, with that buffer."""
-    for module in model.modules():
-        if not isinstance(module, _NormBase):
-            plain = (each for each in module._buffers.values() if each is not None and each.layout is torch.strided)
-            yield from ((module, each) for each in plain if each.untyped_storage()._cdata in storages)
+def of(model: nn.Module) -> dict[Key, Tensor]:
+    """Returns the buffers of a model, without those of norms."""
+    modules = (module for module in model.modules() if not isinstance(module, _NormBase))
+    return {(each, name): buffer for each in modules for name, buffer in each._buffers.items() if buffer is not None}
+
+
+def changed(
+    model: nn.Module, before: Mapping[Key, Tensor], written: Container[int]
+) -> Iterator[tuple[nn.Module, Tensor]]:
+    """Yields modules with a buffer that is another one than before, or in a storage that was written to, and that buffer."""
+    for key, buffer in of(model).items():
+        old = before.get(key)
+        if old is None or old.shape != buffer.shape:
+            continue
+        plain = buffer.layout is torch.strided
+        if old is not buffer or (plain and buffer.untyped_storage()._cdata in written):
+            yield key[0], buffer
 
 
 def said(again: str, floats: str) -> list[str]:
@@ -85,11 +98,8 @@ def classes(modules: Iterable[nn.Module]) -> str:
 
 def _marks(model: nn.Module) -> Marks:
     return {
-        (module, name): (buffer.shape, _values(buffer), id(buffer), None if buffer.is_inference() else buffer._version)
-        for module in model.modules()
-        if not isinstance(module, _NormBase)
-        for name, buffer in module._buffers.items()
-        if buffer is not None
+        key: (buffer.shape, _values(buffer), id(buffer), None if buffer.is_inference() else buffer._version)
+        for key, buffer in of(model).items()
     }
 
 

@@ -154,10 +154,13 @@ class _Subject:
             engine = _Autocast(self.model, self.device) if arithmetic == "autocast" else self.model
             in_stages = staged.is_staged(self.model)
             loss = staged.whole_loss(self.model) if in_stages else model_file.make_loss(self.target, self.model)
-            traces = [op_counter.follow(engine, loss, to_device(batch, self.device, dtype)) for batch in self.batches]
-        written = list(buffers.written(self.model, traces[1].written))  # the first forward may make some, as masks
-        self.updating |= {module for module, _ in written}
-        self.moving |= {module for module, buffer in written if buffer.is_floating_point()}
+            traces = []
+            for batch in self.batches:
+                before = buffers.of(self.model)  # the first forward may make some, as masks
+                traces.append(op_counter.follow(engine, loss, to_device(batch, self.device, dtype)))
+        changed = list(buffers.changed(self.model, before, traces[1].written))
+        self.updating |= {module for module, _ in changed}
+        self.moving |= {module for module, buffer in changed if buffer.is_floating_point()}
         return op_counter.combine(traces[0], traces[1], self.sizes)
 
     def _mode(self) -> Any:

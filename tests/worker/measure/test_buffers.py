@@ -38,6 +38,18 @@ class Codebook(nn.Module):
         return x
 
 
+class Averaged(nn.Module):
+    """Keeps a running mean by assigning it anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x
+
+
 class Masked(nn.Module):
     """Makes a mask in its first forward, and makes a table longer in each."""
 
@@ -68,13 +80,15 @@ def test_buffers_that_a_forward_changes_are_told_from_those_that_it_makes_once()
 def test_the_profile_of_a_model_file_sees_them_too_without_its_values():
     """A VQ-VAE's codebook in a model.py passed for drop-in at another micro-batch."""
     with FakeTensorMode() as mode:
-        blocks = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), kind()) for kind in (Ranged, Codebook)]
+        blocks = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), kind()) for kind in (Ranged, Averaged)]
         target = SimpleNamespace(path=Path("model.py"), blocks=None, loss=lambda model, x: model(x).square().mean())
         batches = _Batches([torch.ones(n, 2) for n in (2, 4)], (), 1)
-        found = _Subject(target, nn.Sequential(*blocks, Codebook()), batches, (2, 4), torch.device("cpu"), mode)
+        found = _Subject(
+            target, nn.Sequential(*blocks, Codebook(), Masked()), batches, (2, 4), torch.device("cpu"), mode
+        )
     profile = _assemble(found, {"fp32/0": found.first[1]}, ["known"], optimizer_bytes=8.0)
-    assert (profile.updates, profile.by_micro_batch) == ("Codebook, Ranged", "Codebook, Ranged")
-    assert [text.partition(" ")[0] for text in profile.caveats] == ["known", "Codebook,", "Codebook,"]
+    assert (profile.updates, profile.by_micro_batch) == ("Averaged, Ranged", "Averaged, Codebook, Ranged")
+    assert [text.partition(" ")[0] for text in profile.caveats] == ["known", "Averaged,", "Averaged,"]
 
 
 def test_what_an_evaluation_changes_is_no_matter_of_the_training():

@@ -115,7 +115,7 @@ def _fixed(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     sums = knobs.gradient_bytes * Pt * on_device
     gradients = _where((stage == 3, sums / N), (bf16_optimizer(knobs), sums), otherwise=0.0)
     # What stages 1 and 2 offload passes a buffer of the largest gradient (stage_1_and_2.py, `temp_grad_buffer_for_gpu_offload`).
-    passing = np.where((stage == 1) | (stage == 2), w * min(float(profile.largest_parameter), Pt), 0.0)
+    passing = np.where((stage == 1) | (stage == 2), w * float(profile.largest_parameter), 0.0)
     return {
         "weights": weights,
         "master": master,

@@ -146,9 +146,9 @@ class Profile:
 
     @property
     def largest_parameter(self) -> int:
-        """Returns the elements of the largest parameter."""
+        """Returns the elements of the largest trained parameter, at most."""
         guess = int(self.block_share * self.n_parameters / max(1, 12 * self.n_blocks))
-        return max((size for size, _ in self.sizes), default=guess)
+        return min(self.n_trainable, max((size for size, _ in self.sizes), default=guess))
 
     @property
     def width(self) -> float:

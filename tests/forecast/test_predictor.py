@@ -221,6 +221,8 @@ def test_an_optimizer_that_takes_all_tensors_at_once_needs_scratch_for_every_par
         for each in (at_once, one)
     ]
     assert steps == [(4 + 4) * P, (4 + 8 / 10) * P, (4 + 4) * P / N, (4 + 8) * P / N]
+    adapters = phase("step", Candidate(micro_batch_size=1, precision="bf16"), profile=replace(one, n_trainable=1000))
+    assert adapters["step"] == (4 + 8) * 1000  # beside larger ones that are frozen
 
 
 def test_stage_3_keeps_small_parameters_whole_and_what_is_used_again_soon():

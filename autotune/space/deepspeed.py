@@ -302,7 +302,8 @@ KINDS: dict[tuple[type, ...], tuple[str, str]] = {
         bf16.enabled fp16.enabled torch_autocast.enabled bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
         zero_optimization.overlap_comm zero_optimization.contiguous_gradients prescale_gradients disable_allgather
         wall_clock_breakdown memory_breakdown dump_state dataloader_drop_last zero_allow_untested_optimizer
-        zero_force_ds_cpu_optimizer
+        zero_force_ds_cpu_optimizer fp16.fp16_master_weights_and_grads zero_optimization.zero_quantized_weights
+        zero_optimization.zero_quantized_gradients
     """),
     _NUMBER: ("a number", """
         zero_optimization.reduce_bucket_size zero_optimization.allgather_bucket_size gradient_clipping

@@ -33,6 +33,7 @@ REFUSED = [
     ('{"steps_per_print": 0}', "steps_per_print: 0 is not allowed, it must differ from 0"),
     ('{"prescale_gradients": "false"}', "prescale_gradients: true or false is needed, not 'false'"),
     ('{"bfloat16": {"enabled": "yes"}}', "bf16.enabled: true or false is needed"),
+    ('{"fp16": {"fp16_master_weights_and_grads": "true"}}', "fp16.fp16_master_weights_and_grads: true or false is needed"),
     ('{"zero_optimization": {"reduce_bucket_size": -5}}', "zero_optimization.reduce_bucket_size: -5 is not above 0"),
     ('{"zero_optimization": {"offload_optimizer": {"ratio": 1.5}}}', "offload_optimizer.ratio: 1.5 is not at most 1"),
     ('{"zero_optimization": {"stage3_prefetch_bucket_size": -1}}', "stage3_prefetch_bucket_size: -1 is not at least 0"),

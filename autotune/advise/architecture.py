@@ -295,6 +295,14 @@ def _first(config: Mapping[str, Any], keys: str) -> Any:
     return next((config[key] for key in keys.split() if config.get(key) is not None), None)
 
 
+def _listed(config: Mapping[str, Any], key: str, path: Path) -> list[Any]:
+    """A list of a configuration; empty where it is not there."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, list):
+        raise UserError(f"{path}: {key}: {value!r} is no list")
+    return value or []
+
+
 def _facts(config: Mapping[str, Any], path: Path) -> dict[str, int]:
     """The whole numbers of a configuration by our names for them."""
     found: dict[str, int] = {}
@@ -313,7 +321,7 @@ def _facts(config: Mapping[str, Any], path: Path) -> dict[str, int]:
 
 def _check_blocks(config: Mapping[str, Any], path: Path) -> None:
     """Refuses a model whose blocks are not attention with a feed-forward network, or not alike."""
-    kinds = config.get("layer_types") or ()
+    kinds = _listed(config, "layer_types", path)
     reasons = [why for key, why in UNLIKE.items() if config.get(key)]
     if any(not str(kind).endswith("attention") or kind == "linear_attention" for kind in kinds):
         reasons.append("blocks without attention or with a linear one")
@@ -372,13 +380,13 @@ def _mixture(config: Mapping[str, Any], found: Mapping[str, int], path: Path) ->
     """What a mixture of experts has beside a dense model."""
 
     def number(keys: str) -> int:
-        key = next((key for key in keys.split() if config.get(key) is not None), keys)
-        return _whole(config.get(key), key, path)
+        return next(filter(None, (_whole(config.get(key), key, path) for key in keys.split())), 0)
 
     step = number("interleave_moe_layer_step decoder_sparse_step moe_layer_interval") or 1
-    first, layers, plain_ones = found["dense_layers"], found["layers"], config.get("mlp_only_layers") or ()
+    first, layers = found["dense_layers"], found["layers"]
+    plain_ones = {n for n in _listed(config, "mlp_only_layers", path) if isinstance(n, int)}
     sparse = layers // step - first // step
-    sparse -= sum(first <= n < layers and (n + 1) % step == 0 for n in set(plain_ones) if isinstance(n, int))
+    sparse -= sum(first <= n < layers and (n + 1) % step == 0 for n in plain_ones)
     # Where the width of dense blocks has another name, the plain one is that of an expert.
     plain = number("intermediate_size") if number("intermediate_size_mlp") else 0
     width = found["expert_intermediate"] or plain or found["intermediate"]

@@ -155,6 +155,8 @@ def test_the_words_of_other_families_are_known(tmp_path, family):
         ({**LLAMA, "intermediate_size": None, "expansion_ratio": "x"}, "expansion_ratio: 'x' is no number"),
         ({**LLAMA, "layer_types": ["linear_attention", "full_attention"]}, "a linear one"),
         ({**LLAMA, "layer_types": ["conv", "full_attention"]}, "blocks without attention"),
+        ({**LLAMA, "layer_types": 3}, "layer_types: 3 is no list"),
+        ({**LLAMA, "num_experts": 8, "mlp_only_layers": 3}, "mlp_only_layers: 3 is no list"),
         ({**LLAMA, "block_configs": [{}]}, "blocks of different shapes"),
     ],
 )

@@ -346,7 +346,7 @@ def test_the_command_answers_in_json_and_ends_a_mistake_with_one_line(known):
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     assert (data["ranks"], data["device_memory_bytes"], data["candidate"]["zero_stage"]) == (64, 80 * 2**30, 3)
-    wrong = autotune_command("predict", str(TARGET), "--set", "zero_stge=3", cwd=known)
+    wrong = called("predict", str(TARGET), "--set", "zero_stge=3", cwd=known)
     assert one_sentence(wrong).startswith("autotune: ") and wrong.stderr.count("\n") == 1
 
 

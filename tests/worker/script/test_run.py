@@ -50,19 +50,19 @@ MICRO, ACCUM = {"micro_batch_size"}, {"gradient_accumulation_steps"}
 BOTH = MICRO | ACCUM
 
 
-@pytest.mark.cells(10)
+@pytest.mark.cells(7)
 @pytest.mark.parametrize(
     ("name", "arguments", "overrides", "expected"),
     [
         ("dict_config.py", ("--batch_size", "4"), {}, (4, 1, BOTH)),
         ("training_data.py", (), {}, (8, 2, BOTH)),
         ("own_loader.py", (), {}, (8, 2, BOTH)),
-        ("from_engine.py", (), {}, (8, 2, BOTH)),
         ("sequence_first.py", (), {}, (8, 2, BOTH)),
         ("hand_made.py", (), {}, (8, 2, ACCUM)),
-        ("dict_config.py", ("--batch_size", "{micro_batch_size}"), {}, (8, 1, BOTH)),
         ("hand_made.py", (), {"script_set": ["BATCH={micro_batch_size}"]}, (8, 2, BOTH)),
         ("chunks.py", (), {}, (8, 4, MICRO)),
+        ("from_engine.py", (), {}, (8, 2, BOTH)),
+        ("dict_config.py", ("--batch_size", "{micro_batch_size}"), {}, (8, 1, BOTH)),
         *(("parts.py", ("--parts", str(n)), {}, (24 // n, 1, BOTH)) for n in (3, 2, 8)),
         ("parts.py", ("--style", "follow", "--accumulate", "4"), {}, (6, 4, BOTH)),
         ("parts.py", ("--style", "split"), {}, (8, 1, ACCUM)),
@@ -159,7 +159,7 @@ def test_the_flags_that_carry_something_are_known_by_all_their_names(bench, tmp_
     assert mapped.flags == {"micro_batch_size": ["--rows"]} and mapped.config_source == ""
 
 
-@pytest.mark.cells(4)
+@pytest.mark.cells(3)
 @pytest.mark.parametrize(
     ("style", "overrides", "expected"),
     [
@@ -236,6 +236,7 @@ def test_a_script_that_counts_its_micro_batches_keeps_its_own_accumulation(bench
     assert found.ds_config(found.baseline)["gradient_accumulation_steps"] == 1
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(("style", "times"), [("two losses", 1.5), ("own steps", 1)])
 def test_stages_that_lose_gradients_of_several_passes_are_not_tried(bench, style, times):
     """They trained on those of the last pass alone, and were recommended as drop-in; each loss counted as a micro-batch."""
@@ -569,7 +570,7 @@ def test_a_study_of_another_command_line_is_another_study(bench):
 
 def test_ranks_fed_the_same_data_are_warned_about(bench):
     assert any("same data" in note for note in bench.plan("hand_made.py", ranks=2).notes)
-    assert not any("same data" in note for note in bench.plan("own_loader.py", ranks=2).notes)
+    assert not any("same data" in note for note in bench.plan("training_data.py", ranks=2).notes)
 
 
 def test_a_trial_leaves_nothing_in_the_users_folder(bench):
@@ -595,7 +596,7 @@ def test_a_file_that_a_script_writes_by_itself_is_told_and_an_earlier_checkpoint
     shutil.rmtree(home / "out")
 
 
-@pytest.mark.cells(9)
+@pytest.mark.cells(7)
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.paths import MODELS
-from support.zoo import Zoo
+from support.zoo import CLEAN, Zoo
 from torch import nn
 
 from autotune.trial.request import TailCheck
@@ -63,8 +63,8 @@ def test_a_pipeline_in_two_stages_trains_as_one_with_all_layers(zoo):
 
 
 def test_experts_that_are_shared_out_over_two_ranks_train_as_in_every_rank(zoo):
-    whole = zoo.run("experts", zero_stage=1, **LONG)
-    shared = zoo.run("experts", zero_stage=1, changed_from={EXPERTS: None}, **{EXPERTS: 2}, **LONG)
+    whole = zoo.run("experts", zero_stage=1, **CLEAN)
+    shared = zoo.run("experts", zero_stage=1, changed_from={EXPERTS: None}, **{EXPERTS: 2}, **CLEAN)
     assert whole.outcome is shared.outcome is Outcome.COMPLETE, whole.reason or shared.reason
     groups, before = shared.observed.groups, whole.observed.groups
     assert (groups.expert, groups.data) == (2, 2) and groups.exchanges > 0

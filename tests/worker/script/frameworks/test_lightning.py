@@ -63,7 +63,7 @@ def test_a_presets_own_settings_stay(bench):
 
 
 def test_a_script_without_deepspeed_is_told_how_to_use_it(bench):
-    result = bench.applied(bench.plan("lightning_fit.py", "--strategy", "auto", ranks=2))
+    result = bench.applied(bench.plan("lightning_fit.py", "--strategy", "auto"))
     assert any("DeepSpeedStrategy(config=" in change for change in result.side_changes)
 
 

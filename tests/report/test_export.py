@@ -103,12 +103,12 @@ def test_exporting_changes_neither_the_pick_nor_the_base():
 
 
 @pytest.mark.process
-def test_deepspeed_reads_every_exported_json(tmp_path):
+def test_deepspeed_reads_every_exported_json(zoo, tmp_path):
     paths = []
     for i, values in enumerate(CANDIDATES):
         paths.append(tmp_path / f"{i}.json")
         paths[-1].write_text(exported(values, "deepspeed"))
-    assert read_by_deepspeed(paths) == [Candidate.of(values).global_batch_size(1) for values in CANDIDATES]
+    assert read_by_deepspeed(zoo, paths) == [Candidate.of(values).global_batch_size(1) for values in CANDIDATES]
 
 
 @every_candidate

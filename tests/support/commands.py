@@ -62,16 +62,8 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
-def read_by_deepspeed(paths):
+def read_by_deepspeed(zoo, paths):
     """The global batch of each configuration, as DeepSpeed works it out for one rank."""
-    code = "from sys import argv; from deepspeed.runtime.config import DeepSpeedConfig as Config; "
-    code += "[print(Config(path).train_batch_size) for path in argv[1:]]"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, paths)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"DS_ACCELERATOR": "cpu"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [int(line) for line in done.stdout.splitlines() if line.isdigit()]
+    code = "from deepspeed.runtime.config import DeepSpeedConfig as Config\n"
+    code += f"for path in {list(map(str, paths))}:\n    print(Config(path).train_batch_size)"
+    return [int(line) for line in zoo.printed(code).splitlines() if line.isdigit()]

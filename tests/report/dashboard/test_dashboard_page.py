@@ -74,7 +74,7 @@ def arrived(page, link, path):
 
 @pytest.mark.smoke
 def test_the_printed_address_leads_to_the_answer_and_every_json_arrives_and_loads_in_deepspeed(
-    inside, served, tmp_path
+    inside, served, zoo, tmp_path
 ):
     address, answer = served
     inside.open(f"{address}/dashboard/studies/1/note?token={TOKEN}")
@@ -84,7 +84,7 @@ def test_the_printed_address_leads_to_the_answer_and_every_json_arrives_and_load
     for name, pick in answer.picks.items():
         link = f"[...document.querySelectorAll('a')].find((a) => a.textContent === {json.dumps(title(name))})"
         assert arrived(inside, link, tmp_path / f"s-{name}.json") == pick["ds_config"]
-    sizes = read_by_deepspeed([tmp_path / f"s-{name}.json" for name in answer.picks])
+    sizes = read_by_deepspeed(zoo, [tmp_path / f"s-{name}.json" for name in answer.picks])
     assert sizes == [Candidate.of(pick["candidate"]).global_batch_size(1) for pick in answer.picks.values()]
 
 

@@ -145,7 +145,8 @@ def test_a_target_that_was_edited_while_the_baseline_ran_is_another_one_than_its
         run(tmp_path, planned=planned)
 
 
-@pytest.mark.parametrize("when", [2, 4], ids=["in the search", "while the best are measured again"])
+@pytest.mark.cells(1)
+@pytest.mark.parametrize("when", [4, 2], ids=["while the best are measured again", "in the search"])
 def test_a_target_that_is_edited_while_its_study_runs_ends_it_and_it_goes_on_with_the_earlier_text(tmp_path, when):
     """Further trials measured the new text, and one answer was made of both; a comment changes nothing."""
     target, executor = shutil.copy(MODELS / "ok.py", tmp_path / "model.py"), Instant()
@@ -165,7 +166,7 @@ def test_a_target_that_is_edited_while_its_study_runs_ends_it_and_it_goes_on_wit
     assert len(candidates(runner)) == 3 and len(again.ran) + when >= 5 and not records.running(runner.study)
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("before", "now", "named"),
     [
@@ -545,7 +546,8 @@ def test_what_was_lost_and_is_left_out_by_now_is_not_run_again(tmp_path):
     assert executor.ran and max(candidate.global_batch_size(1) for candidate in executor.ran) == 8
 
 
-@pytest.mark.parametrize("n", [2, 5], ids=["in a trial", "while the best are measured again"])
+@pytest.mark.cells(1)
+@pytest.mark.parametrize("n", [5, 2], ids=["while the best are measured again", "in a trial"])
 def test_a_study_that_is_deleted_while_it_runs_ends_in_a_sentence_and_its_folder_takes_it_up(tmp_path, n):
     """A value in the database could not be read, it said, and before that that another process had taken the trial."""
     executor, watcher = Instant(), Watcher()

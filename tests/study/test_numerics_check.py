@@ -333,7 +333,8 @@ def test_a_check_that_timed_out_is_made_again_where_it_has_more_time(tmp_path, u
     assert found.picks["recommended"].measured.candidate.precision == "bf16"
 
 
-@pytest.mark.parametrize("edited", [True, False], ids=["the target is edited", "machines are away"])
+@pytest.mark.cells(1)
+@pytest.mark.parametrize("edited", [False, True], ids=["machines are away", "the target is edited"])
 def test_what_ends_the_run_during_a_check_leaves_it_to_the_next_one(tmp_path, unhurried, edited):
     """It was kept as why the numerics could not be checked, and they stayed unchecked for good."""
     target, executor = shutil.copy(MODELS / "ok.py", tmp_path / "model.py"), Instant()

@@ -244,6 +244,7 @@ def test_a_retuning_reads_the_users_own_file_and_its_options(studies, tmp_path):
     assert session.open_study("s").spec().trials == 7
 
 
+@pytest.mark.cells(1)
 @pytest.mark.parametrize("linked", ["before it was tuned", "later"])
 def test_a_studys_files_are_found_where_a_link_leads_to_its_folder(studies, tmp_path, linked):
     """`..` was followed from where the link leads: an edited model was unchanged, and the user's own study.yaml not read."""

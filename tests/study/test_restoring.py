@@ -35,7 +35,7 @@ def dies_at(monkeypatch, owner, name, n, *, after):
     monkeypatch.setattr(owner, name, call)
 
 
-@pytest.mark.cells(2)
+@pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("owner", "name", "after"),
     [(Teller, "tell", True), (Proposer, "describe", True), (StudyLeases, "claim", True), (StudyLeases, "claim", False)],

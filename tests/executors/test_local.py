@@ -33,6 +33,7 @@ def reference(executor: LocalExecutor, tmp_path_factory: pytest.TempPathFactory)
     return Zoo(executor, tmp_path_factory.mktemp("reference")).run("ok", **CLEAN).losses
 
 
+@pytest.mark.cells(9)
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.model)
 def test_a_bad_trial_is_named_for_what_it_is_and_the_next_one_is_clean(
     zoo: Zoo, reference: list[float | None], end: End

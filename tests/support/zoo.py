@@ -47,17 +47,17 @@ ENDS = [
     End("oom", Outcome.OOM, r"^rank \d grew to 3\d\d MiB, over the stated device memory of 300 MiB$", "warmup",
         what={"micro": 64, "device_memory_bytes": 300 * MIB}),
     End("oom_alloc", Outcome.OOM, r"can't allocate memory: you tried to allocate 70368744177664 bytes", "warmup"),
-    End("hang", Outcome.TIMEOUT, r"^no end within 8 s; rank 0 waited for rank 1, which stood at hang.py:12 \(fault\)$", "measure",
-        what={"deadline_s": 8.0}),
+    End("hang", Outcome.TIMEOUT, r"^no end within 4 s; rank 0 waited for rank 1, which stood at hang.py:12 \(fault\)$", "measure",
+        what={"deadline_s": 4.0}),
     End("crash_rank1", Outcome.CRASHED, r"^ValueError: rank 1 dislikes this batch$", "measure", rank=1),
     End("segv", Outcome.CRASHED, r"^rank 1 was killed by signal 11$", "measure", rank=1),
     End("exit0", Outcome.CRASHED, r"^rank \d exited with status 0 but wrote no result$", "measure"),
     End("nan", Outcome.DIVERGED, r"^the loss was not finite at step 4$", "measure"),
-    End("raises", Outcome.CRASHED, r"^FileNotFoundError: no pretrained weights at weights.pt$", "build"),
     End("import_error", Outcome.CRASHED, r"^ModuleNotFoundError: No module named 'a_package_that_nobody_has'$", "import"),
+    End("wrong_batch", Outcome.NOT_APPLIED, r"^micro_batch_size: 4 was asked for, 2 ran$", "warmup"),
+    End("raises", Outcome.CRASHED, r"^FileNotFoundError: no pretrained weights at weights.pt$", "build"),
     End("dataloader", Outcome.CRASHED, r"^dataloader.py: data\(\) returned a DataLoader; return its dataset, since .*$", "build"),
     End("tiny_data", Outcome.CRASHED, r"^data\(\) has 6 samples, but one optimizer step needs 8$", "build"),
-    End("wrong_batch", Outcome.NOT_APPLIED, r"^micro_batch_size: 4 was asked for, 2 ran$", "warmup"),
 ]  # fmt: skip
 
 

@@ -309,7 +309,7 @@ def test_the_command_measures_real_ranks_and_leaves_a_table_and_a_page(executor,
 @pytest.mark.process
 def test_of_strong_scaling_real_ranks_do_the_same_batch_in_turns(executor, tmp_path, models):
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 8}')
-    overrides = {"ranks": 2, "base_config": str(tmp_path / "ds.json"), "trial_budget_s": 0.3}
+    overrides = {"ranks": 2, "base_config": str(tmp_path / "ds.json"), "trial_budget_s": 0.1}
     found = plan.plan(StudySpec.of(models / "ok.py", overrides), executor, tmp_path)
     said = Console(file=io.StringIO())
     ways, _ = configurations(found.baseline, [1, 2], None)

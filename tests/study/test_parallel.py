@@ -33,19 +33,19 @@ def test_two_slots_run_two_trials_at_once_and_each_candidate_once(tmp_path):
         end = time.monotonic() + (60 if begun[0] > 2 else 0)
         while most[0] < 2 and time.monotonic() < end:
             time.sleep(0.05)
-        time.sleep(0.3)
+        time.sleep(0.1)
         running[0] -= 1
         return report(candidate)
 
     executor = Instant(behaviour)
-    spec = spec_of(trials=7, finalists=0, space=[SPACE], stop_below=0, overlap=True)
+    spec = spec_of(trials=5, finalists=0, space=[SPACE], stop_below=0, overlap=True)
     runner = Runner(
         plan_of(spec), executor, tmp_path / "s", records.default_url(tmp_path), Watcher(), [executor, executor]
     )
     runner.run()
     assert most[0] == 2
     measured = runner.state.measured()
-    assert len({m.candidate for m in measured}) == len(measured) == 7
+    assert len({m.candidate for m in measured}) == len(measured) == 5
     caveats = [records.told_data(t)["caveats"] for t in records.told_trials(runner.study)]
     assert caveats[0] == [] and any("ran on this host at the same time" in text for found in caveats for text in found)
 
@@ -81,7 +81,7 @@ def test_trials_at_once_do_not_make_the_studys_time_longer_than_it_took(tmp_path
 
 
 def test_ctrl_c_gives_every_trial_under_way_back(tmp_path):
-    executor = Instant(lambda candidate: time.sleep(0.5) or report(candidate))
+    executor = Instant(lambda candidate: time.sleep(0.2) or report(candidate))
     runner = runner_of(tmp_path, executor, trials=20, slots=[executor, executor])
     original, calls = runner.proposer.next, [0]
 
@@ -96,9 +96,9 @@ def test_ctrl_c_gives_every_trial_under_way_back(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         runner.run()
     assert records.running(runner.study) == []
-    again = runner_of(tmp_path, Instant(), trials=8, finalists=0)
+    again = runner_of(tmp_path, Instant(), trials=6, finalists=0)
     again.run()
-    assert len(records.told_trials(again.study)) == 8
+    assert len(records.told_trials(again.study)) == 6
 
 
 def test_flights_return_what_ended_and_stop_the_rest():

@@ -114,7 +114,8 @@ def test_an_answer_that_does_not_stand_any_more_leaves_no_configuration_and_the_
 def test_the_answer_of_a_script_is_as_its_framework_reads_it(tmp_path, family, use):
     """Lightning ends a training whose configuration states the accumulation."""
     probed = Probed(ds_config={}, micro_batch_size=2, gradient_accumulation_steps=2, family=family)
-    runner = recorded(tmp_path, Instant(), planned={"workload": replace(WORKLOAD, script=probed)})
+    planned = {"workload": replace(WORKLOAD, script=probed)}
+    runner = recorded(tmp_path, Instant(), planned=planned, trials=2, finalists=1)
     runner.run()
     found = load.from_storage(runner.storage, "s", tmp_path / "s")
     list(files.write_answer(found, tmp_path / "s"))

@@ -109,7 +109,7 @@ def train(style, batch, accum, arguments):
     held_out = iter(torch.utils.data.DataLoader(dataset(10**5, seed=2), batch_size=8 * int(args.bsz)))
     if style == "evaluates first":
         engine.eval()
-        for x, y in torch.utils.data.DataLoader(dataset(8 * 16, seed=2), batch_size=8):
+        for x, y in torch.utils.data.DataLoader(dataset(8 * 8, seed=2), batch_size=8):
             with torch.no_grad():
                 engine(x, y)
             time.sleep(0.05)

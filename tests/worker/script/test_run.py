@@ -287,10 +287,13 @@ def test_a_batch_that_is_cut_into_parts_is_scored_by_what_flowed(bench):
     assert any("`batch_size=20` instead of 24" in change for change in result.side_changes)
 
 
-@pytest.mark.parametrize(("style", "n_samples"), [("workers", 4096), ("iterable", None)])
-def test_the_samples_of_a_scripts_data_set_are_counted_where_it_has_a_length(bench, style, n_samples):
+@pytest.mark.parametrize(
+    ("style", "overrides", "n_samples"),
+    [("workers", {}, 4096), ("iterable", {"script_set": ["BATCH={micro_batch_size}"]}, None)],
+)
+def test_the_samples_of_a_scripts_data_set_are_counted_where_it_has_a_length(bench, style, overrides, n_samples):
     """`check` said "no fixed size" of every script's data."""
-    assert bench.plan("styles.py", style).workload.n_samples == n_samples
+    assert bench.plan("styles.py", style, **overrides).workload.n_samples == n_samples
 
 
 def test_texts_of_any_length_are_counted_step_by_step(bench):

@@ -20,6 +20,7 @@ from support.zoo import wait_until
 
 from autotune.cli.app import COMMANDS
 from autotune.errors import UserError
+from autotune.executors import local
 from autotune.study import measure
 from autotune.study.lock import study_lock
 from autotune.study.setup import engine, request
@@ -35,8 +36,9 @@ base_config: {train_micro_batch_size_per_gpu: 8}
 space: [{micro_batch_size: [4, 8, 16]}, {precision: [fp32, bf16]}, {zero_stage: [0, 1, 2]}]
 global_batch: free
 objectives: [latency, throughput, memory]
-trials: 4
+trials: 3
 trial_budget_s: 0.3
+branch: false
 stop_trials: false # whether a trial is beaten depends on what else the machine does
 trial_deadline_s: 60
 finalists: 1
@@ -216,7 +218,7 @@ def test_a_study_that_was_stopped_goes_on_and_a_killed_server_costs_a_retry_and_
 def test_a_model_that_always_crashes_stops_the_study_with_its_reason(warm):
     with (warm / "ok.py").open("a") as file:
         file.write("\n\ndef loss(model, batch):\n    raise RuntimeError('no such loss')\n")
-    (warm / "small.yaml").write_text(STUDY.replace("trials: 4", "trials: 20"))
+    (warm / "small.yaml").write_text(STUDY.replace("trials: 3", "trials: 20"))
     assert "no such loss" in one_sentence(called("run", "small.yaml", cwd=warm))
     assert len(told(warm)) == 4
 
@@ -377,8 +379,14 @@ def test_a_list_has_a_line_for_each_and_says_what_it_is(what, tmp_path):
     assert all(len(line) < 150 and row["description"] in line for line, row in zip(lines, rows, strict=True))
 
 
-def test_the_doctor_finds_that_trials_can_run_here_and_which_builds_were_stopped(tmp_path, monkeypatch):
+@pytest.mark.parametrize("warm_server", ["the session's", pytest.param("its own", marks=pytest.mark.system)])
+def test_the_doctor_finds_that_trials_can_run_here_and_which_builds_were_stopped(
+    executor, tmp_path, monkeypatch, warm_server
+):
     """A training without autotune waited without a word for the lock of a build that was killed."""
+    if warm_server == "the session's":
+        monkeypatch.setattr(executor, "close", lambda: None)
+        monkeypatch.setattr(local, "LocalExecutor", lambda *_: executor)
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     locks = [tmp_path / "torch_extensions" / "py311_cpu" / name / "lock" for name in ("cpu_adam", "async_io")]

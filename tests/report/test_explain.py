@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
     given = {
         "sampler": "physics",
         "space": SPACE,
-        "trials": 24,
+        "trials": 16,
         "finalists": 1,
         "objectives": OBJECTIVES,
         "stop_below": 0.0,

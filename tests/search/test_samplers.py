@@ -120,9 +120,9 @@ def test_a_small_space_is_measured_whole_and_then_there_is_nothing_left(name):
 @pytest.mark.parametrize("name", QUICK)
 def test_a_resumed_search_does_not_repeat_what_is_there(name):
     first = Search(name, CONDITIONAL)
-    before = first.run(15)
-    after = Search(name, CONDITIONAL, study=first.study, seed=15).run(15)
-    assert len({*before, *after}) == 30
+    before = first.run(10)
+    after = Search(name, CONDITIONAL, study=first.study, seed=15).run(10)
+    assert len({*before, *after}) == 20
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -211,7 +211,9 @@ def test_only_of_a_study_with_an_answer_is_asked_whether_that_is_still_right(tmp
     for name, behaviour in (("good", report), ("bad", lambda _: failed(Outcome.OOM, "it is too large"))):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
-        runner_of(tmp_path / name / "studies", Instant(behaviour), watcher=events.Broadcast()).run()
+        runner_of(
+            tmp_path / name / "studies", Instant(behaviour), watcher=events.Broadcast(), trials=2, finalists=1
+        ).run()
         status.status("s")
         said = capsys.readouterr().out
         assert "changed since" in said and ("is the answer still right?" in said) is (name == "good")
@@ -238,11 +240,11 @@ def test_the_path_of_a_study_is_answered_with_its_name_and_folder(tmp_path, monk
 
 @pytest.fixture
 def over(monkeypatch):
-    """Set half a second after somebody begins to follow a run."""
+    """Set a moment after somebody begins to follow a run."""
     event, follow = threading.Event(), status.follow
 
     def followed(*given):
-        threading.Timer(0.5, event.set).start()
+        threading.Timer(0.2, event.set).start()
         follow(*given)
 
     monkeypatch.setattr(status, "follow", followed)

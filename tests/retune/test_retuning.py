@@ -51,8 +51,8 @@ from autotune.trial.folder import TrialDir, write_record
 from autotune.trial.result import NoiseTerms, Outcome, TrialResult
 
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
-SPACE = {"micro_batch_size": [2, 4, 8, 16], "precision": ["fp32", "bf16"], "checkpoint_every": [0, 1]}
-STUDY = {"trials": 16, "sampler": "grid", "objectives": ["throughput"], "repeats": 3, "stop_trials": False,
+SPACE = {"micro_batch_size": [4, 8, 16], "precision": ["fp32", "bf16"], "checkpoint_every": [0, 1]}
+STUDY = {"trials": 12, "sampler": "grid", "objectives": ["throughput"], "repeats": 3, "stop_trials": False,
          "memory_filter": False, "space": [SPACE]}  # fmt: skip
 
 

@@ -175,7 +175,7 @@ class Retuning:
         self.incumbent = Candidate.of(pick["candidate"])
         if self.number:
             attempts = int(self.evidence.get("attempts", 1)) + (self.path / AT_WORK).exists()
-            if attempts > MOST_ATTEMPTS:
+            if attempts > MOST_ATTEMPTS and "replacing" not in self.evidence:
                 reason = self.fail(f"it was killed {MOST_ATTEMPTS} times before it was done; see {self.path}").reason
                 raise AttemptsError(f"re-tuning {self.generation} of {self.name!r}: {reason}. The next one starts anew")
             said = replace(self.asked, on_change="").stated()  # a command may hold a secret, and what is said is kept
@@ -287,10 +287,9 @@ class Retuning:
         reason = f"{challenger.describe()} replaces {self.incumbent.describe()}: {outcome.words}"
         decision = Decision(verdict=RetuneVerdict.IMPROVED, reason=reason, explained=explained, **made)
         self._note(replacing=decision.to_data())
-        self._replace(runner.study, decision)
-        return decision
+        return self._replace(runner.study, decision)
 
-    def _replace(self, later: Study, decision: Decision) -> None:
+    def _replace(self, later: Study, decision: Decision) -> Decision:
         """Replace the old answer by the new one; every step may be repeated."""
         _keep_previous(self.folder, self.path)
         records.succeed(self.opened.study, later.study_name)
@@ -300,15 +299,16 @@ class Retuning:
         warm_start.keep_recommendation(
             self.storage, self.name, self.generation, report.recommended, recommended_words(report)
         )
-        if self.asked.on_change:
-            _run_command(self.asked.on_change, self.name, self.folder, decision)
+        if (command := self.asked.on_change) and self.evidence.get("attempts", 1) > MOST_ATTEMPTS:
+            self.observer.say(f"--on-change is not run again: this was killed {MOST_ATTEMPTS} times before it was done")
+        elif command:
+            _run_command(command, self.name, self.folder, decision)
+        return decision
 
     def _replay(self) -> Decision:
         """Replace the old answer, as decided before an interruption."""
-        decision = Decision.of_data(self.evidence["replacing"], self.path)
         later = records.load_study(self.storage, generation_name(self.name, self.generation))
-        self._replace(later, decision)
-        return decision
+        return self._replace(later, Decision.of_data(self.evidence["replacing"], self.path))
 
     # Measuring
 

@@ -471,15 +471,19 @@ def test_one_that_was_killed_while_it_replaced_the_files_finishes_that(tmp_path,
 def test_one_that_was_killed_after_it_replaced_the_answer_is_finished_although_the_target_changed_since(
     tmp_path, monkeypatch
 ):
-    """Its study, which holds the answer by then, was deleted, and the re-tuning ended with a KeyError."""
+    """Its study, which holds the answer by then, was deleted, and the re-tuning ended with a KeyError.
+
+    And one whose `--on-change` killed it each time counted as failed, with its answer in use.
+    """
 
     def killed(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(retuning_module, "_run_command", killed)
-        with pytest.raises(KeyboardInterrupt):
-            retune(tmp_path, Instant(slow_bf16), on_change="true")  # what takes it up runs it, too
+        for _ in range(3):  # what takes it up runs it, too, and then finishes without it
+            with pytest.raises(KeyboardInterrupt):
+                retune(tmp_path, Instant(slow_bf16), on_change="exit 3")
     changed = replace(WORKLOAD, n_parameters=2000, structure="another")
     found, executor = replace(plan_of(spec_of(**STUDY)), workload=changed), Instant(slow_bf16)
     decision = retune(tmp_path, executor, found)

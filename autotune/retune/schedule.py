@@ -333,8 +333,16 @@ class Daemon:
             with contextlib.suppress(ScheduleError):
                 schedule = Schedule.of(row)
                 free = run_under_way(self.studies / schedule.study) is None
-                if free and self._is_own(schedule) and self.history.interrupted(schedule.study) is not None:
-                    self.history.update_schedule(schedule.number, next_run_at=min(schedule.next_run_at, time.time()))
+                ahead = schedule.next_run_at - time.time()
+                if (
+                    free
+                    and ahead > 0
+                    and self._is_own(schedule)
+                    and self.history.interrupted(schedule.study) is not None
+                ):
+                    step = schedule.every_s or ahead  # an interval's runs stay on its grid
+                    due_at = schedule.next_run_at - math.ceil(ahead / step) * step
+                    self.history.update_schedule(schedule.number, next_run_at=due_at)
 
 
 def moment(at: float | None) -> str:

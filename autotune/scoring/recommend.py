@@ -145,7 +145,8 @@ def recommend(estimates: Estimates, objectives: Sequence[Objective], world_size:
         estimates: What all measurements say of every told trial.
     """
     baseline, everything = estimates.baseline, rank(estimates, objectives)
-    ranked = [m for m in everything if not m.unreproducible] or everything
+    ranked = [m for m in everything if not m.unreproducible]
+    ranked = ranked if any(_sound(m, baseline) for m in ranked) else everything
     own = Pick(measured=baseline, estimates=estimates, reasons=["the configuration to beat"]) if baseline else None
     if not ranked:
         return Recommendation(baseline=own, front=[], picks={})

@@ -572,6 +572,12 @@ def test_what_the_user_cannot_reproduce_is_ranked_apart():
     base = replace(base, unreproducible=["a check is off"])
     found = recommend([base, apart], [LATENCY])  # only a trial can run anything
     assert chosen(found) == chosen(found, "out_of_reach") == 2
+    # What the user can run did not pass its checks.
+    barred = [replace(own, numerics_kept=False), measured(0, 0.1, feasible=False)]
+    found = recommend([*barred, apart], [LATENCY])
+    assert chosen(found) == chosen(found, "out_of_reach") == 2 and "a check of the library is off" in reasons(
+        found, "out_of_reach"
+    )
 
 
 def test_other_numerics_are_picked_only_once_the_gate_has_passed_them():

@@ -63,7 +63,7 @@ def progress(
     across: str = "time",
     points: Sequence[series.ProgressPoint] | None = None,
 ) -> Figure:
-    """Each trial at the moment when it ended, and the best so far.
+    """Each trial at the moment when it ended, and the best so far of those that may be recommended.
 
     Args:
         metric: An objective, or `gain`: the compromise of all of them over the baseline.
@@ -90,8 +90,9 @@ def progress(
     done = [(point, found) for point in points if (found := value(point)) is not None]
     failed = [point for point in points if value(point) is None]
     values = [found for _, found in done]
-    best = list(itertools.accumulate(values, min if smaller else max))
-    ends = [place(point) for point, _ in done] + [place(points[-1])] if done else []
+    sound = [(place(point), found) for point, found in done if point.sound]
+    best = list(itertools.accumulate((found for _, found in sound), min if smaller else max))
+    ends = [at for at, _ in sound] + [place(points[-1])] if sound else []
     cross = {"size": 8, "symbol": "x-thin", "color": GREY, "line": {"width": 1.5, "color": GREY}}
     traces = [
         scatter("best so far", ends, [*best, *best[-1:]], line={"color": BLUE, "width": 2, "shape": "hv"}),

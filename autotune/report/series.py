@@ -67,12 +67,14 @@ class ProgressPoint:
         ended_s: Seconds that trials had taken when this one ended.
         outcome: How it ended, in words.
         gain: Weighted geometric mean of the gains over the baseline; None if it cannot be stated.
+        sound: Whether no check speaks against it.
     """
 
     trial: int
     ended_s: float
     outcome: str
     gain: float | None
+    sound: bool
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -184,6 +186,7 @@ def progress(report: StudyReport) -> list[ProgressPoint]:
             ended_s=round(spent_s, 2),
             outcome=end_words(trial)[0],
             gain=_gain(report, trial, base) if complete and base else None,
+            sound=not trial.get("doubt"),
             metrics={name: values[name] for name in report.objectives if name in values},
         )
         found.append(point)

@@ -19,7 +19,7 @@ from autotune.cli import app, presets
 from autotune.cli.history import history
 from autotune.cli.run import run
 from autotune.errors import UserError
-from autotune.report import files, load, pictures, series
+from autotune.report import figures, files, load, pictures, series
 from autotune.report.page import render
 from autotune.session import Tuned
 from autotune.study import warm_start
@@ -204,6 +204,11 @@ def test_the_search_is_drawn_over_the_time_that_trials_took(report):
     assert progress[-1].ended_s == pytest.approx(sum(t["wall_s"] for t in report.trials), abs=0.1)
     assert progress[0].gain == 1.0
     assert all((p.gain is None) == (not t["metrics"]) for p, t in zip(progress, report.trials, strict=True))
+    # What a check refused is no best, which stays that of the others.
+    by_gain = sorted((p for p in progress if p.gain is not None), key=lambda p: p.gain)
+    refused = [t | {"doubt": "it diverged"} if t["trial"] == by_gain[-1].trial else t for t in report.trials]
+    ends = [figures.progress(shown)["data"][0]["y"][-1] for shown in (report, replace(report, trials=refused))]
+    assert ends == [pytest.approx(p.gain, rel=1e-4) for p in by_gain[:-3:-1]]
 
 
 def test_an_outlier_among_the_steps_is_not_averaged_away(report):

@@ -73,6 +73,7 @@ class TrialMeasurer:
         self._state, self.executor, self._events, self._budget = state, executor, events, budget
         self._bounds_to_beat = bounds_to_beat
         self._built: set[str] = set()
+        self._places = dict[Executor, str]()  # where the last trial of each engine ran
         self._turns = placement.Turns(state.leases)
         self._n_tries = 1 if state.spec.quick else MAX_BUSY_TRIES
 
@@ -203,15 +204,20 @@ class TrialMeasurer:
             what = f"{CHECKS[role]}: {candidate.describe()}" if role in CHECKS else f"trial {number}"
             self._events.say(f"{what} is measured again: {why}")
 
+        # As they are where this engine's last trial ran: its next one mostly runs there, too.
+        rivals, place = request.rivals, self._places.get(executor, "")
+        request = replace(request, rivals=placement.rivals_at(self._state.folder, place, rivals) or rivals)
         while True:
             with base.turn(executor, waiting):
                 self._events.began(number, candidate, role)
                 result = base.run(executor, path, request, ticked, again)
-            if role == "search" and placement.is_elsewhere(self._state.folder, result):
-                if request.rivals and result.outcome is Outcome.STOPPED_EARLY:
-                    again("it was stopped early by measurements from other machines")
-                    request = replace(request, rivals=())
-                    continue
+            self._places[executor] = result.place or self._places.get(executor, "")
+            beaten = request.rivals if result.outcome is Outcome.STOPPED_EARLY else ()
+            if beaten and placement.rivals_at(self._state.folder, result.place, rivals) != beaten:
+                again("it was stopped early by measurements from other machines")
+                request, rivals = replace(request, rivals=()), ()
+                continue
+            if role == "search" and placement.is_elsewhere(self._state.folder, result.place):
                 self._measure_baseline_there(result, executor, ticked, waiting)
             n_left -= 1
             busy = result.disturbed

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -13,6 +14,7 @@ from autotune.executors.base import Executor
 from autotune.study.storage import records
 from autotune.study.storage.leases import StudyLeases
 from autotune.trial.folder import result_in
+from autotune.trial.request import TrialToBeat
 from autotune.trial.result import Outcome, TrialResult
 
 # Interval at which a right that another thread or coordinator holds is tried again.
@@ -59,10 +61,10 @@ class Turns:
                 leases.give_back(name)
 
 
-def is_elsewhere(folder: Path, result: TrialResult) -> bool:
-    """Whether a trial ran on other machines, or with another driver or other libraries, than the study's baseline."""
+def is_elsewhere(folder: Path, place: str) -> bool:
+    """Whether a place is one of other machines, or another driver or other libraries, than the study's baseline ran on."""
     home = result_in(records.trial_path(folder, 0))
-    return home is not None and bool(home.place and result.place) and home.place != result.place
+    return home is not None and bool(home.place and place) and home.place != place
 
 
 def wants_baseline(folder: Path, result: TrialResult, executor: Executor) -> bool:
@@ -71,23 +73,52 @@ def wants_baseline(folder: Path, result: TrialResult, executor: Executor) -> boo
     return not is_there and result.steps is not None and set(result.hosts) <= executor.hosts
 
 
+class _Pace(NamedTuple):
+    """The baseline's step time at a place in times of that at home, and how much more other processes did to it there."""
+
+    times: float
+    log_slowdown: float | None
+
+
+def _pace(folder: Path, place: str) -> _Pace | None:
+    """The baseline's pace at a place; None where it was not measured there."""
+    home, there = result_in(records.trial_path(folder, 0)), result_in(baseline_path(folder, place))
+    if home is None or there is None or {home.outcome, there.outcome} != {Outcome.COMPLETE} or there.place != place:
+        return None
+    if home.steps is None or there.steps is None:
+        return None
+    loads = [each.log_slowdown for each in (there, home) if each.log_slowdown is not None]
+    return _Pace(there.steps.median_s / home.steps.median_s, loads[0] - loads[1] if len(loads) == 2 else None)
+
+
+def rivals_at(folder: Path, place: str, rivals: tuple[TrialToBeat, ...]) -> tuple[TrialToBeat, ...] | None:
+    """What a trial at a place must beat; None where the baseline was not measured there, so that this is not known."""
+    if not is_elsewhere(folder, place):
+        return rivals
+    if (pace := _pace(folder, place)) is None:
+        return None
+    more = pace.log_slowdown or 0.0
+    return tuple(
+        replace(rival, step_time_s=pace.times * rival.step_time_s, log_slowdown=rival.log_slowdown + more)
+        for rival in rivals
+    )
+
+
 def like_with_like(folder: Path, result: TrialResult) -> TrialResult:
     """The result with its times as they would be on the baseline's machines.
 
     They are scaled by the baseline's own step times there and here. Where the baseline was not measured, the result
     stays as it is and says so.
     """
-    if result.steps is None or not is_elsewhere(folder, result):
+    if result.steps is None or not is_elsewhere(folder, result.place):
         return result
     where = f"{', '.join(result.hosts)} ({result.machine})"
-    home, there = result_in(records.trial_path(folder, 0)), result_in(baseline_path(folder, result.place))
-    both = [each.steps if each is not None and each.outcome is Outcome.COMPLETE else None for each in (home, there)]
-    if home is None or there is None or both[0] is None or both[1] is None or there.place != result.place:
+    if (pace := _pace(folder, result.place)) is None:
         note = f"ran on {where}, where the baseline was not measured: its times do not compare"
         return replace(result, caveats=[*result.caveats, note])
-    factor = both[0].median_s / both[1].median_s
-    note = f"ran on {where}, where the baseline takes {1 / factor:.2f} times as long; its times are divided by that"
-    loads = [each.log_slowdown for each in (result, home, there) if each.log_slowdown is not None]
+    factor = 1 / pace.times
+    note = f"ran on {where}, where the baseline takes {pace.times:.2f} times as long; its times are divided by that"
+    known = result.log_slowdown is not None and pace.log_slowdown is not None
     steps = replace(result.steps, median_s=result.steps.median_s * factor, ci95_s=result.steps.ci95_s * factor)
     return replace(
         result,
@@ -96,6 +127,6 @@ def like_with_like(folder: Path, result: TrialResult) -> TrialResult:
         phase_times_s={name: factor * each for name, each in result.phase_times_s.items()},
         micro_step_s={name: factor * each for name, each in result.micro_step_s.items()},
         cpu_s_per_step=result.cpu_s_per_step and factor * result.cpu_s_per_step,
-        log_slowdown=loads[0] + loads[1] - loads[2] if len(loads) == 3 else None,  # the factor has the others
+        log_slowdown=(result.log_slowdown or 0.0) - (pace.log_slowdown or 0.0) if known else None,
         caveats=[*result.caveats, note],
     )

@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from support.instant import STEPS, Instant, Watcher, report, runner_of
@@ -13,6 +14,7 @@ from autotune.study import placement
 from autotune.study.storage import records
 from autotune.study.storage.leases import StudyLeases
 from autotune.trial.folder import result_in, write_record
+from autotune.trial.request import TrialToBeat
 from autotune.trial.result import Outcome, TrialResult
 
 
@@ -35,15 +37,21 @@ class Moving(Instant):
         self.hosts = frozenset({"b" if away else "a"})
         whole = report(candidate, host="b" if away else "a", machine="slow" if away else "quick")
         whole.step_times_s = [each * (2 if away else 1) for each in whole.step_times_s]
+        if any(rival.beats(min(whole.step_times_s), 10**9) for rival in self.requests[-1].rivals):
+            return replace(whole, outcome=Outcome.STOPPED_EARLY, reason="worse than another trial")
         return whole
 
 
 def test_the_baseline_is_measured_where_trials_move_to_and_its_pace_taken_out(tmp_path):
     executor, watcher = Moving(), Watcher()
-    runner = runner_of(tmp_path, executor, watcher=watcher, trials=6, finalists=0)
+    given = {"trials": 8, "finalists": 0, "sampler": "random", "objectives": ["latency"]}
+    runner = runner_of(tmp_path, executor, watcher=watcher, **given)
     runner.run()
     assert sum("the baseline is measured on b (slow), too" in text for text in watcher.said) == 1
     assert executor.ran.count(runner.state.plan.baseline) == 2
+    # Each trial there was stopped early by the pace at home, and then measured again.
+    ends = [m.outcome for m in runner.state.measured()]
+    assert Outcome.STOPPED_EARLY in ends and len(executor.ran) <= len(ends) + 2
     for told in records.told_trials(runner.study):
         expected = step_times.summarise(report(records.told_candidate(told)).step_times_s).median_s
         assert records.told_data(told)["metrics"]["step_time_s"] == pytest.approx(expected)
@@ -72,6 +80,8 @@ def test_what_others_did_to_the_baseline_on_both_machines_is_in_its_pace_there(t
         write_record((path or placement.baseline_path(tmp_path, result.place)) / "result.json", result)
     told = placement.like_with_like(tmp_path, result_in(paths(tmp_path, 1)))
     assert told.steps.median_s == pytest.approx(1.0) and told.log_slowdown == pytest.approx(0.7 + 0.5 - 0.4)
+    (rival,) = placement.rivals_at(tmp_path, result.place, (TrialToBeat(trial=0, step_time_s=1.0, log_slowdown=0.8),))
+    assert rival.step_time_s == pytest.approx(1.0) and rival.log_slowdown == pytest.approx(0.5)
 
 
 @pytest.mark.system

@@ -315,7 +315,9 @@ def forget_runs(executor: Executor, folder: Path, kept: Path | None = None) -> N
         for path in (folder / "trials").glob(pattern):
             if path != kept:
                 base.forget(executor, path)
-    records.warm_path(folder).unlink(missing_ok=True)
+    warm = records.warm_path(folder)
+    for path in warm.parent.glob(f"*{warm.name}*"):  # drafts of it, too, which are as large
+        path.unlink(missing_ok=True)
 
 
 def _deadline_of(path: Path) -> float | None:

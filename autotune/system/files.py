@@ -2,14 +2,17 @@
 
 import contextlib
 import errno
+import functools
+import hashlib
 import json
 import os
 import re
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from autotune.errors import SpecError, nearest, printable, shortened
 from autotune.system.units import format_bytes
@@ -28,6 +31,8 @@ REMEDIES = {
 LEAST_FREE_BYTES = 1 << 20
 # A larger file was not written by autotune: results hold some hundred kilobytes.
 LARGEST_WRITTEN_BYTES = 64 << 20
+# A draft of another host that nothing was written to for this long has no writer any more.
+DRAFT_AGE_S = 300.0
 QUOTA = os.strerror(errno.EDQUOT).lower()
 
 
@@ -57,25 +62,41 @@ def write_bytes(path: Path, data: bytes, *, sync: bool = True, private: bool = F
             return
         goal = path.resolve() if path.is_symlink() else path
         goal = goal if named or goal.parent == path.parent.resolve() else path
-        goal.parent.mkdir(parents=True, exist_ok=True)
-        # Cut, since a name has at most 255 bytes; by thread, of which two may write the same file.
-        draft = goal.with_name(f".{goal.name[:50]}.{threading.get_native_id()}.{os.getpid()}")
-        try:
-            mode = 0o600 if private else 0o666
-            with open(draft, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-                file.write(data)
-                if sync:
-                    file.flush()
-                    os.fsync(file.fileno())
-            os.replace(draft, goal)
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                draft.unlink()
-            if isinstance(error, OSError) and error.filename == str(draft):
-                error.filename = str(path)
-            raise
-        if sync:
-            _sync_folder(goal.parent)
+        with replacing(goal, sync=sync, mode=0o600 if private else 0o666) as file:
+            file.write(data)
+
+
+def draft_of(goal: Path) -> Path:
+    """The draft of a file that this thread writes: two may write the same one; cut, since a name has at most 255 bytes."""
+    return goal.with_name(f".{goal.name[:50]}.{_namespace()}.{threading.get_native_id()}.{os.getpid()}")
+
+
+@functools.cache
+def _namespace() -> str:
+    """Names the host, or the container, whose PIDs are those of this /proc."""
+    return hashlib.sha256(f"{os.uname().nodename} {os.readlink('/proc/self/ns/pid')}".encode()).hexdigest()[:8]
+
+
+@contextlib.contextmanager
+def replacing(goal: Path, *, sync: bool = True, mode: int = 0o666) -> Iterator[IO[bytes]]:
+    """A draft to write to, which replaces the file at the end of the block; no draft is left of a block that fails."""
+    goal.parent.mkdir(parents=True, exist_ok=True)
+    draft = draft_of(goal)
+    try:
+        with open(draft, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(draft, goal)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        if isinstance(error, OSError) and error.filename == str(draft):
+            error.filename = str(goal)
+        raise
+    if sync:
+        _sync_folder(goal.parent)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -87,12 +108,13 @@ def _sync_folder(folder: Path) -> None:
 
 
 def remove_drafts(folder: Path) -> None:
-    """Removes the drafts of killed writers, also in folders below."""
+    """Removes the drafts of killed writers, also in folders below; of another host's those that are old."""
     for path in folder.rglob(".*"):
-        found = re.fullmatch(r"\..+\.\d+\.(\d+)", path.name)
-        if found and not Path("/proc", found[1]).exists():
+        found = re.fullmatch(r"\..+?(\.[0-9a-f]{8})?\.\d+\.(\d+)", path.name)
+        if found and not Path("/proc", found[2]).exists():
             with contextlib.suppress(OSError):
-                path.unlink()
+                if found[1] == f".{_namespace()}" or time.time() - path.lstat().st_mtime > DRAFT_AGE_S:
+                    path.unlink()
 
 
 @contextlib.contextmanager

@@ -100,6 +100,7 @@ def test_drafts_of_a_killed_run_are_removed(tmp_path):
     for draft in drafts:
         draft.parent.mkdir(parents=True, exist_ok=True)
         draft.touch()
+        os.utime(draft, (0, 0))
     with study_lock(tmp_path):
         assert not any(draft.exists() for draft in drafts)
 

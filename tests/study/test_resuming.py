@@ -410,7 +410,8 @@ def test_a_study_that_is_forgotten_leaves_no_reference_to_be_read_again(tmp_path
     trials = tmp_path / "s" / "trials"
     for name in ("reference-8/1", "baseline-ab12", "noise", "warm", "inspect"):
         (trials / name).mkdir(parents=True, exist_ok=True)
-    records.warm_path(tmp_path / "s").touch()
+    for name in ("warm.pt", ".warm.pt.01234567.1.999999999"):  # what a killed rank left is as large as the model
+        (trials / name).touch()
     session._forget("s", runner.storage, tmp_path / "s", executor)
     assert [path.name for path in trials.iterdir() if path.name != "journal.jsonl"] == ["inspect"]
 

@@ -89,7 +89,7 @@ def test_the_file_is_named_and_not_its_draft(tmp_path):
     long = tmp_path / ("x" * 250)
     files.write_text(long, "x")
     assert long.read_text() == "x"
-    (tmp_path / f".y.{threading.get_native_id()}.{os.getpid()}").mkdir()  # the draft cannot be opened
+    files.draft_of(tmp_path / "y").mkdir()  # the draft cannot be opened
     for path in (tmp_path / "y", tmp_path):
         with pytest.raises(IsADirectoryError) as error:
             files.write_text(path, "x")
@@ -129,12 +129,15 @@ def test_a_link_that_leads_out_of_its_folder_is_replaced_unless_the_user_named_i
 
 
 def test_drafts_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_path):
-    dead, alive = tmp_path / ".a.json.1.999999999", tmp_path / f".a.json.1.{os.getpid()}"
+    alive = files.draft_of(tmp_path / "a.json")
+    dead, beside = alive.with_suffix(".999999999"), tmp_path / ".a.json.01234567.1.999999999"
+    old = beside.with_name(".b.json.01234567.1.999999999")  # of another host, whose processes are not seen here
     others = [tmp_path / ".lock", tmp_path / ".cache.999999999"]  # the user's may end in a number, too
-    for path in (dead, alive, *others):
+    for path in (dead, alive, beside, old, *others):
         path.touch()
+    os.utime(old, (0, 0))
     files.remove_drafts(tmp_path)
-    assert set(tmp_path.iterdir()) == {alive, *others}
+    assert set(tmp_path.iterdir()) == {alive, beside, *others}
 
 
 def test_threads_that_write_one_file_leave_the_text_of_one_of_them(tmp_path):

@@ -1,6 +1,5 @@
 """Load a model's weights from a DeepSpeed checkpoint or a state dict, and save them as a state dict."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autotune.system import files
 from autotune.worker.measure import experts
 from autotune.worker.model.model_file import WorkloadError
 
@@ -111,10 +111,5 @@ def save(engine: Any, path: Path) -> None:
     with _gathered(engine.module, modifier_rank=None):
         if dist.get_rank() == 0:
             state = {name: value.detach().cpu().clone() for name, value in engine.module.state_dict().items()}
-            path.parent.mkdir(parents=True, exist_ok=True)
-            draft = path.with_name(f".{path.name}.draft")
-            with open(draft, "wb") as file:
+            with files.replacing(path) as file:
                 torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, path)

@@ -94,8 +94,10 @@ class Command(TyperCommand):
 
 
 def _of_study_file(option: str, parameters: Sequence[Any]) -> UserError | None:
-    """What to do where an option is none, but names a key of study.yaml; None for others."""
+    """What to do where an option is none, but names a key of study.yaml; None where it may be an option misspelt."""
     start = option.lstrip("-").replace("-", "_")
+    if any(name.startswith(option) for each in parameters for name in each.opts):
+        return None
     keys = [key for key, setting in SETTINGS.items() if not setting.option and key.startswith(start)]
     if len(start) < 4 or len(keys) != 1 or not any(each.name == "target" for each in parameters):
         return None

@@ -93,6 +93,7 @@ def test_every_command_has_its_help_and_a_typo_its_nearest_name(tmp_path):
         shown = called(*path.split(), "--help", cwd=tmp_path)
         assert shown.returncode == 0 and text[:40] in " ".join(shown.stdout.split()), path
     assert "Did you mean 'status'" in called("statsu", cwd=tmp_path).stderr
+    assert "--trials" in called("run", "model.py", "--trial", "3", cwd=tmp_path).stderr
 
 
 def test_a_study_ends_with_an_answer_and_its_files_and_leaves_no_process(finished):

@@ -360,6 +360,7 @@ def notes(pick: Data, format: str, started: Started | None = None, named: str = 
     made = "The JSON makes the {}: the script passes accelerate.utils.Dummy{} in place of the script's."
     newer = "Recomputing every k-th layer needs transformers 5; with older ones every layer: --gradient_checkpointing."
     fixed = 'set them to "auto", or transformers refuses other --max_steps or --warmup_steps.'
+    written = f"`autotune export {named}-o {EXPORTED_CONFIG}` writes the JSON."
     steps = scheduler.get("total_num_steps") or scheduler.get("warmup_num_steps")
     said: dict[str, list[tuple[Any, str]]] = {
         "accelerate": [
@@ -369,12 +370,7 @@ def notes(pick: Data, format: str, started: Started | None = None, named: str = 
             ("scheduler" in config, made.format("scheduler", "Scheduler")),
         ],
         "hf-args": [
-            (
-                True,
-                started.written(started.exported)
-                if started
-                else f"`autotune export {named}-o {EXPORTED_CONFIG}` writes the JSON.",
-            ),
+            (True, started.written(started.exported) if started else written),
             (every > 1, newer),
             (steps, f"The JSON fixes the scheduler steps: {fixed}"),
         ],
@@ -385,6 +381,7 @@ def notes(pick: Data, format: str, started: Started | None = None, named: str = 
         said["deepspeed"] = [(True, f"It states {TOTAL}, as yours does: change it for another number of ranks.")]
     if started is not None and started.family == TRAINER:
         said |= {form: [(steps, f"The JSON fixes the scheduler steps: {fixed}")] for form in ("deepspeed", "command")}
+        said["accelerate"] = [(True, started.beside_accelerate)]
     if format in ("hf-args", "command") and started and started.reads("hf-args") and "bf16" not in started.flags:
         flags = [shlex.split(line) for line in _hf_args(pick, {}, 0, started, "").splitlines()]
         said.setdefault(format, []).append((True, started.without_flags(flags)))

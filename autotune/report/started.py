@@ -157,6 +157,12 @@ class Started:
         file = shlex.quote(os.path.join(self.way, file))
         return f"First: `autotune export {self.study} {self.which}{form}-o {file}`, the configuration that it reads."
 
+    @property
+    def beside_accelerate(self) -> str:
+        """What a Trainer needs beside an Accelerate config: its own flag takes precedence over the config's JSON."""
+        flags = f"autotune export {self.study} {self.which}--format hf-args"
+        return f"It needs the TrainingArguments of `{flags}` too, except deepspeed, which would take this file's place."
+
     def with_exported(self, arguments: tuple[str, ...]) -> tuple[str, ...]:
         """Arguments that name the exported file in place of the one that the script reads, whatever the flag is called."""
         folder = self.invocation.working_dir

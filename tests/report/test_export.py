@@ -200,6 +200,8 @@ def test_notes_say_what_the_exported_text_cannot():
     assert any("DummyOptim" in note for note in notes(pick(CANDIDATES[0]), "accelerate"))
     assert any("transformers 5" in note for note in notes(pick(CANDIDATES[3]), "hf-args"))
     assert notes(pick(CANDIDATES[3]), "deepspeed") == []
+    (only,) = notes(pick(CANDIDATES[3]), "accelerate", replace(STARTED, family=TRAINER))  # which makes its own loader
+    assert "--format hf-args` too, except deepspeed" in only
     own = pick(CANDIDATES[0])
     stated = {**own, "ds_config": {**own["ds_config"], "train_batch_size": 8}}
     assert any("another number of ranks" in note for note in notes(stated, "deepspeed"))

@@ -145,10 +145,10 @@ def status(
     for line in attempts.lines(report):
         print(fitted(f"note: {line}"))
     if changed:
-        asked = (
-            [f"is the answer still right? autotune retune {name}"] if report.picks and opened.target.exists() else []
-        )
-        print(fitted("\n".join(["\nchanged since:", *(f"  {line}" for line in changed), *asked])))
+        said = ["\nchanged since:", *(f"  {line}" for line in changed)]
+        if report.picks and opened.target.exists():
+            said.append(f"is the answer still right? autotune retune {name}")
+        print(fitted("\n".join(said)))
     if problem := device.here().problem:
         print(fitted(f"note: {problem}"))
     return 0

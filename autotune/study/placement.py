@@ -118,7 +118,7 @@ def like_with_like(folder: Path, result: TrialResult) -> TrialResult:
         return replace(result, caveats=[*result.caveats, note])
     factor = 1 / pace.times
     note = f"ran on {where}, where the baseline takes {pace.times:.2f} times as long; its times are divided by that"
-    known = result.log_slowdown is not None and pace.log_slowdown is not None
+    own, more = result.log_slowdown, pace.log_slowdown  # the factor has what others did to the baseline there
     steps = replace(result.steps, median_s=result.steps.median_s * factor, ci95_s=result.steps.ci95_s * factor)
     return replace(
         result,
@@ -127,6 +127,6 @@ def like_with_like(folder: Path, result: TrialResult) -> TrialResult:
         phase_times_s={name: factor * each for name, each in result.phase_times_s.items()},
         micro_step_s={name: factor * each for name, each in result.micro_step_s.items()},
         cpu_s_per_step=result.cpu_s_per_step and factor * result.cpu_s_per_step,
-        log_slowdown=(result.log_slowdown or 0.0) - (pace.log_slowdown or 0.0) if known else None,
+        log_slowdown=None if own is None or more is None else own - more,
         caveats=[*result.caveats, note],
     )

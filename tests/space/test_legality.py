@@ -23,6 +23,8 @@ from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
 
 SAMPLES = 4000
+# Elements of the largest weight of `models/ok.py`: from this threshold on, ZeRO-3 splits none of its parameters.
+A_WEIGHT = 2048
 BASE = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
 # ok.py has four blocks and 2,048 samples.
 HERE = Setting(
@@ -333,11 +335,16 @@ def every_preset() -> SearchSpace:
 
 
 def structure(candidate: Candidate) -> tuple[object, ...]:
-    """What DeepSpeed branches on: everything but how large batches and buckets are."""
+    """What DeepSpeed branches on: not how large batches and buckets are, nor which module, that no model here has, is a leaf."""
     plain = {name: value for name, value in candidate.values().items() if name not in ("micro_batch_size",)}
     plain["gradient_accumulation_steps"] = candidate.gradient_accumulation_steps > 1
     plain["checkpoint_every"] = candidate.checkpoint_every > 0
-    return tuple(sorted((name, str(name.endswith("_size") or value)) for name, value in plain.items()))
+    for name, value in plain.items():
+        if name.endswith("_threshold"):
+            plain[name] = int(value) >= A_WEIGHT
+        elif name.endswith(("_size", ".classes")):
+            plain[name] = True
+    return tuple(sorted((name, str(value)) for name, value in plain.items()))
 
 
 @pytest.fixture(scope="module")
@@ -465,6 +472,5 @@ def test_every_pair_of_settings_that_is_legal_initialises_and_trains(kinds, zoo)
 
 @pytest.mark.system
 @pytest.mark.timeout(1200)
-def test_hundreds_of_legal_candidates_initialise_and_train(kinds, zoo):
-    # More are drawn than run, so that other seeds run others.
-    assert_all_train(random.Random(1).sample(kinds, min(240, len(kinds))), zoo)
+def test_every_kind_of_legal_candidate_initialises_and_trains(kinds, zoo):
+    assert_all_train(kinds, zoo)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,10 +22,12 @@ from support.zoo import wait_until
 from autotune.cli.app import COMMANDS
 from autotune.errors import UserError
 from autotune.executors import local
+from autotune.space.candidate import Candidate
 from autotune.study import measure
 from autotune.study.lock import study_lock
-from autotune.study.setup import engine, request
+from autotune.study.setup import engine, plan, request
 from autotune.study.spec.spec import StudySpec
+from autotune.trial.request import TrialRequest
 
 pytestmark = pytest.mark.process
 
@@ -149,8 +152,10 @@ def test_a_check_first_compiles_what_its_baseline_needs_and_says_so(warm, execut
 
     monkeypatch.setattr(executor, "build_op", build)
     adam = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-    (warm / "adam.json").write_text(json.dumps(adam))
-    done = called("check", "ok.py", "--ranks", "2", "--base-config", "adam.json", cwd=warm)
+    wanted = TrialRequest(target="ok.py", candidate={}, ds_config=adam, world_size=2)
+    found = SimpleNamespace(notes=[], baseline=Candidate(micro_batch_size=2), request=lambda _: wanted)
+    monkeypatch.setattr(plan, "plan", lambda *_: found)
+    done = called("check", "ok.py", cwd=warm)
     assert done.returncode == 2 and "asked for fused_adam" in done.stderr
     assert "DeepSpeed's fused_adam is being compiled, once on this machine" in done.stdout + done.stderr
 

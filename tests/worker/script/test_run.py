@@ -345,6 +345,7 @@ def test_a_constant_that_is_cut_up_is_to_be_multiplied_and_stays_until_then(benc
     assert bench.applied(found, zero_stage=1).side_changes == []
 
 
+@pytest.mark.system
 def test_the_size_of_the_parts_into_which_a_batch_is_cut_is_to_be_passed(bench):
     """It was said to make so many micro-batches of each batch, and to pass a multiple, which moved nothing."""
     found = bench.plan("parts.py", "--style", "split")

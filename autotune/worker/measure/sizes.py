@@ -19,6 +19,11 @@ def trained_sizes(engine: Any) -> list[int]:
     return [n_elements(parameter) for parameter in engine.module.parameters() if parameter.requires_grad]
 
 
+def _all_sizes(engine: Any) -> list[int]:
+    """The same of all parameters: ZeRO 3 gathers frozen ones, too, which are most of a model with adapters."""
+    return [n_elements(parameter) for parameter in engine.module.parameters()]
+
+
 def n_buckets(sizes: list[int], bucket: float) -> int:
     """Buckets that gradients are reduced in: they come last parameter first, and a full bucket is sent."""
     n, filled = 0, 0
@@ -37,11 +42,12 @@ def _buckets(engine: Any, bucket: float) -> Any:
 
 def _up_to(times: int) -> Callable[[Any, float], Any]:
     """Returns the effect of a size that matters only up to a multiple of the model's size."""
-    return lambda engine, value: min(value, times * sum(trained_sizes(engine)))
+    return lambda engine, value: min(value, times * sum(_all_sizes(engine)))
 
 
-def _below(engine: Any, threshold: float) -> int:
-    return sum(size <= threshold for size in trained_sizes(engine))
+def n_up_to(engine: Any, threshold: float) -> int:
+    """Parameters of at most some size."""
+    return sum(size <= threshold for size in _all_sizes(engine))
 
 
 # What a value leads to, by setting: values that lead to equal things do the same.
@@ -53,7 +59,7 @@ EFFECTS: dict[str, Callable[[Any, float], Any]] = {
     # Parameters are used in forward, in backward and once more where they are recomputed.
     f"{ZERO}stage3_max_live_parameters": _up_to(3),
     f"{ZERO}stage3_max_reuse_distance": _up_to(3),
-    f"{ZERO}stage3_param_persistence_threshold": _below,
+    f"{ZERO}stage3_param_persistence_threshold": n_up_to,
 }
 
 

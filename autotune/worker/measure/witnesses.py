@@ -155,7 +155,7 @@ def _quantized(name: str, phases: tuple[str, ...], read: Callable[[Any], Any]) -
 
 
 def _persistence(engine: Any, value: Scalar) -> str | None:
-    expected = sum(parameter.ds_numel <= int(str(value)) for parameter in engine.module.parameters())
+    expected = sizes.n_up_to(engine, float(str(value)))
     kept = len(engine.optimizer.parameter_offload.persistent_parameters)
     # A second limit, on all kept parameters together, may leave some of them split.
     return None if 0 < kept <= expected or expected == kept else f"{kept} parameters are kept whole"

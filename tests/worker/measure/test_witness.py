@@ -223,6 +223,22 @@ def test_a_bucket_larger_than_the_model_does_what_any_such_bucket_does(sent: Wir
     assert not both.inert and not both.unwitnessed
 
 
+@pytest.mark.parametrize(
+    ("name", "now", "before", "held"),
+    [
+        ("stage3_max_live_parameters", 10**5, 10**6, "_max_available_parameters_in_numel"),
+        ("stage3_param_persistence_threshold", 500, 50, "persistent_parameters"),
+    ],
+)
+def test_zero_3_gathers_frozen_weights_too(name: str, now: int, before: int, held: str) -> None:
+    """As those of a model with adapters, of which hardly any are trained."""
+    runs = now if held.startswith("_") else [None] * 2
+    engine = engine_of(10**6, 100, 10, parameter_offload=SimpleNamespace(**{held: runs}))
+    for parameter in [*engine.module.parameters()][:2]:
+        parameter.requires_grad = False
+    assert not witness.judge(engine, {f"{ZERO}{name}": now}, {f"{ZERO}{name}": before}).inert
+
+
 def test_buckets_that_were_not_sent_are_not_believed(sent: Wire) -> None:
     name, engine = f"{ZERO}reduce_bucket_size", engine_of(*[100] * 8, reduce_bucket_size=100)
     for _ in range(2):

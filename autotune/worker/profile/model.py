@@ -18,7 +18,7 @@ from autotune.trial.lengths import Table, cut, longest
 from autotune.trial.profile import ACTIVATION_SCALE, ARITHMETIC, Pass, Profile
 from autotune.trial.request import TrialRequest
 from autotune.trial.workload import Experts
-from autotune.worker.containers import map_tensors, to_device
+from autotune.worker.containers import map_tensors, n_elements, to_device
 from autotune.worker.data import samples, worst
 from autotune.worker.data.loader import Loader
 from autotune.worker.measure import buffers, experts, malloc, memory
@@ -361,10 +361,8 @@ def _assemble(subject: _Subject, passes: dict[str, Pass], caveats: Iterable[str]
     parameters = list(dict.fromkeys(model.parameters()))
     in_blocks = dict.fromkeys(p for block in blocks for p in block.parameters())
     n_parameters = sum(p.numel() for p in parameters)
-    named = sum(p.numel() for _, p in model.named_parameters(remove_duplicate=False))
     plain = passes["fp32/0"]
     again = passes.get("fp32/1", plain)
-    mixed = experts.facts(model) or Experts()
     changing = buffers.classes(subject.updating & {module for block in blocks for module in block.modules()})
     moving = buffers.classes(subject.moving)
     return Profile(
@@ -378,21 +376,28 @@ def _assemble(subject: _Subject, passes: dict[str, Pass], caveats: Iterable[str]
         of_tokens=(counted := _counted(subject.batches[0])) is not None and are_tokens(counted),
         block_share=sum(p.numel() for p in in_blocks) / max(1, n_parameters),
         passes=passes,
-        n_tied=named - n_parameters,
-        sizes=tuple(sorted(Counter(p.numel() for p in parameters).items())),
-        n_frozen=sum(not p.requires_grad for p in parameters),
         lengths=subject.lengths,
-        largest_module=max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()),
         built_bytes=subject.built_bytes,
         cut_short=subject.cut_short,
-        n_expert=mixed.parameters,
-        expert_layers=mixed.layers,
-        experts_per_token=mixed.per_token,
         updates=changing,
         by_micro_batch=moving,
         caveats=(*caveats, *buffers.said(changing, moving)),
+        **of_parameters(model, experts.facts(model) or Experts()),
         **found,
     )
+
+
+def of_parameters(model: nn.Module, mixed: Experts) -> dict[str, Any]:
+    """Returns the fields of a profile that tell how a model's parameters are cut up, whatever the target."""
+    parameters = list(dict.fromkeys(model.parameters()))
+    named = sum(n_elements(p) for _, p in model.named_parameters(remove_duplicate=False))
+    return {
+        "n_tied": named - sum(map(n_elements, parameters)),
+        "sizes": tuple(sorted(Counter(map(n_elements, parameters)).items())),
+        "n_frozen": sum(not p.requires_grad for p in parameters),
+        "largest_module": max(sum(map(n_elements, each.parameters(recurse=False))) for each in model.modules()),
+        "n_expert": mixed.parameters, "expert_layers": mixed.layers, "experts_per_token": mixed.per_token,
+    }  # fmt: skip
 
 
 def _of_lengths(known: Table) -> list[str]:

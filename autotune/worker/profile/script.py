@@ -20,7 +20,7 @@ from autotune.worker.containers import n_elements, tensors_in
 from autotune.worker.data.worst import length_in
 from autotune.worker.measure import batches
 from autotune.worker.measure.recompute import Recomputations
-from autotune.worker.profile.model import FUSED_STATES
+from autotune.worker.profile.model import FUSED_STATES, of_parameters
 from autotune.worker.profile.op_counter import OpCounter, Trace, optimizer_needs, storages
 
 CAVEAT = "forecasts rest on one forward of the script in its own precision; the rest of a step is estimated"
@@ -221,9 +221,6 @@ class ForwardProfile:
         if self._arithmetic() == "autocast":
             passes |= {f"autocast/{name[-1]}": self._with_casts(each) for name, each in passes.items()}
         state, scratch, for_all = self._optimizer(str((ds_config.get("optimizer") or {}).get("type", "adam")).lower())
-        parameters = dict.fromkeys(self._engine.parameters())
-        sizes = Counter(map(n_elements, parameters))
-        mixed = workload.experts or Experts()
         return Profile(
             n_parameters=workload.n_parameters, n_trainable=workload.n_trainable,
             flops_per_sample=max(1.0, plain.flops[1]), activation_bytes_per_sample=plain.kept_bytes[1],
@@ -231,8 +228,7 @@ class ForwardProfile:
             n_blocks=workload.n_blocks, sequence=length_in(self._shape[:2], micro_batch_size) or 1, of_tokens=self._of_tokens,
             block_share=workload.block_share,
             optimizer_bytes=state, optimizer_scratch=scratch, scratch_for_all=for_all,
-            passes=passes, sizes=tuple(sorted(sizes.items())), n_frozen=sum(not p.requires_grad for p in parameters),
-            n_expert=mixed.parameters, expert_layers=mixed.layers, experts_per_token=mixed.per_token, caveats=(CAVEAT,),
+            passes=passes, caveats=(CAVEAT,), **of_parameters(self._engine, workload.experts or Experts()),
         )  # fmt: skip
 
     def _optimizer(self, kind: str) -> tuple[float, float, bool]:

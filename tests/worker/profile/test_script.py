@@ -76,6 +76,7 @@ def test_one_forward_gives_what_backward_needs_and_a_third_of_the_products():
     assert again.kept_bytes[1] < 0.7 * plain.kept_bytes[1] and again.flops[1] > 1.2 * plain.flops[1]
     assert found.sequence == 16 and not found.of_tokens  # of numbers
     assert found.sizes == ((WIDTH, 3), (4 * WIDTH, 3), (4 * WIDTH * WIDTH, 6))
+    assert found.largest_module == 4 * WIDTH * WIDTH + 4 * WIDTH  # which ZeRO 3 gathers at once
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs")  # in the evaluation

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import NoReturn
 
+from autotune.system import processes
 from autotune.trial.folder import TrialDir, read_record, write_record
 from autotune.trial.request import TrialRequest
 from autotune.worker import project, random_fills
@@ -17,6 +18,7 @@ from autotune.worker.rank import abort, complete, watch_memory
 def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
     """Runs a rank of the trial in a folder and ends the process; see `rank.connect` for the listener."""
     recorder = Recorder(TrialDir(Path(trial_dir)), rank)
+    recorder.began_s -= processes.age_s()  # a new Python has imported for seconds, which the trial's deadline counts
     stacks.answer()
     try:
         request = read_record(recorder.folder.request, TrialRequest)

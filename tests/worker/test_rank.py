@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import runpy
 import socket
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,10 +15,12 @@ from deepspeed.comm.torch import TorchBackend
 
 from autotune import errors
 from autotune.errors import UserError
+from autotune.system import processes
 from autotune.trial.failures import means_host_memory
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
 from autotune.worker import rank
+from autotune.worker import run as worker_run
 from autotune.worker.script import run
 
 
@@ -194,6 +197,14 @@ def test_pinned_memory_that_the_host_lacks_is_not_taken_for_the_devices(monkeypa
     told = [rank.classify(error) for error in (pinning, other, RuntimeError(THREAD))]
     assert {outcome for outcome, _ in told} == {Outcome.OOM}
     assert [means_host_memory(reason) for _, reason in told] == [True, False, free > 8 << 30]
+
+
+def test_what_a_new_python_took_to_import_counts_to_the_trials_deadline(monkeypatch, tmp_path):
+    ended = []
+    monkeypatch.setattr(worker_run.stacks, "answer", lambda: None)
+    monkeypatch.setattr(worker_run, "abort", lambda recorder, _: ended.append(recorder.began_s))
+    worker_run.main(str(tmp_path), 0, -1)  # there is no request
+    assert time.monotonic() - ended[0] == pytest.approx(processes.age_s(), abs=0.5)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -192,7 +192,7 @@ def _batches(loader: Loader, sizes: tuple[int, int]) -> _Batches:
             high.append(loader.worst(data.longest_at, 0))
     differ = len({worst.size_of(batch) for batch in (drawn[0], part, high[0])}) > 1
     known, both = (known, high) if differ else ((), drawn)
-    counted = _counted(both[0])
+    counted = counted_tensor((both[0],), {})
     shape = tuple(counted.shape) if counted is not None else ()
     sequence = worst.length_in(shape[:2], sizes[0]) or 1
     mapped = data is not None and bool(data.longest_at)
@@ -201,11 +201,6 @@ def _batches(loader: Loader, sizes: tuple[int, int]) -> _Batches:
     elif known:
         sequence = longest(known) if mapped else max(shape[1:], default=1)
     return _Batches(both, known, sequence)
-
-
-def _counted(batch: Any) -> Tensor | None:
-    """Returns the tensor of a batch that counts its samples."""
-    return counted_tensor((), batch) if isinstance(batch, Mapping) else counted_tensor((batch,), {})
 
 
 class _Autocast(nn.Module):
@@ -373,7 +368,7 @@ def _assemble(subject: _Subject, passes: dict[str, Pass], caveats: Iterable[str]
         checkpointed_bytes_per_sample=again.kept_bytes[1],
         n_blocks=len(blocks),
         sequence=subject.sequence,
-        of_tokens=(counted := _counted(subject.batches[0])) is not None and are_tokens(counted),
+        of_tokens=(counted := counted_tensor((subject.batches[0],), {})) is not None and are_tokens(counted),
         block_share=sum(p.numel() for p in in_blocks) / max(1, n_parameters),
         passes=passes,
         lengths=subject.lengths,

@@ -349,22 +349,17 @@ def restart_nvml() -> None:
             nvml.nvmlInit()
 
 
-def tried_in_a_fork(run: Callable[[], object]) -> str | None:
+def tried_in_a_fork(run: Callable[[], None]) -> str | None:
     """Runs a function in a forked process; returns why it failed, or None.
 
     Torch does not tell whether CUDA was used in a way that does not survive a fork: counting devices without NVML is
     enough, and leaves `torch.cuda.is_initialized()` false.
     """
-
-    def in_silence() -> Sequence[str]:
-        run()
-        return ()
-
-    code, said = _in_a_fork(in_silence)
+    code, said = _in_a_fork(run)
     return None if code == 0 else next(iter(said), "") or f"exit status {code}"
 
 
-def _in_a_fork(run: Callable[[], Sequence[str]]) -> tuple[int, list[str]]:
+def _in_a_fork(run: Callable[[], Sequence[str] | None]) -> tuple[int, list[str]]:
     """Runs a function in a forked process; returns the exit status, and the texts it returned or its error."""
     read, write = os.pipe()
     pid = os.fork()
@@ -372,7 +367,7 @@ def _in_a_fork(run: Callable[[], Sequence[str]]) -> tuple[int, list[str]]:
         status = 1
         try:
             os.close(read)
-            said = json.dumps(list(run()))
+            said = json.dumps(run() or [])
             status = 0
         except BaseException as error:
             lines = str(error).strip().splitlines() or [""]

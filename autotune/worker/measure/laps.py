@@ -33,10 +33,6 @@ class Laps:
         self._laps.append((kind, self._last, now))
         self._last = now
 
-    def forget(self) -> None:
-        """Drops all laps."""
-        self._laps.clear()
-
     def seconds(self) -> list[float]:
         """Returns the seconds of each lap; synchronize the device first."""
         return [start.elapsed_time(end) / 1e3 if self._cuda else end - start for _, start, end in self._laps]

@@ -168,7 +168,7 @@ class _Trainer:
         while meter.ledger.skipped:  # while fp16 looks for its loss scale, no optimizer step is made to take apart
             self._train_window(1, apart=True)
         meter.begin()
-        self.micro_clock.forget()
+        self.micro_clock = Laps(meter.device)  # without the laps of the warm-up
         while not meter.ledger.done():
             self._train_window(meter.ledger.window_steps())
         meter.report.micro_step_s = self.micro_clock.medians_s()

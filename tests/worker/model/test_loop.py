@@ -15,9 +15,8 @@ def test_a_step_that_loss_scaling_skips_is_taken_apart_once_more(monkeypatch):
     ledger = SimpleNamespace(skipped=0, done=lambda: True)
     trainer.meter = SimpleNamespace(
         ledger=ledger, begin=lambda: windows.append("begin"), report=SimpleNamespace(), afterwards=list,
-        finish=lambda: None, request=SimpleNamespace(save_weights=None, tail=None),
+        finish=lambda: None, request=SimpleNamespace(save_weights=None, tail=None), device=torch.device("cpu"),
     )  # fmt: skip
-    trainer.micro_clock = SimpleNamespace(forget=lambda: None, medians_s=dict)
     trainer.loader, trainer.stages = SimpleNamespace(close=lambda: None), None
     monkeypatch.setattr(loop.Tail, "of", lambda _: None)
 

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autotune.trial.result import NOT_FINITE, GradientCheck
-from autotune.worker.measure.groups import sequence_size
 
 # Elements compared of each parameter; larger parameters are left out, since comparing copies them.
 MAX_SAMPLED, MAX_PARAMETER_SIZE = 4096, 2**20
@@ -20,7 +19,7 @@ REPLICATE_SEEDS = 1_000_003
 
 
 class GradientWatch:
-    """Compares the gradient that the first optimizer step applies with the mean of its micro-gradients.
+    """Compares the gradient that the first optimizer step applies with the mean of its micro-gradients, where no ranks share a batch.
 
     Hooks see the gradient of one micro-batch before it is accumulated, reduced or sharded, if they are set before
     `deepspeed.initialize`.
@@ -123,29 +122,17 @@ class GradientWatch:
         sums = torch.zeros(3, dtype=torch.float64, device=expected.device)
         for i, mean in enumerate(expected.split(sizes)):
             parameter = self._parameters[i][0]
-            whole, part = safe_get_full_grad(parameter), mean * _n_added_up(engine, parameter)
+            whole = safe_get_full_grad(parameter)
             if whole is not None:
                 applied = self._sampled(i, whole)
-                sums += torch.stack([(applied - part).square().sum(), part.square().sum(), applied.square().sum()])
+                sums += torch.stack([(applied - mean).square().sum(), mean.square().sum(), applied.square().sum()])
         error, size, norm = (float(value) ** 0.5 for value in sums)
         if size == 0:
             return None
         numbers = error / size, norm * self.divided_by / loss_scale(engine)
         # A report is JSON, which has neither infinity nor NaN.
         error, norm = (value if math.isfinite(value) else NOT_FINITE for value in numbers)
-        n_copies = self.world_size // sequence_size(engine)
-        return GradientCheck(error=error, norm=norm, n_micro=self.n_micro * n_copies)
-
-
-def _n_added_up(engine: Any, parameter: Any) -> int:
-    """Returns of how many ranks DeepSpeed adds up the gradients: those of a sequence, of others it takes the mean.
-
-    Stage 3 takes the mean over all ranks, but for buckets that it does not scatter, which hold no larger parameter.
-    """
-    n, of = sequence_size(engine), engine.optimizer
-    if n == 1 or engine.zero_optimization_stage() < 3:
-        return n
-    return 1 if of.reduce_scatter or not of.contiguous_gradients or parameter.ds_numel > of.reduce_bucket_size else n
+        return GradientCheck(error=error, norm=norm, n_micro=self.n_micro * self.world_size)
 
 
 def _holds_own_part(parameter: Any) -> bool:

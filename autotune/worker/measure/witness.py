@@ -13,7 +13,7 @@ from autotune.worker.measure.witnesses import SECTIONS, SEEN_BY_OBSERVED, WITNES
 PARSED = {"zero_optimization": "zero_config", "bf16": "bfloat16_config", "fp16": "float16_config"}
 DEFAULTS: dict[str, Scalar] = {
     "prescale_gradients": False, "gradient_predivide_factor": 1.0, "disable_python_gc": False,
-    "sequence_parallel_size": 1, "tensor_parallel.autotp_size": 0, "gradient_allreduce_op": "mean",
+    "sequence_parallel_size": 1, "gradient_allreduce_op": "mean",
     "use_data_before_expert_parallelism": False, "managed_gradient_accumulation": True,
 }  # fmt: skip
 BUCKET = f"{ZERO}reduce_bucket_size"

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from autotune.space.deepspeed import SECTION_KEYS, ZERO, Scalar
-from autotune.space.degree import EXPERT_DEGREE, PARTITION, PIPELINE_DEGREE
+from autotune.space.degree import EXPERT_DEGREE, PARTITION, PIPELINE_DEGREE, TENSOR_DEGREE
 from autotune.worker.containers import DTYPES
 from autotune.worker.data import witness as loading
 from autotune.worker.device import multiplies_in_tf32
-from autotune.worker.measure import experts, groups, sizes
+from autotune.worker.measure import groups, sizes
 from autotune.worker.measure.stages import stages
 from autotune.worker.measure.wire import Calls, wire
 
@@ -242,30 +242,8 @@ def _muon_buffer(engine: Any, value: Scalar) -> str | None:
     return _equal(_zero("save_muon_momentum_buffer_in_memory"))(engine, value)
 
 
-def _tensor_parallel(engine: Any, value: Scalar) -> str | None:
-    split = len(groups.split_modules(engine.module))
-    if value in (0, 1):
-        return f"{split} modules were split over ranks" if split else None
-    if not split:
-        return "no module was split over ranks"
-    degree = int(engine.autotp_size())
-    return None if degree == value else f"modules are split over {degree} ranks"
-
-
-def _sequence_parallel(engine: Any, value: Scalar) -> str | None:
-    from deepspeed.sequence.layer import DistributedAttention
-
-    splitting = groups.exchanges.calls or any(
-        isinstance(module, DistributedAttention) for module in engine.module.modules()
-    )
-    if value in (0, 1):
-        return "attention is split over ranks" if splitting else None
-    degree = groups.sequence_size(engine)
-    if degree != value:
-        return f"the sequence groups have {degree} rank{'s' if degree > 1 else ''}"
-    if not splitting:
-        return "no module of the model splits its sequence (deepspeed.sequence.layer.DistributedAttention)"
-    return None
+def _sequence_parallel(_engine: Any, value: Scalar) -> str | None:
+    return None if value in (0, 1) or groups.exchanges.calls else "no attention of the model splits its sequence"
 
 
 def _leaves(engine: Any, value: Scalar) -> str | None:
@@ -339,9 +317,10 @@ def _names(types: Iterable[Any]) -> str:
 
 
 # `Observed.mismatch` compares these with what the data and the engine showed.
-SEEN_BY_OBSERVED = frozenset(
-    ("micro_batch_size", "gradient_accumulation_steps", "zero_stage", "precision", "checkpoint_every")
-)
+SEEN_BY_OBSERVED = frozenset((
+    "micro_batch_size", "gradient_accumulation_steps", "zero_stage", "precision", "checkpoint_every",
+    TENSOR_DEGREE, EXPERT_DEGREE, PIPELINE_DEGREE,
+))  # fmt: skip
 WITNESSES: dict[str, Witness] = {
     f"{ZERO}reduce_bucket_size": _reduce_bucket,
     f"{ZERO}overlap_comm": _overlap,
@@ -385,10 +364,7 @@ WITNESSES: dict[str, Witness] = {
     f"{ZERO}offload_param.pin_memory": _equal(_zero("offload_param_pin_memory")),
     "optimizer": _optimizer_class,
     "gradient_clipping": _equal(lambda engine: float(engine.gradient_clipping()), lambda value: float(str(value))),
-    "tensor_parallel.autotp_size": _tensor_parallel,
     "sequence_parallel_size": _sequence_parallel,
-    EXPERT_DEGREE: _equal(lambda engine: experts.degree(engine.module), lambda value: value or 1),
-    PIPELINE_DEGREE: _equal(lambda engine: engine.num_stages, lambda value: value or 1),
     PARTITION: _partition,
 }
 _OF_EXPERTS = _only_where(lambda engine: engine.has_moe_layers, "the model has no expert layers")

@@ -25,6 +25,7 @@ from autotune.worker.measure.ledger import WINDOW_S, NotApplied, StepLedger, run
 from autotune.worker.measure.memory import Memory
 from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.measure.recorder import Recorder
+from autotune.worker.measure.witnesses import Idle
 
 # Steps whose learning rates show how fast a schedule goes.
 N_RATES = 2
@@ -220,8 +221,11 @@ class Meter:
             for name in request.changed_from
         }
         verdict = witness.judge(self.engine, asked, request.changed_from)
-        if verdict.inert:
-            raise NotApplied("; ".join(f"{name}: {why}" for name, why in verdict.inert.items()))
+        # What does nothing with the weights of one stage of a pipeline may act in another.
+        acted = self._highest(not verdict.inert)
+        inert = {name: why for name, why in verdict.inert.items() if not (acted and isinstance(why, Idle))}
+        if inert:
+            raise NotApplied("; ".join(f"{name}: {why}" for name, why in inert.items()))
         self.report.observed = replace(observed, unwitnessed=verdict.unwitnessed)
 
     def observe(self) -> Observed:

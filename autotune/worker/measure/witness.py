@@ -24,8 +24,8 @@ class Verdict:
     """Findings of the witnesses about a candidate's settings.
 
     Attributes:
-        inert: Why a setting did not act, by setting. What did what happens anyway is among them where nothing else
-            differs from the baseline.
+        inert: Why a setting did not act, by setting. What did what happens anyway (`Idle`) is among them where nothing
+            else differs from the baseline on this rank.
         unwitnessed: Settings that nothing in the engine shows.
     """
 
@@ -52,7 +52,7 @@ def judge(engine: Any, settings: Mapping[str, Scalar], base: Mapping[str, Scalar
         if why is None:
             acted = True
         else:
-            (idle if isinstance(why, Idle) else inert)[name] = str(why)
+            (idle if isinstance(why, Idle) else inert)[name] = why
     alone = not acted and not unwitnessed
     return Verdict(inert=inert | idle if alone else inert, unwitnessed=tuple(unwitnessed))
 

@@ -16,6 +16,8 @@ from autotune.trial.result import Outcome, RankReport
 from autotune.worker.measure import machine_load
 from autotune.worker.measure.ledger import NotApplied
 from autotune.worker.measure.meter import GROWS, Meter
+from autotune.worker.measure.witness import Verdict
+from autotune.worker.measure.witnesses import Idle
 
 pytestmark = pytest.mark.process
 
@@ -188,6 +190,13 @@ def test_a_learning_rate_that_follows_the_batch_has_acted(monkeypatch):
     monkeypatch.setattr("autotune.worker.measure.meter.replace", lambda _, **found: found)
     meter.check_applied()
     assert meter.report.observed == {"unwitnessed": ()}
+    # Nothing but Idle here, as where another stage of a pipeline has the larger weights.
+    idle = Verdict(inert={rate: Idle("the same")}, unwitnessed=())
+    monkeypatch.setattr("autotune.worker.measure.witness.judge", lambda *_: idle)
+    with pytest.raises(NotApplied, match="the same"):
+        meter.check_applied()
+    monkeypatch.setattr(Meter, "_highest", lambda *_: 1.0)  # of all ranks
+    meter.check_applied()
 
 
 @pytest.fixture

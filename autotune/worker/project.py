@@ -31,9 +31,9 @@ def settle(script: Path, working_dir: str | None = None) -> None:
 
 
 def holds(path: str) -> bool:
-    """Returns whether a file is the user's own code; before `settle`, none is."""
+    """Returns whether a file is the user's own code; before `settle`, none is, nor is `<frozen os>` or `<string>` ever."""
     installed = path.startswith(INSTALLED_FOLDERS) and f"{os.sep}..{os.sep}" not in path  # at once, as most files are
-    return bool(path) and not installed and _is_users(os.path.abspath(path))
+    return path[:1] not in ("", "<") and not installed and _is_users(os.path.abspath(path))
 
 
 @functools.cache

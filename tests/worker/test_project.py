@@ -28,13 +28,15 @@ def tree(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("script", ["train.py", "scripts/train.py"])
 @pytest.mark.parametrize("around", ["", "pyvenv.cfg", "shelf-1.0.dist-info"])
-def test_the_project_of_the_script_is_the_users_and_libraries_are_not(tree, script, around):
+def test_the_project_of_the_script_is_the_users_and_libraries_are_not(tree, monkeypatch, script, around):
     """In a project where `python -m venv .` was run no code was the user's, so that no batch size could be moved."""
     (tree / around).mkdir(exist_ok=True)
     assert not project.holds(str(tree / "train.py"))  # before a target is known
     project.settle(tree / script)
     assert [name for name in USERS if not project.holds(str(tree / name))] == []
     assert [name for name in LIBRARIES if project.holds(str(tree / name))] == []
+    monkeypatch.chdir(tree)
+    assert not project.holds("<frozen os>")
 
 
 def test_the_working_folder_belongs_to_the_project_and_the_home_folder_is_none(tree, monkeypatch):

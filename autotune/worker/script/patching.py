@@ -155,8 +155,8 @@ def users_frame(*, through_libraries: bool = False) -> FrameType | None:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        module = f"{frame.f_globals.get('__name__', '')}."
-        if not module.startswith(TRANSPARENT_MODULES):
+        module, generated = f"{frame.f_globals.get('__name__', '')}.", frame.f_code.co_filename.startswith("<")
+        if not (generated or module.startswith(TRANSPARENT_MODULES)):
             if project.holds(frame.f_code.co_filename):
                 return frame
             if not through_libraries or module.partition(".")[0] in project.FRAMEWORKS:

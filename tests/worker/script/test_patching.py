@@ -101,14 +101,20 @@ def test_a_module_that_does_not_exist_stays_missing(library):
         import no_such_module  # noqa: F401
 
 
-@pytest.mark.parametrize(("name", "line"), [("shelf", 2), ("deepspeed", None)])
-def test_what_a_library_makes_for_the_user_is_found_where_the_user_asks_for_it(tmp_path, monkeypatch, name, line):
-    """A DataLoader of a library kept its batch, although the user's code says which."""
+@pytest.mark.parametrize(
+    ("name", "caller", "line"),
+    [("shelf", "train.py", 2), ("deepspeed", "train.py", None), ("shelf", "<frozen runpy>", None)],
+)
+def test_what_a_library_makes_for_the_user_is_found_where_the_user_asks_for_it(
+    tmp_path, monkeypatch, name, caller, line
+):
+    """A DataLoader of a library kept its batch, although the user's code says which; of none is what Python runs a library by."""
     monkeypatch.setattr(project, "_roots", [])
+    monkeypatch.chdir(tmp_path)
     project.settle(tmp_path / "train.py")
     made = {"users_frame": patching.users_frame, "__name__": f"{name}.data"}
     exec(compile("def make():\n    return users_frame(through_libraries=True)", "/elsewhere/data.py", "exec"), made)
-    code = compile("\nframe = make()", str(tmp_path / "train.py"), "exec")
+    code = compile("\nframe = make()", caller if caller[0] == "<" else str(tmp_path / caller), "exec")
     exec(code, users := {"make": made["make"], "__name__": "__main__"})
     assert (users["frame"] and users["frame"].f_lineno) == line
 

@@ -21,9 +21,11 @@ INSTALLED_FOLDERS = tuple(
 def settle(script: Path, working_dir: str | None = None) -> None:
     """States the target, for good: a rank runs only one.
 
-    The project is the target's folder and its working folder, or the folder around each that has a project's files.
+    The project is the target's folder and its working folder, or the folder around each that has a project's files; and the
+    target itself, also where a library brings it.
     """
-    places = [script.absolute().parent, script.resolve().parent]
+    _scripts[:] = [str(script.absolute()), str(script.resolve())]
+    places = [Path(each).parent for each in _scripts]
     places += [Path(working_dir).absolute()] if working_dir else []
     _roots[:] = dict.fromkeys(f"{_project_of(place)}{os.sep}" for place in places)
     _is_users.cache_clear()
@@ -33,7 +35,7 @@ def settle(script: Path, working_dir: str | None = None) -> None:
 def holds(path: str) -> bool:
     """Returns whether a file is the user's own code; before `settle`, none is, nor is `<frozen os>` or `<string>` ever."""
     installed = path.startswith(INSTALLED_FOLDERS) and f"{os.sep}..{os.sep}" not in path  # at once, as most files are
-    return path[:1] not in ("", "<") and not installed and _is_users(os.path.abspath(path))
+    return path in _scripts or (path[:1] not in ("", "<") and not installed and _is_users(os.path.abspath(path)))
 
 
 @functools.cache
@@ -65,3 +67,4 @@ def _project_of(place: Path) -> Path:
 
 
 _roots: list[str] = []
+_scripts: list[str] = []

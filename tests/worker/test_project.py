@@ -1,5 +1,7 @@
 """Which files are the user's code: by the project's folder, wherever libraries are installed."""
 
+from pathlib import Path
+
 import pytest
 
 from autotune.worker import project
@@ -18,6 +20,7 @@ LIBRARIES = [
 def tree(tmp_path, monkeypatch):
     """A project with libraries in all the places that pip and Python know."""
     monkeypatch.setattr(project, "_roots", [])
+    monkeypatch.setattr(project, "_scripts", [])
     root = tmp_path / "project"
     for name in [*USERS, *LIBRARIES, "src/transformers/__init__.py", "pyproject.toml", "env/pyvenv.cfg"]:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -62,3 +65,5 @@ def test_what_a_link_to_the_script_leads_to_belongs_to_the_project(tree, tmp_pat
 def test_a_script_that_is_itself_in_a_library_folder_is_the_users(tree):
     project.settle(tree / "libs" / "shelf" / "books.py")
     assert not project.holds(project.__file__) and not project.holds(project.os.__file__) and not project.holds("")
+    project.settle(Path(project.os.__file__))
+    assert project.holds(project.os.__file__) and not project.holds(project.functools.__file__)

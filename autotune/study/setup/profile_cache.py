@@ -30,7 +30,7 @@ from autotune.trial.target import sources
 from autotune.trial.workload import Workload
 
 # Part of every key; increase it when the records change.
-FORMAT = 12
+FORMAT = 13
 PROFILE_DEADLINE_S = 180.0
 # Computing time of a profile in seconds, and the share of the time left that it may take.
 PROFILE_S, PROFILE_SHARE = 60.0, 0.1

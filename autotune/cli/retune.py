@@ -50,7 +50,7 @@ def changes(
     opened = open_study(study, storage)
     kept, look = opened.record, opened.folder / "retunes" / "look"
     if quick:
-        found = fingerprint.quick_changes(kept, opened.target)
+        now = fingerprint.here(kept, opened.target)
     else:
         wanted = opened.spec()
         try:
@@ -62,7 +62,7 @@ def changes(
             shutil.rmtree(look, ignore_errors=True)
             raise
         shutil.rmtree(look, ignore_errors=True)
-        found = fingerprint.changes(Fingerprint.of(kept), now)
+    found = fingerprint.changes(Fingerprint.of(kept), now)
     if as_json:
         print(json.dumps(list(map(asdict, found)), indent=1))
         return

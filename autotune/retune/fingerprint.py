@@ -78,8 +78,7 @@ PARTS: dict[str, Part] = {
     "devices": Part(label="number of devices"),
     "cores": Part(label="processor cores"),
     "threads": Part(label="OMP_NUM_THREADS"),
-    "device memory": Part(label="device memory", touches=MEMORY, opens=True, differs=_size_differs),
-    "memory limit": Part(label="memory limit", touches=MEMORY, opens=True, differs=_size_differs),
+    "memory limit": Part(label="device memory or its limit", touches=MEMORY, opens=True, differs=_size_differs),
     "bf16": Part(label="bfloat16 support", touches=MEMORY, opens=True),
     "fp16": Part(label="fp16 support", touches=MEMORY, opens=True),
     "driver": Part(label="device driver"),
@@ -129,7 +128,7 @@ class Change:
                 return f"{label}: {_space_words(self.before, self.after)}"
             case "lengths":
                 return f"{label}: {_lengths_words(self.before)}, now {_lengths_words(self.after)}"
-            case "device memory" | "memory limit":
+            case "memory limit":
                 return f"{label}: {format_bytes(self.before)}, now {format_bytes(self.after)}"
             case "objectives":
                 return f"{label}: {', '.join(differing(self.before, self.after))} changed"
@@ -224,18 +223,13 @@ def here(kept: StudyRecord, target: Path) -> Fingerprint:
     return Fingerprint(values=values)
 
 
-def quick_changes(kept: StudyRecord, target: Path) -> list[Change]:
-    """Changes since a study that show without loading torch or the model."""
-    return changes(Fingerprint.of(kept), here(kept, target))
-
-
 def _known(workload: Workload, world_size: int, asked: Mapping[str, Any]) -> dict[str, Any]:
     environment = workload.environment
     values: dict[str, Any] = {
         "accelerator": environment.accelerator,
         "device": environment.device_name,
         "devices": environment.n_devices,
-        "device memory": environment.device_memory_bytes,
+        "memory limit": asked.get("device_memory_bytes") or environment.device_memory_bytes,
         "bf16": environment.bf16,
         "fp16": environment.fp16,
         "ranks": world_size,
@@ -249,7 +243,6 @@ def _known(workload: Workload, world_size: int, asked: Mapping[str, Any]) -> dic
     if environment.accelerator == "cpu":
         values["cores"] = environment.n_cores
         values["threads"] = environment.omp_num_threads
-    values["memory limit"] = asked.get("device_memory_bytes") or environment.device_memory_bytes
     if workload.structure:
         values["model"] = workload.structure
     if workload.client_optimizer and workload.optimizer:
@@ -259,11 +252,7 @@ def _known(workload: Workload, world_size: int, asked: Mapping[str, Any]) -> dic
     if workload.data is not None:
         lengths = {str(edge): share for edge, share in shares(workload.data.table).items()}
         values |= {"samples": list(workload.data.fields), "lengths": lengths}
-    # A stated limit stands for the device's own.
-    values = {name: value for name, value in values.items() if value is not None or name == "threads"}
-    if asked.get("device_memory_bytes"):
-        values.pop("device memory")
-    return values
+    return {name: value for name, value in values.items() if value is not None or name == "threads"}
 
 
 def _base_config(asked: Mapping[str, Any]) -> DsConfig:

@@ -57,7 +57,8 @@ def test_what_is_here_is_compared_with_what_was_there(monkeypatch, tmp_path, was
 def test_a_target_that_is_gone_has_changed(monkeypatch, tmp_path):
     """A re-tuning that was due found that nothing had changed, each week anew."""
     monkeypatch.setattr(Fingerprint, "of", lambda _: Fingerprint(values={"target": "0123"}))
-    (found,) = fingerprint.quick_changes(None, tmp_path / "gone.py")  # type: ignore[arg-type]
+    gone = fingerprint.here(None, tmp_path / "gone.py")  # type: ignore[arg-type]
+    (found,) = changes(Fingerprint(values={"target": "0123"}), gone)
     assert found.words == "the target's file is gone"
 
 
@@ -91,7 +92,12 @@ def test_nothing_changed_is_nothing_to_say():
             "base configuration",
             "the baseline's configuration: optimizer.params.lr 0.001, now 0.0001; fp16.enabled not set, now yes",
         ),
-        (of(device_memory_bytes=2**33), "memory limit", "memory limit: 16.0 GiB, now 8.00 GiB"),
+        (of(device_memory_bytes=2**33), "memory limit", "device memory or its limit: 16.0 GiB, now 8.00 GiB"),
+        (
+            of(environment(device_memory_bytes=2**35)),
+            "memory limit",
+            "device memory or its limit: 16.0 GiB, now 32.0 GiB",
+        ),
         (of(space={**SPACE, "zero_stage": [0, 1]}), "space", "search space: new: zero_stage"),
         (
             of(replace(BEFORE, data=DataShape(fields=("int64[*]",), table=((128.0, 20), (512.0, 80)), n_seen=100))),

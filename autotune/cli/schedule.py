@@ -74,7 +74,7 @@ def schedule_list(storage: Storage = None, *, as_json: AsJson = False) -> None:
     if not rows:
         print(f"no schedule; {HINT}", file=sys.stderr)
     for each in found:
-        times = f"last {schedule.moment(each.last_run_at)}, next {schedule.moment(each.next_run_at)}"
+        times = f"last {schedule.moment(each.last_run_at)}, next {schedule.moment(each.due_at(time.time()))}"
         print(f"{each.number:>3}  {each.study}: {each.when}; {times}")
 
 

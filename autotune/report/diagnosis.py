@@ -18,9 +18,8 @@ from autotune.space.candidate import Candidate
 from autotune.study import tracing
 from autotune.study.setup import profile_cache
 from autotune.study.storage import records
-from autotune.trial.folder import TrialDir, adapter, record_in, reports, result_in
+from autotune.trial.folder import TrialDir, adapter, reports, result_in
 from autotune.trial.links import Probe
-from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome, Traced, TrialResult
 from autotune.trial.workload import Workload
 
@@ -47,7 +46,7 @@ def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
         beside_s=beside_s,
         peak_memory_bytes=measured(points[number]).get("peak_memory_bytes"),
         joules_per_sample=measured(points[number]).get("joules_per_sample"),
-        memory_limit_bytes=_stated_limit(path) or report.memory_limit_bytes,
+        memory_limit_bytes=report.memory_limit_bytes,
         **(_of_device(result) if result else {}),
         tokens_per_step=result.tokens_per_step if result else None,
         traced=traces(paths[0], report.world_size),
@@ -136,11 +135,6 @@ def phases(path: Path, world_size: int) -> dict[int, Mapping[str, float]]:
     """The step that each rank of a trial took apart, where it did."""
     found = reports(TrialDir(path), world_size)
     return {rank: report.phase_times_s for rank, report in found.items() if report.phase_times_s}
-
-
-def _stated_limit(path: Path) -> float | None:
-    request = record_in(TrialDir(path).request, TrialRequest)
-    return float(request.device_memory_bytes) if request is not None and request.device_memory_bytes else None
 
 
 def step_parts(result: TrialResult, path: Path, n_blocks: int) -> dict[str, Part]:

@@ -16,7 +16,7 @@ import yaml
 from autotune.errors import UserError, nearest
 from autotune.report.data import Data, StudyReport
 from autotune.report.script_changes import DTYPES, every_nth
-from autotune.report.started import Started, started
+from autotune.report.started import ON_MACHINES, Started, started
 from autotune.scoring.recommend import pick_name
 from autotune.space import own_tuner
 from autotune.space.candidate import Candidate
@@ -408,11 +408,14 @@ def export_pick(
     begun = started(report, which)
     file = "" if path is None else os.path.relpath(path, begun.invocation.working_dir) if begun else str(path)
     begun = begun.pasted_here if begun else None
-    text, named = export(chosen, base, form, report.world_size, begun, file), f"{shlex.quote(report.name)} {which}"
+    stated, named = report.study.get("nodes") or 1, f"{shlex.quote(report.name)} {which}"
+    nodes = 1 if report.world_size % stated else stated  # what cannot be spread evenly ran on one
+    text = export(chosen, base, form, report.world_size // (nodes if form == "command" else 1), begun, file)
+    joined = [ON_MACHINES[form].format(nodes)] if nodes > 1 and form in ON_MACHINES else []
     changes = [] if form == "command" else chosen.get("script_side_changes", [])  # its comments say so
     return Exported(
         text=text,
-        notes=[*_warnings(chosen), *notes(chosen, form, begun, named), *changes],
+        notes=[*_warnings(chosen), *notes(chosen, form, begun, named), *joined, *changes],
         tuned=base,
         own_files=begun.own_files if begun else frozenset(),
     )

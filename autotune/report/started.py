@@ -33,6 +33,13 @@ LONGEST_PATH = 4096
 TRAINING_KEY = re.compile(r"\b(per_device_train_batch_size|output_dir)[\"']?\s*:")
 DEEPSPEED_KEY = re.compile(r"\bdeepspeed[\"']?\s*:")
 LARGEST_ARGUMENTS_BYTES = 1 << 20
+# What an exported text leaves open, by format, where the study ran on several machines.
+ON_MACHINES = {
+    "command": "It ran on {} machines: start it on each of them, with what its launcher needs to join them (torchrun:"
+    " --nnodes, --node_rank and --master_addr, no --standalone).",
+    "accelerate": "It ran on {} machines: set num_machines, main_process_ip and main_process_port, and on each machine its"
+    " machine_rank.",
+}
 # Where frameworks take a DeepSpeed configuration in code.
 CONFIG_PARAMETERS = {
     TRAINER: 'pass `deepspeed="{}"` to `TrainingArguments`',

@@ -680,6 +680,19 @@ def test_a_pick_goes_by_the_words_of_the_answer_too(said):
     assert pick_or_trial(report, said, None)["trial"] == expected["trial"]
 
 
+def test_what_ran_on_several_machines_is_started_on_each_of_them(monkeypatch):
+    """16 ranks of two machines were printed as `torchrun --standalone --nproc_per_node=16`, which starts them on one."""
+    own = replace(STARTED.invocation, command="torchrun --nproc_per_node 8 train.py --bs 8 --lr 1e-3", world_size=8)
+    monkeypatch.setattr("autotune.report.export.started", lambda *_: replace(STARTED, invocation=own))
+    monkeypatch.setattr("autotune.report.export.pick_or_trial", lambda *_: pick(CANDIDATES[1]) | {"trial": 1})
+    found = replace(study_report(2), study={"name": "s", "nodes": 2, "ranks": 16, "base_config": BASE})
+    command, file = (export_pick(found, None, None, form) for form in ("command", "accelerate"))
+    assert command.text.splitlines()[-1].startswith("torchrun --nproc_per_node 8 train.py --bs ")
+    assert "num_processes: 16" in file.text
+    said = [" ".join(each.notes) for each in (command, file)]
+    assert "2 machines: start it on each" in said[0] and "2 machines: set num_machines" in said[1]
+
+
 def test_a_model_has_no_command():
     with pytest.raises(UserError, match="no command line starts"):
         export(pick(CANDIDATES[0]), BASE, "command", 2)

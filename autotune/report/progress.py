@@ -35,6 +35,7 @@ LEAST_ROOM = 10  # columns of a text, also in a terminal that has fewer, which b
 BAR = 28
 ECHOED = 3  # columns that the last live line leaves free: a terminal shows a Ctrl-C there as ^C, which would begin another line
 LONGEST_REASON = 160
+TURNS = "another study measures on this machine; the two take turns, trial by trial"
 
 
 class ProgressView(EventSink):
@@ -83,7 +84,7 @@ class ProgressView(EventSink):
                 self._print_note(f"waiting: {redaction.redact(event.text)}")
             case Kind.TURN_WAIT if not self._waited:
                 self._waited = True
-                self._print_note("another study measures on this machine; the two take turns, trial by trial")
+                self._print_note(TURNS)
             case Kind.PHASE:
                 self._start_clock(redaction.redact(event.text), event)
                 if self._live is None:

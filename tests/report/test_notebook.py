@@ -82,6 +82,14 @@ def test_between_two_trials_the_profiling_before_the_first_is_not_said_to_go_on(
     assert len(seen) == 2 and not any("profiling" in page for page in seen)
 
 
+def test_a_run_that_waits_for_its_turn_says_so_once(kernel):
+    """Nothing moved in the display while another study measured, and nothing said why."""
+    with notebook.viewer(True) as view:
+        view.waiting()
+        view.waiting()
+    assert kernel.outputs[0].count("the two take turns") == 1
+
+
 def test_outside_of_a_notebook_progress_is_told_to_standard_error(study):
     assert isinstance(notebook.viewer(True), ProgressView)
 

@@ -13,7 +13,7 @@ from autotune.scoring.quantiles import Z95, t95
 from autotune.scoring.reasons import DRIFT
 from autotune.scoring.shared_cores import SLOPE
 from autotune.space.candidate import Candidate
-from autotune.trial.result import Outcome, TrialResult
+from autotune.trial.result import Outcome
 
 # A configuration is unmoved if its step time over the baseline's is shown to have changed by less than this share.
 MARGIN = 0.04
@@ -41,11 +41,6 @@ class Reading:
     outcome: Outcome
     reason: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, result: TrialResult, metrics: Mapping[str, float]) -> "Reading":
-        """The reading of a trial."""
-        return cls(outcome=result.outcome, reason=result.reason, metrics=metrics)
 
     @property
     def completed(self) -> bool:

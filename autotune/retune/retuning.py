@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,14 @@ from autotune.study.storage import analysed, records
 from autotune.study.storage.generations import generation_name
 from autotune.study.storage.history import GoneError, History
 from autotune.study.storage.records import StudyRecord
-from autotune.study.warm_start import HistoryRecorder, PriorStudy, WarmStart
+from autotune.study.warm_start import HistoryRecorder, WarmStart
 from autotune.trial.folder import record_in, result_in, write_record
 from autotune.trial.result import Outcome, TrialResult
 
 # A search that starts from the study's results needs this share of its trials, and at least this number.
 SHARE, FEWEST = 0.2, 6
-# Trials of the search for each configuration of the old front that is measured again.
-FRONT_EVERY = 8
+# Trials of the search for each configuration that is measured again since it was the best by an objective.
+BEST_EVERY = 8
 MIN_GAIN = 0.03
 MOST_ATTEMPTS = 3  # starts of one re-tuning, each of which was killed, before it counts as failed
 AT_WORK = "at-work"  # file in a re-tuning's folder while an attempt runs: it stays where that was killed
@@ -137,7 +137,7 @@ class Rounds:
         metrics, own = self._metrics(result), result.log_slowdown
         if own is not None and beside is not None:
             metrics, _ = slowed(metrics, {}, SLOPE * (beside - own))
-        return Reading.of(result, metrics)
+        return Reading(outcome=result.outcome, reason=result.reason, metrics=metrics)
 
     def _metrics(self, result: TrialResult) -> dict[str, float]:
         return remeasured(result, self.runner.state.reference) if result.outcome is Outcome.COMPLETE else {}
@@ -270,7 +270,7 @@ class Retuning:
         made["notes"] = [f"{now}; it was: {before or 'not measured'}"] if now is not None else []
         later = load.read(runner.study, self.path)
         if (pick := later.picks.get("recommended")) is None:
-            return Decision(verdict=RetuneVerdict.FAILED, reason=f"no configuration ran: {later.why_nothing}", **made)
+            return Decision(verdict=RetuneVerdict.FAILED, reason=later.why_nothing, **made)
         challenger = Candidate.of(pick["candidate"])
         if challenger == self.incumbent:
             return Decision(
@@ -323,17 +323,15 @@ class Retuning:
                 "time_budget_s": None,  # that of the run; its trials bound this one
             }
         )
-        good = [Candidate.of(point["candidate"]) for point in self.report.front]
-        best = [self.incumbent, *good]
+        best = [self.incumbent, *(Candidate.of(point["candidate"]) for point in self.report.front)]
         touched = fingerprint.touched(changes)
         space = fingerprint.narrowed(found.space, touched, [c.values() for c in (*best, found.baseline)])
         known = warm_start.from_study(self.storage, self.current.study_name, self._current_folder, "the study itself")
-        # As much of the old front as the trials allow; the search may propose the rest.
-        first = (self.incumbent, *_by_worth(good, known)[: n // FRONT_EVERY])
         # The front is known; the search needs one configuration that is better than the present one.
         warm = WarmStart(prior=lambda prior: prior)
-        if known is not None:
-            warm = replace(known.warm_start(found, first), compromise=True)
+        if known is not None:  # as much of what was best as the trials allow; the search may propose the rest
+            first = [c for c in known.best if space.contains(c, found.baseline)][: n // BEST_EVERY]
+            warm = replace(known.warm_start(found, [self.incumbent, *first]), compromise=True)
         warm = replace(warm, noise=noise_scale(self.kept, records.record(self.opened.study)))
         self.recorder = HistoryRecorder(self.storage, self.name, self.generation, found.workload, found.world_size)
         events = Broadcast(self.recorder, self.observer)
@@ -436,15 +434,3 @@ def _run_command(command: str, name: str, folder: Path, decision: Decision) -> N
         raise CommandError(
             f"the configuration is replaced, but --on-change ended with status {done.returncode}: {command}", decision
         )
-
-
-def _by_worth(candidates: Sequence[Candidate], known: PriorStudy | None) -> list[Candidate]:
-    """Candidates in the order of their predicted throughput, the fastest first."""
-    unique = list(dict.fromkeys(candidates))
-    if known is None or not unique:
-        return unique
-    believed = known.guide.beliefs(known.told, unique)
-    worth = [
-        float(mean) - math.log(c.samples_per_rank) for c, mean in zip(unique, believed.log_step_time[0], strict=True)
-    ]
-    return [c for _, c in sorted(zip(worth, unique, strict=True), key=lambda pair: pair[0])]

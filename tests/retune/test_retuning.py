@@ -350,6 +350,15 @@ def test_where_nothing_runs_it_fails_and_the_configuration_stays(tmp_path):
     assert config(tmp_path) == before
 
 
+def test_a_search_without_an_answer_says_why_in_the_reports_words(tmp_path, monkeypatch):
+    """It began with "no configuration ran", and went on with how many completed."""
+    why = "3 configurations completed, but none passed its checks"
+    run = retuning(tmp_path)
+    monkeypatch.setattr(load, "read", lambda *_: SimpleNamespace(picks={}, why_nothing=why))
+    runner = SimpleNamespace(study=run.current, state=SimpleNamespace(reference=None))
+    assert run._compared(runner, None, {"generation": 1, "folder": tmp_path}).lines() == [f"failed: {why}"]
+
+
 def test_a_gain_below_the_least_one_replaces_nothing(tmp_path):
     before = config(tmp_path)
     decision = retune(tmp_path, Instant(slow_bf16), min_gain=0.9)

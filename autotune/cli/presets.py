@@ -42,7 +42,7 @@ def ls(
     from autotune.search import SAMPLERS
     from autotune.study.spec import presets
 
-    rows: list[tuple[str, ...]]
+    rows: list[tuple[str, str]]
     match what:
         case "spaces" | "objectives":
             kind: presets.Kind = "search_spaces" if what == "spaces" else "objectives"
@@ -59,16 +59,16 @@ def ls(
             known = ("spaces", "goals", "objectives", "samplers", "metrics", "studies")
             raise UserError(f"ls: unknown {what!r}.{nearest(what, known)} Known: {', '.join(known)}")
     if as_json:
-        print(json.dumps([dict(zip(("name", "description"), row, strict=False)) for row in rows], indent=1))
+        print(json.dumps([dict(zip(("name", "description"), row, strict=True)) for row in rows], indent=1))
         return
     if not rows:
         print("autotune: no study yet; `autotune run TARGET` begins one", file=sys.stderr)
-    width = max((len(row[0]) for row in rows), default=0)
-    for row in rows:
-        print(f"{row[0]:<{width}}  {row[1]}" if len(row) > 1 else row[0])
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, said in rows:
+        print(f"{name:<{width}}  {said}")
 
 
-def _studies(storage: str | None) -> list[tuple[str, ...]]:
+def _studies(storage: str | None) -> list[tuple[str, str]]:
     """Each study with its answer: what is recommended, what that gains, and since when."""
     from autotune.cli.status import running_studies
     from autotune.retune.schedule import moment
@@ -79,7 +79,7 @@ def _studies(storage: str | None) -> list[tuple[str, ...]]:
     url = storage or default_storage()
     database = records.open_storage(url, create=False)
     found = {row["study"]: row for row in reversed(open_history(url, database).recommendations())}
-    running, rows = running_studies(STUDIES), list[tuple[str, ...]]()
+    running, rows = running_studies(STUDIES), list[tuple[str, str]]()
     begun = () if storage else running  # until its first trial has a row, a study is not in the database
     own = {
         name for name in records.study_names(database) if not generation_of(name)[1]

@@ -102,10 +102,9 @@ class Evidence:
             return Explanation(question="Why is nothing recommended?", answer=answer, reasons=self._scope())
         pick = self.report.picks["recommended"]
         changed = differences(self.recommended.values(), self.expected.baseline.values())
-        reason = pick["reasons"][0] if pick["reasons"] else "the best compromise of the objectives"
         return Explanation(
             question=f"Why is {self.recommended.describe()} (trial {pick['trial']}) recommended?",
-            answer=f"It is {reason}.",
+            answer=f"It is {pick['reasons'][0]}.",
             candidate=self.recommended.values(),
             predicted=self.expected.predicted(self.recommended, self.best),
             reference="what the recommended trial measured",

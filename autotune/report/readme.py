@@ -218,8 +218,6 @@ def _pick(report: StudyReport, names: Sequence[str], pick: Data) -> str:
 
 
 def _use(report: StudyReport) -> list[str]:
-    if "recommended" not in report.picks:
-        return []
     name, own = shlex.quote(report.name), report.picks["recommended"]["trial"]
     others = [pick for pick, found in report.picks.items() if found["trial"] != own]
     other = f"Another pick: `autotune export {name} --pick {others[0]}`. " if others else ""

@@ -36,16 +36,15 @@ def export(
     """The schedules in the form of another scheduler.
 
     Args:
+        form: One of `FORMS`.
         schedules: The schedules, whose texts `Schedule.of` has checked.
         folder: Folder in which the commands run: the one above `studies`.
         storage: The database, unless it is the usual one. Its URL is left to the environment.
         n_gpus: GPUs that the trials of a study need, by study; none of those left out.
 
     Raises:
-        UserError: There is no such form, or the folder's name cannot be written in it.
+        UserError: The folder's name cannot be written in it.
     """
-    if form not in FORMS:
-        raise UserError(f"schedule export: unknown form {form!r}. Known: {', '.join(FORMS)}")
     if not str(folder).isprintable():
         raise UserError(f"schedule export: {str(folder)!r} cannot be written into a schedule; move to another folder")
     where = "# AUTOTUNE_STORAGE must hold the database's URL where this runs\n" if storage else ""

@@ -168,23 +168,26 @@ def _checked_cron(cron: str) -> str:
 
 
 def next_after(every_s: float | None, cron: str | None, now: float) -> float:
-    """The first run of a rule after a moment, in Unix time."""
+    """The first run of a rule after a moment, in Unix time; an hour that clocks show twice counts once, one left out comes an hour late."""
     if every_s is not None:
         return now + every_s
     assert cron is not None
-    trigger = _trigger(cron)
-    found = trigger.get_next_fire_time(None, datetime.datetime.fromtimestamp(now + 1).astimezone())
-    while found is not None and found.fold and cron.split()[1] != "*":  # an hour that clocks show twice counts once
-        after = datetime.datetime.fromtimestamp(found.timestamp() + 1).astimezone()
-        found = trigger.get_next_fire_time(None, after)
-    return float(found.timestamp()) if found is not None else now + 366 * 86400.0
+    trigger, at = _trigger(cron), now
+    wall = datetime.datetime.fromtimestamp(now).replace(tzinfo=datetime.UTC)
+    while at <= now:
+        wall = trigger.get_next_fire_time(None, wall + datetime.timedelta(seconds=1))
+        at = wall.replace(tzinfo=None).timestamp()
+    return at
 
 
 def _trigger(cron: str) -> CronTrigger:
-    """A rule for APScheduler, which counts weekdays from Monday, and crontab from Sunday (0 and 7): here they have names."""
+    """A rule for APScheduler, of a clock on a wall that is never changed: told a zone, it passes over the day after a change.
+
+    It counts weekdays from Monday, and crontab from Sunday (0 and 7): here they have names.
+    """
     *fields, days = cron.split()
     names = days if days == "*" else ",".join(DAYS[day] for day in weekdays(cron))
-    return CronTrigger.from_crontab(" ".join([*fields, names]))
+    return CronTrigger.from_crontab(" ".join([*fields, names]), timezone=datetime.UTC)
 
 
 def weekdays(cron: str) -> list[int]:

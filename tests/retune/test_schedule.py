@@ -557,15 +557,17 @@ def zone_of(monkeypatch):
     tzlocal.reload_localzone()
 
 
-@pytest.mark.parametrize("cron", ["30 2 * * *", "0 3 * * *", "59 23 * * *"])
+@pytest.mark.parametrize("cron", ["0 0 * * *", "30 2 * * *", "0 3 * * *", "59 23 * * *"])
 @pytest.mark.parametrize("zone", ["Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "Asia/Kolkata"])
 def test_a_daily_rule_runs_once_each_day_over_both_changes_of_the_clocks(zone_of, zone, cron):
     zone_of(zone)
-    now, days = at(2026, 1, 1), []
+    now, days = at(2026, 1, 1) - 60, []
     while len(days) < 365:
         now = schedule.next_after(None, cron, now)
         days.append(datetime.datetime.fromtimestamp(now).date())
     assert days == [datetime.date(2026, 1, 1) + datetime.timedelta(n) for n in range(365)]
+    april = schedule.next_after(None, "0 0 1 * *", at(2026, 3, 1))  # @monthly had none in April
+    assert datetime.datetime.fromtimestamp(april).date() == datetime.date(2026, 4, 1)
 
 
 def test_what_cron_would_cut_is_refused(two, monkeypatch):

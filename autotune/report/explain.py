@@ -132,6 +132,8 @@ class Evidence:
         """Why nothing with that value is recommended: the best configuration that has it."""
         question = f"Why not {name} = {_said(value)}?"
         best = self.recommended
+        if value is None:  # a field's default is one of its values
+            value = self.expected.changed(best or self.expected.baseline, {name: value}).values().get(name)
         if best is not None and best.values().get(name) == value:
             answer = f"It is recommended: {best.describe()}."
             return Explanation(question=question, answer=answer, candidate=best.values())

@@ -90,6 +90,13 @@ def test_what_cannot_run_is_refused_with_the_rule(evidence):
     assert evidence.why_not("precision", "fp16").answer.startswith("It cannot run here: ")
 
 
+def test_the_default_of_a_field_is_one_of_its_values(evidence):
+    """The space was said not to hold it, beside the trials that had it."""
+    asked = [evidence.why_not("precision", each) for each in (None, "fp32")]
+    assert asked[0].question == "Why not precision = the default?" and asked[0].answer == asked[1].answer
+    assert "The space of this study does not hold it" not in evidence.why_not("zero_stage", None).answer
+
+
 def test_what_does_not_fit_is_said_with_bytes(evidence):
     said = evidence.what_if({"micro_batch_size": 512})
     assert "would not fit: predicted to need" in said.answer and "a rank has 9.31 GiB" in said.answer

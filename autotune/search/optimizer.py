@@ -258,27 +258,26 @@ class CandidateOptimizer:
         """
         state = self._learn(told)
         open_rows, held = self._open(state, busy), _held_rows(state)
-        covered, n_ran = state.time.covered, state.n_ran
-        rng, rows = np.random.default_rng(len(told)), np.zeros(0, dtype=np.intp)
-        if len(held) and open_rows.any():
-            # What is never proposed keeps no study from ending.
-            rows = _hopeful(state, pool.pool(state, self.shares, open_rows, rng))
+        untried = pool.untried_drop_ins(state, self.shares, open_rows, told, self.drops_in)
+        found = Outlook(
+            loss=0.0, next_gain=0.0, n_left=int(open_rows.sum()), explored=True, n_ran=state.n_ran, covered=state.time.covered,
+            quick=self.quick, drop_in_open=untried is not None,
+        )  # fmt: skip
+        if not len(held):
+            return replace(found, loss=math.inf, next_gain=math.inf)
+        rng = np.random.default_rng(len(told))
+        # What is never proposed keeps no study from ending.
+        rows = _hopeful(state, pool.pool(state, self.shares, open_rows, rng))
         if not len(rows):
-            loss = 0.0 if len(held) else math.inf
-            return Outlook(
-                loss=loss, next_gain=loss, n_left=int(open_rows.sum()), n_ran=n_ran, covered=covered, explored=True,
-                quick=self.quick,
-            )  # fmt: skip
+            return found
         fits = state.fits(rows)
-        n_left = int((fits >= LAST_RESORT).sum())
         allowed = fits * state.held(rows) * state.completes(rows)
-        explored = not pool.needed(state, self.shares, rows, allowed, held).any()
         seen, unseen, hopeful = _draw(state, self.shares, rows, held, rng, priced=self.quick)
         loss, next_gain = acquisition.loss_of_stopping(seen, unseen, allowed[hopeful], rng)
-        return Outlook(
-            loss=loss, next_gain=next_gain, n_left=n_left, n_ran=n_ran, covered=covered, explored=explored, quick=self.quick,
-            drop_in_open=pool.untried_drop_ins(state, self.shares, open_rows, told, self.drops_in) is not None,
-        )  # fmt: skip
+        explored = not pool.needed(state, self.shares, rows, allowed, held).any()
+        return replace(
+            found, loss=loss, next_gain=next_gain, n_left=int((fits >= LAST_RESORT).sum()), explored=explored
+        )
 
     # Learning
 

@@ -57,6 +57,10 @@ def test_one_that_needs_no_check_is_tried_however_far_it_is_behind_and_the_searc
     told = [told_of(own, slower=20.0), told_of(large)]
     assert guide.suggest(told) == unchecked
     assert guide.suggest([*told, told_of(unchecked, slower=20.0)]) == larger
+    last = CandidateOptimizer([own, unchecked, large], PRIOR, ["samples_per_s"], world_size=2, reference=own)
+    last.quick, last.drops_in = True, guide.drops_in
+    surely = [*told, told_of(replace(own, gradient_accumulation_steps=2), slower=20.0)]
+    assert last.suggest(surely) == unchecked and not last.outlook(surely).settled(0.01)
     narrow = CandidateOptimizer(
         [own, unchecked, large, larger], PRIOR, ["samples_per_s"], world_size=2, reference=own, memory_limit_bytes=1e6
     )

@@ -71,8 +71,9 @@ def cost_terms(
         knobs = Knobs.of([candidates[row] for row in own_rows], base)
         own, there = _of_a_rank(profile, machine, split)
         phases, times = memory_phases(knobs, own, there), step_time_terms(knobs, own, there)
-        if split.experts > 1 and profile.n_expert:
-            phases, times = _with_experts(knobs, own, there, split.experts, (phases, times))
+        experts = min(split.experts, there.world_size)  # a lone rank holds them all, whatever was asked for
+        if experts > 1 and profile.n_expert:
+            phases, times = _with_experts(knobs, own, there, experts, (phases, times))
         held = at_peak(phases, guessed=own.guessed)
         turns = 1.0 + (split.stages - 1) / knobs.accumulation
         times |= {name: times[name] * turns for name in OF_MICRO_BATCHES}
@@ -222,7 +223,7 @@ def _with_experts(
 def _between(machine: Machine, span: int) -> Machine:
     """The links of a group of `span` ranks, which may span nodes: then each rank has its share of a node's link."""
     per_node = machine.ranks_per_node or machine.world_size
-    if span <= per_node:
+    if min(span, machine.world_size) <= per_node:
         return machine
     return replace(
         machine,

@@ -21,7 +21,7 @@ from autotune.forecast.cluster import Cluster, Projector
 from autotune.forecast.communication import collective_s
 from autotune.forecast.predictor import ForecastInputs, Predictor
 from autotune.space.candidate import Candidate
-from autotune.space.degree import TENSOR_DEGREE
+from autotune.space.degree import EXPERT_DEGREE, TENSOR_DEGREE
 from autotune.space.rule import Setting
 from autotune.study.setup import forecasts
 from autotune.trial.profile import Machine, Profile
@@ -179,6 +179,9 @@ def test_fewer_devices_than_a_configuration_needs_have_no_row():
     rows = Projector(learned(), CLUSTER, replace(FORESEEN, setting=setting)).over_devices(split, "weak")
     assert [row.world_size for row in rows] == [4, 8, 16, 32, 64] and not any(row.impossible for row in rows)
     assert rows[0].efficiency == 1
+    mixture, groups = replace(PROFILE, n_expert=5 * 10**7), replace(BASE, config=((EXPERT_DEGREE, 2),))
+    (alone,) = Projector(Predictor(mixture, HERE), replace(CLUSTER, devices=1), FORESEEN).over_devices(groups, "weak")
+    assert "2 ranks" in alone.impossible  # it ended in a ZeroDivisionError
 
 
 def test_strong_scaling_keeps_the_global_batch_or_says_why_it_cannot():

@@ -23,8 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import common
 import numpy as np
-from simulator import METRICS, ZERO, Costs, Table, World, beaten, micro_steps, worlds
-from simulator import measure as read
+from simulator import METRICS, ZERO, Costs, Table, World, tried, worlds
 from support.instant import Instant, Watcher, plan_of, recorded, report, spec_of
 
 from autotune.forecast.predictor import AnalyticPrior
@@ -32,6 +31,7 @@ from autotune.report import files, load
 from autotune.retune.decision import RetuneVerdict
 from autotune.retune.fingerprint import PARTS, narrowed
 from autotune.retune.retuning import RetuneRequest, Retuning
+from autotune.scoring import pareto
 from autotune.search.observation import Observation
 from autotune.search.optimizer import CandidateOptimizer
 from autotune.search.transfer import Transferred
@@ -117,25 +117,15 @@ def guide_of(world: World, prior: Any, candidates: Sequence[Candidate]) -> Candi
     )  # fmt: skip
 
 
-def measure(table: Table, candidate: Candidate, rng: np.random.Generator) -> Observation:
-    row = table.row[candidate]
-    if not table.fits[row]:
-        return Observation(candidate=candidate, outcome=Outcome.OOM)
-    metrics, micro = read(table, row, rng), micro_steps(table, row, rng)
-    return Observation(
-        candidate=candidate, metrics=metrics, **{f"{name}_s": micro.get(name) for name in ("inner", "boundary")}
-    )
-
-
 def search(
     table: Table, guide: CandidateOptimizer, first: Sequence[Candidate], n: int, rng: np.random.Generator
 ) -> list[Observation]:
-    told = [measure(table, candidate, rng) for candidate in first]
+    told = [tried(table, candidate, rng) for candidate in first]
     while len(told) < n:
         proposed = guide.suggest(told)
         if proposed is None:
             break
-        told.append(measure(table, proposed, rng))
+        told.append(tried(table, proposed, rng))
     return told
 
 
@@ -154,8 +144,7 @@ def good(table: Table, told: Sequence[Observation]) -> list[Candidate]:
     """The old front."""
     done = [t.candidate for t in told if t.outcome is Outcome.COMPLETE]
     costs = np.array([table.costs[table.row[c]] for c in done])
-    kept = ~beaten(costs)
-    return sorted((c for c, k in zip(done, kept, strict=True) if k), key=lambda c: cost(table, c))
+    return sorted((done[n] for n in pareto.front(-costs)), key=lambda c: cost(table, c))
 
 
 def one(world: World, change: str, seed: int, tables: dict[Any, tuple[Table, Table]]) -> dict[str, float]:

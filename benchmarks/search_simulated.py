@@ -20,13 +20,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import common
 import numpy as np
 from search_known import rows_of_known
-from simulator import KINDS, METRICS, NOISES, Noise, Table, measure, micro_steps, redrawn, worlds
+from simulator import KINDS, METRICS, NOISES, Noise, Table, redrawn, tried, worlds
 
 from autotune.forecast.predictor import AnalyticPrior
 from autotune.search.observation import Observation
 from autotune.search.optimizer import CandidateOptimizer
 from autotune.space.candidate import Candidate
-from autotune.trial.result import Outcome
 
 CHECKED = (10, 20, 30)
 # Single objectives are found where the best trial so far is at most this far behind.
@@ -44,16 +43,8 @@ def rows_of_physics(table: Table, seed: int, n_trials: int, noise: Noise) -> lis
     rows, told = list[int](), list[Observation]()
     candidate: Candidate | None = world.default
     while candidate is not None and len(rows) < n_trials:
-        rows.append(row := table.row[candidate])
-        if table.fits[row]:
-            metrics, timed = measure(table, row, rng, noise), micro_steps(table, row, rng, noise)
-            told.append(
-                Observation(
-                    candidate=candidate, metrics=metrics, inner_s=timed.get("inner"), boundary_s=timed.get("boundary")
-                )
-            )
-        else:
-            told.append(Observation(candidate=candidate, outcome=Outcome.OOM))
+        rows.append(table.row[candidate])
+        told.append(tried(table, candidate, rng, noise))
         candidate = guide.suggest(told)
     return rows
 

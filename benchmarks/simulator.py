@@ -15,15 +15,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from autotune.scoring import pareto
 from autotune.search.acquisition import dominated
+from autotune.search.observation import Observation
 from autotune.space.candidate import Candidate
 from autotune.space.legality import why_illegal
 from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.trial.profile import Machine, Profile
+from autotune.trial.result import Outcome
 
 METRICS = ["step_time_s", "samples_per_s", "time_to_loss_s"]
-DIRECTIONS = ["minimize", "maximize", "minimize"]
 ZERO = "zero_optimization."
 # Knobs whose values have no offset of their own.
 SIZES = ("micro_batch_size", "gradient_accumulation_steps")
@@ -381,7 +383,7 @@ class Table:
     def reachable(self) -> np.ndarray:
         """Points that the true front dominates, between its ideal and its nadir point."""
         usable = self.costs[self.fits]
-        front = usable[~beaten(usable)]
+        front = usable[pareto.front(-usable)]
         low, high = front.min(axis=0), front.max(axis=0)
         points = low + (high - low) * np.random.default_rng(0).random((20_000, 3))
         return np.asarray(points[dominated(points, front)])
@@ -395,18 +397,6 @@ class Table:
 def _legal(name: str, setting: Setting, default: Candidate) -> list[Candidate]:
     space = next(world.space for world in worlds([name]))
     return [c for c in space.candidates(default) if why_illegal(c, setting) is None]
-
-
-def beaten(costs: np.ndarray) -> np.ndarray:
-    """Which rows another one beats in every cost."""
-    order = np.argsort(costs.sum(axis=1))
-    kept: list[int] = []
-    for row in order:
-        if not kept or not (costs[kept] <= costs[row]).all(axis=1).any():
-            kept.append(int(row))
-    found = np.ones(len(costs), dtype=bool)
-    found[kept] = False
-    return found
 
 
 def measure(table: Table, row: int, rng: np.random.Generator, noise: Noise = NOISES[0]) -> dict[str, float]:
@@ -425,3 +415,14 @@ def micro_steps(table: Table, row: int, rng: np.random.Generator, noise: Noise =
         return {}
     factors = np.exp(rng.normal(0, max(MICRO_NOISE, MICRO_SHARE * noise.sd), 2))
     return {"inner": float(table.inner[row] * factors[0]), "boundary": float(table.boundary[row] * factors[1])}
+
+
+def tried(table: Table, candidate: Candidate, rng: np.random.Generator, noise: Noise = NOISES[0]) -> Observation:
+    """A trial as the search sees it."""
+    row = table.row[candidate]
+    if not table.fits[row]:
+        return Observation(candidate=candidate, outcome=Outcome.OOM)
+    metrics, timed = measure(table, row, rng, noise), micro_steps(table, row, rng, noise)
+    return Observation(
+        candidate=candidate, metrics=metrics, inner_s=timed.get("inner"), boundary_s=timed.get("boundary")
+    )

@@ -125,7 +125,7 @@ class _Model:
     """
 
     def __init__(self, readings: Readings, positions: Floats, own_sd: Floats, extra_var: Floats) -> None:
-        self.readings, self.extra_var = readings, extra_var
+        self.readings = readings
         known = np.isfinite(readings.forecast)
         self.prior_mean = np.where(known, readings.forecast, 0.0)
         self.group = known.astype(int)

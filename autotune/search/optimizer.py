@@ -23,8 +23,6 @@ from autotune.space.deepspeed import Scalar
 from autotune.trial.profile import Floats
 from autotune.trial.result import Outcome
 
-__all__ = ["Beliefs", "Bound", "CandidateOptimizer", "Observation", "Outlook", "RemainingCandidates", "chance_needed"]
-
 MEMORY = "peak_memory_bytes"
 FIRST_FITS, TINY = 0.9, 1e-12
 # Lowest chance to fit that is worth a trial when all remaining candidates may run out of memory; `chance_needed` is always more.

@@ -257,9 +257,7 @@ def test_a_weight_is_positive_and_finite(weight):
 
 
 def known(phi, *, resolved=True, batch=16):
-    return Reference(
-        batch=batch, noise=NoiseScale(samples=phi, low=phi / 1.2, high=phi * 1.2, resolved=resolved, n_samples=1000)
-    )
+    return Reference(batch=batch, noise=NoiseScale(samples=phi, low=phi / 1.2, high=phi * 1.2, resolved=resolved))
 
 
 def test_goodput_is_throughput_times_efficiency_and_at_the_baselines_batch_the_throughput():

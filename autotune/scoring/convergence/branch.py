@@ -35,7 +35,6 @@ class Branch:
         time_ratio: Its time to the baseline's loss over the baseline's time; below 1 is sooner; None if it
             is not known.
         low: Lower end of the 95 % interval.
-        predicted: The same by noise scale and throughput; None where that was not known.
         samples_ratio: The samples that it needs to the baseline's loss over those of the baseline; None if not known.
         samples_sd: Standard deviation of the logarithm of that.
     """
@@ -45,7 +44,6 @@ class Branch:
     time_ratio: float | None = None
     low: float = 0.0
     high: float = 0.0
-    predicted: float | None = None
     n_samples: int = 0
     samples_ratio: float | None = None
     samples_sd: float = 0.0
@@ -111,7 +109,7 @@ def compare(own: Run, baseline: Run, predicted: float | None = None, seen: float
         end += FEWER_SAMPLES
     return Branch(
         confirmed=confirmed, reason=f"{said} ({low:.2f} to {high:.2f}) of the baseline's time{end}", time_ratio=value,
-        low=low, high=high, predicted=predicted, n_samples=n_samples, samples_ratio=float(np.median(needed)),
+        low=low, high=high, n_samples=n_samples, samples_ratio=float(np.median(needed)),
         samples_sd=float(np.diff(np.log(np.quantile(needed, (0.025, 0.975))))[0] / 2 / Z95),
     )  # fmt: skip
 
@@ -129,7 +127,7 @@ def of_another(found: Branch, trial: int, faster: float) -> Branch:
     confirmed, end = _judged(None, low, high)
     said = f"by the branch of trial {trial}, with the same batch and numerics, it reaches the baseline's loss in"
     said = f"{said} {value:.2f}x ({low:.2f} to {high:.2f}) of the baseline's time{end}"
-    return replace(found, confirmed=confirmed, reason=said, time_ratio=value, low=low, high=high, predicted=None)
+    return replace(found, confirmed=confirmed, reason=said, time_ratio=value, low=low, high=high)
 
 
 def _judged(predicted: float | None, low: float, high: float) -> tuple[bool | None, str]:

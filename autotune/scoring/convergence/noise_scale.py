@@ -44,7 +44,6 @@ class NoiseScale:
     low: float
     high: float
     resolved: bool
-    n_samples: int
     growing: bool = False
 
     @property
@@ -100,16 +99,15 @@ def noise_scale(
         raise ValueError(f"{len(q)} mean squares of micro-gradients but {len(t)} squares of mean gradients")
     gradient = (n_micro * t - q) / (n_micro - 1)
     trace = micro_batch_size * n_micro * (q - t) / (n_micro - 1)
-    n_samples = len(q) * micro_batch_size * n_micro
     if len(q) < LEAST_STEPS or not np.isfinite(q).all() or not np.isfinite(t).all():
-        return NoiseScale(samples=ENDLESS, low=0.0, high=ENDLESS, resolved=False, n_samples=n_samples)
+        return NoiseScale(samples=ENDLESS, low=0.0, high=ENDLESS, resolved=False)
     value = _ratio(trace.sum(), gradient.sum())
     index = bootstrap(len(q), REPLICATES, np.random.default_rng(0))
     tops, bottoms = trace[index].sum(axis=1), gradient[index].sum(axis=1)
     drawn = np.where(bottoms > 0, np.maximum(tops, 0.0) / np.where(bottoms > 0, bottoms, 1.0), ENDLESS)
     low, high = (float(bound) for bound in np.quantile(drawn, (0.025, 0.975), method="nearest"))
     resolved = high < ENDLESS and low > 0 and high / low <= WIDEST
-    return NoiseScale(samples=value, low=min(low, value), high=max(high, value), resolved=resolved, n_samples=n_samples)
+    return NoiseScale(samples=value, low=min(low, value), high=max(high, value), resolved=resolved)
 
 
 def falling(losses: Sequence[float]) -> bool:

@@ -42,9 +42,10 @@ def unfit(guide: CandidateOptimizer, told: Sequence[Observation], candidate: Can
 def nothing_left(left: RemainingCandidates, limit: float | None) -> str:
     """Why the search has nothing to propose any more."""
     if left.n_fit:
-        return (
+        slow = (
             f"{ALL_SLOW} ({left.n_open:,} candidates) is expected to be over {HOPELESS:.0f} times slower than the best"
         )
+        return slow + (", or not to fit the device memory" if left.n_fit < left.n_open else "")
     if left.n_open and limit is not None and left.least_memory_bytes is not None:
         return (
             f"{NONE_FITS} the device memory of {format_bytes(math.exp(limit))}: of {left.n_open:,} that were not run"

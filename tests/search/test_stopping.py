@@ -9,8 +9,8 @@ from support.made_up import measured
 
 from autotune.forecast.predictor import AnalyticPrior
 from autotune.scoring.metrics import of_kind
-from autotune.search.optimizer import CandidateOptimizer, Outlook
-from autotune.search.stopping import bounds_to_beat, settled
+from autotune.search.optimizer import CandidateOptimizer, Outlook, RemainingCandidates
+from autotune.search.stopping import bounds_to_beat, nothing_left, settled
 from autotune.space.candidate import Candidate
 from autotune.trial.profile import Machine, Profile
 
@@ -19,6 +19,11 @@ def test_a_gain_just_below_the_limit_does_not_read_as_the_limit():
     left = Outlook(loss=0.0299996, next_gain=0.02, n_left=5, explored=True, n_ran=9, covered=0.9, quick=True)
     guide = SimpleNamespace(outlook=lambda told, busy: left, quick=True)
     assert "by 2.99%, less than 3%" in settled(guide, [], [], below=0.03)
+
+
+def test_what_does_not_fit_is_not_said_to_be_slow():
+    some, none = (nothing_left(RemainingCandidates(n_open=9, n_fit=n), 20.0) for n in (4, 9))
+    assert some == f"{none}, or not to fit the device memory" and none.endswith("3 times slower than the best")
 
 
 @pytest.mark.parametrize(

@@ -150,10 +150,12 @@ class PhysicsSampler(LegalSampler):
         return self.guide.outlook(self.told(study), list(self._known(study))).next_gain
 
     def rivals(
-        self, study: Study, candidate: Candidate, measured: Sequence[Measured], noise_sd: float
+        self, study: Study, candidate: Candidate, measured: Sequence[Measured], noise_sd: float, *, drops_in: bool
     ) -> tuple[TrialToBeat, ...]:
-        """Whom a trial of the candidate is compared with while it runs; `noise_sd` is that of one reading's logarithm."""
-        return stopping.bounds_to_beat(self.guide, self.told(study), candidate, measured, self._default, noise_sd)
+        """Whom a trial of the candidate is compared with while it runs; see `stopping.bounds_to_beat`."""
+        return stopping.bounds_to_beat(
+            self.guide, self.told(study), candidate, measured, self._default, noise_sd, drops_in=drops_in
+        )
 
     def _as_told(self, trial: FrozenTrial) -> Observation:
         candidate, attrs = self._candidate_of(trial), trial.user_attrs

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from autotune.scoring.convergence.quality_gate import keeps_numerics
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import GOODPUT, of_kind
 from autotune.scoring.quantiles import Z90, Z95
@@ -82,6 +81,8 @@ def bounds_to_beat(
     measured: Sequence[Measured],
     baseline: Candidate,
     noise_sd: float,
+    *,
+    drops_in: bool,
 ) -> tuple[TrialToBeat, ...]:
     """Whom a trial of the candidate is compared with while it runs; empty where an objective cannot be foretold from its steps.
 
@@ -90,13 +91,13 @@ def bounds_to_beat(
 
     Args:
         noise_sd: Standard deviation of the logarithm of one reading of a step time, as far as the study knows it.
+        drops_in: Whether the candidate trains as the baseline does.
     """
     world, batch = guide.world_size, candidate.global_batch_size(guide.world_size)
     usable = [m for m in measured if m.usable and not m.barred and not m.unreproducible and m.candidate != candidate]
     if batch == baseline.global_batch_size(world):
         usable = [m for m in usable if m.candidate.global_batch_size(world) == batch]
-        alike = candidate.other_numerics == baseline.other_numerics
-        if alike and keeps_numerics(candidate.to_deepspeed(), baseline.to_deepspeed()):
+        if drops_in:
             usable = [m for m in usable if m.numerics_kept]
     if not usable or of_kind("per_step", "per_sample").intersection(guide.metrics):
         return ()

@@ -111,7 +111,8 @@ class Proposer:
         state = self._state
         if not state.exists or state.reference is None or not state.spec.stop_trials:
             return ()
-        return self.advisor().rivals(state.study, candidate, state.measured(), self._teller.noise_sd)
+        drops_in = state.plan.drops_in(candidate)
+        return self.advisor().rivals(state.study, candidate, state.measured(), self._teller.noise_sd, drops_in=drops_in)
 
     def describe(self, asked: Trial, candidate: Candidate, role: str) -> None:
         """Notes in the database which candidate a claimed trial measured, as the baseline whose result is there already."""

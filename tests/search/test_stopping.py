@@ -43,6 +43,12 @@ def test_a_rival_counts_no_better_than_its_own_reading_is_known(within, noise_sd
     rate = rival.metrics["samples_per_s"]
     rival = replace(rival, ci95=rival.ci95 | {"samples_per_s": (rate / within, rate * within)})
     found = bounds_to_beat(
-        guide, [], Candidate(micro_batch_size=8, zero_stage=1), [rival], Candidate(micro_batch_size=8), noise_sd
+        guide,
+        [],
+        Candidate(micro_batch_size=8, zero_stage=1),
+        [rival],
+        Candidate(micro_batch_size=8),
+        noise_sd,
+        drops_in=True,
     )
     assert [each.step_time_s for each in found] == [pytest.approx(0.1 * factor, rel=1e-3)]

@@ -299,6 +299,18 @@ def test_no_trial_is_stopped_that_may_be_the_drop_in_or_whose_objective_is_not_k
     batches = [c.global_batch_size(1) for c in executor.ran]
     assert any(rivals for batch, rivals in asked if batch != 8)
     assert all(batches[rival.trial] == 8 for batch, rivals in asked if batch == 8 for rival in rivals)
+    # More micro-steps sum up no more gradients in 16 bits where the base config has them summed up in fp32.
+    accumulated = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+    def faster_in_fp32(candidate):
+        return report(candidate, step_times_s=[0.01 if candidate.precision == "fp32" else 0.02] * STEPS)
+
+    runner, *_ = run(
+        tmp_path / "fp32", faster_in_fp32, sampler="grid", space=[{"precision": ["bf16", "fp32"]}], trials=2, finalists=0,
+        baseline=Candidate(micro_batch_size=8, precision="bf16"), planned={"base_config": accumulated}, objectives=["throughput"],
+    )  # fmt: skip
+    dropping_in = Candidate(micro_batch_size=4, gradient_accumulation_steps=2, precision="bf16")
+    assert [rival.trial for rival in runner.proposer.bounds_to_beat(dropping_in)] == [0]
     _, executor = stopping(
         tmp_path / "b", sampler="random", trials=6, finalists=0, objectives=["throughput", {"metric": "cpu_s_per_step"}]
     )

@@ -16,7 +16,6 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.forecast.features import Prior
-from autotune.scoring.measured import Measured
 from autotune.search import stopping
 from autotune.search.model import Bound
 from autotune.search.observation import MEASURED_ATTR, Observation, as_usual, observed, parsed
@@ -26,7 +25,6 @@ from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.legality import why_illegal
 from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
-from autotune.trial.request import TrialToBeat
 from autotune.trial.result import Outcome
 
 # Spaces up to this size are enumerated; from larger ones `DRAWN` candidates are drawn, and the neighbours of the best
@@ -148,14 +146,6 @@ class PhysicsSampler(LegalSampler):
     def next_gain(self, study: Study) -> float:
         """What the most promising candidate is expected to improve the answer by, as a share."""
         return self.guide.outlook(self.told(study), list(self._known(study))).next_gain
-
-    def rivals(
-        self, study: Study, candidate: Candidate, measured: Sequence[Measured], noise_sd: float, *, drops_in: bool
-    ) -> tuple[TrialToBeat, ...]:
-        """Whom a trial of the candidate is compared with while it runs; see `stopping.bounds_to_beat`."""
-        return stopping.bounds_to_beat(
-            self.guide, self.told(study), candidate, measured, self._default, noise_sd, drops_in=drops_in
-        )
 
     def _as_told(self, trial: FrozenTrial) -> Observation:
         candidate, attrs = self._candidate_of(trial), trial.user_attrs

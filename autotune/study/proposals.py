@@ -10,6 +10,7 @@ from autotune.forecast.features import Prior
 from autotune.forecast.predictor import generic_prior
 from autotune.scoring import objective
 from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE, AVERAGE, sums_samples
+from autotune.search import stopping
 from autotune.search.physics import PhysicsSampler
 from autotune.search.samplers import LegalSampler, encoded
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
@@ -111,8 +112,11 @@ class Proposer:
         state = self._state
         if not state.exists or state.reference is None or not state.spec.stop_trials:
             return ()
-        drops_in = state.plan.drops_in(candidate)
-        return self.advisor().rivals(state.study, candidate, state.measured(), self._teller.noise_sd, drops_in=drops_in)
+        advisor, plan = self.advisor(), state.plan
+        return stopping.bounds_to_beat(
+            advisor.guide, advisor.told(state.study), candidate, state.measured(), plan.baseline, self._teller.noise_sd,
+            drops_in=plan.drops_in(candidate),
+        )  # fmt: skip
 
     def describe(self, asked: Trial, candidate: Candidate, role: str) -> None:
         """Notes in the database which candidate a claimed trial measured, as the baseline whose result is there already."""

@@ -22,6 +22,10 @@ CLIPS_IN_VAIN = (
     "the script's `{name}` ({place}) has no effect at ZeRO {stage}, where DeepSpeed keeps the gradients elsewhere: state"
     " `gradient_clipping` in the configuration; ZeRO 0, where the call would take effect, is not tried"
 )
+CLIPS_LATE = (
+    "the script's `{name}` ({place}) has no effect: DeepSpeed has updated the weights by then, as it does in Accelerate's `backward`;"
+    " state `gradient_clipping` in the configuration"
+)
 CHANGES = {
     GRADIENTS: "the script changes gradients itself between `backward` and `step`, which DeepSpeed heeds at ZeRO 0 alone, so the"
     " stage is not moved to or from 0; what a hook of a parameter does (`register_hook`), or `gradient_clipping` in the"
@@ -59,12 +63,12 @@ class ByHand:
         self._trained: list[torch.Tensor] = []
         self._gradients: list[tuple[int, int]] = []
         self._weights: tuple[torch.Tensor, list[int]] | None = None
+        self._waits = False  # a pass has gone backward that no step has followed yet
         self._moved = False  # the weights of a micro-batch that goes backward are others than after the latest update
 
     def install(self, attach: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         """Patches torch's functions that clip gradients; returns what attaches this to an engine, and then calls `attach`."""
-        patch_everywhere(torch.nn.utils, {CLIP: functools.partial(self._clips, CLIP)})
-        patch_everywhere(torch.nn.utils, {CLIP_VALUE: functools.partial(self._clips, CLIP_VALUE)})
+        patch_everywhere(torch.nn.utils, {name: functools.partial(self._clips, name) for name in (CLIP, CLIP_VALUE)})
 
         def looked_at(engine: Any, prepared: Any) -> None:
             self._look_at(engine)
@@ -105,7 +109,7 @@ class ByHand:
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._gradients and self._versions() != self._gradients:
             self._note(GRADIENTS, CHANGES[GRADIENTS])
-        self._gradients = []
+        self._gradients, self._waits = [], False
         return original(*args, **kwargs)
 
     def _clips(self, name: str, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,6 +125,9 @@ class ByHand:
         own, place = float(self._engine.gradient_clipping() or math.inf), place_of(frame)
         if plain and own <= norm:  # DeepSpeed clips at a lower norm, at each stage
             pass
+        elif not before and not self._waits:
+            if self._context.clipping is None:  # else Accelerate's adapter has DeepSpeed clip
+                self._context.once(CLIPS_LATE.format(name=name, place=place))
         elif not before:
             stage = self._engine.zero_optimization_stage()
             self._note(GRADIENTS, CLIPS_IN_VAIN.format(name=name, place=place, stage=stage))
@@ -135,6 +142,7 @@ class ByHand:
     # Weights
 
     def _pass(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._waits = True
         if self._weights is not None and self._engine.zero_optimization_stage() < 3:  # there weights come and go
             self._moved = self._moved or self._changed(*self._weights)
         return original(*args, **kwargs)

@@ -98,6 +98,14 @@ def test_clipping_without_effect_is_said_and_keeps_the_stage_off_0(trained):
     assert found.by_hand == ["gradients"] and "has no effect at ZeRO 1" in found.report.caveats[0]
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_clipping_after_the_update_frees_the_stage(trained, stage):
+    """Accelerate updates in its `backward`: only ZeRO 0 was tried for its scripts that clip by torch's function."""
+    found = trained(stage, weights=clip)
+    (said,) = found.report.caveats
+    assert not found.by_hand and found.clipping is None and "has no effect: DeepSpeed has updated the weights" in said
+
+
 @pytest.mark.parametrize(
     "gradients",
     [

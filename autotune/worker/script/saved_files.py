@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import glob
 import hashlib
 import io
 import itertools
@@ -60,6 +61,10 @@ class SavedFiles:
         os.supports_follow_symlinks.add(os.stat)  # shutil looks there
         patch(os, "listdir", self.listdir)
         patch(os, "scandir", self.scandir)
+        if (
+            globber := getattr(glob, "_StringGlobber", None)
+        ) is not None:  # of Python 3.13's pathlib, which has them bound
+            globber.scandir, globber.lstat = staticmethod(os.scandir), staticmethod(os.stat)
         patch(builtins, "open", self.open)
         io.open = builtins.open
 

@@ -447,7 +447,12 @@ def test_a_script_finds_the_files_that_it_has_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "supports_follow_symlinks", {*os.supports_follow_symlinks})
     for owner, name in ((builtins, "open"), (io, "open"), *((os, name) for name in ("stat", "listdir", "scandir"))):
         monkeypatch.setattr(owner, name, getattr(owner, name))
+    globber = getattr(glob, "_StringGlobber", type("Globber", (), {}))  # of Python 3.13's pathlib
+    monkeypatch.setattr(glob, "_StringGlobber", globber, raising=False)
+    for name in ("scandir", "lstat"):
+        monkeypatch.setattr(globber, name, getattr(os, name), raising=False)
     found.files.install()
+    assert globber.scandir is os.scandir and globber.lstat is os.stat
     (tmp_path / "log").touch()
     path = max(glob.glob(str(tmp_path / "*.pt")), key=os.path.getmtime)
     assert path == str(tmp_path / "step-1.pt") and path == str(next(tmp_path.glob("step-*")))

@@ -84,19 +84,18 @@ class Arguments:
             if change and name:
                 values[name] = type(values[name])(change[1])  # a script may keep texts until it needs a number
                 self._moved(_options(named, name), field, name, *change, typed=typed)
+        files = {name: os.fsdecode(value) for name, value in values.items() if isinstance(value, str | os.PathLike)}
+        files = {name: file for name, file in files.items() if file.endswith(".json")}
         for name in CONFIG_DESTINATIONS:
-            given = isinstance(values.get(name), str) and values[name].endswith(".json")
+            given = name in files
             if typed and given:
                 self._flags["ds_config"] = _options(named, name)
             elif typed and name == "deepspeed_config" and name in values:
                 self._context.left_out[:] = _options(named, name)
             # The adapter of transformers sees to its flag, `deepspeed`.
             if given and self._ds_config is not None and name != "deepspeed":
-                values[name] = str(self._ds_config)  # a script may open the file itself
+                values[name] = type(values[name])(self._ds_config)  # a script may open the file itself
         if typed:
-            files = {
-                name: value for name, value in values.items() if isinstance(value, str) and value.endswith(".json")
-            }
             named_in = {str(Path(file).absolute()): _options(named, name) for name, file in files.items()}
             self._context.json_flags.update({file: options for file, options in named_in.items() if options})
         # A switch of that name is DeepSpeed's own, and takes no path.

@@ -92,15 +92,16 @@ def test_other_names_of_the_accumulation_are_known(parse, flag):
     assert [value for value in vars(found).values() if value != 8] == [2]
 
 
-def test_flags_that_name_a_json_file_are_noted_by_its_path(parse, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", [str, Path])
+def test_flags_that_name_a_json_file_are_noted_by_its_path(parse, tmp_path, monkeypatch, kind):
     """Whether it is DeepSpeed's shows when the script gives it to `deepspeed.initialize`."""
     monkeypatch.chdir(tmp_path)
     parser, files = argparse.ArgumentParser(), {}
     parser.add_argument("data")
-    parser.add_argument("--ds", default="./ds.json")
+    parser.add_argument("--ds", default="./ds.json", type=kind)
     parser.add_argument("--log", default="log.csv")
     found, _, flags = parse(parser, "train.json", files=files)
-    assert (found.ds, flags, files) == ("./ds.json", {}, {str(tmp_path / "ds.json"): ["--ds"]})
+    assert (found.ds, flags, files) == (kind("./ds.json"), {}, {str(tmp_path / "ds.json"): ["--ds"]})
 
 
 def test_a_list_in_the_code_is_not_the_users_command_line(parse):
@@ -152,9 +153,9 @@ def test_what_is_on_or_a_share_is_no_batch_of_one(parse):
 def test_the_path_of_the_configuration_is_the_trials_and_in_a_probe_the_users(parse, in_trial):
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed", action="store_true")
-    parser.add_argument("--ds_config")
+    parser.add_argument("--ds_config", type=Path)
     found, _, flags = parse(parser, "--deepspeed --ds_config my.json", ds_config=Path("/t.json") if in_trial else None)
-    assert found.ds_config == ("/t.json" if in_trial else "my.json") and found.deepspeed is True
+    assert found.ds_config == Path("/t.json" if in_trial else "my.json") and found.deepspeed is True
     assert flags == {"ds_config": ["--ds_config"]}
 
 

@@ -77,8 +77,8 @@ def apply_to(arguments: dict[str, Any], changes: Mapping[str, Scalar]) -> None:
     wanted = {name: changes[name] for name in OF_LOADER if name in changes}
     arguments |= wanted
     if not arguments.get("num_workers"):  # torch refuses them without workers
-        arguments.pop("prefetch_factor", None)
-        arguments.pop("persistent_workers", None)
+        for name in ("prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"):
+            arguments.pop(name, None)
     own = arguments.get("collate_fn")
     asked = {name: changes[name] for name in BATCH_CHANGES if name in changes}
     if arguments.get("batch_size", 1) is None and arguments.get("batch_sampler") is None:  # its data set yields batches

@@ -232,6 +232,13 @@ def test_batches_that_a_data_set_yields_whole_are_not_taken_for_samples():
         assert next(tensors_in(batch)).shape == shape
 
 
+def test_a_loader_whose_workers_a_trial_takes_away_keeps_no_argument_that_needs_them():
+    """Its trials crashed where the script states a timeout for its workers, or how they start."""
+    arguments = {"num_workers": 2, "timeout": 9, "multiprocessing_context": "fork", "prefetch_factor": 2}
+    apply_to(arguments, {"num_workers": 0})
+    assert len(list(torch.utils.data.DataLoader([1, 2], **arguments))) == 2
+
+
 def test_the_worst_batch_is_of_the_longest_samples_and_changed_like_others():
     assert loader().worst((1, 5), 0)["input_ids"].shape == (2, 9)
     assert loader({"packing": True}).worst((1, 5), 0)["input_ids"].shape == (1, 17)

@@ -41,11 +41,6 @@ def refuse_auto(own: DsConfig) -> None:
         )
 
 
-def config_flag(namespace: Any) -> Any:
-    """Returns the configuration among parsed arguments, mostly its path, under DeepSpeed's names."""
-    return getattr(namespace, "deepspeed_config", None) or getattr(namespace, "deepscale_config", None)
-
-
 def sets_flag_itself(target: Path) -> bool:
     """Returns whether a script, or a module of the user's that it imports, sets the flag whatever the command line has there."""
     return any(_assigns_flag(tree) for path in sources(target) if (tree := parsed(path)) is not None)
@@ -67,13 +62,12 @@ def _names_flag(code: ast.expr) -> bool:
 @contextlib.contextmanager
 def without_config_flag(namespace: Any) -> Iterator[None]:
     """Clears the configuration's flag within the context, since DeepSpeed refuses a configuration given twice."""
-    names = [name for name in ("deepspeed_config", "deepscale_config") if getattr(namespace, name, None) is not None]
-    kept = {name: getattr(namespace, name) for name in names}
-    for name in names:
-        setattr(namespace, name, None)
+    kept = getattr(namespace, FLAG, None)
+    if kept is not None:
+        setattr(namespace, FLAG, None)
     yield
-    for name, value in kept.items():
-        setattr(namespace, name, value)
+    if kept is not None:
+        setattr(namespace, FLAG, kept)
 
 
 def read(stated: Any) -> DsConfig:

@@ -168,7 +168,7 @@ class EngineHooks:
 
     def _by_flag(self, namespace: Any) -> tuple[Any, str]:
         """Returns the configuration among parsed arguments, and its path where the script sets it to a file that it writes."""
-        context, source = self._context, ds_config.config_flag(namespace)
+        context, source = self._context, getattr(namespace, ds_config.FLAG, None)
         if not source or not context.left_out:  # beside another source DeepSpeed refuses the flag
             return source, ""
         if not ds_config.sets_flag_itself(Path(context.request.target)):

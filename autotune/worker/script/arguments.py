@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
@@ -10,17 +9,13 @@ from typing import Any
 
 from autotune.space.deepspeed import is_int
 from autotune.trial.command import STATED, SWITCHES
-from autotune.trial.flags import DESTINATIONS, FURTHER, known_names
+from autotune.trial.flags import DESTINATIONS, known_names
 from autotune.worker.script.context import ScriptContext
 
 # Names of the flag with the path of DeepSpeed's JSON: DeepSpeed's, transformers', and common ones.
 CONFIG_DESTINATIONS = "deepspeed_config deepspeed ds_config ds_config_file deepspeed_config_file".split()
 # Further flags of transformers' TrainingArguments that a configuration needs.
 TRAINING_ARGUMENTS = ("deepspeed", *SWITCHES, "activation_checkpointing_kwargs")
-
-# Names of flags that may end a run, and values that may do so after few steps.
-LIMIT = re.compile(r"^(?!save|eval|log|warmup|grad|accum)(.*_)?(step|iter|iteration|epoch|sample|batch)(e?s)?$")
-FEW = 8
 
 
 class Arguments:
@@ -101,13 +96,6 @@ class Arguments:
         # A switch of that name is DeepSpeed's own, and takes no path.
         if typed and "per_device_train_batch_size" in values and not isinstance(values.get("deepspeed", False), bool):
             self._flags.update({name: found for name in TRAINING_ARGUMENTS if (found := _options(named, name))})
-        self._context.limits[:] = [
-            f"`{options[0]} {value}`"
-            for name, value in values.items()
-            if isinstance(value, int | float) and 0 < value <= FEW and LIMIT.search(name)
-            if not any(each.search(name) for each in FURTHER.values())  # these size a step
-            if (options := _options(named, name))
-        ]
 
     def _moved(self, options: list[str], field: str, name: str, was: int, wanted: int, *, typed: bool) -> None:
         if options and typed and field == "micro_batch_size" and self._draw_sizes is not None:

@@ -58,7 +58,6 @@ class ScriptContext:
         in_backward: An engine's backward pass is running.
         raised: The latest error of a call of the engine, which the script has caught if it goes on; empty without one.
         at_end: Functions to call before the process ends.
-        limits: Arguments that may end the script after few steps, as code.
         began: When the script began.
         left_out: Names of DeepSpeed's own flag for the configuration, if the command leaves it out.
         json_flags: The flags that name a JSON file, by its absolute path.
@@ -92,7 +91,6 @@ class ScriptContext:
         self.batch_classes = set[type]()
         self.in_backward, self.raised = False, ""
         self.at_end: list[Callable[[], None]] = []
-        self.limits: list[str] = []
         self.left_out: list[str] = []
         self.json_flags: dict[str, list[str]] = {}
         self.feed_worst: Callable[[TailCheck], Any] = lambda _: None

@@ -366,9 +366,8 @@ def _loss_of(tensors: Any) -> Any:
 def _too_few(context: ScriptContext, how: str, n: int, needed: int) -> TooFewSteps:
     n_micro = context.candidate.gradient_accumulation_steps if context.candidate is not None else 1
     each = f" of {n_micro} micro-batches" if n_micro > 1 else ""
-    limits = f" ({', '.join(context.limits)} may be what ends it)" if context.limits else ""
     return TooFewSteps(
-        f"the script {how} after {n} optimizer steps{each}, and {needed} are needed: give it more steps or more data{limits}"
+        f"the script {how} after {n} optimizer steps{each}, and {needed} are needed: give it more steps or more data"
     )
 
 

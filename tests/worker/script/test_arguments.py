@@ -17,10 +17,10 @@ from autotune.worker.script.patching import patch
 from autotune.worker.script.run import CLICK
 
 
-def arguments_of(value, changes, flags, limits, files, ds_config=None):
+def arguments_of(value, changes, flags, files, ds_config=None):
     """The hooks of a trial with a JSON, or of a probe, which has none."""
     return Arguments(SimpleNamespace(
-        value=value, changed=changes.append, report=SimpleNamespace(flags=flags), limits=limits, left_out=[], json_flags=files,
+        value=value, changed=changes.append, report=SimpleNamespace(flags=flags), left_out=[], json_flags=files,
         candidate=ds_config, recorder=SimpleNamespace(folder=SimpleNamespace(ds_config=ds_config)),
         script=SimpleNamespace(draw_sizes=None),
     ))  # fmt: skip
@@ -30,10 +30,10 @@ def arguments_of(value, changes, flags, limits, files, ds_config=None):
 def parse(monkeypatch):
     """Parses a command line as in a trial; returns the arguments, the changes noted, and the flags of fields."""
 
-    def run(parser, line, *, own=None, limits=None, files=None, ds_config=Path("/trial/ds_config.json"), **moves):
+    def run(parser, line, *, own=None, files=None, ds_config=Path("/trial/ds_config.json"), **moves):
         changes, flags = [], {}
-        limits, files = [] if limits is None else limits, {} if files is None else files
-        hooked = arguments_of(moves.get, changes, flags, limits, files, ds_config)
+        files = {} if files is None else files
+        hooked = arguments_of(moves.get, changes, flags, files, ds_config)
         monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", PARSE)  # put back after the test
         patch(argparse.ArgumentParser, "parse_known_args", hooked.parse)
         monkeypatch.setattr(sys, "argv", ["train.py", *line.split()])
@@ -127,15 +127,14 @@ def test_a_line_of_which_a_script_takes_some_words_is_the_users(parse, line, own
 
 def test_the_flags_of_a_command_are_known_and_moved_once(parse):
     """Its own parser is called within the parent's, with a list of its own."""
-    parser, limits = argparse.ArgumentParser(), []
+    parser = argparse.ArgumentParser()
     train = parser.add_subparsers().add_parser("train")
-    for flag in ("--batch-size", "--steps"):
-        train.add_argument(flag, type=int, default=8)
+    train.add_argument("--batch-size", type=int, default=8)
     train.add_argument("--deepspeed_config")
     line = "train --batch-size 4 --deepspeed_config my.json"
-    found, changes, flags = parse(parser, line, limits=limits, micro_batch_size=(4, 8))
-    assert (found.batch_size, found.steps, found.deepspeed_config) == (8, 8, "/trial/ds_config.json")
-    assert changes == ["Command line: `--batch-size 8` instead of 4."] and limits == ["`--steps 8`"]
+    found, changes, flags = parse(parser, line, micro_batch_size=(4, 8))
+    assert (found.batch_size, found.deepspeed_config) == (8, "/trial/ds_config.json")
+    assert changes == ["Command line: `--batch-size 8` instead of 4."]
     assert flags == {"micro_batch_size": ["--batch-size"], "ds_config": ["--deepspeed_config"]}
 
 
@@ -195,22 +194,6 @@ def test_a_rank_is_told_its_number_as_the_deepspeed_launcher_does(parse, monkeyp
     assert parse(parser_of("--local_rank"), "")[0].local_rank == 3
 
 
-def test_flags_that_may_end_the_script_early_are_known_by_name_and_value(parse):
-    flags = (
-        "--max_train_steps",
-        "--num_train_epochs",
-        "--steps",
-        "--save_steps",
-        "--per_device_batch",
-        "--warmup_steps",
-        "--acc_steps",
-    )
-    limits = []
-    line = "--max_train_steps 1 --num_train_epochs 3 --steps 500 --save_steps 1 --per_device_batch 4 --acc_steps 4"
-    parse(parser_of(*flags), line, limits=limits)
-    assert limits == ["`--max_train_steps 1`", "`--num_train_epochs 3`"]
-
-
 @pytest.mark.parametrize(
     ("line", "change", "flags"),
     [
@@ -222,17 +205,17 @@ def test_flags_that_may_end_the_script_early_are_known_by_name_and_value(parse):
 )  # fmt: skip
 @pytest.mark.parametrize("package", ["click", "typer"])
 def test_arguments_of_click_and_typer_are_moved(monkeypatch, package, line, change, flags):
-    changes, found, limits, ran = [], {}, [], []
+    changes, found, ran = [], {}, []
     command = {"click": click.Command, "typer": typer.core.TyperCommand.__bases__[0]}[package]
     assert command.__module__ in CLICK  # where trials wait for it
-    hooked = arguments_of({"micro_batch_size": (4, 2)}.get, changes, found, limits, {})
+    hooked = arguments_of({"micro_batch_size": (4, 2)}.get, changes, found, {})
     monkeypatch.setattr(command, "parse_args", command.parse_args)  # put back after the test
     patch(command, "parse_args", hooked.parse_click)
     monkeypatch.setattr(sys, "argv", ["train.py", *(line or "train").split()])
     main = {"click": with_click, "typer": with_typer}[package](ran)
     main(["train", "--batch-size", "4"] if line is None else None, standalone_mode=False)
     assert ran == [(2, 1 if line and "--epochs" in line else 9)] and changes[0].endswith(change)
-    assert found.get("micro_batch_size") == flags and limits == (["`--epochs 1`"] if ran[0][1] == 1 else [])
+    assert found.get("micro_batch_size") == flags
 
 
 def with_click(ran):

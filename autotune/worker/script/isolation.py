@@ -399,8 +399,6 @@ def _take_in(path: str | os.PathLike[str], place: Path) -> None:
 
 def _holds_weights(meter: Any, saved: Any) -> bool:
     """Returns whether an object holds tensors of the trained model, or as many numbers as it has."""
-    if meter is None:
-        return False
     parameters = list(meter.engine.module.parameters())
     own = {parameter.untyped_storage().data_ptr() for parameter in parameters} - {0}
     tensors = [tensor for tensor in tensors_in(saved) if tensor.is_floating_point()]

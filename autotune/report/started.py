@@ -59,7 +59,7 @@ class Started:
         config_source: The file that it reads its configuration from; empty for a dict in its code.
         baseline: The candidate that it is untouched, as flat knob values.
         family: The framework that it uses.
-        config_at: File and line of that dict, if it is written out, or the file that the script writes it into.
+        written_config: The file that the script writes it into by itself; empty if it writes none.
         initialized_at: File and line where it calls `deepspeed.initialize` itself.
         uneven: Its batches vary in size, as its own sampler makes them.
         study: The study's name, as a word of a command.
@@ -72,7 +72,7 @@ class Started:
     config_source: str
     baseline: Mapping[str, Scalar]
     family: str = ""
-    config_at: str = ""
+    written_config: str = ""
     initialized_at: str = ""
     uneven: bool = False
     study: str = ""
@@ -91,9 +91,9 @@ class Started:
         if self.family in CONFIG_PARAMETERS:
             return CONFIG_PARAMETERS[self.family].format(self.exported)
         where = f" at {self.initialized_at}" if self.initialized_at else ""
-        instead = f"the dict at {self.config_at}" if self.config_at else "the dict that it passes now"
-        if self.config_at.endswith(".json"):
-            instead = f"{self.config_at}, which it writes itself (and leave `args.deepspeed_config` unset, or DeepSpeed refuses both)"
+        instead = "the dict that it passes now"
+        if self.written_config:
+            instead = f"{self.written_config}, which it writes itself (and leave `args.deepspeed_config` unset, or DeepSpeed refuses both)"
         return f'pass `config="{self.exported}"` to `deepspeed.initialize`{where}, instead of {instead}'
 
     def sets_config_itself(self, changes: Sequence[str]) -> bool:
@@ -187,7 +187,7 @@ class Started:
     def own_files(self) -> frozenset[Path]:
         """The files that the command names and the script reads its configuration from."""
         how = self.invocation
-        words = [*self._words, *how.arguments, *how.environment.values(), self.config_source, self.config_at]
+        words = [*self._words, *how.arguments, *how.environment.values(), self.config_source, self.written_config]
         named = filter(None, (word.partition("=")[2] or word for word in words))
         return frozenset(Path(how.working_dir, name).resolve() for name in named if len(name) < LONGEST_PATH)
 
@@ -233,7 +233,7 @@ def started(report: StudyReport, which: str = "") -> Started | None:
         config_source=script["config_source"],
         baseline=report.study["baseline"],
         family=script.get("family", ""),
-        config_at=script.get("config_at", ""),
+        written_config=script.get("written_config", ""),
         initialized_at=script.get("initialized_at", ""),
         uneven=script.get("uneven") is not None,
         study=shlex.quote(report.name),

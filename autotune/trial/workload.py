@@ -184,7 +184,7 @@ class Probed:
         moved_by: How that run changed them.
         flags: Flags that set a candidate field (or `ds_config`), by all their names.
         config_source: Path of the configuration's file; empty for a dict in the code.
-        config_at: File and line of that dict, or the file that the script writes it into; empty where it is not written out.
+        written_config: The file that the script writes it into by itself; empty where it writes none.
         initialized_at: File and line where the script calls `deepspeed.initialize`; empty where a framework does.
         configured_accumulation: Micro-batches per step in the engine's configuration; None if it was not read.
         counts_itself: It counts the micro-batches of a step itself, and DeepSpeed divides the loss by a number that stays.
@@ -230,7 +230,7 @@ class Probed:
     learning_rates: tuple[float | None, ...] = ()
     flags: dict[str, list[str]] = field(default_factory=dict)
     config_source: str = ""
-    config_at: str = ""
+    written_config: str = ""
     initialized_at: str = ""
     draw_size: int = 0
     parts: int = 0

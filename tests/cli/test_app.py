@@ -348,11 +348,9 @@ def test_the_exported_command_trains_as_the_trial_did(launched):
     request = json.loads((folder / "studies" / "train" / "trials" / "0001" / "request.json").read_text())
     micro = request["candidate"]["micro_batch_size"]
     assert line == f"torchrun --standalone --nproc_per_node 2 train.py --batch_size {micro} --steps 30"
-    said = re.search(
-        r"to `deepspeed.initialize` at train.py:(\d+), instead of the dict at train.py:(\d+)", exported.stdout
-    )
+    said = re.search(r"to `deepspeed.initialize` at train.py:(\d+), instead of the dict", exported.stdout)
     script = (folder / "train.py").read_text().splitlines()
-    assert said and "initialize(" in script[int(said[1]) - 1] and "{" in script[int(said[2]) - 1], exported.stdout
+    assert said and "initialize(" in script[int(said[1]) - 1], exported.stdout
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "DS_ACCELERATOR": "cpu", "PRINT_LOSSES": "1"}
     with tempfile.TemporaryDirectory() as scratch:

@@ -340,17 +340,17 @@ def test_a_command_for_deepspeed_does_not_set_the_variable_beside_which_accelera
 
 
 def test_without_a_flag_for_the_configuration_it_is_said_what_it_replaces():
-    at = {"initialized_at": "train.py:40", "config_at": "train.py:12"}
-    call = 'pass `config="ds_config.json"` to `deepspeed.initialize` at train.py:40, instead of the dict at train.py:12'
+    at = {"initialized_at": "train.py:40"}
+    call = 'pass `config="ds_config.json"` to `deepspeed.initialize` at train.py:40, instead of the dict that it passes now'
     for changes, said in (
         ({"config_source": "conf/ds.json"}, "takes the place of conf/ds.json"),
         (at, call),
         (
-            {"config_at": "out/ds.json"},
+            {"written_config": "out/ds.json"},
             "instead of out/ds.json, which it writes itself (and leave `args.deepspeed_config` unset",
         ),
-        ({"config_at": "ds_config.json"}, "-o tuned_ds_config.json`"),  # the script would write over the other
-        ({}, "instead of the dict that it passes now"),
+        ({"written_config": "ds_config.json"}, "-o tuned_ds_config.json`"),  # the script would write over the other
+        ({}, "to `deepspeed.initialize`, instead of the dict that it passes now"),
         ({**at, "family": "Lightning"}, "`DeepSpeedStrategy("),
         ({"family": "Accelerate"}, "`DeepSpeedPlugin("),
     ):

@@ -152,40 +152,6 @@ def put(stated: dict[str, Any], config: DsConfig) -> None:
             stated[key] = value
 
 
-def places(frame: FrameType | None) -> tuple[str, str]:
-    """Returns `file:line` of a script's call of `deepspeed.initialize`, and of the dict that it passes there.
-
-    A place that is not known is empty.
-
-    Args:
-        frame: The script's frame at the call; None if a framework calls, then both places are empty.
-    """
-    if frame is None:
-        return "", ""
-    file, line = Path(frame.f_code.co_filename).name, frame.f_lineno
-    found = _dict_line(syntax_of(frame), line)
-    return f"{file}:{line}", f"{file}:{found}" if found else ""
-
-
-def _dict_line(tree: ast.Module, line: int) -> int:
-    """Returns the line of the dict that the call at a line passes as the configuration; 0 if it is not written out."""
-    nodes = list(ast.walk(tree))
-    calls = [node for node in nodes if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or line)]
-    given = [word.value for call in calls for word in call.keywords if word.arg in ("config", "config_params")]
-    for value in given:
-        if isinstance(value, ast.Dict):
-            return value.lineno
-        named = [
-            node.lineno
-            for node in nodes
-            if isinstance(value, ast.Name) and isinstance(node, ast.Assign) and node.lineno < line
-            and any(isinstance(target, ast.Name) and target.id == value.id for target in node.targets)
-        ]  # fmt: skip
-        if named:
-            return max(named)
-    return 0
-
-
 def accumulation_in_code(frame: FrameType | None) -> str:
     """Returns what a script's configuration has its accumulation from, as `cfg.accum`.
 

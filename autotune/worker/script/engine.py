@@ -58,7 +58,7 @@ class PreparedModel:
     Attributes:
         config_source: Path of that configuration; empty for a dict.
         workload: Describes the model; None but in a probe, which alone reads it.
-        config_at: File and line of the dict, or the file that the script writes it into; empty if it is not written out.
+        written_config: The file that the script writes it into by itself; empty if it writes none.
         initialized_at: File and line of the script's call; empty if a framework calls.
         watch: Notes which blocks are recomputed.
         buffers: Notes which modules change a buffer as they go forward; None but in a probe.
@@ -78,7 +78,7 @@ class PreparedModel:
     own_rates: Rates = ()
     buffers: BufferWatch | None = None
     built_bytes: float | None = None
-    config_at: str = ""
+    written_config: str = ""
     initialized_at: str = ""
 
 
@@ -111,10 +111,9 @@ class EngineHooks:
             patch_everywhere(module, {name: self._checkpoint})
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        context, probes = self._context, self._context.candidate is None
+        context = self._context
         if os.getpid() != self._pid:  # a process that the script forked, which must not write this rank's report
             return original(*args, **kwargs)
-        place = ds_config.places(users_frame()) if probes else ("", "")
         bound = inspect.signature(original).bind(*args, **kwargs)
         given = bound.arguments
         namespace: Any = given.get("args")
@@ -128,7 +127,7 @@ class EngineHooks:
             own = ds_config.read(source)
             if given.get("optimizer") is None and "optimizer" not in own:
                 return original(*args, **kwargs)  # a model that is not trained, as a frozen reference
-            if probes:
+            if context.candidate is None:
                 ds_config.refuse_auto(own)
             prepared = self._prepare(given, own, source) if context.meter is None else None
         except UserError as error:  # the script must not catch it
@@ -153,7 +152,7 @@ class EngineHooks:
             result = original(*bound.args, **bound.kwargs)
         if prepared is not None:
             prepared.own_rates = learning_rates(getattr(result[0], "basic_optimizer", None))
-            prepared.initialized_at, prepared.config_at = place[0], written or place[1]
+            prepared.initialized_at, prepared.written_config = self._first_at or "", written
             # The script would write over an exported file there.
             prepared.config_source = "" if written else prepared.config_source
             factor = follow_rate(context, result[0], prepared.own_rates)

@@ -116,7 +116,7 @@ def _probed(
         checkpoint_every=prepared.watch.every,
         flags=context.report.flags,
         config_source=prepared.config_source,
-        config_at=prepared.config_at,
+        written_config=prepared.written_config,
         initialized_at=prepared.initialized_at,
         configured_accumulation=engine.gradient_accumulation_steps(),
         counts_itself=counts_itself,

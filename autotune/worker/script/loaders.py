@@ -15,7 +15,7 @@ from autotune.worker.data import worst
 from autotune.worker.data.samples import fixed_sizes, is_map_style, samples_in
 from autotune.worker.data.witness import watch
 from autotune.worker.script.context import ScriptContext
-from autotune.worker.script.patching import expression, patch, place_of, users_frame
+from autotune.worker.script.patching import patch, place_of, users_frame
 
 
 class Loaders:
@@ -112,8 +112,7 @@ class Loaders:
     def _init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(*args, **kwargs)
         # A library passes on what the user's code says, where a framework takes it from its configuration.
-        frame, change = users_frame(through_libraries=True), self._context.drawn()
-        place = place_of(frame)
+        place, change = place_of(users_frame(through_libraries=True)), self._context.drawn()
         said = self._changes.setdefault(id(bound.arguments["dataset"]), [])
         if place and change:
             was, wanted = change
@@ -128,9 +127,7 @@ class Loaders:
             elif sampler is None and bound.arguments.get("batch_size", 1) == was:
                 bound.arguments["batch_size"] = wanted
                 _tell_lightning(bound.arguments["self"], wanted)
-                own = expression(frame, "batch_size", 1) if frame is not None else ""
-                from_ = f", which is `{own}` there" if own else ""
-                said.append(f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}{from_}.")
+                said.append(f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}.")
         changes = self._context.candidate.data_changes if self._context.candidate is not None else {}
         for name, value in changes.items():
             # A loader of the script's own does not look at what its framework was told.

@@ -171,18 +171,3 @@ def syntax_of(frame: FrameType | None) -> ast.Module:
         return ast.parse(Path(frame.f_code.co_filename).read_bytes()) if frame is not None else ast.Module([], [])
     except (OSError, SyntaxError, ValueError, RecursionError):
         return ast.Module([], [])
-
-
-def expression(frame: FrameType, name: str, at: int) -> str:
-    """Returns what a user's call has for an argument, as `cfg.train.batch_size`; empty for a constant or if not found.
-
-    Args:
-        frame: The user's frame at the call.
-        name: The argument's name; without it in the call, its value is the one at position `at`.
-    """
-    calls = [node for node in ast.walk(syntax_of(frame)) if isinstance(node, ast.Call)]
-    here = [call for call in calls if call.lineno <= frame.f_lineno <= (call.end_lineno or call.lineno)]
-    named = [word.value for call in here for word in call.keywords if word.arg == name]
-    placed = [call.args[at] for call in here if len(call.args) > at and ast.unparse(call.func).endswith("DataLoader")]
-    found = next(iter([*reversed(named), *reversed(placed)]), None)
-    return "" if found is None or isinstance(found, ast.Constant) else ast.unparse(found)

@@ -353,7 +353,8 @@ def _keep_spec(request: StudyRequest) -> None:
         return
     files.write_text(copy, request.spec.to_yaml(folder))
     origin.unlink(missing_ok=True)
-    if is_yaml(target):
+    # Arguments that were appended to a launch command are in the copy's command alone.
+    if is_yaml(target) and not (request.spec.command and "script_args" in options):
         path = os.path.relpath(named, folder.absolute())
         kept = {"file": path, "options": options, "copy": target_digest(copy)}
         files.write_text(origin, json.dumps(kept, indent=1))
@@ -370,8 +371,10 @@ def _stated_in(folder: Path) -> tuple[Path, dict[str, Any]]:
         own = _named_from(folder, kept["file"])
         if not own.is_file() or target_digest(copy) != kept["copy"]:
             return copy, {}
-        stated = read_yaml(copy)
-        given = {key: stated[key] for key in kept["options"] if stated.get(key) is not None}
+        stated, fields = read_yaml(copy), StudySpec.model_fields
+        # The copy leaves out what is as by default, which the user's own file may state otherwise.
+        given = {key: stated.get(key, fields[key].get_default(call_default_factory=True)) for key in kept["options"]}
+        given = {key: value for key, value in given.items() if value is not None}
     except (OSError, ValueError, KeyError, TypeError):
         return copy, {}
     return own, given | {key: str(folder / given[key]) for key in PATHS if key in given}

@@ -37,6 +37,7 @@ from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import records
 from autotune.study.storage.history import History, Measurement
 from autotune.study.storage.tables import MIGRATIONS
+from autotune.trial.command import Invocation
 from autotune.trial.folder import write_record
 
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
@@ -226,22 +227,35 @@ def test_a_study_that_was_never_retuned_has_a_history(studies, capsys):
 
 
 def test_a_retuning_reads_the_users_own_file_and_its_options(studies, tmp_path):
-    """An edited file, the options of the run, and those of the re-tuning; an edited copy goes first."""
+    """An edited file, the options of the run, also where they are the defaults, and those of the re-tuning; an edited copy goes first."""
     own, folder = tmp_path / "mine.yaml", studies / "s"
-    own.write_text(f"target: {MODELS / 'ok.py'}\nname: s\ntrials: 5\nranks: 2\n")
-    given = {"trials": 7, "storage": None}
+    own.write_text(f"target: {MODELS / 'ok.py'}\nname: s\ntrials: 5\nranks: 2\nexecutor: slurm\n")
+    given = {"trials": 7, "storage": None, "executor": "local"}
     session._keep_spec(
         StudyRequest(spec=StudySpec.of(own, given), target=own, overrides=given, folder=folder, executor=Instant())
     )
     own.write_text(own.read_text() + "repeats: 4\nspace: [{zero_stage: [0, 3]}]\n")
     spec = session.open_study("s").spec({"ranks": 3, "from_checkpoint": None})
-    assert (spec.trials, spec.repeats, spec.ranks, spec.name) == (7, 4, 3, "s")
+    assert (spec.trials, spec.repeats, spec.ranks, spec.name, spec.executor) == (7, 4, 3, "s", "local")
     assert [each.name for each in spec.space.parameters] == ["zero_stage"]
     copy = folder / "study.yaml"
     copy.write_text(copy.read_text().replace("repeats: ", "repeats: 1"))
     assert session.open_study("s").spec().repeats not in (4, StudySpec.of(own, given).repeats)
     own.unlink()
     assert session.open_study("s").spec().trials == 7
+
+
+def test_a_retuning_runs_a_command_with_the_arguments_that_were_appended_to_it(studies, tmp_path):
+    """It ran the command of the user's own file without them, which is another training."""
+    own, folder, script = tmp_path / "mine.yaml", studies / "s", MODELS / "scripts" / "dict_config.py"
+    own.write_text("command: python raw.py\nname: s\n")
+    start = Invocation(
+        script=str(script), working_dir=str(script.parent), arguments=("--lr", "1"), command="python raw.py --lr 1"
+    )
+    spec, given = StudySpec.of_command(start, {"command": start.command}, own), {"script_args": ("--lr", "1")}
+    session._keep_spec(StudyRequest(spec=spec, target=own, overrides=given, folder=folder, executor=Instant()))
+    assert session._stated_in(folder) == (folder / "study.yaml", {})
+    assert f"command: {start.command}" in (folder / "study.yaml").read_text()
 
 
 @pytest.mark.cells(1)

@@ -84,6 +84,10 @@ def wanted_study(target: str, overrides: Mapping[str, Any], view: EventSink = SI
     if stated is None:
         return StudySpec.of(Path(target), overrides), []
     command, folder = stated
+    if (given := overrides.get("working_dir")) is not None:
+        folder = files.absolute(given, Path.cwd(), "working_dir")
+    if not os.path.isdir(folder):
+        raise SpecError(f"working_dir: there is no folder {folder}; the command has to run somewhere")
     if overrides.get("script_args"):
         command = f"{command.rstrip()} {shlex.join(overrides['script_args'])}"  # a block of YAML ends in a line break
     check_templates([command], f"`{command}`")

@@ -425,10 +425,7 @@ def stated_command(target: str, overrides: Mapping[str, Any] | None = None) -> t
             raise SpecError(f"{path}: command: it says which script is run and how; leave out target and script_args")
         if redaction.holds_mask(data["command"]):
             raise SpecError(f"{path}: command: {NO_SECRET}")
-        folder = absolute(data.get("working_dir") or ".", path.absolute().parent, f"{path}: working_dir")
-        if not folder.is_dir():
-            raise SpecError(f"{path}: working_dir: there is no folder {folder}; the command has to run somewhere")
-        return data["command"], folder
+        return data["command"], absolute(data.get("working_dir") or ".", path.absolute().parent, f"{path}: working_dir")
     words = [word for word in target.split() if not re.match(r"\w+=", word)]
     if not words:
         return None

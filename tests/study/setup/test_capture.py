@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -129,11 +130,15 @@ def test_a_users_own_sitecustomize_still_runs(folder, monkeypatch):
     assert found.arguments == ("1",) and "PYTHONPATH" not in found.environment
 
 
-def test_arguments_behind_a_command_of_a_study_reach_the_script(folder):
-    """They stood on a line of their own, where the shell took them for a command."""
+def test_arguments_and_a_folder_beside_a_command_of_a_study_reach_the_script(folder):
+    """Arguments stood on a line of their own, where the shell took them for a command, and a folder from Python was passed over."""
     (folder / "study.yaml").write_text("command: |\n  python train.py --lr 1\n")
-    spec, _ = capture.wanted_study("study.yaml", {"script_args": ("--steps", "3")})
-    assert spec.how().arguments == ("--lr", "1", "--steps", "3")
+    (folder / "sub").mkdir()
+    shutil.copy("train.py", "sub")
+    spec, _ = capture.wanted_study("study.yaml", {"script_args": ("--steps", "3"), "working_dir": "sub"})
+    assert spec.how().arguments == ("--lr", "1", "--steps", "3") and spec.target.parent == folder / "sub"
+    with pytest.raises(UserError, match=r"working_dir: there is no folder .*away"):
+        capture.wanted_study("python train.py", {"working_dir": "away"})
 
 
 STARTS = ("PYTHONPATH=lib", "export PYTHONPATH=lib;", "exec env PYTHONPATH=lib")

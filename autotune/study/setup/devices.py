@@ -51,11 +51,14 @@ def _unlike(used: Sequence[Device]) -> list[str]:
 
 
 def check_devices(spec: StudySpec, environment: Environment, world_size: int) -> None:
-    """Refuses more ranks than there are devices."""
-    if environment.accelerator == "cpu" or world_size <= spec.n_nodes * environment.n_devices:
+    """Refuses more ranks than there are devices on the machines that they run on."""
+    nodes = spec.nodes_for(world_size)
+    if environment.accelerator == "cpu" or world_size <= nodes * environment.n_devices:
         return
     whose = "the launch command" if spec.invocation and spec.invocation.world_size == world_size else "--ranks"
     have = "this machine has" if spec.n_nodes == 1 else f"each of the {spec.n_nodes} machines has"
+    if nodes < spec.n_nodes:
+        have = f"they cannot be spread evenly over {spec.n_nodes} machines, and one has"
     raise UserError(
         f"{whose} asks for {world_size} ranks: {have} {environment.n_devices} devices; ask for fewer, or {MEAN_CPU}"
     )

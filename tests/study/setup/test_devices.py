@@ -50,13 +50,16 @@ def planned(monkeypatch, tmp_path):
     return make
 
 
-def test_a_study_takes_all_devices_and_never_more(planned):
+def test_a_study_takes_all_devices_and_never_more(planned, tmp_path):
     assert planned(GPUS).world_size == 4
     said = "--ranks asks for 5 ranks: this machine has 4 devices; ask for fewer, or set DS_ACCELERATOR=cpu"
     with pytest.raises(UserError, match=said):
         planned(GPUS, ranks=5)
     with pytest.raises(UserError, match="each of the 2 machines has 4 devices"):
         planned(GPUS, ranks=10, executor="slurm", nodes=2)
+    (tmp_path / "hosts").write_text("a slots=4\nb slots=4\nc slots=4\nd slots=4\n")
+    with pytest.raises(UserError, match="cannot be spread evenly over 4 machines, and one has 4 devices"):
+        planned(GPUS, ranks=6, hostfile=tmp_path / "hosts")  # all of them on one machine
 
 
 def test_devices_without_a_rank_are_counted_since_deepspeed_takes_them_for_ranks(planned):

@@ -207,25 +207,27 @@ def _known(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workload, 
 
 
 def _profiled(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workload, list[str]]:
-    """Returns the workload with profile and rates, from ranks, and notes."""
+    """Returns the workload with profile and rates, from ranks on this machine, as which the cache keeps them, and notes."""
+    here = spec.model_copy(update={"executor": "local", "executor_options": {}, "hostfile": None, "nodes": None})
     with temporary.folder("autotune-predict") as folder:
-        with executor_for(spec, folder, view.waits) as executor:
+        with executor_for(here, folder, view.waits) as executor:
             most = len(device.here().each) or max(2, len(os.sched_getaffinity(0)))
             script, trials = target.kind == "script", folder / "trials"
             ranks = min(spec.ranks or 1, most) if script else 1
             with base.turn(executor, view.waiting):  # as for a study's plan
-                workload = inspect_workload(spec, executor, trials / "inspect", ranks, view.doing)
+                workload = inspect_workload(here, executor, trials / "inspect", ranks, view.doing)
             config, local = completed(spec, target, workload), _ranks(spec, workload)[1]
             found, notes = profile_cache.measure_missing(workload, target.path, config, local, executor, trials, view)
         return found, notes
 
 
 def _ranks(spec: StudySpec, workload: Workload) -> tuple[int, int]:
-    """Returns the ranks, and how many of them this machine can run."""
+    """Returns the ranks, as `plan` has them, and how many of those of a machine this one can run."""
     environment = workload.environment
     devices = environment.accelerator != "cpu"
-    world_size = spec.ranks or (environment.n_devices if devices else 1)
-    return world_size, min(world_size, environment.n_devices if devices else max(2, environment.n_cores))
+    world_size = spec.stated_ranks or spec.n_nodes * (environment.n_devices if devices else 1)
+    on_each = world_size // spec.nodes_for(world_size)
+    return world_size, min(on_each, environment.n_devices if devices else max(2, environment.n_cores))
 
 
 def _largest(predictor: Predictor, candidate: Candidate, limit: float) -> int | None:

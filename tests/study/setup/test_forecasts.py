@@ -172,6 +172,10 @@ def test_ranks_that_are_not_here_share_the_states_and_are_said_to_be_assumed(kno
     here, there = (said(capsys, "zero_stage=3", "micro_batch_size=1", ranks=ranks) for ranks in (2, 64))
     assert there["peak_memory_bytes"]["value"] < here["peak_memory_bytes"]["value"]
     assert "links differ" in there["notes"][-1] and not any("links" in note for note in here["notes"])
+    (known / "study.yaml").write_text(f"target: {TARGET}\nexecutor: slurm\nnodes: 2\n")
+    predict(known / "study.yaml", {}, (), as_json=True)
+    cluster = json.loads(capsys.readouterr().out)
+    assert cluster["ranks"] == 2 and "rates are those of 1 rank(s)" in cluster["notes"][-1]
 
 
 @pytest.mark.process
@@ -411,8 +415,8 @@ def test_what_is_edited_while_it_is_profiled_or_probed_is_known_by_its_earlier_t
 
 
 def test_a_script_is_run_for_a_forecast_when_no_study_measures(tmp_path, monkeypatch):
-    """It disturbed the trial that another study was measuring."""
-    held = list[bool]()
+    """It disturbed the trial that another study was measuring; and a cluster's rates were kept as this machine's."""
+    held, engines = list[bool](), list[str]()
 
     class Turns(Instant):
         @contextmanager
@@ -421,11 +425,13 @@ def test_a_script_is_run_for_a_forecast_when_no_study_measures(tmp_path, monkeyp
             yield
             held.clear()
 
-    monkeypatch.setattr(forecasts, "executor_for", lambda *_: nullcontext(Turns()))
+    monkeypatch.setattr(
+        forecasts, "executor_for", lambda spec, *_: engines.append(spec.executor) or nullcontext(Turns())
+    )
     monkeypatch.setattr(forecasts, "inspect_workload", lambda *_: held[0] and WORKLOAD)
     monkeypatch.setattr(profile_cache, "measure_missing", lambda found, *_: (found, held))
-    spec = StudySpec.of(MODELS / "ok.py")
-    assert forecasts._profiled(spec, spec.inspected, SILENT) == (WORKLOAD, [])
+    spec = StudySpec.of(MODELS / "ok.py", {"executor": "slurm"})
+    assert forecasts._profiled(spec, spec.inspected, SILENT) == (WORKLOAD, []) and engines == ["local"]
 
 
 @pytest.mark.process

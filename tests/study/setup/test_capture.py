@@ -192,7 +192,7 @@ def test_a_folder_that_a_launcher_adds_is_kept(folder, monkeypatch):
         ("deepspeed --num_nodes 3 train.py", "asks for 3 machines"),
         ("deepspeed --hostfile hosts train.py", "hosts names 2 machines"),
         ("deepspeed --autotuning run train.py", "DeepSpeed's own tuner"),
-        ("accelerate launch --config_file two.yaml train.py", "asks for 2 machines"),
+        ("HF_HOME=hf accelerate launch train.py", "config asks for 2 machines"),
         ("python -m no_such.module", "no module 'no_such.module'"),
     ],
 )
@@ -201,7 +201,8 @@ def test_a_command_that_cannot_be_tuned_ends_in_one_sentence(folder, command, sa
     for path in ("one.py", "other/one.py"):
         (folder / path).write_text("open('it-ran', 'w')")
     (folder / "hosts").write_text("# ours\na slots=2\nb slots=2\n")
-    (folder / "two.yaml").write_text("num_machines: 2\n")
+    (folder / "hf" / "accelerate").mkdir(parents=True)
+    (folder / "hf" / "accelerate" / "default_config.yaml").write_text("num_machines: 2\n")
     with pytest.raises(UserError, match=said) as error:
         captured(command)
     assert "\n" not in str(error.value)

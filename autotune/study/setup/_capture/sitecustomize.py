@@ -94,9 +94,8 @@ def refusal(started_as: str, arguments: list[str]) -> str | None:
             return "--autotuning starts DeepSpeed's own tuner; leave it out"
         if name == "--hostfile" and hosts(value) > 1:
             return f"{value} names {hosts(value)} machines{HERE_ONLY}; give it this one only"
-        if name == "--config_file" and number(value, "num_machines") > 1:
-            n = number(value, "num_machines")
-            return f"{value} asks for {n} machines (num_machines){HERE_ONLY}; say 1 there"
+    if "accelerate" in os.path.basename(started_as) and (n := asked(arguments, "num_machines")) > 1:
+        return f"its Accelerate config asks for {n} machines (num_machines){HERE_ONLY}; say 1 there, or --num_machines 1"
     own = os.path.basename(started_as).startswith(("deepspeed", "ds")) and "--hostfile" not in " ".join(arguments)
     if own and hosts(JOB_HOSTFILE) > 1:
         return f"{JOB_HOSTFILE} names {hosts(JOB_HOSTFILE)} machines{HERE_ONLY}; give --hostfile with this one only"
@@ -114,15 +113,14 @@ def flags(arguments: list[str]) -> Iterator[tuple[str, str, str]]:
         yield flag, name, value or "".join(arguments[n + 1 : n + 2])
 
 
-def processes(arguments: list[str]) -> int:
-    """Returns the processes that `accelerate launch` is asked for, which on a CPU starts one all the same; 1 if none are stated."""
+def asked(arguments: list[str], key: str) -> int:
+    """Returns the number that `accelerate launch` is given for a key, by a flag, its config or the user's default one; 1 if by none."""
     home = os.environ.get("HF_HOME") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
     )
-    given = {name: value for _, name, value in flags(arguments) if name in ("--num_processes", "--config_file")}
-    stated = given.get("--num_processes", "")
-    own = given.get("--config_file") or os.path.join(home, "accelerate", "default_config.yaml")
-    return int(stated) if stated.isdigit() else number(own, "num_processes")
+    given = {name: value for _, name, value in flags(arguments)}
+    stated, own = given.get(f"--{key}", ""), os.path.join(home, "accelerate", "default_config.yaml")
+    return int(stated) if stated.isdigit() else number(given.get("--config_file") or own, key)
 
 
 def hosts(path: str) -> int:
@@ -131,7 +129,7 @@ def hosts(path: str) -> int:
 
 
 def number(path: str, key: str) -> int:
-    """Returns the number that an Accelerate config states for a key, as the machines it asks for; 1 if it states none."""
+    """Returns the number that an Accelerate config states for a key; 1 if it states none."""
     found = [re.match(rf"{key}:\s*(\d+)", line) for line in lines(path)]
     return max([int(match[1]) for match in found if match], default=1)
 
@@ -192,7 +190,8 @@ def capture() -> None:
             write(refused=reason)
             os._exit(1)
         if "accelerate" in (os.path.basename(script or "") + (module or "")):
-            os.environ["AUTOTUNE_CAPTURE_ASKED"] = str(processes(arguments))
+            # On a CPU it starts one all the same.
+            os.environ["AUTOTUNE_CAPTURE_ASKED"] = str(asked(arguments, "num_processes"))
         if own is None or module or is_launcher(script):
             return
     path = write(

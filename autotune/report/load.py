@@ -19,7 +19,6 @@ from autotune.scoring.estimates import Estimates, estimate
 from autotune.scoring.measured import Measured
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import RATE_KEYS, DsConfig
-from autotune.study.budget import measuring_s
 from autotune.study.lock import run_under_way
 from autotune.study.storage import analysed, records
 from autotune.study.storage.database import Storage
@@ -139,7 +138,7 @@ def _facts(study: Study, kept: StudyRecord, folder: Path, *, n_trials: int) -> d
         "weights": {o.metric: o.weight for o in kept.objectives},
         "goal": kept.goal,
         "n_trials": n_trials,
-        "wall_s": max(records.wall_s(study), measuring_s(records.told_trials(study))),
+        "wall_s": records.wall_s(study),
         "unchecked_s": records.unchecked_s(study),
         "left_out": [said for said in records.left_out(study).values() if said],
         "base_config": Candidate.from_key(kept.baseline).with_own(kept.base_config),

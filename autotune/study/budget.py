@@ -4,10 +4,8 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
-
-from optuna.trial import FrozenTrial
 
 from autotune.errors import UserError
 from autotune.scoring import recommend
@@ -75,9 +73,7 @@ class Budget:
 
     def resume(self) -> None:
         """Adds the time that earlier runs took."""
-        known_s = records.wall_s(self._state.study) if self._state.exists else 0.0
-        told = self._state.told()
-        self._earlier_s, self._n_earlier = max(known_s, measuring_s(told)), len(told)
+        self._earlier_s, self._n_earlier = records.wall_s(self._state.study), len(self._state.told())
 
     def keep(self, left_s: float = 0.0) -> None:
         """Stores with the study the time that it has taken, and when it is expected to end.
@@ -311,12 +307,7 @@ def closing_s(budget_s: float) -> float:
     return min(MOST_CLOSING_S, slower * (CLOSING_S + CLOSING_SHARE * budget_s))
 
 
-def measuring_s(told: Sequence[FrozenTrial]) -> float:
-    """Seconds that trials took; the time of trials that ran side by side counts once."""
-    return apart_s((t.datetime_start.timestamp(), _took_s(t)) for t in told if t.datetime_start)
-
-
-def apart_s(spans: Iterable[tuple[float, float]], pause_s: float = 0.0) -> float:
+def apart_s(spans: Iterable[tuple[float, float]], pause_s: float) -> float:
     """Seconds that runs took; the time of those that ran side by side counts once.
 
     Args:
@@ -329,7 +320,3 @@ def apart_s(spans: Iterable[tuple[float, float]], pause_s: float = 0.0) -> float
         total_s += max(0.0, began_s + took_s - from_s)
         until_s = max(until_s, began_s + took_s)
     return total_s
-
-
-def _took_s(told: FrozenTrial) -> float:
-    return float(records.told_data(told)["wall_s"])

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from dataclasses import replace
-from datetime import datetime, timedelta
 
 import pytest
 from optuna.trial import TrialState
@@ -19,7 +18,6 @@ from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.legality import why_illegal
 from autotune.study import runner as loop
 from autotune.study import state, tell
-from autotune.study.budget import measuring_s
 from autotune.study.proposals import Proposer
 from autotune.study.storage import records
 from autotune.system.signals import undisturbed
@@ -269,21 +267,6 @@ def test_an_interruption_while_the_sampler_thinks_leaves_no_trial_running(tmp_pa
     with pytest.raises(KeyboardInterrupt):
         runner.run()
     assert states(runner) == ["COMPLETE", "COMPLETE", "FAIL"]
-
-
-def test_a_clock_that_is_set_while_a_study_runs_changes_nothing_of_the_time_it_took(tmp_path):
-    runner, _, _ = run(tmp_path, trials=5, finalists=0)
-    told = records.told_trials(runner.study)
-    took = sum(records.told_data(each)["wall_s"] for each in told)
-    start = datetime(2026, 11, 21, 12)
-    # An hour forth within the second trial, and back within the fourth.
-    starts = [0.0, 10.0, 3620.0, 3630.0, 40.0]
-    for each, at in zip(told, starts, strict=True):
-        each.datetime_start = start + timedelta(seconds=at)
-        each.datetime_complete = start + timedelta(seconds=at + 1)
-    told[1].datetime_complete += timedelta(hours=1)
-    told[3].datetime_complete -= timedelta(hours=1)
-    assert measuring_s(told) == took
 
 
 def test_runs_in_several_threads_give_the_threads_of_blas_back_with_the_last_one(monkeypatch):

@@ -95,7 +95,9 @@ def refusal(started_as: str, arguments: list[str]) -> str | None:
         if name == "--hostfile" and hosts(value) > 1:
             return f"{value} names {hosts(value)} machines{HERE_ONLY}; give it this one only"
     if "accelerate" in os.path.basename(started_as) and (n := asked(arguments, "num_machines")) > 1:
-        return f"its Accelerate config asks for {n} machines (num_machines){HERE_ONLY}; say 1 there, or --num_machines 1"
+        return (
+            f"its Accelerate config asks for {n} machines (num_machines){HERE_ONLY}; say 1 there, or --num_machines 1"
+        )
     own = os.path.basename(started_as).startswith(("deepspeed", "ds")) and "--hostfile" not in " ".join(arguments)
     if own and hosts(JOB_HOSTFILE) > 1:
         return f"{JOB_HOSTFILE} names {hosts(JOB_HOSTFILE)} machines{HERE_ONLY}; give --hostfile with this one only"

@@ -114,15 +114,10 @@ class TrialPool:
         return results
 
     def stop(self) -> None:
-        """Ends every running trial, and waits for its end."""
+        """Ends every trial that still runs, waits for its end, and ends the threads."""
         self._stop.set()
         if self._pool is not None:
             futures.wait([running.future for running in self._running])
-            self._pool.shutdown()
-
-    def close(self) -> None:
-        """Ends the threads, once all trials have been returned."""
-        if self._pool is not None:
             self._pool.shutdown()
 
     def results(self) -> dict[int, TrialResult]:
@@ -206,7 +201,7 @@ def device_shares(found: Plan, n: int) -> list[list[str]]:
     """Returns disjoint sets of the visible devices, as the user names them, or of the cores if ranks run on these."""
     environment = found.workload.environment
     on_cpu = environment.accelerator == "cpu"
-    _, named = device.chosen(environment.accelerator, environment.n_devices, {**os.environ, **_own_variables(found)})
+    _, named = device.chosen(environment.accelerator, environment.n_devices, {**os.environ, **engine.own_variables(found.spec)})
     units = list(map(str, sorted(os.sched_getaffinity(0)))) if on_cpu else named
     each = len(units) // n if on_cpu else found.world_size
     if not each or each * n > len(units):
@@ -218,11 +213,6 @@ def device_shares(found: Plan, n: int) -> list[list[str]]:
     return [units[k * each : (k + 1) * each] for k in range(n)]
 
 
-def _own_variables(found: Plan) -> dict[str, str]:
-    """The variables that the user's launch command sets."""
-    return dict(found.spec.how().fixed_environment) if found.target.kind == "script" else {}
-
-
 class SlicedExecutor(LocalExecutor):
     """A warm server on some of this machine's devices or cores.
 
@@ -231,7 +221,7 @@ class SlicedExecutor(LocalExecutor):
     """
 
     def __init__(self, found: Plan, share: Sequence[str], log: Path) -> None:
-        environment, here = _own_variables(found), found.workload.environment
+        environment, here = engine.own_variables(found.spec), found.workload.environment
         self._cores = list(map(int, share)) if here.accelerator == "cpu" else []
         if not self._cores:
             variable, _ = device.chosen(here.accelerator, here.n_devices, {**os.environ, **environment})

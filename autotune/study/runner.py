@@ -277,7 +277,7 @@ class Runner:
             if not isinstance(error, sqlalchemy.exc.SQLAlchemyError | optuna.exceptions.StorageInternalError):
                 self._give_back(pool, why_stopped(error))
             raise
-        pool.close()
+        pool.stop()
         self._budget.check_target_works()
         if why:
             self._events.say(why)

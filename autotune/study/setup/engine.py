@@ -15,6 +15,11 @@ from autotune.executors.ssh import read_hostfile
 from autotune.study.spec.spec import StudySpec
 
 
+def own_variables(spec: StudySpec) -> dict[str, str]:
+    """Returns the variables that the user's launch command sets."""
+    return dict(spec.how().fixed_environment) if spec.inspected.kind == "script" else {}
+
+
 def executor_of(
     spec: StudySpec, folder: Path, on_queue: Callable[[str], None] = lambda _: None, slot: int = 0
 ) -> Executor:
@@ -25,9 +30,7 @@ def executor_of(
         on_queue: Called with the reason why a trial waits for machines.
         slot: Which of the trials at once it runs, counted from 0.
     """
-    target = spec.inspected
-    environment = dict(spec.how().fixed_environment) if target.kind == "script" else {}
-    nodes = spec.n_nodes
+    target, environment, nodes = spec.inspected, own_variables(spec), spec.n_nodes
     options = dict(spec.executor_options)
     ranks_per_node = spec.ranks // nodes if spec.ranks else None
     engine: Engine

@@ -201,7 +201,9 @@ def device_shares(found: Plan, n: int) -> list[list[str]]:
     """Returns disjoint sets of the visible devices, as the user names them, or of the cores if ranks run on these."""
     environment = found.workload.environment
     on_cpu = environment.accelerator == "cpu"
-    _, named = device.chosen(environment.accelerator, environment.n_devices, {**os.environ, **engine.own_variables(found.spec)})
+    _, named = device.chosen(
+        environment.accelerator, environment.n_devices, {**os.environ, **engine.own_variables(found.spec)}
+    )
     units = list(map(str, sorted(os.sched_getaffinity(0)))) if on_cpu else named
     each = len(units) // n if on_cpu else found.world_size
     if not each or each * n > len(units):

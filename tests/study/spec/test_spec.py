@@ -84,10 +84,14 @@ def test_a_goal_sets_the_objectives_and_a_flag_replaces_what_the_file_says(study
     assert flagged.goal == "cost" and {o.name for o in flagged.objectives} == set(GOALS["cost"].weights)
 
 
-def test_quick_is_a_set_of_defaults(study):
+def test_quick_is_a_set_of_defaults(study, target):
     spec = study("finalists: 2", {"quick": True})
     assert (spec.trials, spec.finalists, spec.repeats, spec.stop_below, spec.trial_budget_s) == (8, 2, 0, 0.03, 1.0)
     assert "quick: true" in spec.to_yaml()
+    written = study("finalists: 2").to_yaml()  # which states what is as by default, too
+    (target.parent / "written.yaml").write_text(written)
+    again = StudySpec.load(target.parent / "written.yaml", {"quick": True, "repeats": 2})
+    assert (again.trials, again.finalists, again.repeats, again.trial_budget_s) == (8, 2, 2, 1.0)
 
 
 def test_amounts_carry_units(study):

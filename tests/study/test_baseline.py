@@ -152,7 +152,7 @@ def test_a_study_of_nothing_but_what_cannot_be_measured_is_refused(tmp_path):
 def test_a_constraint_that_cannot_be_measured_is_refused_before_the_budget_is_spent(tmp_path):
     executor = Instant()
     with pytest.raises(UserError, match="tokens_per_s cannot be measured"):
-        run(tmp_path, executor, constraints=[Constraint(metric="tokens_per_s", min=1.0)])
+        run(tmp_path, executor, constraints={"tokens_per_s": {"min": 1.0}})
     assert len(executor.ran) == 1
 
 

@@ -117,8 +117,6 @@ def _presets(kind: Kind, value: Any, where: str, folder: Path) -> list[tuple[Any
 
 
 def _read_space(value: Any, where: str, folder: Path) -> SearchSpace:
-    if isinstance(value, SearchSpace):
-        return value
     parts = _presets("search_spaces", value, where, folder)
     names = [item for item, _, _ in parts if isinstance(item, str)]
     for name in names:
@@ -137,8 +135,6 @@ def _read_objectives(value: Any, where: str, folder: Path) -> tuple[Objective, .
                 )
             name = Path(item).stem if isinstance(item, str) else data.get("metric")
             found.append(_validated(Objective, ({"name": name} if name is not None else {}) | data, place))
-        elif isinstance(data, Objective):
-            found.append(data)
         else:
             raise SpecError(f"{place}: an objective is a mapping with a metric, as in `metric: step_time_s`")
     return tuple(found)
@@ -179,7 +175,7 @@ def _read_constraints(value: Any, where: str, folder: Path) -> tuple[Constraint,
     if not isinstance(value, list | tuple):
         needed = "a mapping of metrics to bounds is needed, as in `peak_memory_bytes: {max: 4GiB}`"
         raise _needed(where, needed, value)
-    return tuple(item if isinstance(item, Constraint) else _validated(Constraint, item, where) for item in value)
+    return tuple(_validated(Constraint, item, where) for item in value)
 
 
 def _read_base(value: Any, where: str, folder: Path) -> DsConfig | None:

@@ -8,8 +8,7 @@ import yaml
 
 from autotune.errors import SpecError, UserError
 from autotune.executors.ssh import read_hostfile
-from autotune.scoring.objective import Constraint, Objective
-from autotune.space.space import SearchSpace
+from autotune.scoring.objective import Constraint
 from autotune.study.spec.presets import GOALS
 from autotune.study.spec.settings import SETTINGS
 from autotune.study.spec.spec import StudySpec
@@ -61,16 +60,6 @@ def test_presets_files_and_inline_values_compose(target, study):
     assert [(objective.name, objective.metric) for objective in spec.objectives] == [
         ("latency", "step_time_s"), ("tokens", "tokens_per_s"), ("cpu_s_per_step", "cpu_s_per_step"),
     ]  # fmt: skip
-
-
-def test_values_of_python_are_taken_as_they_are(target):
-    space = SearchSpace.parse({"zero_stage": [0, 1]}, "here")
-    given = {
-        "space": space, "objectives": [Objective(name="latency", metric="step_time_s")],
-        "constraints": [Constraint(metric="step_time_s", max=1)],
-    }  # fmt: skip
-    spec = StudySpec.of_target(target, given)
-    assert (spec.space, list(spec.objectives), list(spec.constraints)) == tuple(given.values())
 
 
 def test_a_goal_sets_the_objectives_and_a_flag_replaces_what_the_file_says(study):

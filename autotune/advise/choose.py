@@ -4,7 +4,6 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -15,8 +14,9 @@ from autotune.forecast.words import SURE
 from autotune.space.candidate import FIELDS, Candidate
 from autotune.space.deepspeed import ZERO, Scalar
 from autotune.space.degree import EXPERT_DEGREE, SEQUENCE_DEGREE, TENSOR_DEGREE, degrees_of, ranks_per_replica
-from autotune.space.legality import why_illegal
+from autotune.space.legality import GRAD_ACCUM_DTYPE, why_illegal
 from autotune.space.rule import Setting
+from autotune.space.torch_settings import has_tf32
 from autotune.system.units import format_bytes
 from autotune.trial.profile import Floats, Profile
 
@@ -44,8 +44,8 @@ class Question:
         goal: One of `GOALS`.
         global_batch: Samples of an optimizer step to keep; None if it is free.
         settings: Knobs that are settled, as a candidate has them.
-        base: Settings by dotted path that hold where a candidate says nothing.
-        degrees: What of `Setting` decides over degrees: heads, and why layers or sequences cannot be split.
+        target: What legality depends on of the model and how it is trained, its configuration's settings (`base`) among it; what it
+            says of a machine does not count.
         splits: Whether degrees are looked at beyond those that are settled.
     """
 
@@ -54,16 +54,16 @@ class Question:
     goal: str = "throughput"
     global_batch: int | None = None
     settings: Mapping[str, Scalar] = field(default_factory=dict, hash=False)
-    base: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    degrees: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    target: Setting = field(default_factory=Setting)
     splits: bool = False
 
     def setting(self) -> Setting:
         """What legality depends on, by the latest DeepSpeed that the rules know: the machine is not here."""
         devices = self.devices
-        return Setting(
-            accelerator="cuda", world_size=devices.count, ranks_per_node=devices.local,
-            bf16="bf16" in devices.card.flops, fp16=True, n_blocks=self.profile.n_blocks, **self.degrees,
+        return replace(
+            self.target, accelerator="cuda", deepspeed_version=Setting.deepspeed_version, world_size=devices.count,
+            ranks_per_node=devices.local, idle_devices=0, bf16="bf16" in devices.card.flops, fp16=True,
+            tf32=has_tf32("cuda", devices.card.capability), n_blocks=self.profile.n_blocks, global_batch=None, missing_ops=(),
         )  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def forecast_all(question: Question) -> Forecasts:
             commonest[0][0] if commonest else f"no such micro-batch gives a global batch of {total} on {count} devices"
         )
         raise UserError(f"nothing can run as asked: {why}")
-    return forecast(legal, question.profile, question.devices, question.base)
+    return forecast(legal, question.profile, question.devices, dict(question.target.base))
 
 
 def _candidates(question: Question) -> Iterator[Candidate]:
@@ -179,7 +179,7 @@ def _candidates(question: Question) -> Iterator[Candidate]:
         if is_alone or (stage == 0 and optimizer != "none") or (stage < 3 and param != "none"):
             continue
         sends = devices.count > 1 or {optimizer, param} != {"none"}
-        for extra in _extras(stage if sends else 0, devices, splits=question.splits and optimizer == "none"):
+        for extra in _extras(stage if sends else 0, question, splits=question.splits and optimizer == "none"):
             values = {
                 "zero_stage": stage, "checkpoint_every": every, "offload_optimizer": optimizer, "offload_param": param,
                 "precision": devices.precision, **extra, **fixed,
@@ -211,22 +211,26 @@ def _shared(values: Mapping[str, Scalar]) -> int:
     return ranks_per_replica(degrees_of(values.get))
 
 
-def _extras(stage: int, devices: Devices, *, splits: bool) -> Iterator[dict[str, Scalar]]:
+def _extras(stage: int, question: Question, *, splits: bool) -> Iterator[dict[str, Scalar]]:
     """Further settings of a stage that are worth a look."""
-    yield from _unsplit(stage, devices)
+    yield from _unsplit(stage, question)
     degree = 2
-    while splits and stage <= 1 and degree <= devices.local:
+    while splits and stage <= 1 and degree <= question.devices.local:
         for path in (TENSOR_DEGREE, SEQUENCE_DEGREE, EXPERT_DEGREE):
-            yield from ({**each, path: degree} for each in itertools.islice(_unsplit(stage, devices), 1))
+            yield from ({**each, path: degree} for each in itertools.islice(_unsplit(stage, question), 1))
         degree *= 2
 
 
-def _unsplit(stage: int, devices: Devices) -> Iterator[dict[str, Scalar]]:
+def _unsplit(stage: int, question: Question) -> Iterator[dict[str, Scalar]]:
     if stage == 0:
         yield {}
         return
+    devices, target = question.devices, question.target
+    # DeepSpeed does not read it with a PipelineModule, and at stage 1 with sums in fp32 (`legality`).
+    unread = target.pipeline_stages > 0 or (stage == 1 and dict(target.base).get(GRAD_ACCUM_DTYPE) == "fp32")
+    overlap: dict[str, Scalar] = {} if unread else {OVERLAP: True}
     for bucket, group in BUCKETS:
-        buckets: dict[str, Scalar] = {BUCKET: bucket, OVERLAP: True}
+        buckets: dict[str, Scalar] = {BUCKET: bucket, **overlap}
         if stage == 3:
             buckets[f"{ZERO}sub_group_size"] = group
         yield buckets

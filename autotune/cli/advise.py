@@ -34,12 +34,11 @@ class _Question:
     flops_per_token: float
     base: Mapping[str, Any]
     notes: tuple[str, ...]
-    degrees: Mapping[str, Any]
+    target: Any
     may_adapt: bool = False
 
 
-# Fields of `Setting` that say why a model's layers or sequences cannot be split.
-REFUSALS = ("no_degrees", "no_tensor", "no_sequence", "no_experts", "unlike")
+NO_DATA = "a model by name comes without data; --seq says how long its samples are"
 
 
 Model = Annotated[
@@ -172,6 +171,8 @@ def _named(name: str, how: Mapping[str, Any], seq: int | None) -> _Question:
     from autotune.advise import architecture
     from autotune.advise.answer import amount
     from autotune.advise.shape import Training, profile_of, useful_flops
+    from autotune.space import data
+    from autotune.space.rule import Setting
 
     shape = architecture.find(name)
     sequence = seq or min(4096, shape.context or 4096)
@@ -200,13 +201,14 @@ def _named(name: str, how: Mapping[str, Any], seq: int | None) -> _Question:
         profile=profile,
         flops_per_token=useful_flops(shape, training) / sequence,
         base={},
-        degrees={
-            "heads": shape.heads,
-            "kv_heads": shape.kv_heads,
-            "no_tensor": f"AutoTP does not {unsplit}" if unsplit else "",
-            "experts": (shape.experts,) if shape.experts else (),
-            "no_experts": "" if profile.n_expert else "the model trains no experts of a mixture themselves",
-        },
+        target=Setting(
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            no_tensor=f"AutoTP does not {unsplit}" if unsplit else "",
+            experts=(shape.experts,) if shape.experts else (),
+            no_experts="" if profile.n_expert else "the model trains no experts of a mixture themselves",
+            data_cannot=tuple((name, NO_DATA) for name in data.KNOBS),
+        ),
         notes=tuple(notes),
         may_adapt=how["method"] == "full",
     )
@@ -226,8 +228,7 @@ def _measured(target: str, seq: int | None) -> _Question:
     said = f"{Path(target).name} ({amount(profile.n_parameters)} parameters, profiled here)"
     return _Question(
         model=said, source=target, profile=profile, flops_per_token=profile.flops_per_sample / profile.counted_per_sample,
-        base=found.base_config,
-        degrees={name: getattr(found.setting, name) for name in ("heads", "kv_heads", *REFUSALS)},
+        base=found.base_config, target=found.setting,
         notes=(*found.notes, "method, attention, optimizer and length are those of the target", *_shorter(profile, seq)),
     )  # fmt: skip
 
@@ -250,15 +251,16 @@ def _advice(
     from autotune.advise.answer import Advice
     from autotune.advise.choose import FREE_SAMPLES, Question, best, fewest_devices
     from autotune.forecast.words import SURE
+    from autotune.space.degree import configured_degrees
 
+    settings = {**configured_degrees(dict(asked.target.base).get), **settings}
     question = Question(
         profile=asked.profile,
         devices=devices,
         goal=goal,
         global_batch=global_batch,
         settings=settings,
-        base=asked.base,
-        degrees=asked.degrees,
+        target=asked.target,
     )
     chosen, others = best(question)
     notes = [*asked.notes]
@@ -296,7 +298,7 @@ def _devices(gpus: str | None, nodes: int | None, compare: str | None, stated: M
     first = Devices(card=device_card(name, stated), count=count, per_node=per_node, stated=stated)
     found = [first]
     for each in filter(None, map(str.strip, (compare or "").split(","))):
-        many, of_node, other = read_gpus(each)
+        many, of_node, other = read_gpus(each, option="--compare")
         card = device_card(other, {}, "--compare")
         own = {"count": many, "per_node": of_node} if many > 1 or ONE.search(each) else {}
         found.append(replace(first, card=card, stated={}, **own))

@@ -8,7 +8,7 @@ import pytest
 
 from autotune.advise import architecture
 from autotune.advise.answer import Advice, ds_config
-from autotune.advise.choose import Question, best, fewest_devices
+from autotune.advise.choose import Question, best, fewest_devices, forecast_all
 from autotune.advise.devices import GIB, Devices, device_card, read_gpus
 from autotune.advise.forecast import forecast
 from autotune.advise.shape import Training, block_bytes, profile_of
@@ -16,6 +16,7 @@ from autotune.errors import UserError
 from autotune.forecast.words import SURE
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import check_config
+from autotune.space.rule import Setting
 
 
 def asked(model="Qwen/Qwen3-8B", gpus="8xA100-80", **changed) -> Question:
@@ -217,6 +218,22 @@ def test_what_is_settled_stays_and_what_is_illegal_is_refused_with_its_reason():
     assert settings.items() <= chosen.candidate.values().items()
     with pytest.raises(UserError, match="offload_optimizer needs ZeRO stage 1"):
         best(asked(settings={"zero_stage": 0, "offload_optimizer": "cpu"}))
+
+
+def test_what_the_target_states_and_the_card_has_counts():
+    """A script's configuration was passed over, its refusals but those of degrees, too, and every card had no TensorFloat-32."""
+    sums = Setting(base=(("data_types.grad_accum_dtype", "fp32"),))
+    settled = {"zero_stage": 1, "micro_batch_size": 1, "gradient_accumulation_steps": 2, "offload_optimizer": "none"}
+    plain, own = (forecast_all(asked(target=target, settings=settled)) for target in (Setting(), sums))
+    assert max(own.memory["gradients"]) >= 2 * max(plain.memory["gradients"])
+    one = {"micro_batch_size": 1, "checkpoint_every": 1}
+    for target, stages in ((Setting(sparse="Embedding"), {0}), (Setting(pipeline_stages=2), {0, 1})):
+        found = forecast_all(asked(target=target, settings=one)).candidates
+        assert {candidate.zero_stage for candidate in found} == stages
+    tf32 = settled | {"precision": "fp32", "torch.allow_tf32": True}
+    assert forecast_all(asked(settings=tf32)).candidates
+    with pytest.raises(UserError, match="no TensorFloat-32"):
+        forecast_all(asked(gpus="8xV100", settings=tf32))
 
 
 def test_the_fewest_devices_are_fewer_with_offload_and_grow_with_the_model():

@@ -115,7 +115,7 @@ def submit(
         log=studies_folder(Path(target)).absolute() / wanted.name / "driver.log",
         options=options,
         nodes=wanted.n_nodes,
-        at_once=wanted.parallel,
+        at_once=wanted.at_once if executor == "kubernetes" else wanted.parallel,
         ranks=wanted.stated_ranks,
         files=[wanted.target.absolute()],
     )

@@ -18,7 +18,7 @@ class DriverJob:
         arguments: What `autotune run` gets.
         folder: Working directory, on a file system that the machines share.
         nodes: Machines of a trial.
-        at_once: Trials that run at once.
+        at_once: Trials that run at once, each on machines or devices apart.
         ranks: Ranks of a trial; None for one per GPU.
         files: Files of the user's that the machines must see.
         id: A text that no other submission has.

@@ -76,7 +76,7 @@ def manifest(job: DriverJob) -> dict[str, Any]:
 
 def _job(job: DriverJob) -> dict[str, Any]:
     """Returns the Job of one pod."""
-    container = _driver(job, {}, _limits(job, job.ranks or 1))
+    container = _driver(job, {}, _limits(job, (job.ranks or 1) * job.at_once))
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",

@@ -200,6 +200,11 @@ def test_the_command_submits_with_its_options(tmp_path, models, monkeypatch) -> 
     ((first,), (second,)) = (each["template"]["spec"]["containers"] for each in (driver, machines))
     assert first["command"][3:] == ["run", "model.py", "--study", "s", "--nodes", "2", "--ranks", "4"]
     assert second["resources"]["limits"] == {"nvidia.com/gpu": "2"}
+    # The pod of trials side by side had the GPUs of one, and the run in it ended at once.
+    for more, n_gpus in ((["--parallel", "2"], "4"), (["--parallel", "2", "--overlap"], "8")):
+        done = CliRunner().invoke(app, ["submit", *given[:3], *given[5:], *own, *more], catch_exceptions=False)
+        (container,) = json.loads(done.stdout)["spec"]["template"]["spec"]["containers"]
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": n_gpus}
     done = CliRunner().invoke(app, ["submit", *given, *own, "--executor-option", "imag=i"])
     assert "imag: unknown to kubernetes. Did you mean 'image'?" in str(done.exception)
 

@@ -140,13 +140,13 @@ class Slurm(Engine):
         return done.stdout.strip().splitlines()[-1].partition(";")[0]
 
     def standing(self, job: str) -> JobState:
-        """Returns the state of a job from `scontrol`, or from `sacct` once the controller has forgotten it."""
+        """Returns the state of a job; `taken` once the controller has forgotten it."""
         done = _call("scontrol", "show", "job", "--oneliner", job)
-        if done.returncode and "Invalid job id" not in done.stderr:
+        if done.returncode and "Invalid job id" in done.stderr:
+            return JobState(Status.TAKEN, f"Slurm no longer knows job {job}")
+        if done.returncode:
             # The job may still run; `queued` would say that it certainly does not.
             return JobState(Status.RUNNING, f"Slurm does not answer: {_said(done)}")
-        if done.returncode:
-            return self._past(job)
         said = dict(re.findall(r"(\w+)=(\S*)", done.stdout))
         found = standing_of(job, said.get("JobState", ""), said.get("Reason", "None"), said.get("ExitCode", ""))
         return self._with_last_words(job, found)
@@ -162,16 +162,6 @@ class Slurm(Engine):
         lines = (files.tail(self._logs[job], 4096) or b"").decode(errors="replace").splitlines()
         words = [line.strip() for line in lines if line.strip() and not NO_CAUSE.search(line)]
         return JobState(found.status, f"{found.reason}: {words[-1]}") if words else found
-
-    def _past(self, job: str) -> JobState:
-        lost = JobState(Status.TAKEN, f"Slurm no longer knows job {job}")
-        if shutil.which("sacct") is None:
-            return lost
-        done = _call("sacct", "--noheader", "--parsable2", "--allocations", "--jobs", job, "--format=State,ExitCode")
-        if done.returncode or not done.stdout.strip():
-            return lost
-        state, _, code = done.stdout.strip().splitlines()[-1].partition("|")
-        return standing_of(job, state.split()[0], "None", code)
 
     def _gpus_per_node(self) -> int:
         """Returns the GPUs that a node's ranks need; without a number of ranks, all GPUs of the partition's nodes."""

@@ -142,7 +142,7 @@ def _cheapest_first(choice: Choice) -> tuple[float, float]:
 def _best(question: Question) -> tuple[Choice, list[Choice]]:
     table = forecast_all(question)
     scores = _scores(question.goal, table)
-    row = _top(scores, table)
+    row = _top(scores, table, range(len(scores)))
     if table.fits[row] < SURE and not question.splits and question.devices.local > 1:
         # Degrees are for what fits in no other way: how they pay in time differs more between machines than is known.
         return _best(replace(question, splits=True))
@@ -269,9 +269,9 @@ def _scores(goal: str, table: Forecasts) -> Floats:
     return np.asarray(1.0 / table.peak_bytes if goal == "memory" else table.tokens_per_s, dtype=float)
 
 
-def _top(scores: Floats, table: Forecasts, among: Floats | None = None) -> int:
-    """The row of the best score that surely fits, of ties the plainest; else what is likeliest to fit."""
-    rows = np.arange(len(scores)) if among is None else np.flatnonzero(among)
+def _top(scores: Floats, table: Forecasts, among: Sequence[int]) -> int:
+    """Of some rows that of the best score that surely fits, of ties the plainest; else what is likeliest to fit."""
+    rows = np.asarray(among)
     sure = rows[table.fits[rows] >= SURE]
     if not len(sure):  # of what is as likely the smallest, and of these the best
         likely, peaks = np.round(table.fits, 9), np.round(table.peak_bytes)
@@ -305,12 +305,7 @@ def _next(chosen: Choice, scores: Floats, unit: str, n: int = 3) -> list[Choice]
     for row, candidate in enumerate(table.candidates):
         kinds.setdefault(_kind(candidate), []).append(row)
     kinds.pop(_kind(chosen.candidate))
-    tops = []
-    for rows in kinds.values():
-        among = np.zeros(len(scores))
-        among[rows] = 1.0
-        tops.append(_top(scores, table, among))
-    tops.sort(key=lambda row: -scores[row])
+    tops = sorted((_top(scores, table, rows) for rows in kinds.values()), key=lambda row: -scores[row])
     fitting = [row for row in tops if table.fits[row] >= SURE]
     near = table.peak_bytes < NEARLY * chosen.devices.memory_bytes
     better = [row for row in tops if table.fits[row] < SURE and near[row] and scores[row] > scores[chosen.row]]

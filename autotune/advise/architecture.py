@@ -204,7 +204,7 @@ def essence(name: str) -> str:
 
 def find(name: str) -> Architecture:
     """The model that somebody names: a file, a name of the table as people spell it, or a size such as `7B`."""
-    path = Path(name)
+    path = Path(name or " ")  # an empty one is this folder
     if path.is_dir() and not (path / "config.json").is_file() and ("/" in name or not _by_name().get(essence(name))):
         raise UserError(f"{name}: a folder without a config.json")
     if path.suffix == ".json" or (path.is_dir() and (path / "config.json").is_file()):

@@ -67,6 +67,7 @@ def test_an_unknown_name_gets_the_nearest_ones():
         ("google/flan-t5-xl", "an encoder with a decoder"),
         ("openai/whisper-large-v3", "an encoder with a decoder"),
         (" ", "a model is needed"),
+        ("", "a model is needed"),
     ],
 )
 def test_what_a_name_may_mean_or_why_it_cannot_be_is_said(written, said):

@@ -22,6 +22,7 @@ from autotune.trial.result import Exit
 
 # Intervals at which a trial's folder is read, the engine is asked, and the agents are told that a coordinator lives.
 LOOK_S, ASK_S, ALIVE_S = 0.05, 1.0, 5.0
+LEAST_IDLE_S = 30.0  # for an `idle` of less, agents would end between two signs of a coordinator
 CANCEL_TIMEOUT_S = 15.0
 # Shorter waits are not reported.
 PATIENCE_S = 2.0

@@ -1,5 +1,6 @@
 """The `--executor-option`s: their names, and values that are numbers, seconds, yes or no."""
 
+import math
 from collections.abc import Mapping
 
 from autotune.errors import UserError, nearest
@@ -13,12 +14,15 @@ def check_names(executor: str, options: Mapping[str, str], known: Mapping[str, s
             raise UserError(f"--executor-option {name}: unknown to {executor}.{nearest(name, known)} Known: {every}")
 
 
-def number(options: Mapping[str, str], name: str, usual: float, kind: str = "a number") -> float:
-    """Returns an option that is a number; `kind` says of what in an error."""
+def number(options: Mapping[str, str], name: str, usual: float, least: float = 0.0) -> float:
+    """Returns an option that is a finite number of at least `least`."""
     try:
-        return float(options.get(name) or usual)
+        found = float(options.get(name) or usual)
     except ValueError:
-        raise UserError(f"--executor-option {name}={options[name]}: {kind} is needed") from None
+        found = math.nan
+    if not least <= found < math.inf:
+        raise UserError(f"--executor-option {name}={options[name]}: a number of at least {least:g} is needed")
+    return found
 
 
 def is_yes(options: Mapping[str, str], name: str) -> bool:

@@ -63,7 +63,7 @@ def executor_of(
                     " kubernetes`"
                 )
             return LocalExecutor(target.imports, folder / "trials" / "server.log", environment)
-    idle_s = number(options, "idle", 600.0, "a number of seconds")
+    idle_s = number(options, "idle", 600.0, cluster.LEAST_IDLE_S)
     return ClusterExecutor(
         engine, folder / "trials" / "agents", cluster.settings_for(target.imports, environment, idle_s), nodes, on_queue,
         patience_s=spec.patience_s,

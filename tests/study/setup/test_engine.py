@@ -16,7 +16,9 @@ from autotune.study.spec.spec import StudySpec
         ),
         ({"executor_options": {"partition": "gpu"}}, "partition: unknown to local"),
         ({"nodes": 2}, "several machines take --executor slurm or ray, --hostfile, or"),
-        ({"executor": "slurm", "executor_options": {"idle": "soon"}}, "idle=soon: a number of seconds is needed"),
+        ({"executor": "slurm", "executor_options": {"idle": "soon"}}, "idle=soon: a number of at least 30 is needed"),
+        ({"executor": "slurm", "executor_options": {"idle": "0"}}, "idle=0: a number of at least 30"),
+        ({"executor": "ray", "executor_options": {"idle": "inf"}}, "idle=inf: a number of at least 30"),
     ],
 )
 def test_what_an_engine_does_not_know_is_refused_before_it_starts(models, tmp_path, settings, said):

@@ -79,8 +79,8 @@ class Devices:
         return "bf16" if "bf16" in self.card.flops else "fp16"
 
     def of(self, count: int) -> "Devices":
-        """Another number of the same devices: a node that has too few becomes one of eight, and several of those."""
-        full = self.per_node if count <= self.per_node or self.nodes > 1 else min(count, PER_NODE)
+        """Another number of the same devices: a node of fewer than eight that has too few becomes one of eight, and several of those."""
+        full = self.per_node if self.nodes > 1 else max(self.per_node, min(count, PER_NODE))
         return replace(self, count=count, per_node=full)
 
     def describe(self) -> str:

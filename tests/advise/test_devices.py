@@ -80,3 +80,4 @@ def test_autocast_has_the_rate_of_the_type_that_it_names():
 def test_more_devices_than_a_lone_node_has_make_nodes_of_eight():
     lone = Devices(card=device_card("4090", {}), count=1, per_node=1)
     assert (lone.of(4).nodes, lone.of(16).nodes, lone.of(16).per_node) == (1, 2, 8)
+    assert Devices(card=lone.card, count=16, per_node=16).of(32).per_node == 16  # it became nodes of eight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from support.clusters import SlurmCluster, until
 from support.paths import MODELS, ROOT
 
 from autotune.errors import UserError
-from autotune.executors import base
+from autotune.executors import base, slurm
 from autotune.executors.base import Status
 from autotune.executors.cluster import ClusterExecutor, JobState, Refused, Spool, settings_for
 from autotune.executors.slurm import Slurm, standing_of
@@ -254,6 +255,15 @@ def test_a_refusal_of_sbatch_is_quoted(sbatch: Path, tmp_path: Path) -> None:
 def test_every_state_of_a_job_means_something(state: str, reason: str, status: Status, words: str) -> None:
     standing = standing_of("7", state, reason, "1:0")
     assert (standing.status, standing.reason) == (status, words)
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [("slurm_load_jobs error: Invalid job id specified", Status.TAKEN), ("Unable to contact slurm", Status.RUNNING)],
+)
+def test_a_job_is_gone_where_slurm_has_forgotten_it_and_not_where_it_does_not_answer(monkeypatch, said, status) -> None:
+    monkeypatch.setattr(slurm, "_call", lambda *_: subprocess.CompletedProcess((), 1, "", said))
+    assert Slurm({}, 1, "x").standing("7").status is status
 
 
 NO_PYTHON = "slurmstepd-n1: error: execve(): /no/python: No such file or directory"

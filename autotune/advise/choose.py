@@ -172,8 +172,9 @@ def _candidates(question: Question) -> Iterator[Candidate]:
     own = {name: fixed.pop(name) for name in ("micro_batch_size", "gradient_accumulation_steps") if name in fixed}
     plainest = _plainest_stage(question)
     batches: dict[int, list[tuple[int, int]]] = {}
+    recomputed = [every for every in (0, 1, 2, 4) if every <= question.profile.n_blocks]
     for stage, every, (optimizer, param) in itertools.product(
-        range(4), (0, 1, 2, 4), (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
+        range(4), recomputed, (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
     ):
         is_alone = devices.count == 1 and stage > plainest and optimizer == "none" and "zero_stage" not in fixed
         if is_alone or (stage == 0 and optimizer != "none") or (stage < 3 and param != "none"):

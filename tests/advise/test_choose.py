@@ -234,6 +234,10 @@ def test_what_the_target_states_and_the_card_has_counts():
     assert forecast_all(asked(settings=tf32)).candidates
     with pytest.raises(UserError, match="no TensorFloat-32"):
         forecast_all(asked(gpus="8xV100", settings=tf32))
+    # It was said to have no block to recompute, as most of what was looked at would.
+    own = asked(target=Setting(plain_backward=True), settings={"zero_stage": 0})
+    with pytest.raises(UserError, match=r"refuses loss\.backward\(\) there"):
+        forecast_all(replace(own, profile=replace(own.profile, n_blocks=0)))
 
 
 def test_the_fewest_devices_are_fewer_with_offload_and_grow_with_the_model():

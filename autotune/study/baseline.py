@@ -283,20 +283,27 @@ class BaselineTrial:
         if name is None:
             return
         baseline, world = plan.baseline, plan.setting.world_size
-        batch = baseline.global_batch_size(world)
-        kept = plan.full_space.keeping(baseline, world)
+        batch, kept = baseline.global_batch_size(world), plan.full_space.keeping(baseline, world)
+        leave = _left_out(name, self._state)
         setting = replace(plan.setting, global_batch=(batch, batch))  # accumulation cannot make up for every degree
         space = feasibility.pruned(kept, baseline, setting)
         if not feasibility.holds_another(space, baseline, setting):
             raise UserError(
                 f"{problem}, so that other global batches cannot be compared by {name!r}, and the space varies nothing else;"
-                f" leave {name!r} out of the objectives, or vary more, as --space batch,zero does"
+                f" {leave}, or vary more, as --space batch,zero does"
             )
         self._events.say(
-            f"{problem}: what other global batches are worth is not known, so the baseline's {batch} is kept; leave {name!r}"
-            " out of the objectives to vary it all the same"
+            f"{problem}: what other global batches are worth is not known, so the baseline's {batch} is kept; {leave}"
+            " to vary it all the same"
         )
         self._state.narrow(space, global_batch=setting.global_batch)
+
+
+def _left_out(name: str, state: StudyState) -> str:
+    """Advice to leave an objective out, with the options that do it; a re-tuning has none."""
+    others = ",".join(each.name for each in state.objectives if each.name != name) or "throughput"
+    how = "" if generation_of(state.spec.name)[1] else f" (--fresh --objective {others})"
+    return f"leave {name!r} out of the objectives{how}"
 
 
 def _remedied(problem: str, remedy: str, study: str) -> str:

@@ -79,7 +79,7 @@ def workload_of(
         n_trainable=sum(size for parameter, size in sizes.items() if parameter.requires_grad),
         n_samples=n_samples,
         n_blocks=len(blocks),
-        block_class=", ".join(sorted({type(block).__name__ for block in blocks})),
+        block_class=model_file.classes_of(model, blocks),
         block_share=sum(sizes[parameter] for parameter in in_blocks) / max(1, n_parameters),
         float_buffers=_has_float_buffers(model),
         client_optimizer=client_optimizer,

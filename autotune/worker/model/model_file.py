@@ -288,3 +288,10 @@ def find_blocks(model: nn.Module, named: Sequence[Any] | None) -> list[nn.Module
         found = [child for child in children if counts[type(child)] > 1]
     inner = {id(below) for block in found for below in block.modules() if below is not block}
     return list(dict.fromkeys(block for block in found if id(block) not in inner))
+
+
+def classes_of(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
+    """Names the classes of blocks, each with a word of where they are if the model has more of the class beside them."""
+    within = {id(below) for block in blocks for below in block.modules()}
+    beside = {type(module) for module in model.modules() if within.isdisjoint(map(id, module.modules()))}
+    return ", ".join(sorted({type(block).__name__ + " in a list" * (type(block) in beside) for block in blocks}))

@@ -18,6 +18,7 @@ from autotune.worker.model.model_file import (
     WorkloadError,
     build_model,
     check_optimizer,
+    classes_of,
     find_blocks,
     load,
     make_loss,
@@ -290,6 +291,10 @@ class TestBlocks:
         once = [nn.TransformerEncoderLayer(2, 1), nn.TransformerDecoderLayer(2, 1)]
         levels = [nn.ModuleList([once[0], block[0]]), nn.ModuleList([block[1], once[1]])]
         assert find_blocks(nn.ModuleList(levels), None) == block
+        net = nn.ModuleDict({"levels": nn.ModuleList(levels), "middle": once[0]})
+        assert classes_of(net, block) == "Sequential"
+        net["middle"] = nn.Sequential(nn.Linear(2, 2))  # to recompute "every Sequential" was not what ran
+        assert classes_of(net, find_blocks(net, None)) == "Sequential in a list"
 
     @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
     def test_a_scripted_layer_has_a_forward(self):

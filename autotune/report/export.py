@@ -188,10 +188,10 @@ def _accelerate(pick: Data, _: Data, world_size: int, started: Started | None, f
     _check_family(started, "accelerate", "no Accelerate config")
     config = pick["ds_config"]
     inner = json.dumps(config, indent=2, allow_nan=False).replace("\n", "\n    ")
-    usual, script = (
-        (started.free_name(ACCELERATE_CONFIG), started.called) if started else (ACCELERATE_CONFIG, "train.py")
-    )
-    comments = "".join(f"# {text}\n" for text in notes(pick, "accelerate", started))
+    usual = started.free_name(ACCELERATE_CONFIG) if started else ACCELERATE_CONFIG
+    script = started.called if started else "train.py"
+    its = ["Its arguments are those that --format command prints."] if started and started.invocation.arguments else []
+    comments = "".join(f"# {text}\n" for text in [*its, *notes(pick, "accelerate", started)])
     own = started.own_accelerate_config if started else {}
     settings = {name: value for name, value in own.items() if name not in REPLACED_BY_DEEPSPEED}
     settings = MACHINE | settings | {"distributed_type": "DEEPSPEED", "num_processes": world_size, "use_cpu": False}
@@ -199,8 +199,8 @@ def _accelerate(pick: Data, _: Data, world_size: int, started: Started | None, f
     launch |= {"zero3_init_flag": config["zero_optimization"]["stage"] == 3}
     return f"""\
 # Use: accelerate launch --config_file {shlex.quote(file or usual)} {script}
-# Needs Accelerate 1.6 or newer; for older ones save the JSON as a file and put its path after deepspeed_config_file.
 {comments}\
+# Needs Accelerate 1.6 or newer; for older ones save the JSON as a file and put its path after deepspeed_config_file.
 {yaml.safe_dump(settings)}\
 deepspeed_config:
   deepspeed_config_file: |-

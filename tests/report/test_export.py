@@ -414,7 +414,9 @@ HF = {
 def test_the_accelerate_config_names_the_script_that_was_tuned():
     how = replace(STARTED.invocation, script="/home/me/src/train_clip.py")
     text = export(pick(CANDIDATES[1]), BASE, "accelerate", 2, replace(STARTED, invocation=how))
-    assert text.startswith("# Use: accelerate launch --config_file accelerate.yaml src/train_clip.py\n")
+    assert text.startswith(
+        "# Use: accelerate launch --config_file accelerate.yaml src/train_clip.py\n# Its arguments are"
+    )
     named = export(pick(CANDIDATES[1]), BASE, "accelerate", 2, replace(STARTED, invocation=how), "some/na me.yaml")
     assert named.startswith("# Use: accelerate launch --config_file 'some/na me.yaml' src/train_clip.py\n")
     module = replace(STARTED, invocation=replace(how, module="pkg.train"))

@@ -77,7 +77,7 @@ def retune(
         bool, typer.Option("--if-stale", help="Only if something that it depends on has changed.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Search although nothing moved.")] = False,
-    min_gain: Annotated[str, option("3%", "Replace the configuration from this gain on.")] = "3%",
+    min_gain: Annotated[str | None, option("3%", "Replace the configuration from this gain on (default: 3%).")] = None,
     trials: Annotated[
         int | None,
         typer.Option(metavar="N", min=2, help="Trials of the search (default: a fifth of the study's, at least 6)."),
@@ -101,10 +101,11 @@ def retune(
     given = [cause for cause, wanted in (("due", if_due), ("stale", if_stale), ("forced", force)) if wanted]
     if len(given) > 1:
         raise UserError("retune: give one of --if-due, --if-stale, --force")
-    cause, least = next(iter(given), "asked"), read_share(min_gain, "--min-gain")
+    cause = next(iter(given), "asked")
+    least = None if min_gain is None else read_share(min_gain, "--min-gain")
     state = str(checkpoint.absolute()) if checkpoint else None
     asked = RetuneRequest(
-        cause=cause, min_gain=least, trials=trials, on_change=on_change or "", ranks=ranks, checkpoint=state
+        cause=cause, min_gain=least, trials=trials, on_change=on_change, ranks=ranks, checkpoint=state
     )
     opened = open_study(study, storage)
     _ = opened.record  # raises first where there is no such study

@@ -74,17 +74,17 @@ class RetuneRequest:
 
     Attributes:
         cause: Why it runs: `asked`, `due`, `stale` or `forced`.
-        min_gain: Gain, as a share, from which a better configuration replaces the present one.
+        min_gain: Gain, as a share, from which a better configuration replaces the present one; None for `MIN_GAIN`.
         trials: Trials of the search; None for a fifth of the study's.
-        on_change: Shell command that runs after the configuration was replaced.
+        on_change: Shell command that runs after the configuration was replaced; None for none.
         ranks: Ranks to tune for; None for the study's.
         checkpoint: State that the noise scale is measured from; None for the study's.
     """
 
     cause: str = "asked"
-    min_gain: float = MIN_GAIN
+    min_gain: float | None = None
     trials: int | None = None
-    on_change: str = ""
+    on_change: str | None = None
     ranks: int | None = None
     checkpoint: str | None = None
 
@@ -98,8 +98,7 @@ class RetuneRequest:
 
     def stated(self) -> dict[str, Any]:
         """The options that it states besides its cause."""
-        own = vars(self) | {"cause": RetuneRequest.cause}
-        return {key: value for key, value in own.items() if value != getattr(RetuneRequest, key)}
+        return {key: value for key, value in vars(self).items() if key != "cause" and value is not None}
 
 
 @dataclass(frozen=True)
@@ -156,6 +155,7 @@ class Retuning:
             self.number, self.generation, self.evidence = left["id"], left["generation"], dict(left["evidence"])
             begun = record_in(self.path / ASKED, RetuneRequest) or RetuneRequest(cause=left["cause"])
             self.asked = asked.taking_up(begun)
+        self.min_gain = MIN_GAIN if self.asked.min_gain is None else self.asked.min_gain
 
     @property
     def path(self) -> Path:
@@ -178,7 +178,7 @@ class Retuning:
             if attempts > MOST_ATTEMPTS and "replacing" not in self.evidence:
                 reason = self.fail(f"it was killed {MOST_ATTEMPTS} times before it was done; see {self.path}").reason
                 raise AttemptsError(f"re-tuning {self.generation} of {self.name!r}: {reason}. The next one starts anew")
-            said = replace(self.asked, on_change="").stated()  # a command may hold a secret, and what is said is kept
+            said = replace(self.asked, on_change=None).stated()  # a command may hold a secret, and what is said is kept
             own = shlex.join(f"--{key.replace('_', '-')}={value}" for key, value in said.items())
             self.observer.say(f"going on with re-tuning {self.generation}{own and f' ({own})'}, which was interrupted")
             self._note(attempts=attempts)
@@ -281,8 +281,8 @@ class Retuning:
         outcome = walkover or self._duel(runner, challenger)
         changed = [Difference(*each) for each in differences(challenger.values(), self.incumbent.values())]
         made |= {"duel": outcome, "differences": changed}
-        if not outcome.decides(self.asked.min_gain):
-            return Decision(verdict=RetuneVerdict.UNCHANGED, reason=outcome.why_not(self.asked.min_gain), **made)
+        if not outcome.decides(self.min_gain):
+            return Decision(verdict=RetuneVerdict.UNCHANGED, reason=outcome.why_not(self.min_gain), **made)
         explained = explain(changed, made["changes"])
         reason = f"{challenger.describe()} replaces {self.incumbent.describe()}: {outcome.words}"
         decision = Decision(verdict=RetuneVerdict.IMPROVED, reason=reason, explained=explained, **made)
@@ -356,9 +356,7 @@ class Retuning:
         measured = {m.candidate: m for m in runner.state.measured()}
         both = measured.get(challenger), measured.get(self.incumbent)
         sides = {"challenger": challenger, "incumbent": self.incumbent}
-        return comparison.compare(
-            runner.state.objectives, both, self.asked.min_gain, self._rounds(runner, "duel", sides)
-        )
+        return comparison.compare(runner.state.objectives, both, self.min_gain, self._rounds(runner, "duel", sides))
 
     def _rounds(self, runner: Runner, what: str, sides: Mapping[str, Candidate]) -> Rounds:
         return Rounds(self.path / what, what, sides, runner, self.recorder)

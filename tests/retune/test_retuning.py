@@ -554,6 +554,7 @@ def test_what_takes_an_interrupted_one_up_has_the_options_that_it_was_begun_with
     stated = {"min_gain": 0.1, "trials": 4, "on_change": "deploy", "ranks": 4, "checkpoint": "/state"}
     assert later.asked == RetuneRequest(cause="due", **stated)
     assert any("(--min-gain=0.1 --trials=4 --ranks=4 --checkpoint=/state)" in said for said in later.observer.said)
+    assert retuning(tmp_path, min_gain=0.03).min_gain == 0.03  # the default, stated: it kept 0.1
     later.fail("it failed")
     anew = retuning(tmp_path)
     anew.begin()

@@ -101,6 +101,8 @@ def retune(
     given = [cause for cause, wanted in (("due", if_due), ("stale", if_stale), ("forced", force)) if wanted]
     if len(given) > 1:
         raise UserError("retune: give one of --if-due, --if-stale, --force")
+    if on_change is not None and not on_change.strip():
+        raise UserError("--on-change: the command is empty; give one, or leave the option out")
     cause = next(iter(given), "asked")
     least = None if min_gain is None else read_share(min_gain, "--min-gain")
     state = str(checkpoint.absolute()) if checkpoint else None

@@ -157,6 +157,7 @@ MISTAKES = {
     "a key without an option": (["run", "model.py", "--constraint", "memory<1"], ["state `constraints` in study.yaml", "{max: 4GiB}"]),
     "a number that is none, of ranks": (["scale", "model.py", "--ranks", "1-4"], ["as in --ranks 1,2,4"]),
     "a cluster without its network": (["project", "--devices", "16"], ["--inter-bandwidth, as in 50GB/s"]),
+    "a command that is none": (["retune", "s", "--on-change", ""], ["--on-change: the command is empty", "leave the option out"]),
     "a gain that is none": (["retune", "s", "--min-gain", "much"], ["--min-gain: 'much' is not a share such as 0.01 or 1%"]),
 }  # fmt: skip
 

@@ -271,6 +271,12 @@ def test_nothing_in_the_readme_and_the_notes_is_html():
         assert not re.findall(r"(?<!\\)<(?:img|script|/script)", outside)
 
 
+def test_what_reasons_have_in_backticks_is_code_in_the_readme_as_in_the_page():
+    report = study_report(3)
+    said = {name: pick | {"reasons": ["put `a<b` for *c*"]} for name, pick in report.picks.items()}
+    assert "- put `a<b` for \\*c\\*" in readme.render(with_picks(report, **said))
+
+
 def test_scripts_write_no_text_as_html():
     for path in (ROOT / "report").glob("*.js"):
         writes = re.findall(

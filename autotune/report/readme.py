@@ -45,10 +45,7 @@ def render(report: StudyReport) -> str:
 def _chosen(report: StudyReport) -> list[str]:
     """The picks and how the recommended one is used; without picks what there is to know, and what to do next."""
     if not report.picks:
-        return [
-            _bullets("What to know:", report.caveats()),
-            _bullets("What to do next:", next_steps(report), plain=False),
-        ]
+        return [_bullets("What to know:", report.caveats()), _bullets("What to do next:", next_steps(report))]
     picks = [_pick(report, names, pick) for names, pick in report.picks_by_trial()]
     return ["## The picks", *picks, "## Using it", *_use(report)]
 
@@ -77,7 +74,7 @@ def study_note(report: StudyReport, link: Callable[[str], str] | None) -> str:
     ] if recommended else []  # fmt: skip
     picks = _table(head, rows, numeric=[1]) if rows else ""
     know = [*report.caveats(), *attempts.lines(report)]
-    steps = _bullets("What to do next:", next_steps(report), plain=False)
+    steps = _bullets("What to do next:", next_steps(report))
     return _joined([_lead(report), _answer(report), picks, *figures, steps, _bullets("What to know:", know)])
 
 
@@ -117,14 +114,14 @@ def _metrics_table(report: StudyReport, point: Data) -> str:
     return _table(header, rows, numeric=range(1, len(header)))
 
 
-def _bullets(heading: str, items: Sequence[str] | None, *, plain: bool = True) -> str:
-    lines = [f"- {_plain(item) if plain else _marked(item)}" for item in items or ()]
+def _bullets(heading: str, items: Sequence[str] | None) -> str:
+    lines = [f"- {_plain(item)}" for item in items or ()]
     return "\n".join([heading, "", *lines]) if lines else ""
 
 
 def _reasons(pick: Data, heading: str = "Why:") -> list[str]:
     changes = pick.get("script_side_changes")
-    return [_bullets(heading, pick.get("reasons")), _bullets("Besides the JSON it takes:", changes, plain=False)]
+    return [_bullets(heading, pick.get("reasons")), _bullets("Besides the JSON it takes:", changes)]
 
 
 def subject(report: StudyReport) -> str:
@@ -257,15 +254,10 @@ def _code(text: str) -> str:
     return "`" + text.replace("`", "'") + "`"
 
 
-def _marked(text: str) -> str:
-    """Text whose own backticks are code; nothing else in it means anything to Markdown or HTML."""
-    parts = re.split(r"(`[^`]+`)", text)
-    return "".join(part if i % 2 else re.sub(r"([<\[])", r"\\\1", part) for i, part in enumerate(parts))
-
-
 def _plain(text: str) -> str:
-    """Text in which Markdown and HTML find nothing to act on, on one line."""
-    return re.sub(r"([\\`*<>|\[\]])", r"\\\1", " ".join(str(text).split()))
+    """Text on one line, in which what stands in backticks is code, and Markdown and HTML find nothing else to act on."""
+    parts = re.split(r"(`[^`]+`)", " ".join(str(text).split()))
+    return "".join(part if i % 2 else re.sub(r"([\\`*<>|\[\]])", r"\\\1", part) for i, part in enumerate(parts))
 
 
 def _and(labels: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ from autotune.space.deepspeed import (
 from autotune.space.degree import DEGREES, EXPERTS_SPLIT, PIPELINE_DEGREE, REPLICA_DEGREES, TENSOR_DEGREE
 from autotune.space.degree_rules import DEGREE_RULES, HPZ, QUANTISED, base_stage, hpz, why_unfit, why_unlike
 from autotune.space.ineffective import NO_EFFECT, STAGE_3, STAGES_1_AND_2, UNREAD_BY_BF16_OPTIMIZER, why_no_effect
-from autotune.space.rule import Rule, Setting, older
+from autotune.space.rule import Rule, Setting, older, range_words
 from autotune.space.torch_settings import TF32
 
 INHERITED_PATHS = (
@@ -390,7 +390,7 @@ def in_words(rule: Rule, candidate: Candidate, setting: Setting) -> str:
         "ineffective": "; ".join(_ineffective(candidate)),
         "retired": ", ".join(_retired(candidate, setting)),
         "batch": candidate.global_batch_size(setting.world_size),
-        "global_batch": "..".join(map(str, dict.fromkeys(setting.global_batch))) if setting.global_batch else "",
+        "global_batch": range_words(setting.global_batch) if setting.global_batch else "",
     }
     return rule.why.format(**facts)
 

@@ -130,3 +130,8 @@ class Rule:
 def older(setting: Setting, *release: int) -> bool:
     """Whether the installed DeepSpeed is older than a release."""
     return version(setting.deepspeed_version) < release
+
+
+def range_words(bounds: tuple[int, int]) -> str:
+    """A range in words: `8..64`, or `16` where it is of one number."""
+    return "..".join(map(str, dict.fromkeys(bounds)))

@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 from autotune.space.deepspeed import DsConfig, at_path
+from autotune.space.rule import range_words
 from autotune.trial.target import parsed, sources
 
 # DeepSpeed's own calls that change the batch of an engine, and the sections with which it changes what a step takes in.
@@ -43,7 +44,7 @@ def outside(batch: int, bounds: tuple[int, int] | None) -> list[str]:
         return []
     return [
         f"the baseline has a global batch of {batch} and is what all others are compared with; they keep to"
-        f" {bounds[0]}..{bounds[1]}. If none is shown to be better, it is recommended all the same"
+        f" {range_words(bounds)}. If none is shown to be better, it is recommended all the same"
     ]
 
 

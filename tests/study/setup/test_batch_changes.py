@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from autotune.study.setup.batch_changes import batch_changes, notes
+from autotune.study.setup.batch_changes import batch_changes, notes, outside
 
 
 @pytest.fixture
@@ -37,3 +37,9 @@ def test_schedules_of_deepspeed_are_named_where_they_are_switched_on():
     (note,) = notes(None, config)
     assert note.startswith("`curriculum_learning` and `data_efficiency.data_routing.random_ltd` of your")
     assert notes(None, {"data_efficiency": {"enabled": False, **random_ltd}, "curriculum_learning": {}}) == []
+
+
+def test_a_range_of_one_global_batch_is_said_as_one():
+    """It read "they keep to 16..16"."""
+    assert ["keep to 16." in outside(32, (16, 16))[0], "keep to 8..16." in outside(32, (8, 16))[0]] == [True, True]
+    assert outside(16, (8, 16)) == outside(16, None) == []

@@ -1,6 +1,8 @@
 """Errors whose message is meant for the user."""
 
 import difflib
+import re
+import textwrap
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -51,6 +53,18 @@ def shortened(text: str, most: int) -> str:
     head = text[: most - 4]
     words = head.rpartition(" ")[0]
     return f"{words if len(words) > most // 2 else head} ..."
+
+
+def wrapped(text: str, columns: int, first: str = "", rest: str = "") -> list[str]:
+    """Returns the lines of a text that is wrapped at its words: what stands in backticks is one, since a part of a command is another.
+
+    Args:
+        first: What the first line begins with.
+        rest: What all others begin with.
+    """
+    whole = re.sub(r"`[^`]+`", lambda code: code[0].replace(" ", "\xa0"), text)
+    wrapper = textwrap.TextWrapper(columns, first, rest, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\xa0", " ") for line in wrapper.wrap(whole)]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

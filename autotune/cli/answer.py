@@ -171,4 +171,6 @@ def print_answer(report: StudyReport, written: Sequence[Path], *, as_json: bool)
     if as_json:
         print(json.dumps({**report.recommended, "front": list(report.front), "study": dict(report.study)}, indent=1))
     else:
-        AnswerConsole(highlight=False, soft_wrap=False).print(answer.Answer(report, [str(path) for path in written]))
+        AnswerConsole(highlight=False, soft_wrap=False).print(
+            answer.Answer(report, [str(path) for path in written]), crop=False
+        )

@@ -130,7 +130,7 @@ def _start(invocation: Mapping[str, Any]) -> Iterator[str]:
     if not invocation["command"]:
         return
     what = ["-m", invocation["module"]] if invocation["module"] else [str(shown(Path(invocation["script"])))]
-    yield f"starts     {shlex.join([*what, *invocation['arguments']])}"
+    yield f"starts     `{shlex.join([*what, *invocation['arguments']])}`"
     names = ", ".join(invocation["environment"])
     ranks = f"{invocation['world_size']} rank(s)" if invocation["world_size"] else "no launcher"
     yield f"           {ranks}; in {shown(Path(invocation['working_dir']))}" + (f"; with {names}" if names else "")

@@ -3,7 +3,8 @@
 import re
 import shutil
 import sys
-import textwrap
+
+from autotune.errors import wrapped
 
 # What stands before the text of a line: spaces, the dash of a list, or one or two labels in columns.
 LABEL = re.compile(r" *(?:- |(?:\S+(?: \S+)? {2,}){1,2})?")
@@ -20,4 +21,4 @@ def _wrapped(line: str, columns: int) -> str:
     indent = len(label[0]) if label else 0
     if indent > columns // 2:
         indent = len(line) - len(line.lstrip()) + 2
-    return textwrap.fill(line, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(wrapped(line, columns, rest=" " * indent))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from autotune.errors import wrapped
 from autotune.report import tables
 from autotune.report.data import Data, StudyReport, pick_words, titles
 from autotune.report.next_steps import next_steps
@@ -76,9 +77,9 @@ def _table(report: StudyReport, width: int) -> Iterator[Text]:
             yield Text(numbers, style=style)
             yield from _wrapped(text, width, "       ", style)
             continue
-        first, *rest = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
+        first, *rest = wrapped(text, room) or [""]
         for line in (f"{numbers}{GAP}{first}", *(" " * taken + more for more in rest)):
-            yield Text(line.replace("\xa0", " "), style=style)
+            yield Text(line, style=style)
     yield Text()
 
 
@@ -92,7 +93,7 @@ def _pick(report: StudyReport, names: Sequence[str], pick: Data, width: int) -> 
     yield from _wrapped(head, width, "  ", "bold green" if "recommended" in names else "", first="")
     if "recommended" not in names:
         return
-    changes = [change.replace("`", "") for change in pick.get("script_side_changes") or ()]
+    changes = pick.get("script_side_changes") or ()
     for reason in pick.get("reasons") or ():
         yield from _wrapped(f"- {reason}", width, "    ", first="  ")
     if changes:
@@ -102,6 +103,5 @@ def _pick(report: StudyReport, names: Sequence[str], pick: Data, width: int) -> 
 
 
 def _wrapped(text: str, width: int, indent: str, style: str = "", first: str | None = None) -> Iterator[Text]:
-    wrapper = textwrap.TextWrapper(max(20, width), break_long_words=False, break_on_hyphens=False)
-    wrapper.initial_indent, wrapper.subsequent_indent = indent if first is None else first, indent
-    yield from (Text(line.replace("\xa0", " "), style=style) for line in wrapper.wrap(text))
+    for line in wrapped(text, max(20, width), indent if first is None else first, indent):
+        yield Text(line, style=style, no_wrap=True, overflow="ignore")

@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from autotune.errors import wrapped
 from autotune.report.console import ProgressConsole
 from autotune.study.events import Event, EventSink, Kind, Progress
 from autotune.system import redaction
@@ -156,8 +157,8 @@ class ProgressView(EventSink):
             first, *rest = textwrap.wrap(words, room) or [""]
             self._print(line.append(f"  {first}"), *(Text(" " * (INDENT + 2) + more) for more in rest))
         else:
-            wrapped = textwrap.wrap(words, max(LEAST_ROOM, self.console.width - TRIAL - 2))
-            self._print(line, *(Text(" " * (TRIAL + 2) + more) for more in wrapped))
+            broken = textwrap.wrap(words, max(LEAST_ROOM, self.console.width - TRIAL - 2))
+            self._print(line, *(Text(" " * (TRIAL + 2) + more) for more in broken))
 
     def _show_again(self) -> None:
         """Prints the line of the trials that were measured again."""
@@ -167,13 +168,13 @@ class ProgressView(EventSink):
             self._print_note(f"measured again: {each}")
 
     def _print_note(self, text: str) -> None:
-        room = max(LEAST_ROOM, self.console.width - 2)
-        wrapped = [text] if self._live is None else textwrap.wrap(text, room) or [""]
-        self._print(*(Text(("- " if i == 0 else "  ") + line) for i, line in enumerate(wrapped)))
+        room = max(LEAST_ROOM, self.console.width)
+        lines = [f"- {text}"] if self._live is None else wrapped(text, room, "- ", "  ") or ["- "]
+        self._print(*map(Text, lines))
 
     def _print(self, *lines: Text) -> None:
         for line in lines:
-            self.console.print(line, soft_wrap=self._live is None)  # a piped line stays one line
+            self.console.print(line, soft_wrap=True)  # it was wrapped, but for one that is piped and for commands
 
 
 def _row(text: str, style: str) -> Text:

@@ -229,7 +229,7 @@ class StudyResult:
 
         plain = Console(file=io.StringIO(), width=100, highlight=False, force_jupyter=False, color_system=None)
         with plain.capture() as said:
-            plain.print(Answer(self._report))
+            plain.print(Answer(self._report), crop=False)
         return said.get().rstrip("\n")
 
 

@@ -18,6 +18,7 @@ WORDS = "one two three four five six seven eight nine ten"
         (f"  trial 1: {WORDS}", ["  trial 1: one two three four", "  five six seven eight nine", "  ten"]),
         (f"{'k' * 20}  {WORDS}", [f"{'k' * 20}  one two", "  three four five six seven", "  eight nine ten"]),
         (f"see /{'long' * 9}", ["see", f"/{'long' * 9}"]),
+        ("starts     `torchrun train.py --epochs 3` here", ["starts", " " * 11 + "`torchrun train.py --epochs 3`", " " * 11 + "here"]),
     ],
 )  # fmt: skip
 def test_a_terminal_gets_lines_wrapped_at_words_below_their_text_and_a_pipe_gets_them_whole(monkeypatch, line, wrapped):

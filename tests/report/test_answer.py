@@ -31,7 +31,7 @@ def report() -> StudyReport:
 def printed(report: StudyReport, width: int, written=()) -> str:
     console = Console(width=width, force_terminal=False, color_system=None)
     with console.capture() as capture:
-        console.print(Answer(report, written))
+        console.print(Answer(report, written), crop=False)
     return capture.get()
 
 
@@ -136,7 +136,7 @@ def test_a_readme_of_a_study_with_html_in_its_name_is_inert(report):
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 160])
 def test_the_answer_cuts_no_number_at_any_width(report, width):
     lines = printed(report, width).splitlines()
-    assert max(map(len, lines)) <= width
+    assert max(len(line) for line in lines if "`" not in line) <= width  # a command is not cut either
     shown = " ".join(lines)
     for name in OBJECTIVES:
         scale = metric_scale(name, [point["metrics"][name] for point in report.table()])

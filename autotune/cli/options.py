@@ -59,7 +59,7 @@ class Command(TyperCommand):
         """Parse as the base class does."""
         seen = set()
         try:
-            given = self.make_parser(ctx).parse_args(list(args))[2]
+            values, _, given = self.make_parser(ctx).parse_args(list(args))
         except Exception as error:  # its class is typer's own or click's, by typer's version
             raise _of_study_file(getattr(error, "option_name", ""), self.params) or error from None
         for parameter in given:
@@ -71,7 +71,13 @@ class Command(TyperCommand):
                     f"{'/'.join(parameter.opts[:1] + parameter.secondary_opts)} is there twice; give it once"
                 )
             seen.add(parameter.name)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            value = values.get(getattr(getattr(error, "param", None), "name", ""))
+            if isinstance(value, str) and repr(value) not in error.message:  # type: ignore[attr-defined]
+                error.message = f"{value!r}: {error.message}"  # type: ignore[attr-defined]
+            raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return what follows the command's name in its usage."""

@@ -11,6 +11,7 @@ import pytest
 from support.commands import called
 from support.instant import answered
 
+from autotune.cli.app import imported
 from autotune.study.spec.settings import GROUPS, SETTINGS, default_words, flag
 
 HEAVY = {"torch", "deepspeed", "optuna", "numpy", "scipy", "rich", "sqlalchemy"}
@@ -57,6 +58,11 @@ def test_the_commands_of_a_schedule_stand_in_no_group_of_others(tmp_path):
 def test_every_option_of_a_study_is_in_one_group():
     grouped = [key for keys in GROUPS.values() for key in keys]
     assert sorted(grouped) == sorted(key for key, each in SETTINGS.items() if each.option and key != "script_args")
+
+
+def test_a_value_that_an_option_does_not_take_is_quoted():
+    with pytest.raises(Exception, match="'four'"):
+        imported("run").main(["model.py", "--trials", "four"], standalone_mode=False)
 
 
 def test_defaults_are_said_as_they_are_typed():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from autotune.cli.options import AsJson, option, read_settings
+from autotune.cli.terminal import fitted
 from autotune.errors import UserError
 from autotune.system.units import format_quantity, parse_size
 from autotune.trial.folder import read_record
@@ -90,8 +91,11 @@ class Projection:
             yield ""
             yield f"The front's other configurations on {cluster.devices} devices, by throughput:"
             rows = [row for _, row in self.others]
-            cells = _cells(rows, "trial", [str(n) for n, _ in self.others], describe=True)
-            yield from aligned(cells, left={len(cells[0]) - 1})
+            table = list(aligned([row[:-1] for row in _cells(rows, "trial", [str(n) for n, _ in self.others])]))
+            yield from table[: -len(rows)]
+            for row, line in zip(rows, table[-len(rows) :], strict=True):
+                yield line
+                yield f"       {row.candidate.describe()}"
         yield ""
         yield from (f"note: {note}" for note in self.notes)
 
@@ -130,7 +134,7 @@ def project(
     cluster, folder = Cluster.of(devices, per_node, links, algorithm), _study_folder(study, STUDIES.absolute())
     mode: Mode = "strong" if strong else "weak"
     found = _projection(folder, cluster, pick or "recommended", trial, mode, read_settings(knobs or ()), device_memory)
-    print(json.dumps(found.to_data(), indent=1) if as_json else "\n".join(found.lines()))
+    print(json.dumps(found.to_data(), indent=1) if as_json else fitted("\n".join(found.lines())))
     return 1 if found.rows[-1].impossible else 0
 
 
@@ -252,25 +256,24 @@ def _notes(cluster: Cluster, inputs: ForecastInputs, last: Projected, n_measured
     yield "waiting for stragglers, congestion and failures is not in it"
 
 
-def _cells(rows: Sequence[Projected], first: str, names: Sequence[str], *, describe: bool = False) -> list[list[str]]:
+def _cells(rows: Sequence[Projected], first: str, names: Sequence[str]) -> list[list[str]]:
     """The rows of a table, its header first."""
     from autotune.forecast.words import SURE
     from autotune.report.data import metric_scale
 
     times = metric_scale("step_time_s", [end for row in rows for end in (row.step_time_s.low, row.step_time_s.high)])
     sizes = metric_scale("peak_memory_bytes", [row.peak_memory_bytes.value for row in rows])
-    header = (
-        f"{first}|global batch|step time ({times.unit})|interval|samples/s|communication|memory ({sizes.unit})|fits"
-    )
-    found = [[*header.split("|"), *(["configuration"] if describe else ["efficiency", "interval"])]]
+    # Without the interval of the efficiency, which follows from that of the step time: a terminal has 80 columns.
+    header = f"{first}|global\nbatch|step\ntime\n({times.unit})|interval|samples/s|communi-\ncation"
+    header += f"|memory\n({sizes.unit})|fits|effi-\nciency"
+    found = [header.split("|")]
     for name, row in zip(names, rows, strict=True):
         fits = "-" if row.fits is None else "yes" if row.fits >= SURE else "maybe" if row.fits > 1 - SURE else "no"
-        low, high = row.efficiency_90
         found.append([
             name, f"{row.samples_per_step:,}", times.number(row.step_time_s.value),
             times.interval(row.step_time_s.low, row.step_time_s.high), format_quantity(row.samples_per_s, ""),
             f"{row.communication:.0%}", sizes.number(row.peak_memory_bytes.value), fits,
-            *([row.candidate.describe()] if describe else [f"{row.efficiency:.0%}", f"{low:.0%}–{min(high, 9.9):.0%}"]),
+            f"{row.efficiency:.0%}",
         ])  # fmt: skip
     return found
 

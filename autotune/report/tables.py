@@ -39,9 +39,13 @@ def heads(scales: dict[str, Scale], form: str = "{label} ({unit})") -> list[str]
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> Iterator[str]:
-    """Rows of cells as lines, every column to the right but those whose numbers are in `left`."""
-    width = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
+    """Rows of cells as lines, every column to the right but those whose numbers are in `left`; heads may have line breaks."""
+    heads = [cell.split("\n") for cell in rows[0]]
+    deepest = max(map(len, heads))
+    above = zip(*([""] * (deepest - len(head)) + head for head in heads), strict=True)
+    table = [*above, *rows[1:]]
+    width = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
         cells = (f"{cell:{'<' if n in left else '>'}{width[n]}}" for n, cell in enumerate(row))
         yield "  ".join(cells).rstrip()
 

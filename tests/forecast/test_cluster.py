@@ -161,6 +161,11 @@ def test_weak_scaling_loses_efficiency_with_every_node_and_gains_throughput():
     assert low < rows[-1].efficiency < high and 0 < rows[-1].communication < 1
     _, cells = project._cells([replace(rows[-1], samples_per_s=123_456.0)], "devices", ["64"])
     assert cells[4] == "123,456"  # it read 1.235e+05
+    told = project.Projection(
+        study="s", trial=1, mode="weak", cluster=CLUSTER, rows=rows, others=[(0, rows[-1])], n_measured=3, notes=(), device="an H100",
+    )  # fmt: skip
+    table = [line for line in told.lines() if re.match(r" {2,}", line)]  # it had 105 columns
+    assert max(map(len, table)) <= 80 and table[-1].strip() == rows[-1].candidate.describe()
 
 
 def test_devices_that_train_one_copy_of_the_model_together_read_one_micro_batch():

@@ -22,6 +22,7 @@ from autotune.trial.result import Exit
 from autotune.worker.agent import memory_watch, network, ops, rank_start, stacks, temporary
 from autotune.worker.agent.logs import Log
 from autotune.worker.agent.memory_watch import MemoryWatch
+from autotune.worker.script.saved_files import made_folders, remove_empty
 
 # After one rank failed, the others get this long to end by themselves.
 PEER_GRACE_S = 1.5
@@ -274,7 +275,7 @@ class RankSupervisor:
         return left
 
     def _sweep(self, running: _Running) -> list[str]:
-        """Kills all processes of the trial, removes temporary files, shared memory and build locks; lists them."""
+        """Kills all processes of the trial; removes its temporary files, shared memory, build locks and empty folders; lists them."""
         swept: list[str] = []
         until = time.monotonic() + SWEEP_S
         while time.monotonic() < until:
@@ -292,6 +293,7 @@ class RankSupervisor:
         self.imported = temporary.noted_imports(running.temporary)
         if running.temporary is not None:
             shutil.rmtree(running.temporary, ignore_errors=True)
+        remove_empty(made_folders(running.folder.scratch))
         if self.orphaned:  # else the driver does
             shutil.rmtree(running.folder.scratch, ignore_errors=True)
         return sorted({*swept, *ops.remove_stale_locks()})[:MAX_SWEPT]

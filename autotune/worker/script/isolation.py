@@ -26,7 +26,7 @@ from autotune.worker.containers import n_elements, tensors_in
 from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.patching import after_import, patch, patch_everywhere, users_caller, users_frame
 from autotune.worker.script.saved import put_back, set_aside
-from autotune.worker.script.saved_files import PathList, SavedFiles
+from autotune.worker.script.saved_files import PathList, SavedFiles, made_folders
 
 SAVERS = ("save_checkpoint", "save_16bit_model", "save_fp16_model")
 MAX_FILES_NAMED = 3
@@ -54,7 +54,7 @@ class Isolation:
         self._folder = str(context.recorder.folder.path.absolute()) + os.sep
         self._working_dir = str(Path(context.script.working_dir).absolute()) + os.sep
         self.files = SavedFiles(context.scratch)
-        self._made = PathList(context.scratch / "made-folders")
+        self._made = made_folders(context.scratch)
         self._written, self._noted = PathList(context.scratch / "written-files"), set[str]()
         self._saved: set[str] = set()
         self._kept: set[str] = set()
@@ -91,12 +91,8 @@ class Isolation:
         self._context.at_end.append(self.close)
 
     def close(self) -> None:
-        """Removes folders that the script made and left empty, and lists the files that it wrote elsewhere."""
+        """Lists the files that the script wrote elsewhere."""
         self._closed = True  # what this rank writes from now on is no file of the script's
-        # Another rank may have made a folder within one of this rank's: the last rank to end finds all of them empty.
-        for folder in sorted(self._made.paths(), key=len, reverse=True):
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)
         if written := sorted(self._written.paths()):  # by any rank; their names may hold the time of day
             folder = self._context.script.working_dir
             named = ", ".join(min(path, os.path.relpath(path, folder), key=len) for path in written[:MAX_FILES_NAMED])

@@ -49,6 +49,18 @@ class PathList:
             file.write(f"{line}\n")
 
 
+def made_folders(scratch: Path) -> PathList:
+    """The folders that the script of a trial made, which `remove_empty` removes when its ranks have ended, however."""
+    return PathList(scratch / "made-folders")
+
+
+def remove_empty(folders: PathList) -> None:
+    """Removes those of some folders that are empty, and folders of none but such."""
+    for folder in sorted(folders.paths(), key=len, reverse=True):
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+
+
 class SavedFiles:
     """The files of all ranks: one may write what others read."""
 

@@ -24,6 +24,7 @@ from autotune.worker.script import isolation
 from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.isolation import Isolation
 from autotune.worker.script.saved import put_back
+from autotune.worker.script.saved_files import made_folders, remove_empty
 
 
 def rank(root: Path) -> Isolation:
@@ -32,7 +33,7 @@ def rank(root: Path) -> Isolation:
     return Isolation(SimpleNamespace(recorder=recorder, script=script, scratch=root / "trial" / "scratch"))
 
 
-def test_a_folder_that_one_rank_made_within_another_ranks_is_removed_whoever_ends_first(tmp_path):
+def test_folders_that_ranks_made_and_left_empty_are_removed_also_one_within_another(tmp_path):
     first, second = rank(tmp_path), rank(tmp_path)
     for maker, folder in ((first, tmp_path / "out"), (second, tmp_path / "out" / "checkpoints")):
         maker._audit("os.mkdir", (str(folder),))
@@ -40,8 +41,9 @@ def test_a_folder_that_one_rank_made_within_another_ranks_is_removed_whoever_end
     kept = tmp_path / "own"
     kept.mkdir()
     first._audit("os.mkdir", (str(kept),))  # it was there before
-    first.close()
-    second.close()
+    remove_empty(
+        made_folders(tmp_path / "trial" / "scratch")
+    )  # as of a trial that was killed, whose ranks close nothing
     assert not (tmp_path / "out").exists() and kept.exists()
 
 
@@ -483,7 +485,7 @@ def test_what_was_saved_in_a_folder_is_moved_and_removed_with_it(removing, tmp_p
     removing._audit("os.mkdir", (str(new),))
     new.mkdir()
     removing._rename(os.rename, new, best)
-    removing.close()
+    remove_empty(removing._made)
     assert {path.name for path in tmp_path.iterdir()} == {"trial"}
 
 

@@ -339,6 +339,10 @@ RULES: tuple[Rule, ...] = (
          " machine have none: leave those out by CUDA_VISIBLE_DEVICES", (f"{ZERO}zero_quantized_gradients",)),
     Rule(lambda c, k, s: hpz(k) > 1 and (s.world_size % hpz(k) != 0 or hpz(k) >= s.world_size),
          "zero_hpz_partition_size must divide the {world_size} ranks and be smaller", (HPZ,)),
+    # It asks torch for the second copy on a device "nvme" (zero/partition_parameters.py, `_partition_param_sec`).
+    Rule(lambda c, k, s: hpz(k) > 1 and c.offload_param == "nvme",
+         "zero_hpz_partition_size: DeepSpeed cannot make its second copy of parameters on nvme; offload them to the CPU, or not",
+         (HPZ, "offload_param")),
     Rule(lambda c, k, s: s.own_optimizer and any(name.startswith("optimizer.params.") for name in k),
          "optimizer.params settings are for an optimizer of the configuration, and the target makes its own: leave them"
          " out of the space, or take the target's away and state one in the base config", ("optimizer.params.*",)),

@@ -217,6 +217,11 @@ ILLEGAL = [
     ),
     ({WIRE: "bf16", "precision": "torch_autocast", "zero_stage": 1}, GPUS, "in the type of its layer"),
     ({f"{ZERO}zero_hpz_partition_size": 3, "zero_stage": 3}, GPUS, "16 ranks"),
+    (
+        {f"{ZERO}zero_hpz_partition_size": 2, "zero_stage": 3, "offload_param": "nvme"},
+        replace(GPUS, base=((f"{ZERO}offload_param.nvme_path", "/fast"),)),
+        "second copy",
+    ),
     ({"micro_batch_size": 8}, Setting(only_micro_batch=4), "is the baseline's with 4 alone"),
     ({"zero_stage": 0}, Setting(plain_backward=True), "refuses loss.backward()"),
     ({"zero_stage": 1, "precision": "fp16"}, Setting(plain_backward=True, fp16=True), "scales the loss"),

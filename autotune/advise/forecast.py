@@ -90,8 +90,8 @@ def host_terms(knobs: Knobs, profile: Profile, devices: Devices) -> dict[str, Fl
 
     An optimizer in host memory holds master weights and states (12 bytes a parameter for Adam). Gradients in the master
     weights' type, the 16-bit copy that travels, at stages 1 and 2 the sums of several micro-steps, and offloaded parameters
-    are pinned there (deepspeed/runtime/zero/stage_1_and_2.py, stage3.py), which PyTorch rounds up to a power of two. While
-    loading, each rank holds the whole model; at stage 3 only one at a time.
+    are pinned there (deepspeed/runtime/zero/stage_1_and_2.py, stage3.py, partition_parameters.py) unless `pin_memory` is false, which
+    PyTorch rounds up to a power of two. While loading, each rank holds the whole model; at stage 3 only one at a time.
     """
     n, on_node = len(knobs.micro), devices.local / devices.count
     Pt = float(profile.n_trainable)
@@ -101,12 +101,13 @@ def host_terms(knobs: Knobs, profile: Profile, devices: Devices) -> dict[str, Fl
     # `accumulated_grads_in_cpu`; 16-bit master weights have their gradients in its place, sums in another type stay on the device.
     apart = (knobs.accumulation > 1) & (g == w) & (knobs.master_16 == 0)
     staged = np.where(knobs.stage == 3, g, w * (1.0 + apart))
+    pinned = np.where(knobs.pin_optimizer > 0, PINNED, 1.0)
     held, copies = held_bytes(knobs, profile), on_node + devices.local * second_share(knobs)
     return {
         "states": (states + master) * Pt * share,
-        "gradients": PINNED * master * Pt * share,
-        "staging": PINNED * staged * Pt * share,
-        "parameters": PINNED * held * copies * knobs.offload_param,
+        "gradients": pinned * master * Pt * share,
+        "staging": pinned * staged * Pt * share,
+        "parameters": np.where(knobs.pin_param > 0, PINNED, 1.0) * held * copies * knobs.offload_param,
         "processes": np.full(n, PROCESS_BYTES * devices.local),
         "loading": (held + SCALE_BYTES * profile.quantized) * np.where(knobs.stage == 3, 1.0, devices.local),
     }

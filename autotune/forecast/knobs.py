@@ -39,6 +39,8 @@ class Knobs:
         gradient_bytes: Bytes of a gradient where it is summed up.
         wire_bytes: Bytes of a gradient between ranks.
         recomputed: `checkpoint_every`.
+        pin_optimizer: What is offloaded of the optimizer lies in pinned memory.
+        pin_param: So do offloaded parameters.
         reduce_bucket: Elements.
         prefetch: Elements.
         persistence: Elements up to which stage 3 does not split a parameter.
@@ -68,6 +70,8 @@ class Knobs:
     recomputed: Floats
     offload_optimizer: Floats
     offload_param: Floats
+    pin_optimizer: Floats
+    pin_param: Floats
     reduce_bucket: Floats
     prefetch: Floats
     persistence: Floats
@@ -128,6 +132,8 @@ class Knobs:
             recomputed=np.array([c.checkpoint_every for c in candidates], dtype=float),
             offload_optimizer=np.array([c.offload_optimizer != "none" for c in candidates], dtype=float),
             offload_param=np.array([c.offload_param != "none" for c in candidates], dtype=float),
+            pin_optimizer=column(f"{ZERO}offload_optimizer.pin_memory", 1.0),
+            pin_param=column(f"{ZERO}offload_param.pin_memory", 1.0),
             reduce_bucket=column(f"{ZERO}reduce_bucket_size", DEFAULT_BUCKET),
             prefetch=column(f"{ZERO}stage3_prefetch_bucket_size", DEFAULT_PREFETCH),
             persistence=column(f"{ZERO}stage3_param_persistence_threshold", PERSISTENCE),

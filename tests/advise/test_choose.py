@@ -10,7 +10,7 @@ from autotune.advise import architecture
 from autotune.advise.answer import Advice, ds_config
 from autotune.advise.choose import Question, best, fewest_devices, forecast_all
 from autotune.advise.devices import GIB, Devices, device_card, read_gpus
-from autotune.advise.forecast import forecast
+from autotune.advise.forecast import PINNED, forecast
 from autotune.advise.shape import Training, block_bytes, profile_of
 from autotune.errors import UserError
 from autotune.forecast.words import SURE
@@ -119,15 +119,17 @@ def test_muon_leaves_embeddings_and_vectors_to_adam():
 def test_the_host_holds_sums_of_several_micro_steps_and_master_weights_of_16_bits_as_they_are():
     question = asked("Llama-2-7b", "8xA100-80")
     master = {"bf16.bf16_master_weights_and_grads": True}
-    one, several, narrow, least = (
+    pageable = {"zero_optimization.offload_optimizer.pin_memory": False}
+    one, several, narrow, least, plain = (
         forecast([Candidate.of({"micro_batch_size": 1, "zero_stage": 2, "precision": "bf16", "offload_optimizer": "cpu"} | more)],
                  question.profile, question.devices).host
-        for more in ({}, {"gradient_accumulation_steps": 4}, master, master | {"bf16.bf16_optimizer_states": True})
+        for more in ({}, {"gradient_accumulation_steps": 4}, master, master | {"bf16.bf16_optimizer_states": True}, pageable)
     )  # fmt: skip
     P = question.profile.n_parameters
     assert several["staging"] == 2 * one["staging"] and several["gradients"] == one["gradients"]
     assert [each["states"][0] / P for each in (one, narrow, least)] == pytest.approx([12, 10, 6])
     assert narrow["gradients"] == one["gradients"] / 2
+    assert plain["gradients"] == one["gradients"] / PINNED and plain["states"] == one["states"]
 
 
 @pytest.mark.parametrize("goal", ["throughput", "latency", "memory", "cost"])

@@ -11,7 +11,7 @@ from autotune.advise.constants import CONSTANTS, Constants
 from autotune.advise.devices import Devices
 from autotune.forecast.degrees import cost_terms
 from autotune.forecast.knobs import Knobs
-from autotune.forecast.memory import SCALE_BYTES, held_bytes, second_share
+from autotune.forecast.memory import SCALE_BYTES, held_bytes, second_share, staying_share
 from autotune.space.candidate import Candidate
 from autotune.trial.profile import Floats, Profile
 
@@ -102,10 +102,11 @@ def host_terms(knobs: Knobs, profile: Profile, devices: Devices) -> dict[str, Fl
     apart = (knobs.accumulation > 1) & (g == w) & (knobs.master_16 == 0)
     staged = np.where(knobs.stage == 3, g, w * (1.0 + apart))
     pinned = np.where(knobs.pin_optimizer > 0, PINNED, 1.0)
+    moved = 1.0 - staying_share(knobs, profile, devices.count)
     held, copies = held_bytes(knobs, profile), on_node + devices.local * second_share(knobs)
     return {
-        "states": (states + master) * Pt * share,
-        "gradients": pinned * master * Pt * share,
+        "states": (states + master) * Pt * share * moved,
+        "gradients": pinned * master * Pt * share * moved,
         "staging": pinned * staged * Pt * share,
         "parameters": np.where(knobs.pin_param > 0, PINNED, 1.0) * held * copies * knobs.offload_param,
         "processes": np.full(n, PROCESS_BYTES * devices.local),

@@ -39,6 +39,7 @@ class Knobs:
         gradient_bytes: Bytes of a gradient where it is summed up.
         wire_bytes: Bytes of a gradient between ranks.
         recomputed: `checkpoint_every`.
+        ratio: Share of an optimizer offloaded to the CPU that stage 3 moves there.
         pin_optimizer: What is offloaded of the optimizer lies in pinned memory.
         pin_param: So do offloaded parameters.
         reduce_bucket: Elements.
@@ -69,6 +70,7 @@ class Knobs:
     wire_bytes: Floats
     recomputed: Floats
     offload_optimizer: Floats
+    ratio: Floats
     offload_param: Floats
     pin_optimizer: Floats
     pin_param: Floats
@@ -131,6 +133,9 @@ class Knobs:
             wire_bytes=np.where(wire > 0, wire, weight),
             recomputed=np.array([c.checkpoint_every for c in candidates], dtype=float),
             offload_optimizer=np.array([c.offload_optimizer != "none" for c in candidates], dtype=float),
+            ratio=np.where(
+                [c.offload_optimizer == "cpu" for c in candidates], column(f"{ZERO}offload_optimizer.ratio", 1.0), 1.0
+            ),
             offload_param=np.array([c.offload_param != "none" for c in candidates], dtype=float),
             pin_optimizer=column(f"{ZERO}offload_optimizer.pin_memory", 1.0),
             pin_param=column(f"{ZERO}offload_param.pin_memory", 1.0),

@@ -104,16 +104,21 @@ def _fixed(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     w, stage = knobs.weight_bytes, knobs.stage
     over_1 = np.where(stage >= 1, N, 1.0)
     on_device, param_on_device = 1.0 - knobs.offload_optimizer, 1.0 - knobs.offload_param
+    left = staying_share(knobs, profile, machine.world_size)
+    held = on_device + left
     weights = held_bytes(knobs, profile) * np.where(stage == 3, param_on_device * (1.0 / N + second_share(knobs)), 1.0)
     # Scales are no parameters: each rank keeps them all, also of weights that it shares or that wait on the host.
     weights = weights + SCALE_BYTES * profile.quantized
     # Stage 3 too: it would share them where the device is the same, but compares a `torch.device` with a text.
     clones = np.where(stage >= 1, 4.0, 0.0)
-    master = np.where(w == 2.0, np.where(knobs.master_16 > 0, 2.0, 4.0), clones) * Pt / over_1 * on_device
-    states = np.where(knobs.states_16 > 0, 0.5, 1.0) * profile.optimizer_bytes * Pt / over_1 * on_device
+    master = np.where(w == 2.0, np.where(knobs.master_16 > 0, 2.0, 4.0), clones) * Pt / over_1 * held
+    states = np.where(knobs.states_16 > 0, 0.5, 1.0) * profile.optimizer_bytes * Pt / over_1 * held
     # Held between steps: stage 3's flat gradients, and the unsharded fp32 sums of BF16_Optimizer.
     sums = knobs.gradient_bytes * Pt * on_device
     gradients = _where((stage == 3, sums / N), (bf16_optimizer(knobs), sums), otherwise=0.0)
+    gradients = (
+        gradients + np.where(knobs.master_16 > 0, 2.0, 4.0) * Pt / N * left
+    )  # those have gradients of their type
     # What stages 1 and 2 offload passes a buffer of the largest gradient (stage_1_and_2.py, `temp_grad_buffer_for_gpu_offload`).
     passing = np.where((stage == 1) | (stage == 2), w * float(profile.largest_parameter), 0.0)
     return {
@@ -128,6 +133,12 @@ def _fixed(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
             knobs.arithmetic != "fp32", machine.kernel_bytes or KERNEL_BYTES.get(machine.accelerator, 0.0), 0.0
         ),
     }
+
+
+def staying_share(knobs: Knobs, profile: Profile, ranks: int) -> Floats:
+    """Share of an offloaded optimizer that stays on the device: whole sub-groups (zero/stage3.py, `subgroup_to_device`)."""
+    n = np.maximum(1.0, np.ceil(profile.n_trainable / ranks / knobs.sub_group))
+    return np.where(knobs.stage == 3, np.floor((1.0 - knobs.ratio) * n) / n, 0.0) * knobs.offload_optimizer
 
 
 def second_share(knobs: Knobs) -> Floats:

@@ -132,6 +132,23 @@ def test_the_host_holds_sums_of_several_micro_steps_and_master_weights_of_16_bit
     assert plain["gradients"] == one["gradients"] / PINNED and plain["states"] == one["states"]
 
 
+def test_what_a_ratio_leaves_on_the_device_is_counted_there_and_not_on_the_host():
+    """The forecast of a part of an optimizer was that of the whole."""
+    question, name = asked("Llama-2-7b", "8xA100-80"), "zero_optimization.offload_optimizer.ratio"
+    known = {
+        "micro_batch_size": 1,
+        "zero_stage": 3,
+        "precision": "bf16",
+        "offload_optimizer": "cpu",
+        "zero_optimization.sub_group_size": 1e8,
+    }
+    more = ({}, {name: 0.5}, {name: 0.5, "zero_optimization.sub_group_size": 1e9}, {"offload_optimizer": "none"})
+    found = forecast([Candidate.of(known | each) for each in more], question.profile, question.devices)
+    whole, part, one_group, none = found.memory["master"]
+    assert none * 0.4 < part < none * 0.6 and whole == one_group == 0
+    assert found.host["states"][1] == pytest.approx(found.host["states"][0] * (1 - part / none))
+
+
 @pytest.mark.parametrize("goal", ["throughput", "latency", "memory", "cost"])
 def test_the_chosen_configuration_is_the_best_for_its_goal_among_those_that_surely_fit(goal):
     chosen, others = best(asked(goal=goal))

@@ -103,20 +103,17 @@ def retune(
         raise UserError("retune: give one of --if-due, --if-stale, --force")
     if on_change is not None and not on_change.strip():
         raise UserError("--on-change: the command is empty; give one, or leave the option out")
-    cause = next(iter(given), "asked")
-    least = None if min_gain is None else read_share(min_gain, "--min-gain")
-    state = str(checkpoint.absolute()) if checkpoint else None
     asked = RetuneRequest(
-        cause=cause, min_gain=least, trials=trials, on_change=on_change, ranks=ranks, checkpoint=state
-    )
+        cause=next(iter(given), "asked"), min_gain=None if min_gain is None else read_share(min_gain, "--min-gain"), trials=trials,
+        on_change=on_change, ranks=ranks, checkpoint=str(checkpoint.absolute()) if checkpoint else None,
+    )  # fmt: skip
     opened = open_study(study, storage)
     _ = opened.record  # raises first where there is no such study
     opened.check_own()
     if checkpoint is not None and not checkpoint.exists():
         raise UserError(f"--checkpoint {checkpoint}: there is no such folder")
-    failed = False
     try:
-        decision = _retuned(opened, asked)
+        failed, decision = False, _retuned(opened, asked)
     except retuning.CommandError as error:
         print(f"autotune: {error}", file=sys.stderr)
         failed, decision = True, error.decision

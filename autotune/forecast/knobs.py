@@ -1,7 +1,7 @@
 """The DeepSpeed settings of a candidate that memory and step time depend on, defaults filled in."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,13 +132,7 @@ class Knobs:
             gradient_bytes=np.where((summed > 0) & (weight == 2.0), summed, weight),
             wire_bytes=np.where(wire > 0, wire, weight),
             recomputed=np.array([c.checkpoint_every for c in candidates], dtype=float),
-            offload_optimizer=np.array([c.offload_optimizer != "none" for c in candidates], dtype=float),
-            ratio=np.where(
-                [c.offload_optimizer == "cpu" for c in candidates], column(f"{ZERO}offload_optimizer.ratio", 1.0), 1.0
-            ),
-            offload_param=np.array([c.offload_param != "none" for c in candidates], dtype=float),
-            pin_optimizer=column(f"{ZERO}offload_optimizer.pin_memory", 1.0),
-            pin_param=column(f"{ZERO}offload_param.pin_memory", 1.0),
+            **_offloads(candidates, column),
             reduce_bucket=column(f"{ZERO}reduce_bucket_size", DEFAULT_BUCKET),
             prefetch=column(f"{ZERO}stage3_prefetch_bucket_size", DEFAULT_PREFETCH),
             persistence=column(f"{ZERO}stage3_param_persistence_threshold", PERSISTENCE),
@@ -173,3 +167,15 @@ class Knobs:
 def _shares_unasked(candidate: Candidate) -> bool:
     """Whether DeepSpeed shares out the optimizer's states without ZeRO."""
     return candidate.zero_stage == 0 and candidate.precision == "bf16" and candidate.pipeline_degree > 1
+
+
+def _offloads(candidates: Sequence[Candidate], column: Callable[[str, float], Floats]) -> dict[str, Floats]:
+    """The columns of what is offloaded, and how."""
+    in_host = np.array([c.offload_optimizer == "cpu" for c in candidates])
+    return {
+        "offload_optimizer": np.array([c.offload_optimizer != "none" for c in candidates], dtype=float),
+        "ratio": np.where(in_host, column(f"{ZERO}offload_optimizer.ratio", 1.0), 1.0),
+        "offload_param": np.array([c.offload_param != "none" for c in candidates], dtype=float),
+        "pin_optimizer": column(f"{ZERO}offload_optimizer.pin_memory", 1.0),
+        "pin_param": column(f"{ZERO}offload_param.pin_memory", 1.0),
+    }

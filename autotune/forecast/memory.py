@@ -285,7 +285,7 @@ def _activations(
 def _gathered(knobs: Knobs, profile: Profile, machine: Machine) -> Floats:
     """Stage 3: weights that are whole at the same time."""
     whole, outside = stored_elements(knobs, profile), (1 - profile.block_share) * float(profile.n_parameters)
-    flying = outside + np.maximum(2 * (whole - outside) / max(profile.n_blocks, 1), float(profile.largest_module))
+    flying = outside + 2 * (whole - outside) / max(profile.n_blocks, 1)
     live = np.maximum(kept_elements(knobs, profile) + small_elements(knobs, profile), flying)
     live = np.where(knobs.stage == 3, np.minimum(whole, live), 0.0)
     return np.asarray(knobs.weight_bytes * live * (1.0 if machine.world_size > 1 else 0.5), dtype=float)

@@ -112,7 +112,7 @@ class Finalists:
                 beside = "and the baseline " if base else ""
                 self._events.say(f"measuring the best {len(turn)} {beside}again, in turns")
             elif n_done == spec.repeats:
-                self._events.say("more rounds: it is not settled yet which one is best")
+                self._events.say(f"up to {most - n_done} more rounds: it is not settled yet which one is best")
             round_s = self._budget.again_s(m.trial for m in [*turn, *base])
             self._budget.expect_rounds(round_s, n_done, estimates.noise_sd)
             self._round([*turn, *base])

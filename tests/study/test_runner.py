@@ -168,8 +168,9 @@ def test_more_rounds_follow_where_the_first_ones_disagree(tmp_path):
         return replace(steady, step_times_s=[factor * step for step in steady.step_times_s])
 
     executor.behaviour = unsteady
-    run(tmp_path, executor, trials=4, finalists=2, repeats=2)
+    _, _, watcher = run(tmp_path, executor, trials=4, finalists=2, repeats=2)
     assert len(executor.ran) == 4 + 4 * 2 * 3
+    assert "up to 6 more rounds: it is not settled yet which one is best" in watcher.said
 
 
 def test_a_space_that_is_smaller_than_the_budget_ends_the_study(tmp_path):

@@ -30,7 +30,7 @@ from autotune.system.units import format_duration, parse_seconds
 
 SHORTEST_S, LONGEST_S = 60.0, 10 * 366 * 86400.0
 LONGEST_CRON = 128  # characters of the database's column
-CLOCKS_APART_S = 3600.0  # of machines that share a database, at most
+CLOCKS_APART_S = 26 * 3600.0  # of machines that share a database, at most, those of different time zones among them
 LEASE = "scheduler"
 # The leader gives a beat every 2 s; another daemon takes over after 5 looks without one, which is 10 s.
 BEAT_S, STALE_LOOKS = 2.0, 5
@@ -111,7 +111,7 @@ class Schedule:
 
     def due_at(self, now: float) -> float:
         """When it is due, in Unix time: now, where a clock that was years ahead has put the next run off for longer than its rule."""
-        latest = next_after(self.every_s, self.cron, now + CLOCKS_APART_S)
+        latest = next_after(self.every_s, self.cron, now + CLOCKS_APART_S) + CLOCKS_APART_S
         return self.next_run_at if self.next_run_at <= latest else now
 
     @property

@@ -570,6 +570,15 @@ def test_a_daily_rule_runs_once_each_day_over_both_changes_of_the_clocks(zone_of
     assert datetime.datetime.fromtimestamp(april).date() == datetime.date(2026, 4, 1)
 
 
+def test_what_a_machine_of_another_zone_has_scheduled_is_not_due_at_once(history, zone_of):
+    zone_of("UTC")
+    now = at(2026, 3, 5)
+    for cron in ("0 0 * * *", "0 3 * * 0"):
+        add(history, every_s=None, cron=cron, next_run_at=schedule.next_after(None, cron, now))
+    zone_of("Asia/Tokyo")
+    assert schedule.due(history, "s", now=now) == []
+
+
 def test_what_cron_would_cut_is_refused(two, monkeypatch):
     monkeypatch.setenv("PATH", ":".join(["/usr/bin", *(["/usr/local/bin"] * 100)]))
     for line in schedule_export.export("cron", two, Path("/data"), None).splitlines():

@@ -173,7 +173,7 @@ def next_after(every_s: float | None, cron: str | None, now: float) -> float:
         return now + every_s
     assert cron is not None
     trigger, at = _trigger(cron), now
-    wall = datetime.datetime.fromtimestamp(now).replace(tzinfo=datetime.UTC)
+    wall = datetime.datetime.fromtimestamp(int(now)).replace(tzinfo=datetime.UTC)
     while at <= now:
         wall = trigger.get_next_fire_time(None, wall + datetime.timedelta(seconds=1))
         at = wall.replace(tzinfo=None).timestamp()

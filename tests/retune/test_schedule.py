@@ -561,7 +561,7 @@ def zone_of(monkeypatch):
 @pytest.mark.parametrize("zone", ["Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "Asia/Kolkata"])
 def test_a_daily_rule_runs_once_each_day_over_both_changes_of_the_clocks(zone_of, zone, cron):
     zone_of(zone)
-    now, days = at(2026, 1, 1) - 60, []
+    now, days = at(2026, 1, 1) - 0.5, []  # within a second of a run that one was left out
     while len(days) < 365:
         now = schedule.next_after(None, cron, now)
         days.append(datetime.datetime.fromtimestamp(now).date())

@@ -238,15 +238,16 @@ class CandidateOptimizer:
         return replace(parts[0], time=time, memory=memory)
 
     def best(self, told: Sequence[Observation]) -> dict[str, Candidate]:
-        """For each objective the measured candidate with the best posterior mean: one lucky measurement does not decide."""
+        """For each objective the measured candidate with the best posterior mean, the best by the goal first.
+
+        One lucky measurement does not decide.
+        """
         state = self._learn(told)
         if not len(state.rows):
             return {}
         mean, _ = state.costs(state.rows)
-        return {
-            metric: self.catalogue.candidates[int(state.rows[np.argmin(mean[:, n])])]
-            for n, metric in enumerate(self.metrics)
-        }
+        least, goal = mean.argmin(axis=0), mean @ self.shares
+        return {self.metrics[n]: self.catalogue.candidates[state.rows[least[n]]] for n in np.argsort(goal[least])}
 
     def outlook(self, told: Sequence[Observation], busy: Sequence[Candidate] = ()) -> Outlook:
         """What stopping now is expected to lose.

@@ -40,9 +40,9 @@ def _buckets(engine: Any, bucket: float) -> Any:
     return n_buckets(trained_sizes(engine), bucket), takes
 
 
-def _up_to(times: int) -> Callable[[Any, float], Any]:
+def _up_to(times: int, sizes: Callable[[Any], list[int]] = _all_sizes) -> Callable[[Any, float], Any]:
     """Returns the effect of a size that matters only up to a multiple of the model's size."""
-    return lambda engine, value: min(value, times * sum(_all_sizes(engine)))
+    return lambda engine, value: min(value, times * sum(sizes(engine)))
 
 
 def n_up_to(engine: Any, threshold: float) -> int:
@@ -53,7 +53,7 @@ def n_up_to(engine: Any, threshold: float) -> int:
 # What a value leads to, by setting: values that lead to equal things do the same.
 EFFECTS: dict[str, Callable[[Any, float], Any]] = {
     f"{ZERO}reduce_bucket_size": _buckets,
-    f"{ZERO}sub_group_size": _up_to(1),
+    f"{ZERO}sub_group_size": _up_to(1, trained_sizes),  # groups of what the optimizer updates
     f"{ZERO}stage3_prefetch_bucket_size": _up_to(1),
     f"{ZERO}stage3_model_persistence_threshold": _up_to(1),
     # Parameters are used in forward, in backward and once more where they are recomputed.

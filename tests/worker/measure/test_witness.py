@@ -237,6 +237,8 @@ def test_zero_3_gathers_frozen_weights_too(name: str, now: int, before: int, hel
     for parameter in [*engine.module.parameters()][:2]:
         parameter.requires_grad = False
     assert not witness.judge(engine, {f"{ZERO}{name}": now}, {f"{ZERO}{name}": before}).inert
+    groups = f"{ZERO}sub_group_size"  # of trained weights alone
+    assert "it does the same" in witness.judge(engine, {groups: 10**5}, {groups: 10**4}).inert[groups]
 
 
 def test_buckets_that_were_not_sent_are_not_believed(sent: Wire) -> None:

@@ -69,13 +69,13 @@ class SavedFiles:
 
     def install(self) -> None:
         """Patches Python's functions that look for files and read them."""
+        globber = getattr(glob, "_StringGlobber", None)  # of pathlib; Python 3.13's has the functions of os bound
+        bound = getattr(globber, "scandir", None) is os.scandir
         patch(os, "stat", self.stat)
         os.supports_follow_symlinks.add(os.stat)  # shutil looks there
         patch(os, "listdir", self.listdir)
         patch(os, "scandir", self.scandir)
-        if (
-            globber := getattr(glob, "_StringGlobber", None)
-        ) is not None:  # of Python 3.13's pathlib, which has them bound
+        if globber is not None and bound:
             globber.scandir, globber.lstat = staticmethod(os.scandir), staticmethod(os.stat)
         patch(builtins, "open", self.open)
         io.open = builtins.open

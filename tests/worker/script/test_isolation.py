@@ -449,12 +449,13 @@ def test_a_script_finds_the_files_that_it_has_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "supports_follow_symlinks", {*os.supports_follow_symlinks})
     for owner, name in ((builtins, "open"), (io, "open"), *((os, name) for name in ("stat", "listdir", "scandir"))):
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    globber = getattr(glob, "_StringGlobber", type("Globber", (), {}))  # of Python 3.13's pathlib
+    globber = getattr(glob, "_StringGlobber", None) or type("Globber", (), {"scandir": os.scandir, "lstat": os.lstat})
     monkeypatch.setattr(glob, "_StringGlobber", globber, raising=False)
+    bound = globber.scandir is os.scandir  # as in Python 3.13's pathlib
     for name in ("scandir", "lstat"):
-        monkeypatch.setattr(globber, name, getattr(os, name), raising=False)
+        monkeypatch.setattr(globber, name, getattr(globber, name), raising=False)
     found.files.install()
-    assert globber.scandir is os.scandir and globber.lstat is os.stat
+    assert not bound or (globber.scandir is os.scandir and globber.lstat is os.stat)
     (tmp_path / "log").touch()
     path = max(glob.glob(str(tmp_path / "*.pt")), key=os.path.getmtime)
     assert path == str(tmp_path / "step-1.pt") and path == str(next(tmp_path.glob("step-*")))
@@ -467,6 +468,10 @@ def test_a_script_finds_the_files_that_it_has_saved(tmp_path, monkeypatch):
     assert not glob.glob(str(tmp_path / "*.pt")) and not os.path.exists(path)
     with pytest.raises(FileNotFoundError):
         Path(path).read_bytes()
+    later = type("Globber", (), {"scandir": list})  # of Python 3.14, which asks os for its function, and yields triples
+    monkeypatch.setattr(glob, "_StringGlobber", later)
+    found.files.install()
+    assert later.scandir is list
 
 
 def test_what_was_saved_in_a_folder_is_moved_and_removed_with_it(removing, tmp_path):

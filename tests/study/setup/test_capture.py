@@ -279,12 +279,18 @@ def test_the_launchers_that_people_use(folder, monkeypatch, command, arguments, 
     assert not {"RANK", "LOCAL_RANK", "MASTER_PORT", "TMPDIR", capture.CAPTURE, capture.MARK} & found.environment.keys()
 
 
-def test_a_launcher_that_starts_fewer_processes_than_asked_is_said(folder):
+@pytest.mark.parametrize("asked", ["--config_file=three.yaml", "--num_processes 3"])
+def test_a_launcher_that_starts_fewer_processes_than_asked_is_said(folder, monkeypatch, asked):
     """`accelerate launch --cpu` starts one, whatever number it is given; behind a module its own flags were read as the launcher's."""
     (folder / "accelerate").write_text("import subprocess, sys; subprocess.run([sys.executable, 'train.py'])")
     (folder / "three.yaml").write_text("use_cpu: true\nnum_processes: 3\n")
+    (folder / "accelerates" / "accelerate").mkdir(parents=True)
+    (folder / "accelerates" / "accelerate" / "default_config.yaml").write_text(
+        "num_machines: 2\n"
+    )  # not read with --cpu
+    monkeypatch.setenv("HF_HOME", str(folder / "accelerates"))
     found, notes = capture.capture(
-        "python accelerate launch --cpu --config_file=three.yaml -m train --num_processes 9 --num_nodes 2", folder
+        f"python accelerate launch --cpu {asked} -m train --num_processes 9 --num_nodes 2", folder
     )
     assert found.world_size is None and not [name for name in found.environment if name.startswith(capture.CAPTURE)]
     assert [note for note in notes if "asks for 3 processes" in note and "`--ranks 3`" in note], notes

@@ -121,7 +121,9 @@ def asked(arguments: list[str], key: str) -> int:
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
     )
     given = {name: value for _, name, value in flags(arguments)}
-    stated, own = given.get(f"--{key}", ""), os.path.join(home, "accelerate", "default_config.yaml")
+    # With --cpu it does not look at the default one.
+    own = os.path.join(home, "accelerate", "default_config.yaml") if "--cpu" not in given else ""
+    stated = given.get(f"--{key}", "")
     return int(stated) if stated.isdigit() else number(given.get("--config_file") or own, key)
 
 

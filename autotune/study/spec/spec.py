@@ -282,7 +282,7 @@ class StudySpec(BaseModel):
                 other = f"{given['objectives'].where} says otherwise; leave one of the two out"
                 raise SpecError(f"{given['goal'].where}: {goal} sets the objectives, and {other}")
         if values.get("quick"):
-            values = QUICK | _stated_beside_quick(values, overrides or {})
+            values = QUICK | (values if data.get("quick") else _stated_beside_quick(values, overrides or {}))
         for key in ("constraints", "global_batch"):
             if values.get(key, "") is None:
                 del values[key]
@@ -326,10 +326,10 @@ def _goal_or_objectives(*layers: Mapping[str, Any]) -> list[str]:
 
 
 def _stated_beside_quick(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of a quick study that are stated: a file that autotune wrote states all, also what is as by default."""
+    """Returns what is stated beside the option, for a file that autotune wrote states all, also what is as by default."""
     flags = {key for key, value in overrides.items() if value is not None}
     kept = [key for key in values if key not in QUICK or key in flags or values[key] != SETTINGS[key].default]
-    return {key: values[key] for key in (kept if "quick" in flags else values)}
+    return {key: values[key] for key in kept}
 
 
 def _check_script(spec: StudySpec) -> None:

@@ -81,6 +81,9 @@ def test_quick_is_a_set_of_defaults(study, target):
     (target.parent / "written.yaml").write_text(written)
     again = StudySpec.load(target.parent / "written.yaml", {"quick": True, "repeats": 2})
     assert (again.trials, again.finalists, again.repeats, again.trial_budget_s) == (8, 2, 2, 1.0)
+    assert study("quick: true\ntrials: 30", {"quick": True}).trials == 30, (
+        "a quick study's file states what is otherwise"
+    )
 
 
 def test_amounts_carry_units(study):

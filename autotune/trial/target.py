@@ -94,7 +94,9 @@ def inspect_target(path: Path, *, launched: bool = False) -> Target:
 def _inspect(path: Path, tree: ast.Module, *, launched: bool) -> Target:
     names = dict(_definitions(tree.body))
     has_source = any(_callable(names.get(name)) for name in ("data", "batch"))
-    whole, complete = list(_own_modules(path, tree).values()), has_source and _callable(names.get("model"))
+    # A script that trains may import `model` and `data` from its package, whether these are modules or functions.
+    owns = not (isinstance(names.get("model"), ast.ImportFrom) and _trains(tree))
+    whole, complete = list(_own_modules(path, tree).values()), has_source and owns and _callable(names.get("model"))
     if launched or (not complete and any(map(_trains, whole))):
         return _inspect_script(path, tree, whole, launched=launched)
     if not _callable(names.get("model")):

@@ -222,7 +222,9 @@ def _extremes(
             best = _confirmed(best, sound, estimates, metric)
             ran = [m for m in estimates.measured if m.outcome is Outcome.COMPLETE and m.metrics.get(metric)]
             least = SAME_MEMORY if metric == MEMORY else 0.0
-            ahead = [m for m in ran if improvement(log_ratio(m, best, metric), metric) > least]
+            by = {m.trial: improvement(log_ratio(m, best, metric), metric) for m in ran}
+            ahead = [m for m in ran if by[m.trial] > least]
+            within = f" within {100 * least:g} %" if any(0 < gain <= least for gain in by.values()) else ""
             vague = {m.trial for m in ahead if m.trial in passed and metric != MEMORY and m not in compared}
             if vague and best is estimates.baseline:  # it is no best: how far it is behind cannot be told
                 continue
@@ -230,7 +232,7 @@ def _extremes(
             of += ["can be compared with the baseline"] if vague else []
             # `_confirmed` passed by one that was not.
             of += ["were measured again"] if any(m.trial in passed - vague for m in ahead) else []
-            why = f"the best {METRICS[metric].label} of all that {' and '.join(of) or 'ran'}"
+            why = f"the best {METRICS[metric].label}{within} of all that {' and '.join(of) or 'ran'}"
             said = [*words(best, estimates, objectives), *checked(best), *passed_by(told[0], best)]
             picks[name] = replace(_pick(best, estimates, [why, *said]), first=told[0])
     return picks, unchecked

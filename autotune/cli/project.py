@@ -91,7 +91,7 @@ class Projection:
             yield ""
             yield f"The front's other configurations on {cluster.devices} devices, by throughput:"
             rows = [row for _, row in self.others]
-            table = list(aligned([row[:-1] for row in _cells(rows, "trial", [str(n) for n, _ in self.others])]))
+            table = list(aligned(_cells(rows, "trial", [str(n) for n, _ in self.others])))
             yield from table[: -len(rows)]
             for row, line in zip(rows, table[-len(rows) :], strict=True):
                 yield line
@@ -161,7 +161,7 @@ def _projection(
     others = []
     if mode == "weak" and not settings:
         left = [row for row in front if row.trial != chosen.trial]
-        there = [(row.trial, projector.one(Candidate.of(row.candidate), cluster.devices)) for row in left]
+        there = [(row.trial, projector.over_devices(Candidate.of(row.candidate), mode)[-1]) for row in left]
         others = sorted(((n, row) for n, row in there if not row.impossible), key=lambda pair: -pair[1].samples_per_s)
     return Projection(
         study=folder.name, trial=None if settings else chosen.trial, mode=mode, cluster=cluster, rows=rows,

@@ -339,6 +339,9 @@ def test_the_command_projects_a_study_and_its_front(studied, executor, monkeypat
     found = json.loads(called("project", "small", *LINKS, "--json", "--trial", "2", cwd=studied).stdout)
     assert [row["world_size"] for row in found["rows"]] == [2, 4, 8, 16, 32, 64] and found["trial"] == 2
     assert {other["trial"] for other in found["others"]} == {0, 1}
+    assert all(
+        1 < other["speedup"] == pytest.approx(32 * other["efficiency"]) for other in found["others"]
+    )  # both were 1
 
 
 def test_what_cannot_be_projected_is_said_in_one_sentence(studied, tmp_path):

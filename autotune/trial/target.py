@@ -75,6 +75,9 @@ def inspect_target(path: Path, *, launched: bool = False) -> Target:
         raise SpecError(
             f"{path} is a folder; name the model.py or study.yaml" + (f": {path / inside}" if inside else " in it")
         )
+    own = path.parent / "studies" / path.name / "study.yaml"
+    if own.is_file() and not path.exists():
+        raise SpecError(f"target: there is no file {path}; the study of that name is {own}")
     text = read_text(path, "target")
     if is_yaml(path):
         return Target(path=path, kind="study")

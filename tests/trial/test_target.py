@@ -158,7 +158,11 @@ def test_the_training_may_be_in_a_module_that_a_script_imports(target):
 
 def test_files_of_other_kinds_are_told_by_their_suffix_or_refused(target):
     target.with_name("model.ipynb").write_text("{}")
+    study = target.parent / "studies" / "mine" / "study.yaml"
+    study.parent.mkdir(parents=True)
+    study.touch()
     for path, said in (
+        (target.with_name("mine"), r"no file .*tiny/mine; the study of that name is .*/mine/study\.yaml"),
         (target.with_name("modle.py"), r"Did you mean 'model\.py'"),
         (target.parent, r"is a folder; .*tiny/model\.py"),
         (target.with_name("model.ipynb"), r"a model\.py or a study\.yaml"),

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import functools
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import grimp
 from support.paths import ROOT as CHECKOUT
 
 ROOT = CHECKOUT / "autotune"
@@ -24,27 +23,11 @@ def modules() -> dict[str, Path]:
     return names
 
 
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    """The syntax tree of a file."""
-    return ast.parse(path.read_text())
-
-
-def imports(tree: ast.Module) -> Iterator[str]:
-    """Names that a module imports anywhere: in functions and for types too."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
 def import_graph() -> dict[str, set[str]]:
-    """What each module of the package imports of it; the `__init__` of packages do not count."""
-    files = modules()
-    plain = {name for name, path in files.items() if path.name != "__init__.py"}
-    return {name: {*imports(parsed(path))} & plain - {name} for name, path in files.items()}
+    """What each module of the package imports of it, in functions and for types too; the `__init__` of packages do not count."""
+    graph = grimp.build_graph("autotune", cache_dir=None)
+    plain = {name for name in graph.modules if not graph.find_children(name)}
+    return {name: graph.find_modules_directly_imported_by(name) & plain for name in plain}
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
@@ -77,7 +60,7 @@ def test_modules_classes_and_functions_stay_small() -> None:
         text = path.read_text()
         if len(text.splitlines()) > MAX_MODULE_LINES:
             large.append(f"{path}: {len(text.splitlines())} lines")
-        for node in ast.walk(parsed(path)):
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 limit = MAX_CLASS_LINES if isinstance(node, ast.ClassDef) else MAX_FUNCTION_LINES
                 said = node.body[0] if ast.get_docstring(node) else None

@@ -33,7 +33,9 @@ from autotune.system.machine import lock_path
 ROOT = Path(autotune.__file__).parent
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle"}
 # In each name below that is refused, or allowed in some files alone; most files have none, and parsing them takes seconds.
-LOOKED_FOR = "|".join((*UNPICKLERS, "torch.load", "yaml", "exec", "eval", "compile", "os.system", "os.popen", "shell"))
+LOOKED_FOR = (
+    rf"\b({'|'.join(UNPICKLERS)})\b|\b(torch\.load|yaml\.|os\.system|os\.popen|shell=)|(?<!\.)\b(exec|eval|compile)\b"
+)
 
 
 @functools.cache

@@ -267,11 +267,11 @@ def stopping(folder, **changes):
 
 
 def test_trials_that_are_beaten_are_stopped_kept_and_never_picked(tmp_path):
-    given = {"sampler": "random", "trials": 14, "finalists": 2, "objectives": ["latency", "memory"]}
+    given = {"sampler": "random", "trials": 11, "finalists": 2, "objectives": ["latency", "memory"]}
     runner, executor = stopping(tmp_path, **given)
     ended = outcomes(runner)
     assert ended[0] is Outcome.COMPLETE and ended.count(Outcome.STOPPED_EARLY) >= 3
-    assert executor.requests[0].rivals == () and all(not r.rivals for r in executor.requests[14:])
+    assert executor.requests[0].rivals == () and all(not r.rivals for r in executor.requests[11:])
     stopped = [m for m in runner.state.measured() if m.outcome is Outcome.STOPPED_EARLY]
     assert all(m.metrics["step_time_s"] > 0 and m.metrics["peak_memory_bytes"] > 0 and not m.usable for m in stopped)
     complete = [m for m in runner.state.measured() if m.usable]
@@ -283,7 +283,7 @@ def test_trials_that_are_beaten_are_stopped_kept_and_never_picked(tmp_path):
         )
     found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
     assert {p.measured.trial for p in found.picks.values()} <= {m.trial for m in complete}
-    assert len(runner.proposer.advisor().told(runner.study)) == 14
+    assert len(runner.proposer.advisor().told(runner.study)) == 11
 
 
 def test_no_trial_is_stopped_that_may_be_the_drop_in_or_whose_objective_is_not_known_yet(tmp_path):
@@ -291,7 +291,7 @@ def test_no_trial_is_stopped_that_may_be_the_drop_in_or_whose_objective_is_not_k
         {"micro_batch_size": [2, 4, 8], "gradient_accumulation_steps": [1, 2, 4], "precision": ["fp32", "bf16"]}
     ]
     _, executor = stopping(
-        tmp_path, sampler="random", space=same_batch, trials=14, finalists=0, objectives=["throughput"]
+        tmp_path, sampler="random", space=same_batch, trials=9, finalists=0, objectives=["throughput"]
     )
     asked = [
         (Candidate.of(request.candidate).global_batch_size(1), request.rivals) for request in executor.requests[1:]
@@ -312,7 +312,7 @@ def test_no_trial_is_stopped_that_may_be_the_drop_in_or_whose_objective_is_not_k
     dropping_in = Candidate(micro_batch_size=4, gradient_accumulation_steps=2, precision="bf16")
     assert [rival.trial for rival in runner.proposer.bounds_to_beat(dropping_in)] == [0]
     _, executor = stopping(
-        tmp_path / "b", sampler="random", trials=6, finalists=0, objectives=["throughput", {"metric": "cpu_s_per_step"}]
+        tmp_path / "b", sampler="random", trials=3, finalists=0, objectives=["throughput", {"metric": "cpu_s_per_step"}]
     )
     assert all(not request.rivals for request in executor.requests)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import os
 import shutil
 import sys
@@ -59,6 +60,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(lane)
         n_slow[item.path] += lane == "process"
     items.sort(key=lambda item: -n_slow[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what was collected and imported out of each further collection of garbage, which would go through all of it."""
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

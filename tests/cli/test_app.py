@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,23 +64,29 @@ def begun(folder: Path, study: str, trial: int) -> subprocess.Popen[str]:
     return driver
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, models) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A folder with a study that ran to its end; tests only read it."""
-    folder = tmp_path_factory.mktemp("cli")
+@contextlib.contextmanager
+def on_server(executor, models, folder) -> Iterator[Path]:
+    """A folder with the model, whose studies run on the session's server and do not wait for an idle machine."""
     shutil.copyfile(models / "ok.py", folder / "ok.py")
-    (folder / "small.yaml").write_text(STUDY)
-    return folder, autotune("run", "small.yaml", cwd=folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "MAX_BUSY_TRIES", 1)
+        for module in (request, engine):
+            patch.setattr(module, "executor_for", lambda *_, **__: contextlib.nullcontext(executor))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, executor, models) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A folder with a study that ran to its end; tests only read it."""
+    with on_server(executor, models, tmp_path_factory.mktemp("cli")) as folder:
+        (folder / "small.yaml").write_text(STUDY)
+        return folder, called("run", "small.yaml", cwd=folder)
 
 
 @pytest.fixture
-def warm(executor, monkeypatch, models, tmp_path):
-    """A folder with the model, whose studies run on the session's server and do not wait for an idle machine."""
-    monkeypatch.setattr(measure, "MAX_BUSY_TRIES", 1)
-    for module in (request, engine):
-        monkeypatch.setattr(module, "executor_for", lambda *_, **__: contextlib.nullcontext(executor))
-    shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
-    return tmp_path
+def warm(executor, models, tmp_path):
+    with on_server(executor, models, tmp_path) as folder:
+        yield folder
 
 
 def test_help_names_every_command_and_imports_nothing_heavy():
@@ -99,7 +106,17 @@ def test_every_command_has_its_help_and_a_typo_its_nearest_name(tmp_path):
     assert "--trials" in called("run", "model.py", "--trial", "3", cwd=tmp_path).stderr
 
 
-def test_a_study_ends_with_an_answer_and_its_files_and_leaves_no_process(finished):
+@pytest.mark.system
+@pytest.mark.smoke
+def test_a_study_in_a_process_with_a_server_ends_with_its_answer_and_leaves_no_process(models, tmp_path):
+    shutil.copyfile(models / "ok.py", tmp_path / "ok.py")
+    (tmp_path / "small.yaml").write_text(STUDY)
+    done = autotune("run", "small.yaml", cwd=tmp_path)
+    assert done.returncode == 0 and "recommended" in done.stdout, done.stderr
+    assert processes_of(tmp_path) == []
+
+
+def test_a_study_ends_with_an_answer_and_its_files(finished):
     folder, done = finished
     assert done.returncode == 0, done.stderr
     assert "recommended" in done.stdout and "speed-up" in done.stdout
@@ -115,7 +132,6 @@ def test_a_study_ends_with_an_answer_and_its_files_and_leaves_no_process(finishe
     assert set(pick) == keys and "drop_in" in found["picks"] and set(found["baseline"]) == keys
     assert all(set(each) == point for each in json.loads((study / "front.json").read_text()))
     assert json.loads((study / "ds_config.json").read_text()) == pick["ds_config"]
-    assert processes_of(folder) == []
 
 
 def test_a_study_is_exported_for_other_tools(finished):

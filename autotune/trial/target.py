@@ -76,7 +76,7 @@ def inspect_target(path: Path, *, launched: bool = False) -> Target:
             f"{path} is a folder; name the model.py or study.yaml" + (f": {path / inside}" if inside else " in it")
         )
     own = path.parent / "studies" / path.name / "study.yaml"
-    if own.is_file() and not path.exists():
+    if os.path.isfile(own) and not os.path.exists(path):
         raise SpecError(f"target: there is no file {path}; the study of that name is {own}")
     text = read_text(path, "target")
     if is_yaml(path):

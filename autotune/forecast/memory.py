@@ -111,14 +111,13 @@ def _fixed(knobs: Knobs, profile: Profile, machine: Machine) -> Terms:
     weights = weights + SCALE_BYTES * profile.quantized
     # Stage 3 too: it would share them where the device is the same, but compares a `torch.device` with a text.
     clones = np.where(stage >= 1, 4.0, 0.0)
-    master = np.where(w == 2.0, np.where(knobs.master_16 > 0, 2.0, 4.0), clones) * Pt / over_1 * held
+    master_bytes = np.where(knobs.master_16 > 0, 2.0, 4.0)
+    master = np.where(w == 2.0, master_bytes, clones) * Pt / over_1 * held
     states = np.where(knobs.states_16 > 0, 0.5, 1.0) * profile.optimizer_bytes * Pt / over_1 * held
     # Held between steps: stage 3's flat gradients, and the unsharded fp32 sums of BF16_Optimizer.
     sums = knobs.gradient_bytes * Pt * on_device
     gradients = _where((stage == 3, sums / N), (bf16_optimizer(knobs), sums), otherwise=0.0)
-    gradients = (
-        gradients + np.where(knobs.master_16 > 0, 2.0, 4.0) * Pt / N * left
-    )  # those have gradients of their type
+    gradients = gradients + master_bytes * Pt / N * left  # master weights that stay have gradients of their type
     # What stages 1 and 2 offload passes a buffer of the largest gradient (stage_1_and_2.py, `temp_grad_buffer_for_gpu_offload`).
     passing = np.where((stage == 1) | (stage == 2), w * float(profile.largest_parameter), 0.0)
     return {

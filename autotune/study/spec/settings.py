@@ -85,7 +85,7 @@ SETTINGS: dict[str, Setting] = {
         "Few trials: look only for the best by the goal, not for the front.",
         more="It ends when no trial is expected to gain 3% (`stop_below`); at most 8 trials of 1 s, which are measured"
         " again only where it is not settled whether the best beats the baseline. Each of these can be stated;"
-        " beside the option a value of a file that is not quick itself counts where it is not the default.", optional=True,
+        " of a study.yaml without `quick` only what differs from the default counts beside the option.", optional=True,
         comment="Seek the goal alone."),
     "trials": Setting(
         "Number of trials at most, the baseline and those of earlier runs included.", metavar="N",

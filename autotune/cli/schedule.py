@@ -139,7 +139,7 @@ def schedule_export(
         if study is not None:
             _ = open_study(study, storage).study  # raises for one that is not known, and lists the studies
         raise ScheduleError(f"there is no schedule to export; {HINT}")
-    n_gpus = {name: _gpus_of(name, storage) for name in {row.study for row in rows}}
+    n_gpus = {name: _gpus_of(name, storage, in_a_pod=k8s) for name in {row.study for row in rows}}
     print(exporting.export(wanted[0], rows, Path.cwd(), storage, n_gpus), end="")
 
 
@@ -154,10 +154,15 @@ def _there(study: str, storage: str | None) -> OpenStudy | None:
     return None
 
 
-def _gpus_of(study: str, storage: str | None) -> int:
-    """GPUs that a node needs for the trials of a study."""
+def _gpus_of(study: str, storage: str | None, *, in_a_pod: bool) -> int:
+    """GPUs that a node needs for the trials of a study; an error where one pod cannot run them."""
     opened = _there(study, storage)
     if opened is None:
         return 0
     kept = opened.record
+    if in_a_pod and {"nodes", "executor"} & kept.fingerprint.keys():
+        raise UserError(
+            f"schedule export: the trials of study {study!r} run on other machines, and a CronJob is one pod;"
+            " export --cron or --systemd for the machine that began the study"
+        )
     return kept.world_size if kept.workload.environment.accelerator != "cpu" else 0

@@ -5,6 +5,7 @@ pieces at each block, and with recomputation nothing would be compiled at all. T
 """
 
 import functools
+import math
 import types
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -153,10 +154,11 @@ class Recomputations:
 
     @property
     def every(self) -> int:
-        """The value of `Candidate.checkpoint_every`."""
-        if self._every is not None:
-            return self._every
-        return round(self._n_blocks / len(self.recomputed)) if self.recomputed else 0
+        """The value of `Candidate.checkpoint_every`, by which about as many blocks are recomputed."""
+        n_blocks, n_recomputed = self._n_blocks, len(self.recomputed)
+        if self._every is not None or not n_recomputed:
+            return self._every or 0
+        return min(range(1, n_blocks + 1), key=lambda every: abs(math.ceil(n_blocks / every) - n_recomputed))
 
     def stop(self) -> None:
         """Removes the hooks, so that they do not slow timed steps."""

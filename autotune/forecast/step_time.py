@@ -14,6 +14,7 @@ from autotune.forecast.memory import (
     kept_elements,
     second_share,
     small_elements,
+    staying_share,
     stored_elements,
     wire_bytes,
 )
@@ -98,7 +99,8 @@ def step_time_terms(knobs: Knobs, profile: Profile, machine: Machine) -> dict[st
     moved = STEP_BYTES + 2.0 * profile.optimizer_bytes + np.where(knobs.weight_bytes == 2.0, COPY_BYTES, 0.0)
     moved = moved + np.where(stage >= 1, SHARD_BYTES, 0.0)
     rate = machine.optimizer_bytes_per_s or machine.memory_bytes_per_s
-    optimizer = moved * shard / np.where(knobs.offload_optimizer > 0, machine.host_memory_bytes_per_s, rate)
+    in_host = knobs.offload_optimizer - staying_share(knobs, profile, machine.world_size)
+    optimizer = moved * shard * (in_host / machine.host_memory_bytes_per_s + (1.0 - in_host) / rate)
     of_all, of_group = gathered_elements(knobs, profile)  # for which offloaded parameters come in
     offload = (
         knobs.offload_optimizer * _offloaded_bytes(knobs) * shard / machine.host_bytes_per_s

@@ -147,6 +147,8 @@ def test_what_a_ratio_leaves_on_the_device_is_counted_there_and_not_on_the_host(
     whole, part, one_group, none = found.memory["master"]
     assert none * 0.4 < part < none * 0.6 and whole == one_group == 0
     assert found.host["states"][1] == pytest.approx(found.host["states"][0] * (1 - part / none))
+    all_s, part_s, _, none_s = found.time["optimizer"]
+    assert part_s == pytest.approx(all_s + (none_s - all_s) * part / none) and none_s < part_s < all_s
 
 
 @pytest.mark.parametrize("goal", ["throughput", "latency", "memory", "cost"])

@@ -181,6 +181,10 @@ def encoded(space: SearchSpace, candidate: Candidate) -> dict[str, Any]:
 
 def _optuna_sampler(name: str, seed: int) -> BaseSampler:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
+    # Before release 5 a sampler heeds constraints only if it is given a function, which nothing here calls: trials have their values.
+    heeding: dict[str, Any] = {}
+    if not hasattr(optuna.trial.Trial, "set_constraint"):
+        heeding["constraints_func"] = lambda trial: trial.system_attrs["constraints"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "group" and the Gaussian process are marked experimental
         match name:
@@ -191,11 +195,12 @@ def _optuna_sampler(name: str, seed: int) -> BaseSampler:
                     group=True,
                     n_startup_trials=STARTUP_TRIALS,
                     warn_independent_sampling=False,
+                    **heeding,
                 )
             case "gp":
                 return optuna.samplers.GPSampler(
-                    seed=seed, n_startup_trials=STARTUP_TRIALS, warn_independent_sampling=False
+                    seed=seed, n_startup_trials=STARTUP_TRIALS, warn_independent_sampling=False, **heeding
                 )
             case "nsga2":
-                return optuna.samplers.NSGAIISampler(seed=seed, population_size=STARTUP_TRIALS)
+                return optuna.samplers.NSGAIISampler(seed=seed, population_size=STARTUP_TRIALS, **heeding)
         return optuna.samplers.RandomSampler(seed=seed)

@@ -9,7 +9,7 @@ from support.instant import WORKLOAD
 
 from autotune.errors import UserError
 from autotune.forecast.predictor import generic_prior
-from autotune.search import SAMPLERS, check_sampler
+from autotune.search import SAMPLERS, check_sampler, samplers
 from autotune.search.physics import PhysicsSampler
 from autotune.search.samplers import LegalSampler, encoded
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
@@ -195,6 +195,15 @@ def test_equal_seeds_search_alike_and_others_do_not(name):
     first = Search(name, CONDITIONAL, seed=1).run(12)
     assert Search(name, CONDITIONAL, seed=1).run(12) == first
     assert Search(name, CONDITIONAL, seed=2).run(12) != first
+
+
+@pytest.mark.parametrize("name", ["tpe", "nsga2", "gp"])
+def test_samplers_of_optuna_4_heed_constraints_as_those_of_5_do(name, monkeypatch):
+    """Without a function for them they took what breaks a constraint for the best of all."""
+    monkeypatch.delattr(optuna.trial.Trial, "set_constraint", raising=False)
+    (broken,) = constraint_attrs({"peak_memory_bytes": 1.0}).items()
+    trial = optuna.trial.create_trial(value=0.0, system_attrs=dict([broken]))
+    assert samplers._optuna_sampler(name, seed=0)._constraints_func(trial) == [1.0]
 
 
 @pytest.mark.system

@@ -3,6 +3,7 @@
 import math
 
 from autotune.scoring.step_parts import Evidence
+from autotune.space import data
 from autotune.trial import lengths, token_budget
 
 # Parts of a step whose time grows with the tokens of the batches.
@@ -48,8 +49,8 @@ def _waiting(evidence: Evidence, share: float) -> list[str]:
 
 
 def _padding(evidence: Evidence, computing: float) -> list[str]:
-    """A note on the compute that is padding, and what packing and grouping would bring."""
-    padding = evidence.padding
+    """A note on the compute that is padding, and what packing and grouping would bring that the trial did not do already."""
+    padding, own = evidence.padding, data.changes(evidence.seen.candidate)
     if padding is None or padding < PADDING_FROM:
         return []
     faster = 1 / (1 - padding * min(1.0, computing))
@@ -58,30 +59,33 @@ def _padding(evidence: Evidence, computing: float) -> list[str]:
         f"{padding:.0%} of the tokens are padding: without it steps would be up to {faster:.2f}x as fast"
         + (f", but samples cannot be packed: {packing}" if packing else " (data.packing)")
     ]
+    known = token_budget.padded(evidence.lengths, own)
+    if not known or "token_budget" in own:
+        return notes
     micro = int(evidence.seen.candidate.get("micro_batch_size") or 1)
-    if "token_budget" not in evidence.data_cannot and evidence.lengths and micro > 1:
-        notes += _budgeted(evidence, micro, min(1.0, computing))
     n_grouped = int(evidence.seen.candidate.get("gradient_accumulation_steps") or 1) * evidence.steps_grouped
-    if n_grouped > 1 and "group_by_length" not in evidence.data_cannot and evidence.lengths:
-        plain, grouped = (lengths.mean_width(evidence.lengths, micro, n) for n in (1, n_grouped))
-        factor = 1 / (1 - computing * (1 - grouped / plain))
-        if factor > WORTH_FROM:
-            notes.append(
-                f"sorted by length within {_steps(evidence.steps_grouped)}, samples would be padded to {grouped:,.0f}"
-                f" tokens on average instead of {plain:,.0f}: up to {factor:.2f}x as fast (data.group_by_length)"
-            )
+    plain, grouped = (lengths.mean_width(known, micro, n) for n in (1, n_grouped))
+    plain = grouped if "group_by_length" in own else plain
+    if "token_budget" not in evidence.data_cannot and micro > 1:
+        notes += _budgeted(known, micro, plain, min(1.0, computing), of_script=bool(evidence.loader))
+    factor = 1 / (1 - computing * (1 - grouped / plain))
+    if factor > WORTH_FROM and "group_by_length" not in evidence.data_cannot:
+        notes.append(
+            f"sorted by length within {_steps(evidence.steps_grouped)}, samples would be padded to {grouped:,.0f}"
+            f" tokens on average instead of {plain:,.0f}: up to {factor:.2f}x as fast (data.group_by_length)"
+        )
     return notes
 
 
-def _budgeted(evidence: Evidence, micro: int, computing: float) -> list[str]:
+def _budgeted(known: lengths.Table, micro: int, plain: float, computing: float, *, of_script: bool) -> list[str]:
     """A note on batches of a number of tokens: of samples of similar length, or rows that a script's trainer packs."""
-    plain, mean = lengths.mean_width(evidence.lengths, micro), lengths.expected(evidence.lengths)
-    if evidence.loader:
-        filled, fewest = mean, math.ceil(lengths.longest(evidence.lengths) / mean)
+    if of_script:
+        filled = lengths.expected(known)
+        fewest = math.ceil(lengths.longest(known) / filled)
         how = "packed into rows of a number of tokens by the script's trainer"
         knob = "data.token_budget" + (f", from a micro-batch of {fewest} on" if fewest > micro else "")
     else:
-        batch = token_budget.filled(evidence.lengths, token_budget.tokens_for(evidence.lengths, micro), micro)
+        batch = token_budget.filled(known, token_budget.tokens_for(known, micro), micro)
         filled, how = batch.tokens / batch.samples, f"with batches of a number of tokens in place of {micro} samples"
         knob = "data.token_budget"
     factor = 1 / (1 - computing * (1 - filled / plain))

@@ -34,6 +34,19 @@ def test_padding_says_what_packing_and_grouping_would_bring():
     assert data_notes(replace(EVIDENCE, padding=0.01), 0.0, 1.0) == []
 
 
+def test_nothing_is_advised_that_the_trial_did_already():
+    lengths = tuple((float(n), 1) for n in range(1, 101))
+
+    def notes(**own):
+        seen = replace(EVIDENCE.seen, candidate=CANDIDATE | {f"data.{name}": value for name, value in own.items()})
+        return data_notes(replace(EVIDENCE, seen=seen, padding=0.15, lengths=lengths), 0.0, 1.0)
+
+    _, budget = notes(group_by_length=True)
+    assert "instead of 56" in budget and len(notes(group_by_length=False)) == 3
+    assert len(notes(token_budget=512)) == 1
+    assert "instead of 38" in notes(max_length=40)[1]
+
+
 def test_rows_of_a_scripts_trainer_are_named_with_the_micro_batch_that_holds_the_longest_sample():
     lengths = ((10.0, 90), (110.0, 10))
     _, said, _ = data_notes(replace(EVIDENCE, padding=0.5, lengths=lengths, loader={"num_workers": 0}), 0.0, 1.0)

@@ -424,9 +424,10 @@ def _advice(bound: str, evidence: Evidence, others: Sequence[StepObservation], e
         before = own.candidate.get(knob)
         found.setdefault((knob, repr(value)), Advice(knob=knob, value=value, before=before, factor=factor, why=why))
 
-    for seen in others:
+    ran = [seen for seen in others if seen.outcome == "complete"]  # and was not refused
+    for seen in ran:
         changed = differing(own.candidate, seen.candidate)
-        if len(changed) == 1 and changed[0] in KNOBS[bound] and seen.samples_per_s and seen.outcome == "complete":
+        if len(changed) == 1 and changed[0] in KNOBS[bound] and seen.samples_per_s:
             factor, noise = seen.samples_per_s / base, math.hypot(own.log_reach, seen.log_reach)
             why = (
                 f"measured: trial {seen.trial} differs in nothing else{'; within noise' * (math.log(factor) <= noise)}"
@@ -441,9 +442,8 @@ def _advice(bound: str, evidence: Evidence, others: Sequence[StepObservation], e
             together = [name for name in effect.knobs if name != knob]
             beside = f"with {' and '.join(together)}" if together else "all else equal"
             for level in effect.levels:
-                if level is not own_level and level.n:
-                    alike = (seen.candidate for seen in others if seen.candidate.get(effect.knob) == level.value)
-                    value = next(alike, {effect.knob: level.value}).get(knob)
+                known = next((seen.candidate for seen in ran if seen.candidate.get(effect.knob) == level.value), None)
+                if level is not own_level and known is not None:
                     why = f"estimated from {effects.n} trials, {beside}"
-                    note(knob, value, level.factor / own_level.factor, why)
+                    note(knob, known.get(knob), level.factor / own_level.factor, why)
     return sorted((each for each in found.values() if each.factor > 1.01), key=lambda advice: -advice.factor)

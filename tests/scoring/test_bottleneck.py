@@ -240,12 +240,16 @@ def test_where_no_trial_differs_in_one_knob_only_the_whole_study_is_asked():
         for p in ("fp32", "bf16") for z in (0, 1, 2) for k in (1, 4)
     ]  # fmt: skip
     found = effects("samples_per_s", trials, candidate())
-    advice = diagnose(evidence({"reduce": 0.220}, {"reduce": 0.225}), [], found).advice
+    unlike = {"precision": "fp32", "gradient_accumulation_steps": 4}
+    slow = evidence({"reduce": 0.220}, {"reduce": 0.225})
+    refused = seen(5, 154.0, outcome="diverged", **unlike)
+    assert diagnose(slow, [refused], found).advice == []
+    advice = diagnose(slow, [seen(5, 154.0, **unlike)], found).advice
     assert advice[0].knob == "gradient_accumulation_steps" and advice[0].factor == pytest.approx(2.0, rel=0.1)
     assert "estimated from 12 trials" in advice[0].why
     # Of a knob that changed with another one, which says nothing of this bottleneck, it was left out.
     joined = [({"other": values["gradient_accumulation_steps"] > 1} | values, rate) for values, rate in trials]
-    own, others = {"other": False}, [seen(5, None, outcome="oom", other=True, gradient_accumulation_steps=4)]
+    own, others = {"other": False}, [seen(5, 200.0, other=True, gradient_accumulation_steps=4)]
     found = effects("samples_per_s", joined, candidate(**own))
     (first, *_) = diagnose(evidence({"reduce": 0.220}, {"reduce": 0.225}, knobs=own), others, found).advice
     assert (first.knob, first.value) == ("gradient_accumulation_steps", 4) and first.why.endswith(", with other")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.forecast.degrees import cost_terms
+from autotune.forecast.knobs import Knobs
 from autotune.forecast.step_time import STEP_BYTES
 from autotune.report.data import THROUGHPUT, Data, StudyReport, interval, measured, metric_scale, times, words
 from autotune.report.series import level_text
@@ -101,7 +102,9 @@ def of_workload(workload: Workload, candidate: Data, world_size: int) -> dict[st
         others = 0.0 if own.zero_stage else profile.n_expert * (1 - 1 / own.expert_degree)
         updated = max(0.0, profile.n_trainable - others)
         found["optimizer_bytes"] = (STEP_BYTES + 2.0 * profile.optimizer_bytes) * updated
-        found["flops_per_step"] = profile.flops_per_sample * own.global_batch_size(workload.data_parallel(world_size))
+        knobs, batch = Knobs.of([own]), own.global_batch_size(workload.data_parallel(world_size))
+        length = float(profile.usual_share(knobs.micro, knobs.packed, knobs.limits)[0])  # of the profiled one
+        found["flops_per_step"] = profile.flops_per_sample * length * batch
     probed, reached = profile_cache.load(Probe, profile_cache.machine_key(world_size)), machine.flops if machine else {}
     if probed is not None and probed.device_name == environment.device_name:
         machine, reached = probed.machine, {**probed.machine.flops, **probed.flops}

@@ -113,6 +113,18 @@ def test_a_trial_is_run_again_and_its_trace_kept_and_read(zoo, study, capsys):
     assert {"autotune: data", "autotune: forward", "autotune: backward", "autotune: step", "aten::addmm"} <= names
 
 
+@pytest.mark.parametrize(("own", "expected"), [({}, 30), ({"data.packing": True}, 20), ({"data.max_length": 10}, 10)])
+def test_a_steps_operations_are_those_of_the_lengths_that_it_takes_in(own, expected):
+    """They were counted at the profiled length, so that a packed batch reached twice the share of the peak."""
+    profile = Profile(
+        n_parameters=1000, n_trainable=10, flops_per_sample=40.0, activation_bytes_per_sample=1.0, checkpointed_bytes_per_sample=1.0,
+        n_blocks=4, sequence=40, lengths=((10.0, 500), (30.0, 500)),
+    )  # fmt: skip
+    candidate = Candidate.of({"micro_batch_size": 64, **own}).values()
+    found = diagnosis.of_workload(replace(WORKLOAD, profile=profile), candidate, 1)
+    assert found["flops_per_step"] == pytest.approx(64 * expected)
+
+
 @pytest.mark.parametrize(("state_bytes", "moved"), [(8.0, 28.0), (4.0, 20.0), (0.0, 12.0)])
 def test_an_optimizers_bytes_are_those_of_its_own_states(state_bytes, moved):
     """They were counted as Adam's 28 bytes a parameter for every optimizer."""

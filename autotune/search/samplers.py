@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import optuna
@@ -78,19 +78,6 @@ class LegalSampler(BaseSampler):
         return optuna.samplers.RandomSampler(seed=self._rng.randrange(2**31)).sample_independent(
             study, trial, param_name, param_distribution
         )
-
-    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        """Passed on."""
-        self._base.before_trial(study, trial)
-
-    def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
-        """Passed on."""
-        self._base.after_trial(study, trial, state, values)
-
-    def reseed_rng(self) -> None:
-        """Passed on, and our own draws too."""
-        self._base.reseed_rng()
-        self._rng = random.Random()
 
     def _chosen(self, study: Study, trial: FrozenTrial) -> Candidate | None:
         """A legal new candidate; None, with `exhausted` set, when none is left."""

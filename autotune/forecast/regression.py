@@ -70,9 +70,6 @@ class Design:
             terms=self.terms[rows], linear=self.linear[rows], smooth=self.smooth[rows], levels=self.levels[rows]
         )
 
-    def __len__(self) -> int:
-        return len(self.terms)
-
 
 def joined(designs: Sequence[Design]) -> Design:
     """The rows of several designs, in order."""

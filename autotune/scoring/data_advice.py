@@ -70,8 +70,9 @@ def _padding(evidence: Evidence, computing: float) -> list[str]:
         notes += _budgeted(known, micro, plain, min(1.0, computing), of_script=bool(evidence.loader))
     factor = 1 / (1 - computing * (1 - grouped / plain))
     if factor > WORTH_FROM and "group_by_length" not in evidence.data_cannot:
+        steps = f"{evidence.steps_grouped} steps" if evidence.steps_grouped > 1 else "a step"
         notes.append(
-            f"sorted by length within {_steps(evidence.steps_grouped)}, samples would be padded to {grouped:,.0f}"
+            f"sorted by length within {steps}, samples would be padded to {grouped:,.0f}"
             f" tokens on average instead of {plain:,.0f}: up to {factor:.2f}x as fast (data.group_by_length)"
         )
     return notes
@@ -95,7 +96,3 @@ def _budgeted(known: lengths.Table, micro: int, plain: float, computing: float, 
         f"{how}, a sample would take {filled:,.0f} tokens on average instead of {plain:,.0f}:"
         f" up to {factor:.2f}x as fast ({knob})"
     ]
-
-
-def _steps(n: int) -> str:
-    return "a step" if n == 1 else f"{n} steps"

@@ -292,10 +292,7 @@ def _same_loss(own: Iterable[Run], reference: Iterable[Run], noise_samples: floa
 
 
 def _speedup(own: Mapping[int, Run], reference: Mapping[int, Run]) -> tuple[float, Interval | None]:
-    both = own.keys() & reference.keys()
-    if not both:  # never measured in one round: what is typical of each has to do
-        rates = [_typical([run.samples_per_s for run in runs.values()])[0] for runs in (own, reference)]
-        return rates[0] / rates[1], None
+    both = own.keys() & reference.keys()  # the first round at least: what failed in it was not tried again
     return _typical([own[n].samples_per_s / reference[n].samples_per_s for n in both])
 
 

@@ -121,13 +121,11 @@ def _rival(
 ) -> TrialToBeat | None:
     """A trial as one to beat, by a candidate of a global batch that needs at least the `fewest` samples by each metric that counts them."""
     values = measured.metrics
-    if any(not values.get(metric, 0.0) > 0 for metric in metrics):
+    if any(not values.get(metric, 0.0) > 0 for metric in (*metrics, "samples_per_s")):
         return None
     step_time_s = max(
         (_step_time_for(metric, values, batch, fewest) for metric in metrics if metric != MEMORY), default=0.0
     )
-    if not math.isfinite(step_time_s):
-        return None
     low, high = measured.ci95.get("samples_per_s", (1.0, 1.0))
     own = math.log(high / low) / 2 if 0 < low <= high else 0.0
     margin = min(max(RIVAL_MARGIN, math.exp(max(own, math.sqrt(2) * Z95 * noise_sd))), WIDEST_MARGIN)
@@ -143,7 +141,5 @@ def _step_time_for(metric: str, values: Mapping[str, float], batch: int, fewest:
     if metric == "step_time_s":
         return values[metric]
     if metric not in fewest:  # a rate, by samples: what a sample holds of anything else is the data's
-        return batch / values["samples_per_s"] if values.get("samples_per_s") else math.inf
-    if not fewest[metric]:
-        return math.inf
+        return batch / values["samples_per_s"]
     return batch / (values[metric] * fewest[metric]) if metric == GOODPUT else values[metric] * batch / fewest[metric]

@@ -63,12 +63,13 @@ def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
 def _seen(row: Data, point: Data) -> StepObservation:
     rate = measured(point).get(THROUGHPUT)
     low, high = interval(point, THROUGHPUT, rate) if rate else (1.0, 1.0)
+    broken = row["outcome"] == Outcome.COMPLETE and row.get("feasible") is False
     return StepObservation(
         trial=row["trial"],
         candidate=row["candidate"],
         samples_per_s=rate,
         log_reach=math.log(high / low) / 2,
-        outcome=str(row["outcome"]),
+        outcome="infeasible" if broken else str(row["outcome"]),  # whose values are not advised
         phases_s=row.get("phase_times_s") or {},
     )
 

@@ -15,6 +15,7 @@ from autotune.cli import answer
 from autotune.errors import UserError
 from autotune.report import diagnosis, load
 from autotune.scoring.step_parts import StepObservation
+from autotune.session import open_study
 from autotune.space.candidate import Candidate
 from autotune.study.storage import records
 from autotune.trial.folder import TrialDir, read_record, write_record
@@ -44,6 +45,19 @@ def study(studies, tmp_path, monkeypatch):
     shutil.copytree(studies, tmp_path / "studies")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "studies" / "s"
+
+
+def test_what_breaks_a_constraint_is_not_advised(study):
+    """Its values were named as a gain over those of the trials that keep it."""
+    found = open_study("s").report
+    slow, fast = found.trials[0], found.trials[1]
+    fast |= {
+        "candidate": slow["candidate"] | {"data.num_workers": 2},
+        "metrics": fast["metrics"] | {"samples_per_s": 1e6},
+    }
+    assert [each.value for each in diagnosis.of_trial(found, study, 0).advice] == [2]
+    fast["feasible"] = False
+    assert diagnosis.of_trial(found, study, 0).advice == []
 
 
 @pytest.mark.usefixtures("study")

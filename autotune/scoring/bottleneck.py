@@ -29,7 +29,7 @@ BOUND_FROM = {
 FULL = 0.85
 # The allocator holds much more than tensors need from this ratio and this difference on.
 FRAGMENTED, LEAST_WASTED_BYTES = 1.25, 1 << 30
-NO_ROOM = ("oom", "predicted_oom")
+NO_ROOM, HAD_ROOM = ("oom", "predicted_oom"), {"complete", "infeasible", "diverged"}
 # Bottlenecks that more memory would relieve, by less recomputation or a larger micro-batch.
 AT_A_PRICE = ("recomputation", "launch overhead")
 # Which knobs to look at for each bottleneck.
@@ -256,7 +256,7 @@ def _worst(parts: Sequence[Part]) -> str:
 def _no_room(worst: str, evidence: Evidence, others: Sequence[StepObservation], memory: Part) -> bool:
     """Whether only memory prevents the remedy: the device is full, or trials with the remedy did not fit."""
     tried = [seen.outcome for seen in _relief(worst, evidence.seen, others)]
-    if worst not in AT_A_PRICE or "complete" in tried:
+    if worst not in AT_A_PRICE or HAD_ROOM.intersection(tried):
         return False
     full = bool(evidence.alloc_retries) or (memory.share is not None and memory.share >= FULL)
     return full or any(outcome in NO_ROOM for outcome in tried)

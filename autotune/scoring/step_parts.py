@@ -14,6 +14,7 @@ class StepObservation:
 
     Attributes:
         samples_per_s: Its throughput; None if it did not complete.
+        outcome: How it ended; `infeasible` where it completed and breaks a constraint.
         log_reach: Half-width of the 95 % interval of the throughput's logarithm.
         phases_s: The step that was taken apart, slowest rank.
     """

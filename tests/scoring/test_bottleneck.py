@@ -191,6 +191,8 @@ CAPACITY = {
     "a full device keeps the batch small": (evidence(**NEARLY_FULL), SMALLER, "memory capacity"),
     "a half full one does not": (evidence(peak_memory_bytes=50, memory_limit_bytes=100), SMALLER, "launch overhead"),
     "nor does a full one on which a larger batch ran": (evidence(**NEARLY_FULL), SMALL_BATCH, "launch overhead"),
+    "nor one on which it ran and broke a constraint": (evidence(**NEARLY_FULL), [*SMALLER, larger("infeasible")], "launch overhead"),
+    "nor one on which it ran and was refused": (evidence(**NEARLY_FULL), [*SMALLER, larger("diverged")], "launch overhead"),
     "a half full one that the larger batch does not fit": (
         evidence(peak_memory_bytes=50, memory_limit_bytes=100), [*SMALLER, larger("oom")], "memory capacity",
     ),

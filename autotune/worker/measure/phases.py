@@ -1,6 +1,5 @@
 """Phase timer of one step: the clock stops after each phase and at each collective."""
 
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +14,8 @@ PHASES = ("script", *ENGINE)
 # Collectives in forward and backward; those in the optimizer's step; waiting until all ranks have come to them.
 BETWEEN_RANKS = ("reduce", "gather", "wait")
 COLLECTIVES = (
-    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "_allgather_base", "all_gather_single",
-    "allgather_into_tensor_coalesced", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
-    "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base", "all_to_all_single",
+    "allreduce", "reduce", "broadcast", "allgather", "_allgather_base", "all_gather_single", "reduce_scatter",
+    "_reduce_scatter_base", "reduce_scatter_single", "alltoall", "alltoall_base", "all_to_all_single",
 )  # fmt: skip
 
 
@@ -31,25 +29,23 @@ class PhaseClock:
         self.phase = ""
         self.times_s = dict.fromkeys(ENGINE if world_size == 1 else (*ENGINE, *BETWEEN_RANKS), 0.0)
         self._synchronize = synchronize
-        self._inside = self._coalescing = False
+        self._inside = False
         self._start = 0.0
         self._originals: dict[str, Any] = {}
         wire.clear()
         if world_size > 1:
             # All collectives of torch.distributed end here; DeepSpeed binds the functions above them.
             for name in COLLECTIVES:
-                self._patch(name, self._collective)
-            self._patch("_start_coalescing", self._coalesced)
-            self._patch("_end_coalescing", self._collected)
+                self._patch(name)
 
-    def _patch(self, name: str, hook: Callable[..., Any]) -> None:
+    def _patch(self, name: str) -> None:
         kept = vars(dist.ProcessGroup).get(name)
         if kept is not None:
             # vars() gives the descriptor to restore, getattr() the function to call.
             original = getattr(dist.ProcessGroup, name)
             self._originals[name] = kept
             # A function rather than a bound method, so that it gets the group.
-            setattr(dist.ProcessGroup, name, lambda group, *args, **kwargs: hook(original, group, *args, **kwargs))
+            setattr(dist.ProcessGroup, name, lambda *args, **kwargs: self._collective(original, *args, **kwargs))
 
     def end(self) -> dict[str, float]:
         """Ends the current phase and restores the collectives; returns seconds by phase."""
@@ -86,35 +82,18 @@ class PhaseClock:
             self.open(phase)
 
     def _collective(self, original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(original, group, *args, **kwargs)
-        if self.phase and not self._inside and group.size() > 1:
-            wire.note(self.phase, (args, kwargs))
-        if not self.phase or self._inside or self._coalescing or group.size() == 1:
-            return run()
-        return self._timed(group, run, meet=True)
-
-    def _coalesced(self, original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.phase and not self._inside and group.size() > 1:
-            self._timed(group, lambda: None, meet=True)  # a barrier is not allowed inside the bracket
-        self._coalescing = True
-        return original(group, *args, **kwargs)
-
-    def _collected(self, original: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
-        self._coalescing = False
-        run = functools.partial(original, group, *args, **kwargs)
-        return self._timed(group, run, meet=False) if self.phase and not self._inside and group.size() > 1 else run()
-
-    def _timed(self, group: Any, run: Callable[[], Any], *, meet: bool) -> Any:
+        if not self.phase or self._inside or group.size() == 1:
+            return original(group, *args, **kwargs)
         phase = self.phase
+        wire.note(phase, (args, kwargs))
         self.close()
         self._inside = True
         try:
             start = time.perf_counter()
-            if meet:
-                group.barrier().wait()
-                self._synchronize()
+            group.barrier().wait()
+            self._synchronize()
             met = time.perf_counter()
-            work = run()
+            work = original(group, *args, **kwargs)
             if work is not None:
                 work.wait()
             self._synchronize()

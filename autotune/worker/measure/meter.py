@@ -108,9 +108,8 @@ class Meter:
         """
         if not self._concluded:
             self.conclude()
-        report, memory = self.report, self.memory
-        report.peak_memory_bytes = memory.finish()
-        report.reserved_memory_bytes, report.alloc_retries = memory.reserved_bytes, memory.alloc_retries
+        self.report.peak_memory_bytes = self.memory.finish()
+        self.report.reserved_memory_bytes = self.memory.reserved_bytes
 
     def conclude(self) -> None:
         """Ends the measurement of steps; what follows counts for memory only. All ranks take part.

@@ -19,6 +19,7 @@ from autotune.cli.status import SCALING
 from autotune.errors import UserError
 from autotune.study.lock import study_lock
 from autotune.system.files import shown
+from autotune.system.machine import n_cores
 
 if TYPE_CHECKING:
     from autotune.executors.base import Executor
@@ -67,7 +68,7 @@ def equal_threads(most: int) -> Iterator[str]:
         A note for the user of a CPU.
     """
     given = os.environ.get("OMP_NUM_THREADS")
-    threads = given or str(max(1, len(os.sched_getaffinity(0)) // most))
+    threads = given or str(max(1, n_cores() // most))
     os.environ["OMP_NUM_THREADS"] = threads
     try:
         yield f"OMP_NUM_THREADS={threads} for every rank, whatever their number, so that more ranks are more cores"

@@ -20,7 +20,7 @@ from autotune.space.space import SearchSpace
 from autotune.study.setup.plan import Plan, target_digest
 from autotune.study.storage.records import StudyRecord
 from autotune.system import device
-from autotune.system.machine import processor_name
+from autotune.system.machine import n_cores, processor_name
 from autotune.system.units import format_bytes
 from autotune.trial.lengths import shares
 from autotune.trial.workload import Workload
@@ -204,7 +204,7 @@ def narrowed(space: SearchSpace, names: tuple[str, ...] | None, known: Iterable[
 def here(kept: StudyRecord, target: Path) -> Fingerprint:
     """The parts of a study's fingerprint that need neither torch nor the model; the target's file may be gone."""
     old = Fingerprint.of(kept).values
-    values: dict[str, Any] = {"python": platform.python_version(), "cores": len(os.sched_getaffinity(0))}
+    values: dict[str, Any] = {"python": platform.python_version(), "cores": n_cores()}
     for name in ("torch", "deepspeed"):
         try:
             values[name] = metadata.version(name)

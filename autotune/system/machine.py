@@ -1,5 +1,7 @@
-"""This machine: processor, cache folder, lock file, limit on ranks."""
+"""This machine: processor, cores, cache folder, lock file, limit on ranks."""
 
+import contextlib
+import math
 import os
 import platform
 import resource
@@ -88,6 +90,31 @@ def limit_on_addresses() -> str:
         return ""
     given = f"`ulimit -v` gives a process {format_bytes(limit)} of addresses"
     return f"{given}, of which torch takes more than of memory: `ulimit -v unlimited`"
+
+
+def n_cores() -> int:
+    """Returns the cores that this process may keep busy: on more threads than its container's limit it would be held up."""
+    return max(1, int(min(len(os.sched_getaffinity(0)), cpu_limit())))
+
+
+def cpu_limit(groups: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> float:
+    """Returns the cores that this container or service may use at once, whatever others leave; infinite without a limit.
+
+    Args:
+        groups: The control groups of this process; a container's are mounted without the path that the host knows them by.
+    """
+    limits = [math.inf]
+    with contextlib.suppress(OSError):
+        for _, controllers, path in (line.split(":", 2) for line in groups.read_text().splitlines()):
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            names = ("cpu.max",) if not controllers else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            own = mounted / (controllers and "cpu") / path.strip("/")
+            for folder in (own, *own.parents):
+                with contextlib.suppress(OSError, ValueError):  # `max`
+                    quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
+                    limits.append(quota / period if quota > 0 else math.inf)
+    return min(limits)
 
 
 def load_per_core() -> float:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from autotune.errors import LONGEST_REASON, UserError, shortened
 from autotune.space import torch_settings
 from autotune.system.device import stated_choice
-from autotune.system.machine import processor_name
+from autotune.system.machine import n_cores, processor_name
 from autotune.trial import workload
 from autotune.trial.failures import FULL_FREE_SHARE, headline, means_out_of_memory
 from autotune.trial.request import TrialRequest
@@ -167,7 +167,7 @@ def identify(report: RankReport, *, cuda: bool) -> None:
 
     libraries = ", ".join(f"{name} {version}" for name, version in versions(cuda=cuda).items())
     on_cpu = get_accelerator().device_name() == "cpu"
-    cores = f", {len(os.sched_getaffinity(0))} cores" if on_cpu else ""
+    cores = f", {n_cores()} cores" if on_cpu else ""
     report.host, report.machine = socket.gethostname(), f"{device_name()}{cores}, {libraries}"
 
 
@@ -187,8 +187,9 @@ def prepare_device(request: TrialRequest) -> Memory:
     if (tf32 := request.candidate.get(torch_settings.TF32)) is not None:
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
     # On CUDA too: an offloaded optimizer runs on the host, where each rank would take all cores.
-    n_cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(workload.threads_per_rank(n_cores, request.ranks_per_node, os.environ.get("OMP_NUM_THREADS")))
+    torch.set_num_threads(
+        workload.threads_per_rank(n_cores(), request.ranks_per_node, os.environ.get("OMP_NUM_THREADS"))
+    )
     return Memory(kind, watch)
 
 

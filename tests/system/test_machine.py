@@ -1,5 +1,6 @@
 """What is known of the machine without asking a rank."""
 
+import math
 import os
 
 import pytest
@@ -45,3 +46,32 @@ def test_a_user_without_a_home_folder_is_told_to_name_a_cache(monkeypatch, tmp_p
         machine.cache_dir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert machine.cache_dir() == tmp_path / "autotune"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cores"),
+    [
+        ("0::/", {"cpu.max": "200000 100000"}, 2.0),  # a container
+        ("0::/a.slice/b.service", {"a.slice/cpu.max": "150000 100000", "a.slice/b.service/cpu.max": "max 100000"}, 1.5),
+        ("4:cpu,cpuacct:/pod/1\n0::/", {"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4.0),
+        ("4:cpu,cpuacct:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
+        ("3:cpuset:/", {}, math.inf),
+        (None, {}, math.inf),
+    ],
+)
+def test_a_limit_on_cores_is_that_of_all_control_groups_around(tmp_path, groups, files, cores):
+    """In a container of 8 of 64 cores, which others leave it anyway, equal trials were told apart by the load on the others."""
+    if groups is not None:
+        (tmp_path / "groups").write_text(f"{groups}\n")
+    for name, text in files.items():
+        (tmp_path / "mounted" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mounted" / name).write_text(f"{text}\n")
+    assert machine.cpu_limit(tmp_path / "groups", tmp_path / "mounted") == cores
+
+
+@pytest.mark.parametrize(("limit", "cores"), [(math.inf, 64), (4.0, 4), (2.5, 2), (0.5, 1), (96.0, 64)])
+def test_cores_are_those_that_a_container_s_limit_lets_it_keep_busy(monkeypatch, limit, cores):
+    """A rank in a container of 4 of 64 cores computed on 64 threads, which the kernel held up together for most of the time."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.setattr(machine, "cpu_limit", lambda: limit)
+    assert machine.n_cores() == cores

@@ -19,7 +19,7 @@ from autotune.executors.ssh import read_hostfile
 from autotune.study.events import SILENT, EventSink
 from autotune.study.spec.spec import StudySpec
 from autotune.system import device
-from autotune.system.machine import CPU_VARIABLES, cache_dir, processor_name
+from autotune.system.machine import CPU_VARIABLES, cache_dir, n_cores, processor_name
 from autotune.trial.command import Invocation
 from autotune.trial.folder import TrialDir, read_record, record_in, write_record
 from autotune.trial.links import Probe
@@ -108,7 +108,7 @@ def machine_key(world_size: int, where: Sequence[Any] = ()) -> str:
         devices.identity,
         [each.uuid for each in devices.each],
         platform.node() + processor_name(),
-        sorted(os.sched_getaffinity(0)),
+        [*sorted(os.sched_getaffinity(0)), n_cores()],
         [os.environ.get(name) for name in CPU_VARIABLES],
     ]
     return _digest(FORMAT, *_libraries(), *machine, world_size)

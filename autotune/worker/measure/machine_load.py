@@ -1,7 +1,6 @@
 """Processor time that other processes take while a trial is timed."""
 
 import contextlib
-import math
 import os
 import platform
 import resource
@@ -44,26 +43,6 @@ def waits_s() -> dict[str, float]:
             with contextlib.suppress(OSError, ValueError, IndexError):  # it may end meanwhile
                 found[path.parent.name] = int(path.read_text().split()[1]) / 1e9
     return found
-
-
-def cpu_limit(groups: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> float:
-    """Returns the cores that a container or a service may use at once, whatever others leave; infinite without a limit.
-
-    Args:
-        groups: The control groups of this process; a container's are mounted without the path that the host knows them by.
-    """
-    limits = [math.inf]
-    with contextlib.suppress(OSError):
-        for _, controllers, path in (line.split(":", 2) for line in groups.read_text().splitlines()):
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            names = ("cpu.max",) if not controllers else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-            own = mounted / (controllers and "cpu") / path.strip("/")
-            for folder in (own, *own.parents):
-                with contextlib.suppress(OSError, ValueError):  # `max`
-                    quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
-                    limits.append(quota / period if quota > 0 else math.inf)
-    return min(limits)
 
 
 class Busyness:

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from autotune.scoring import shared_cores
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import RATE_KEYS, at_path
+from autotune.system.machine import cpu_limit
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import MACHINE_BUSY, Observed
 from autotune.worker.data import padding
@@ -252,7 +253,7 @@ class Meter:
         waited = self._busyness.waited() if on_cpu else 1.0
         dist.all_gather_object(rows, (machine, own_cpu_s, torch.get_num_threads(), waited))
         each_s, n_threads, waits = zip(*(own for where, *own in rows if where == machine), strict=True)
-        used, wanted = self._busyness.cores_used_by_others(sum(each_s)), min(sum(n_threads), machine_load.cpu_limit())
+        used, wanted = self._busyness.cores_used_by_others(sum(each_s)), min(sum(n_threads), cpu_limit())
         slowdown = shared_cores.log_slowdown(used, wanted, self._busyness.n_cores, waits) if on_cpu else 0.0
         return self._highest(used), self._highest(slowdown)
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autotune.errors import UserError
-from autotune.system.machine import processor_name
+from autotune.system.machine import n_cores, processor_name
 from autotune.trial.request import TrialRequest
 from autotune.trial.workload import Environment, Workload
 from autotune.worker.containers import n_elements
@@ -175,7 +175,7 @@ def _environment() -> Environment:
         device_memory_bytes=first.memory_bytes if first else host_bytes,
         bf16=bool(accelerator.is_bf16_supported()),
         fp16=bool(accelerator.is_fp16_supported()),
-        n_cores=len(os.sched_getaffinity(0)),
+        n_cores=n_cores(),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         versions=versions(cuda=devices.accelerator == "cuda"),
         capability=first.capability if first else "",

@@ -4,7 +4,6 @@ The mode `rates` takes seconds and measures what forecasts need; `machine` does 
 """
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from autotune.system.machine import n_cores
 from autotune.trial import folder
 from autotune.trial.links import RINGS, Link, LoaderRate, Probe, fit
 from autotune.trial.profile import Machine
@@ -128,7 +128,7 @@ def _machine(
         workspace_bytes=_agreed(workspace, device),
         kernel_bytes=_agreed(kernels, device),
         device_bytes=0.0 if kind == "cpu" else float(device_of(device.type, 0).memory_bytes),
-        n_cores=len(os.sched_getaffinity(0)) if kind == "cpu" else 0,
+        n_cores=n_cores() if kind == "cpu" else 0,
         measured=True,
     )
 

@@ -1,7 +1,6 @@
 """Memory in use in each phase, its limit, and the load of the machine by others."""
 
 import ctypes
-import math
 import os
 import subprocess
 import sys
@@ -217,27 +216,6 @@ def test_what_others_do_on_cores_that_a_trial_may_not_use_is_no_load(monkeypatch
     load = machine_load.Busyness()
     busy[:] = [1.0, 9.0, 2.0, 9.0]
     assert load._read()[0] == 3.0
-
-
-@pytest.mark.parametrize(
-    ("groups", "files", "cores"),
-    [
-        ("0::/", {"cpu.max": "200000 100000"}, 2.0),  # a container
-        ("0::/a.slice/b.service", {"a.slice/cpu.max": "150000 100000", "a.slice/b.service/cpu.max": "max 100000"}, 1.5),
-        ("4:cpu,cpuacct:/pod/1\n0::/", {"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4.0),
-        ("4:cpu,cpuacct:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
-        ("3:cpuset:/", {}, math.inf),
-        (None, {}, math.inf),
-    ],
-)
-def test_a_limit_on_cores_is_that_of_all_control_groups_around(tmp_path, groups, files, cores):
-    """In a container of 8 of 64 cores, which others leave it anyway, equal trials were told apart by the load on the others."""
-    if groups is not None:
-        (tmp_path / "groups").write_text(f"{groups}\n")
-    for name, text in files.items():
-        (tmp_path / "mounted" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "mounted" / name).write_text(f"{text}\n")
-    assert machine_load.cpu_limit(tmp_path / "groups", tmp_path / "mounted") == cores
 
 
 def test_the_machine_s_busy_time_grows():

@@ -14,6 +14,7 @@ from support.zoo import STEPS
 from autotune.trial import folder
 from autotune.trial.result import Outcome, RankReport
 from autotune.worker.measure import machine_load
+from autotune.worker.measure import meter as meter_module
 from autotune.worker.measure.ledger import NotApplied
 from autotune.worker.measure.meter import GROWS, Meter
 from autotune.worker.measure.witness import Verdict
@@ -235,7 +236,7 @@ def test_others_slow_no_trial_down_that_may_not_use_what_they_take_or_does_not_w
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(dist, "all_gather_object", lambda rows, _: rows.__setitem__(slice(None), own))
     monkeypatch.setattr(Meter, "_highest", lambda _, value: float(value))
-    monkeypatch.setattr(machine_load, "cpu_limit", lambda: limit)
+    monkeypatch.setattr(meter_module, "cpu_limit", lambda: limit)
     meter.memory, meter._cpu_before = SimpleNamespace(on_cpu=True), 0.0
     meter._busyness = SimpleNamespace(cores_used_by_others=lambda _: 4.1, n_cores=8, waited=lambda: waited)
     assert meter._load() == (4.1, pytest.approx(math.log(factor)))

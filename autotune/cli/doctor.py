@@ -19,7 +19,7 @@ from autotune.cli.options import AsJson
 from autotune.cli.terminal import fitted
 from autotune.errors import UserError
 from autotune.system import shared_memory, temporary
-from autotune.system.machine import cache_dir, lock_path, why_bf16_is_slow
+from autotune.system.machine import cache_dir, lock_path, memory_bytes, why_bf16_is_slow
 
 if TYPE_CHECKING:
     from autotune.executors.local import LocalExecutor
@@ -147,8 +147,9 @@ def _shared_memory() -> Finding:
 def _memory() -> Finding:
     import psutil
 
-    memory = psutil.virtual_memory()
-    return Finding("ok", "memory", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB available")
+    most = memory_bytes()
+    free = min(psutil.virtual_memory().available, most)
+    return Finding("ok", "memory", f"{free / 2**30:.1f} of {most / 2**30:.1f} GiB available")
 
 
 def _trial(folder: Path, *, build: bool) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""This machine: processor, cores, cache folder, lock file, limit on ranks."""
+"""This machine: processor, cores, memory, cache folder, lock file, limit on ranks."""
 
 import contextlib
 import math
@@ -6,6 +6,7 @@ import os
 import platform
 import resource
 import stat
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from autotune.errors import UserError
@@ -13,6 +14,8 @@ from autotune.system.units import format_bytes
 
 # Ranks may share cores; with more than this per core they only wait for each other, and fill the machine's memory.
 MAX_RANKS_PER_CORE, MIN_COUNTED_CORES = 8, 4
+# The control groups of this process, and where their limits are.
+GROUPS, MOUNTED = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def cache_dir() -> Path:
@@ -97,24 +100,34 @@ def n_cores() -> int:
     return max(1, int(min(len(os.sched_getaffinity(0)), cpu_limit())))
 
 
-def cpu_limit(groups: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> float:
-    """Returns the cores that this container or service may use at once, whatever others leave; infinite without a limit.
+def cpu_limit(groups: Path = GROUPS, mounted: Path = MOUNTED) -> float:
+    """Returns the cores that this container or service may use at once, whatever others leave; infinite without a limit."""
+    stated = _stated("cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us"), ("cpu.max",), groups, mounted)
+    return min((quota / period for quota, period in stated if quota > 0), default=math.inf)
 
-    Args:
-        groups: The control groups of this process; a container's are mounted without the path that the host knows them by.
+
+def memory_bytes(groups: Path = GROUPS, mounted: Path = MOUNTED) -> int:
+    """Returns the machine's memory, or what this container or service may take of it."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    stated = _stated("memory", ("memory.limit_in_bytes",), ("memory.max",), groups, mounted)
+    return min([physical, *(limit for (limit,) in stated)])
+
+
+def _stated(
+    controller: str, old: Sequence[str], new: Sequence[str], groups: Path, mounted: Path
+) -> Iterator[list[int]]:
+    """Yields the numbers in files of this process's control groups of either version and of those around them, where there are any.
+
+    A container's are mounted without the path that the host knows them by.
     """
-    limits = [math.inf]
     with contextlib.suppress(OSError):
         for _, controllers, path in (line.split(":", 2) for line in groups.read_text().splitlines()):
-            if controllers and "cpu" not in controllers.split(","):
+            if controllers and controller not in controllers.split(","):
                 continue
-            names = ("cpu.max",) if not controllers else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-            own = mounted / (controllers and "cpu") / path.strip("/")
+            own, names = mounted / (controllers and controller) / path.strip("/"), old if controllers else new
             for folder in (own, *own.parents):
                 with contextlib.suppress(OSError, ValueError):  # `max`
-                    quota, period = map(int, " ".join((folder / name).read_text() for name in names).split())
-                    limits.append(quota / period if quota > 0 else math.inf)
-    return min(limits)
+                    yield [int(word) for name in names for word in (folder / name).read_text().split()]
 
 
 def load_per_core() -> float:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from autotune.errors import LONGEST_REASON, UserError, shortened
 from autotune.space import torch_settings
 from autotune.system.device import stated_choice
-from autotune.system.machine import n_cores, processor_name
+from autotune.system.machine import memory_bytes, n_cores, processor_name
 from autotune.trial import workload
 from autotune.trial.failures import FULL_FREE_SHARE, headline, means_out_of_memory
 from autotune.trial.request import TrialRequest
@@ -127,7 +127,8 @@ def watch_memory(recorder: Recorder, request: TrialRequest) -> None:
         return  # `prepare_device` does so, once it has looked at the device
     limit = request.device_memory_bytes
     stated = limit is not None
-    share = limit if limit is not None else int(0.9 * psutil.virtual_memory().available / request.ranks_per_node)
+    free = min(psutil.virtual_memory().available, memory_bytes())
+    share = limit if limit is not None else int(0.9 * free / request.ranks_per_node)
     start = resident_bytes()
 
     def on_excess(growth: int) -> None:

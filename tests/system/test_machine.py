@@ -69,6 +69,24 @@ def test_a_limit_on_cores_is_that_of_all_control_groups_around(tmp_path, groups,
     assert machine.cpu_limit(tmp_path / "groups", tmp_path / "mounted") == cores
 
 
+@pytest.mark.parametrize(
+    ("group", "name", "text", "limit"),
+    [
+        ("0::/", "memory.max", "1073741824", 2**30),
+        ("0::/", "memory.max", "max", None),
+        ("8:memory:/pod", "memory/memory.limit_in_bytes", "1073741824", 2**30),
+        ("8:memory:/pod", "memory/memory.limit_in_bytes", "9223372036854771712", None),  # what version 1 calls none
+    ],
+)
+def test_memory_is_what_a_container_may_take_of_it(tmp_path, group, name, text, limit):
+    """Trials in a container of 16 of 256 GiB were chosen for 256, and the kernel ended them, or the container with all in it."""
+    (tmp_path / "groups").write_text(f"{group}\n")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(f"{text}\n")
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert machine.memory_bytes(tmp_path / "groups", tmp_path) == (limit or physical)
+
+
 @pytest.mark.parametrize(("limit", "cores"), [(math.inf, 64), (4.0, 4), (2.5, 2), (0.5, 1), (96.0, 64)])
 def test_cores_are_those_that_a_container_s_limit_lets_it_keep_busy(monkeypatch, limit, cores):
     """A rank in a container of 4 of 64 cores computed on 64 threads, which the kernel held up together for most of the time."""

@@ -5,8 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.space.candidate import Candidate
@@ -18,6 +16,7 @@ from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
 from autotune.study.setup import profile_cache
 from autotune.study.spec.spec import StudySpec
+from autotune.system.machine import memory_bytes
 from autotune.system.units import format_bytes
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome, TrialResult
@@ -167,7 +166,7 @@ def compared(
 def _too_large(workload: Workload, setting: Setting) -> str:
     """Returns what whole models with their gradients take of a machine or a device; empty where there is room."""
     each, environment = COMPARED_BYTES * workload.n_parameters, workload.environment
-    rooms = [("machine", each * setting.ranks_per_node, psutil.virtual_memory().total)]
+    rooms = [("machine", each * setting.ranks_per_node, memory_bytes())]
     if environment.accelerator != "cpu":
         rooms.append(("device", each, environment.device_memory_bytes))
     full = next(((what, needed) for what, needed, room in rooms if needed > LARGEST_SHARE * room), None)

@@ -11,7 +11,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autotune.errors import UserError
-from autotune.system.machine import n_cores, processor_name
+from autotune.system.machine import memory_bytes, n_cores, processor_name
 from autotune.trial.request import TrialRequest
 from autotune.trial.workload import Environment, Workload
 from autotune.worker.containers import n_elements
@@ -167,12 +167,11 @@ def _environment() -> Environment:
 
     accelerator, devices = get_accelerator(), found_devices()
     first = devices.each[0] if devices.each else None  # `of_ranks` looks at those of a trial
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Environment(
         accelerator=devices.accelerator,
         device_name=first.name if first else processor_name(),
         n_devices=len(devices.each) or 1,
-        device_memory_bytes=first.memory_bytes if first else host_bytes,
+        device_memory_bytes=first.memory_bytes if first else memory_bytes(),
         bf16=bool(accelerator.is_bf16_supported()),
         fp16=bool(accelerator.is_fp16_supported()),
         n_cores=n_cores(),

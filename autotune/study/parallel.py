@@ -17,6 +17,7 @@ from autotune.space.candidate import Candidate
 from autotune.study.setup import engine
 from autotune.study.setup.plan import Plan
 from autotune.system import device
+from autotune.system.machine import n_cores
 from autotune.trial.result import BESIDE, TrialResult
 
 TICK_S = 0.2  # interval at which a wait checks for Ctrl-C
@@ -204,7 +205,7 @@ def device_shares(found: Plan, n: int) -> list[list[str]]:
     _, named = device.chosen(
         environment.accelerator, environment.n_devices, {**os.environ, **engine.own_variables(found.spec)}
     )
-    units = list(map(str, sorted(os.sched_getaffinity(0)))) if on_cpu else named
+    units = list(map(str, sorted(os.sched_getaffinity(0))[: n_cores()])) if on_cpu else named
     each = len(units) // n if on_cpu else found.world_size
     if not each or each * n > len(units):
         what = "cores" if on_cpu else "devices"

@@ -1,7 +1,6 @@
 """The forecast of `autotune predict`: memory and step time of one configuration, for people and programs."""
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from autotune.study.setup.script import inspect_workload
 from autotune.study.spec.spec import StudySpec
 from autotune.study.spec.yaml_file import stated_storage
 from autotune.system import device, files, temporary
+from autotune.system.machine import n_cores
 from autotune.system.units import format_bytes
 from autotune.trial.folder import TrialDir
 from autotune.trial.profile import Machine, Profile
@@ -211,7 +211,7 @@ def _profiled(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workloa
     here = spec.model_copy(update={"executor": "local", "executor_options": {}, "hostfile": None, "nodes": None})
     with temporary.folder("autotune-predict") as folder:
         with executor_for(here, folder, view.waits) as executor:
-            most = len(device.here().each) or max(2, len(os.sched_getaffinity(0)))
+            most = len(device.here().each) or max(2, n_cores())
             script, trials = target.kind == "script", folder / "trials"
             ranks = min(spec.ranks or 1, most) if script else 1
             with base.turn(executor, view.waiting):  # as for a study's plan

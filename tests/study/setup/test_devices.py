@@ -97,6 +97,8 @@ def test_slots_have_disjoint_devices_by_the_users_names_or_disjoint_cores(monkey
     assert parallel.SlicedExecutor(on_cpu, ["2"], None)._cores == [2]
     with pytest.raises(UserError, match="disjoint cores, and this machine has 3"):
         parallel.device_shares(on_cpu, 4)
+    monkeypatch.setattr(parallel, "n_cores", lambda: 2)  # of a container
+    assert parallel.device_shares(on_cpu, 2) == [["0"], ["2"]]
 
 
 def test_the_servers_of_slots_import_at_the_same_time(monkeypatch, tmp_path):

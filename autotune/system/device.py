@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.system.files import json_of, write_text
-from autotune.system.machine import cache_dir
+from autotune.system.machine import boot_id, cache_dir
 
 ASK_TIMEOUT_S = 180.0
 # Variables that choose among devices, by DeepSpeed's name of the accelerator; ROCm's is `cuda`, too.
@@ -195,16 +195,12 @@ def _glob(pattern: str) -> Iterable[Path]:
 
 def _key(variables: Mapping[str, str]) -> str:
     """What the visible devices depend on, as far as it shows without asking."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        boot = ""
     files = sorted(
         str(path) for pattern in (*_DRIVER_FILES, "/dev/nvidia-caps/*", "/dev/dri/*") for path in _glob(pattern)
     )
     libraries = [metadata.version(name) for name in ("torch", "deepspeed")]
     parts = [
-        boot,
+        boot_id(),
         files,
         [variables.get(name) for name in VARIABLES],
         libraries,

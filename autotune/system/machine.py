@@ -95,6 +95,13 @@ def limit_on_addresses() -> str:
     return f"{given}, of which torch takes more than of memory: `ulimit -v unlimited`"
 
 
+def boot_id() -> str:
+    """Returns the kernel's identifier of this machine since it started; empty where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
 def n_cores() -> int:
     """Returns the cores that this process may keep busy: on more threads than its container's limit it would be held up."""
     return max(1, int(min(len(os.sched_getaffinity(0)), cpu_limit())))

@@ -6,9 +6,9 @@ import os
 import platform
 import uuid
 from dataclasses import dataclass
-from pathlib import Path
 
 from autotune.system import processes
+from autotune.system.machine import boot_id
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,7 @@ class Owner:
 
 @functools.cache
 def _kernel() -> str:
-    parts = []
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    parts = list(filter(None, [boot_id()]))
     with contextlib.suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
     return f"{platform.node()} {' '.join(parts)}"

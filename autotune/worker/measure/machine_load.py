@@ -2,19 +2,11 @@
 
 import contextlib
 import os
-import platform
 import resource
 import time
 from pathlib import Path
 
 import psutil
-
-
-def machine_id() -> str:
-    """Returns an identifier of this machine: the kernel's boot id, or the host name."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return platform.node()
 
 
 def own_cpu_s() -> float:

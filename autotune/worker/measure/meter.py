@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from autotune.scoring import shared_cores
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import RATE_KEYS, at_path
-from autotune.system.machine import cpu_limit
+from autotune.system.machine import boot_id, cpu_limit
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import MACHINE_BUSY, Observed
 from autotune.worker.data import padding
@@ -248,7 +249,7 @@ class Meter:
         On the busiest machine of the trial; all ranks take part.
         """
         rows: list[Any] = [None] * dist.get_world_size()
-        machine = machine_load.machine_id()
+        machine = boot_id() or platform.node()
         own_cpu_s, on_cpu = machine_load.own_cpu_s() - self._cpu_before, self.memory.on_cpu
         waited = self._busyness.waited() if on_cpu else 1.0
         dist.all_gather_object(rows, (machine, own_cpu_s, torch.get_num_threads(), waited))

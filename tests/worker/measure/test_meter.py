@@ -11,9 +11,9 @@ import torch.distributed as dist
 from support.paths import MODELS
 from support.zoo import STEPS
 
+from autotune.system.machine import boot_id
 from autotune.trial import folder
 from autotune.trial.result import Outcome, RankReport
-from autotune.worker.measure import machine_load
 from autotune.worker.measure import meter as meter_module
 from autotune.worker.measure.ledger import NotApplied
 from autotune.worker.measure.meter import GROWS, Meter
@@ -232,7 +232,7 @@ def test_others_slow_no_trial_down_that_may_not_use_what_they_take_or_does_not_w
 ):
     """What sleeps leaves its cores to others: half of what it gained over another that slept three times as long was put down to them."""
     meter = Meter.__new__(Meter)
-    own = [(machine_load.machine_id(), 0.0, 8, waited)]
+    own = [(boot_id(), 0.0, 8, waited)]
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(dist, "all_gather_object", lambda rows, _: rows.__setitem__(slice(None), own))
     monkeypatch.setattr(Meter, "_highest", lambda _, value: float(value))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.space.deepspeed import ZERO, Scalar
-from autotune.space.ineffective import UNREAD_BY_BF16_OPTIMIZER, why_no_effect
+from autotune.space.ineffective import UNREAD_BY_BF16_OPTIMIZER
 from autotune.worker.measure import sizes
 from autotune.worker.measure.witnesses import SECTIONS, SEEN_BY_OBSERVED, WITNESSES, Idle, Witness
 
@@ -59,8 +59,6 @@ def judge(engine: Any, settings: Mapping[str, Scalar], base: Mapping[str, Scalar
 
 def _why_not(engine: Any, name: str, value: Scalar, base: Scalar) -> str | None:
     """Says why a setting did not act, or did what the baseline's value does; None where it acted."""
-    if why := why_no_effect(name):
-        return why
     if name in (BUCKET, *UNREAD_BY_BF16_OPTIMIZER) and type(engine.optimizer).__name__ == "BF16_Optimizer":
         why = "DeepSpeed's BF16_Optimizer, which ran, does not read it"
         asks = value is not None and name != BUCKET and value != UNREAD_BY_BF16_OPTIMIZER[name]

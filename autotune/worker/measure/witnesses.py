@@ -196,16 +196,10 @@ def _multi_rank_buckets(engine: Any, value: Scalar) -> str | None:
     return _equal(_zero("use_multi_rank_bucket_allreduce"))(engine, value)
 
 
-def _immediate_update(engine: Any, value: Scalar) -> str | None:
-    if not hasattr(engine.optimizer, "immediate_grad_update"):
-        return f"only DeepSpeed's BF16_Optimizer reads it, and {type(engine.optimizer).__name__} ran"
-    return _equal(_zero("immediate_grad_update"))(engine, value)
-
-
-def _overflow_check(engine: Any, value: Scalar) -> str | None:
-    if not hasattr(engine.optimizer, "check_grad_overflow"):
-        return "only the optimizer of ZeRO 1 and 2 reads it"
-    return _equal(_zero("check_grad_overflow"))(engine, value)
+def _read_by(name: str, reader: str) -> Witness:
+    """A witness of a setting that one of DeepSpeed's optimizers alone reads, and holds."""
+    holds = _equal(_zero(name))
+    return lambda engine, value: holds(engine, value) if hasattr(engine.optimizer, name) else f"only {reader} reads it"
 
 
 def _efficient_linear(engine: Any, value: Scalar) -> str | None:
@@ -234,12 +228,6 @@ def _predivide(engine: Any, value: Scalar) -> str | None:
     if not _scaled("postscale_gradients")(engine):
         return "prescale_gradients is on, and then nothing reads it"
     return _equal(_scaled("gradient_predivide_factor"))(engine, value)
-
-
-def _muon_buffer(engine: Any, value: Scalar) -> str | None:
-    if not (engine.optimizer.use_muon and engine.optimizer.swap_optimizer):
-        return "only Muon with its states on nvme reads it"
-    return _equal(_zero("save_muon_momentum_buffer_in_memory"))(engine, value)
 
 
 def _sequence_parallel(_engine: Any, value: Scalar) -> str | None:
@@ -332,7 +320,7 @@ WITNESSES: dict[str, Witness] = {
     f"{ZERO}compute_grad_norm": _equal(_zero("compute_grad_norm")),
     f"{ZERO}memory_efficient_linear": _efficient_linear,
     f"{ZERO}enable_sanity_checks": _equal(_zero("enable_sanity_checks")),
-    f"{ZERO}save_muon_momentum_buffer_in_memory": _muon_buffer,
+    f"{ZERO}save_muon_momentum_buffer_in_memory": _equal(_zero("save_muon_momentum_buffer_in_memory")),
     f"{ZERO}sub_group_size": _equal(_zero("sub_group_size")),
     f"{ZERO}stage3_prefetch_bucket_size": _equal(_zero("prefetch_elements")),
     f"{ZERO}stage3_max_live_parameters": _equal(_offload("_max_available_parameters_in_numel")),
@@ -347,8 +335,8 @@ WITNESSES: dict[str, Witness] = {
     ),
     "bf16.bf16_master_weights_and_grads": _master_weights,
     "bf16.bf16_optimizer_states": _state_dtype,
-    "bf16.immediate_grad_update": _immediate_update,
-    "bf16.check_grad_overflow": _overflow_check,
+    "bf16.immediate_grad_update": _read_by("immediate_grad_update", "DeepSpeed's BF16_Optimizer"),
+    "bf16.check_grad_overflow": _read_by("check_grad_overflow", "the optimizer of ZeRO 1 and 2"),
     "data_types.buffer_dtype": _buffer_dtype,
     "torch.allow_tf32": _equal(lambda engine: multiplies_in_tf32()),
     "timers.throughput.enabled": _equal(lambda engine: engine.tput_timer.config.enabled),

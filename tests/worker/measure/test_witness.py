@@ -39,7 +39,6 @@ INERT: list[tuple[int, str, dict[str, Any], str]] = [
     (1, "bf16", {"communication_data_type": "bf16"}, "gradients have that type anyway"),
     (2, "bf16", {"data_types.grad_accum_dtype": "bf16"}, "gradients have that type anyway"),
     (1, "bf16", {f"{ZERO}contiguous_gradients": False, "data_types.grad_accum_dtype": "fp32"}, "BF16_Optimizer, which ran, does not"),
-    (2, "fp32", {f"{ZERO}allgather_bucket_size": 4096}, "never reads it"),
     (1, "fp32", {f"{ZERO}reduce_bucket_size": 10**9, f"{ZERO}overlap_comm": False}, "with a model of this size it does the same"),
     (3, "fp32", {f"{ZERO}zero_hpz_partition_size": 1, "prescale_gradients": False}, "the same without the key"),
 ]  # fmt: skip

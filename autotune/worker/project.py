@@ -34,12 +34,12 @@ def settle(script: Path, working_dir: str | None = None) -> None:
 
 def holds(path: str) -> bool:
     """Returns whether a file is the user's own code; before `settle`, none is, nor is `<frozen os>` or `<string>` ever."""
-    installed = path.startswith(INSTALLED_FOLDERS) and f"{os.sep}..{os.sep}" not in path  # at once, as most files are
-    return path in _scripts or (path[:1] not in ("", "<") and not installed and _is_users(os.path.abspath(path)))
+    return path in _scripts or (path[:1] not in ("", "<") and _is_users(path))
 
 
 @functools.cache
 def _is_users(path: str) -> bool:
+    path = os.path.abspath(path)
     if path.startswith(INSTALLED_FOLDERS):
         return False
     # The innermost root counts: a project may lie inside another project's environment.

@@ -92,8 +92,6 @@ def _uneven(seen: Observed, batches: BatchObserver, taken_in: Mapping[str, Seque
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, batches.sizes())
     sizes, steps = [size for row in rows for size in row], taken_in.get("samples", ())
-    if not sizes or not steps:
-        return seen
     return replace(
         seen,
         micro_batch_size=max(1, round(sum(sizes) / len(sizes))),

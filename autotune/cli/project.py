@@ -179,7 +179,7 @@ def _calibrated(inputs: ForecastInputs, folder: Path, target: Path, front: Seque
     predictor = Predictor(inputs.profile, inputs.machine, inputs.base_config)
     n = 0
     for part in (folder, folder / "scaling"):
-        for ranks, trials in sorted(measured_in(part, target, inputs.share_bytes).items()):
+        for ranks, trials in sorted(measured_in(part, target, inputs).items()):
             machine = replace(inputs.machine, world_size=ranks)
             for candidate, metrics in trials.items():
                 predictor.learn(candidate, **metrics, machine=machine)

@@ -14,7 +14,7 @@ from autotune.scoring.quantiles import Z95
 from autotune.scoring.shared_cores import SLOPE, SLOPE_SD, SPREAD
 from autotune.space.candidate import Candidate
 from autotune.space.rule import Setting
-from autotune.trial.failures import means_host_memory
+from autotune.trial.failures import ended_by_host
 from autotune.trial.result import RAN, Outcome
 
 # The system attribute of a told trial that holds its result, as JSON.
@@ -120,8 +120,7 @@ def _beside(t: Observation, load: float, usual: float) -> Observation:
 def _outcome(data: Mapping[str, Any], setting: Setting) -> Outcome:
     """How a trial ended; where the host's memory ran out, that says nothing of the memory of an accelerator."""
     outcome, reason = Outcome(data["outcome"]), str(data.get("reason", ""))
-    on_host = outcome is Outcome.OOM and setting.accelerator != "cpu" and means_host_memory(reason)
-    return Outcome.CRASHED if on_host else outcome
+    return Outcome.CRASHED if ended_by_host(outcome, reason, on_device=setting.accelerator != "cpu") else outcome
 
 
 def _micro_steps(data: Mapping[str, Any], candidate: Candidate, world_size: int) -> tuple[float | None, float | None]:

@@ -82,8 +82,8 @@ class BaselineTrial:
         if state.spec.goal != DEFAULT_GOAL or not limit:
             return []
         if result.outcome is Outcome.OOM:
-            if state.plan.setting.accelerator != "cpu" and failures.means_host_memory(result.reason):
-                return []  # the host's memory, where that of the device is tuned
+            if failures.ended_by_host(result.outcome, result.reason, on_device=state.plan.setting.accelerator != "cpu"):
+                return []
             how = "the baseline runs out of it"
         elif result.peak_memory_bytes and result.peak_memory_bytes >= SCARCE_SHARE * limit:
             how = f"the baseline takes {result.peak_memory_bytes / limit:.0%} of the {format_bytes(limit)} of a rank"

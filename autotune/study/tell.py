@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from autotune.errors import UserError
 from autotune.executors.base import MachinesGone
 from autotune.forecast.predictor import Predictor, generic_prior
-from autotune.forecast.regression import STOPPED_SD, interval_sd
+from autotune.forecast.regression import STOPPED_SD
 from autotune.scoring import objective, recommend
 from autotune.scoring.convergence.branch import Run
 from autotune.scoring.convergence.first_losses import (
@@ -28,7 +28,7 @@ from autotune.scoring.convergence.first_losses import (
 from autotune.scoring.estimates import Estimates
 from autotune.scoring.measured import Measured, set_apart
 from autotune.scoring.objective import Objective, Score
-from autotune.search.observation import MEASURED_ATTR
+from autotune.search.observation import MEASURED_ATTR, observed
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.study import autocast, placement
 from autotune.study.budget import Budget
@@ -250,18 +250,18 @@ class Teller:
         """What the trials before this one led to expect of it: value, low and high end of a 90 % interval by metric."""
         predictor = self._predictor
         for told in self._state.told():
-            data = records.told_data(told)
-            if told.number in self._learned or data["outcome"] not in (*RAN, Outcome.OOM):
+            if told.number in self._learned:
+                continue
+            seen = observed(records.told_candidate(told), records.told_data(told), self._state.plan.setting)
+            if seen.outcome not in (*RAN, Outcome.OOM):
                 continue
             self._learned.add(told.number)
-            if data["outcome"] == Outcome.OOM:
-                predictor.learn(records.told_candidate(told), exceeded_bytes=self._state.plan.memory_limit_bytes)
+            if seen.outcome is Outcome.OOM:
+                predictor.learn(seen.candidate, exceeded_bytes=self._state.plan.memory_limit_bytes)
             else:
-                metrics = {name: data["metrics"].get(name) for name in ("peak_memory_bytes", "step_time_s")}
-                within = data["ci95"].get("step_time_s")
-                stopped = STOPPED_SD if data["outcome"] == Outcome.STOPPED_EARLY else 0.0
-                noise = math.hypot(interval_sd(*within) if within else 0.0, stopped)
-                predictor.learn(records.told_candidate(told), **metrics, step_time_sd=noise)
+                peak, step_s = seen.metrics.get("peak_memory_bytes"), seen.metrics.get("step_time_s")
+                sd = math.hypot(seen.own_noise(), STOPPED_SD if seen.outcome is Outcome.STOPPED_EARLY else 0.0)
+                predictor.learn(seen.candidate, peak_memory_bytes=peak, step_time_s=step_s, step_time_sd=sd)
         totals = {
             "peak_memory_bytes": predictor.memory(candidate).total,
             "step_time_s": predictor.step_time(candidate).total,

@@ -141,6 +141,11 @@ def means_host_memory(text: str) -> bool:
     return _HOST_MEMORY.search(text) is not None
 
 
+def ended_by_host(outcome: str, reason: str, *, on_device: bool) -> bool:
+    """Returns whether a trial ended as the host's memory ran out beside an accelerator, of whose memory that says nothing."""
+    return outcome == Outcome.OOM and on_device and means_host_memory(reason)
+
+
 def advice(outcome: Outcome, reason: str, *, on_device: bool) -> str:
     """Returns what to do where the machine or a kernel made a trial fail; empty where no advice is known.
 
@@ -149,7 +154,7 @@ def advice(outcome: Outcome, reason: str, *, on_device: bool) -> str:
     """
     if outcome is Outcome.CRASHED:
         return next((text for words, text in _REMEDIES if re.search(words, reason, re.IGNORECASE)), "")
-    return HOST_MEMORY if outcome is Outcome.OOM and on_device and means_host_memory(reason) else ""
+    return HOST_MEMORY if ended_by_host(outcome, reason, on_device=on_device) else ""
 
 
 def means_lost_peer(text: str) -> bool:

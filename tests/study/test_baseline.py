@@ -15,6 +15,7 @@ from autotune.scoring import recommend
 from autotune.scoring.estimates import estimate
 from autotune.scoring.objective import Constraint
 from autotune.study.setup.plan import completed
+from autotune.study.storage import records
 from autotune.trial.result import Outcome
 from autotune.trial.target import Target
 from autotune.trial.workload import Pipeline, Probed
@@ -128,6 +129,8 @@ def test_the_memory_of_a_gpu_is_not_scarce_where_that_of_its_host_ran_out(tmp_pa
     runner = runner_of(tmp_path, full, trials=2, device_memory_bytes=10**9, planned={"setting": setting})
     runner.run()
     assert ("memory" in [o.name for o in runner.state.objectives]) == scarce
+    forecast = records.told_data(runner.state.told()[1])["forecast"]["peak_memory_bytes"]
+    assert (forecast[0] > 10**9) == scarce, "what is expected of the next trial follows"
 
 
 @pytest.mark.system

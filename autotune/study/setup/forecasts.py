@@ -29,6 +29,7 @@ from autotune.study.spec.yaml_file import stated_storage
 from autotune.system import device, files, temporary
 from autotune.system.machine import n_cores
 from autotune.system.units import format_bytes
+from autotune.trial.failures import ended_by_host
 from autotune.trial.folder import TrialDir
 from autotune.trial.profile import Machine, Profile
 from autotune.trial.result import RAN, Outcome
@@ -55,7 +56,7 @@ def foresee(
     if (reason := why_illegal(candidate, replace(found.setting, global_batch=None))) is not None:
         raise UserError(f"this cannot run {f'on {on.describe()}' if on else 'here'}: {reason}")
     predictor = Predictor(found.profile, found.machine, found.base_config)
-    known = {} if on else measured_in(studies / spec.name, spec.target, found.share_bytes)
+    known = {} if on else measured_in(studies / spec.name, spec.target, found)
     measured = known.get(found.world_size, {})
     for other, metrics in measured.items():
         predictor.learn(other, **metrics, machine=found.machine)
@@ -132,16 +133,14 @@ def _of_card(here: Environment, on: Devices) -> Environment:
     )  # fmt: skip
 
 
-def measured_in(folder: Path, target: Path, share_bytes: float) -> dict[int, dict[Candidate, dict[str, float]]]:
+def measured_in(folder: Path, target: Path, inputs: ForecastInputs) -> dict[int, dict[Candidate, dict[str, float]]]:
     """What a study's trials of this target measured, by number of ranks and candidate, as `Predictor.learn` takes it.
 
     Where the study is in its database these are the estimates from all measurements, which its report shows too. A trial
     that was stopped early counts with more noise, and only where no other trial of its candidate was complete; of one that
-    ran out of memory counts what it exceeded.
-
-    Args:
-        share_bytes: A rank's memory, where a trial was given no other.
+    ran out of its device's memory counts what it exceeded: a rank's share, where it was given no other.
     """
+    on_device = inputs.setting.accelerator != "cpu"
     found: dict[int, dict[Candidate, dict[str, float]]] = {}
     paths = sorted((folder / "trials").glob("[0-9]*"))
     estimates = _estimates(folder) if paths else {}
@@ -151,12 +150,14 @@ def measured_in(folder: Path, target: Path, share_bytes: float) -> dict[int, dic
             request, result = (files.json_of(file.read_bytes()) for file in (trial_dir.request, trial_dir.result))
             if request["target"] != str(target) or result["outcome"] not in (*RAN, Outcome.OOM):
                 continue
+            if ended_by_host(result["outcome"], result["reason"], on_device=on_device):
+                continue
             candidate, stopped = Candidate.of(result["candidate"]), result["outcome"] == Outcome.STOPPED_EARLY
             alike = found.setdefault(int(result["world_size"]), {})
             if (stopped or result["outcome"] == Outcome.OOM) and candidate in alike:
                 continue
             if result["outcome"] == Outcome.OOM:
-                alike[candidate] = {"exceeded_bytes": float(request.get("device_memory_bytes") or share_bytes)}
+                alike[candidate] = {"exceeded_bytes": float(request.get("device_memory_bytes") or inputs.share_bytes)}
                 continue
             median, half = float(result["steps"]["median_s"]), float(result["steps"]["ci95_s"])
             alike[candidate] = {

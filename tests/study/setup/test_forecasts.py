@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.commands import autotune as autotune_command
@@ -258,15 +259,27 @@ def test_a_script_is_known_by_its_sources_its_arguments_and_the_settings_beside_
 
 
 def write_trial(
-    folder: Path, number: int, candidate: Candidate, peak: int, ranks: int = 2, target: Path = TARGET, outcome: str = "complete"
+    folder: Path, number: int, candidate: Candidate, peak: int, ranks: int = 2, target: Path = TARGET, outcome: str = "complete",
+    reason: str = "",
 ):  # fmt: skip
     steps = {"median_s": 0.5, "ci95_s": 0.01, "n_steps": 5, "n_warmup": 2}
     path = folder / "trials" / f"{number:04d}"
     request = TrialRequest(target=str(target), candidate=candidate.values(), world_size=ranks)
     write_record(path / "request.json", request)
-    data = {"outcome": outcome, "candidate": candidate.values(), "world_size": ranks, "peak_memory_bytes": peak}
+    data = {
+        "outcome": outcome,
+        "candidate": candidate.values(),
+        "world_size": ranks,
+        "peak_memory_bytes": peak,
+        "reason": reason,
+    }
     assert TrialResult.__dataclass_fields__.keys() >= {*data, "steps"}
     write_record(path / "result.json", {**data, "steps": steps})
+
+
+def inputs(accelerator: str = "cpu") -> Any:
+    """What the forecasts of a study's target take its trials with."""
+    return SimpleNamespace(share_bytes=2.0**34, setting=SimpleNamespace(accelerator=accelerator))
 
 
 @pytest.mark.process
@@ -315,7 +328,7 @@ def test_what_a_study_measured_is_what_its_report_says(tmp_path):
 
     runner_of(tmp_path, Instant(behaviour), trials=3, repeats=2, objectives=["latency"]).run()
     found = load.load("s", records.default_url(tmp_path), tmp_path / "s")
-    measured = forecasts.measured_in(tmp_path / "s", TARGET, 2.0**34)[1]
+    measured = forecasts.measured_in(tmp_path / "s", TARGET, inputs())[1]
     assert any(point["measurements"] > 1 for point in found.points.values()) and len(measured) == len(found.points)
     for point in found.points.values():
         own = measured[Candidate.of(point["candidate"])]
@@ -328,7 +341,16 @@ def test_trials_of_another_target_or_other_ranks_or_without_a_result_do_not_coun
     write_trial(tmp_path, 2, Candidate(micro_batch_size=3), 10**8, target=MODELS / "tied.py")
     write_trial(tmp_path, 3, Candidate(micro_batch_size=4), 10**8)
     (tmp_path / "trials" / "0003" / "result.json").write_text('{"outcome": "comp')
-    assert list(forecasts.measured_in(tmp_path, TARGET, 2.0**34)[2]) == [Candidate(micro_batch_size=1)]
+    assert list(forecasts.measured_in(tmp_path, TARGET, inputs())[2]) == [Candidate(micro_batch_size=1)]
+
+
+@pytest.mark.parametrize(("accelerator", "known"), [("cuda", [2]), ("cpu", [1, 2])])
+def test_a_trial_whose_host_ran_out_of_memory_says_nothing_of_the_devices(tmp_path, accelerator, known):
+    """A trial with offload that the host was too small for raised the forecasts of the device's memory beyond its size."""
+    for n, why in enumerate(("could not pin 4 GiB of host memory", "CUDA out of memory"), start=1):
+        write_trial(tmp_path, n, Candidate(micro_batch_size=n), 0, outcome="oom", reason=why)
+    found = forecasts.measured_in(tmp_path, TARGET, inputs(accelerator))[2]
+    assert found == {Candidate(micro_batch_size=n): {"exceeded_bytes": 2.0**34} for n in known}
 
 
 @pytest.mark.system

@@ -1,5 +1,6 @@
 """Where figures come from: libraries, processor, commit and date, for `environment.json`."""
 
+import functools
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -34,6 +35,7 @@ def provenance(project: Path) -> dict[str, Any]:
     }
 
 
+@functools.cache  # to look for what is not installed takes milliseconds each
 def installed() -> dict[str, str]:
     """Returns the versions of `LIBRARIES` that are installed here."""
     found = {}

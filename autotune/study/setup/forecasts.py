@@ -194,7 +194,7 @@ def _known(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workload, 
     script = target.kind == "script"
     key = profile_cache.workload_key(target.path)
     if script:
-        key = profile_cache.script_key(spec.how(), spec.script_set, spec.ranks)
+        key = profile_cache.script_key(spec)
     workload = profile_cache.load(Workload, key)
     if workload is not None:
         found = profile_cache.known(workload, target.path, completed(spec, target, workload), _ranks(spec, workload)[1])

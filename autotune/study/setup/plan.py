@@ -236,7 +236,7 @@ def plan(spec: StudySpec, executor: Executor, folder: Path, view: EventSink = SI
     # Beside another study's trial a probe would disturb it, and take what that holds of a device for used by others.
     with turn(executor, view.waiting):
         text, kind = target_digest(spec.target), spec.inspected.kind  # the file may be edited meanwhile
-        key = profile_cache.script_key(spec.how(), spec.script_set, spec.ranks) if kind == "script" else ""
+        key = profile_cache.script_key(spec) if kind == "script" else ""
         return replace(_planned(spec, executor, folder, view.doing), cache_key=key, text=text)
 
 

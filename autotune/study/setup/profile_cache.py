@@ -20,7 +20,7 @@ from autotune.study.events import SILENT, EventSink
 from autotune.study.spec.spec import StudySpec
 from autotune.system import device
 from autotune.system.machine import CPU_VARIABLES, cache_dir, n_cores, processor_name
-from autotune.trial.command import Invocation
+from autotune.system.provenance import installed
 from autotune.trial.folder import TrialDir, read_record, record_in, write_record
 from autotune.trial.links import Probe
 from autotune.trial.profile import Machine, Profile
@@ -69,7 +69,8 @@ def workload_key(target: Path, given: Any = None, where: Sequence[Any] = ()) -> 
     texts = {path: path.read_text(errors="replace") for path in sources(target)}
     named = [_named(text, path.parent) for path, text in texts.items()]
     found = [*where, *texts.values(), *filter(None, named)]
-    return _digest(FORMAT, *_libraries(), device.here().identity, given, str(target.absolute()), *found)
+    libraries = platform.python_version(), installed()
+    return _digest(FORMAT, libraries, device.here().identity, given, str(target.absolute()), *found)
 
 
 def _named(source: str, folder: Path) -> dict[str, str]:
@@ -89,13 +90,14 @@ def _settings(files: Iterable[Path]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def script_key(how: Invocation, assignments: Mapping[str, str], ranks: int | None) -> str:
+def script_key(spec: StudySpec) -> str:
     """Returns the cache key of a training script: as for a target, with the configuration files beside it."""
+    how = spec.how()
     path, folder = Path(how.script), Path(how.working_dir)
     files = [folder / argument for argument in how.arguments]
     files += [file for place in {folder, path.parent} for file in place.glob("*") if file.suffix in SETTINGS]
     started = [how.arguments, how.working_dir, how.module, how.environment, how.world_size]
-    return workload_key(path, [*started, dict(assignments), ranks, _settings(files)])
+    return workload_key(path, [*started, spec.script_set, spec.ranks, spec.base_config, _settings(files)])
 
 
 def machine_key(world_size: int, where: Sequence[Any] = ()) -> str:

@@ -26,7 +26,6 @@ from autotune.study.events import SILENT
 from autotune.study.setup import forecasts, plan, profile_cache
 from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import records
-from autotune.trial.command import Invocation
 from autotune.trial.folder import write_record
 from autotune.trial.profile import Machine, Pass, Profile
 from autotune.trial.request import TrialRequest
@@ -242,20 +241,32 @@ def test_ranks_of_a_scripts_own_groups_do_not_count_as_readers_of_samples(known,
     assert data["samples_per_s"]["value"] == pytest.approx(16 * 2 / data["step_time_s"]["value"])
 
 
-def test_a_script_is_known_by_its_sources_its_arguments_and_the_settings_beside_it(tmp_path):
+def test_a_script_is_known_by_its_sources_its_arguments_the_libraries_and_its_settings(tmp_path, monkeypatch):
     script, settings = tmp_path / "train.py", tmp_path / "ds.json"
-    script.write_text("import deepspeed")
+    script.write_text("import deepspeed\n\ndeepspeed.initialize()")
     settings.write_text("{}")
 
-    def key(*arguments, ranks=None):
-        how = Invocation(script=str(script), working_dir=str(tmp_path), arguments=arguments)
-        return profile_cache.script_key(how, {}, ranks)
+    def key(*arguments, **given):
+        given |= {"script_args": arguments, "working_dir": str(tmp_path)}
+        return profile_cache.script_key(StudySpec.of_target(script, given))
 
-    first = key("--steps", "3")
+    first, base = key("--steps", "3"), {"train_micro_batch_size_per_gpu": 4}
     assert key("--steps", "3") == first
-    assert len({first, key("--steps", "4"), key("--steps", "3", ranks=2)}) == 3
+    # The configuration that stands for `{ds_config}` was no part of it: that of an earlier call was answered for.
+    assert (
+        len(
+            {
+                first,
+                key("--steps", "4"),
+                *(key("--steps", "3", **each) for each in ({"ranks": 2}, {"base_config": base})),
+            }
+        )
+        == 4
+    )
     settings.write_text('{"fp16": {"enabled": true}}')
-    assert key("--steps", "3") != first
+    edited = key("--steps", "3")
+    monkeypatch.setattr(profile_cache, "installed", lambda: {"transformers": "1"})
+    assert len({first, edited, key("--steps", "3")}) == 3
 
 
 def write_trial(
@@ -423,7 +434,7 @@ def test_what_is_edited_while_it_is_profiled_or_probed_is_known_by_its_earlier_t
     script = tmp_path / "train.py"
     script.write_text((MODELS / "scripts" / "accelerate_loop.py").read_text())
     spec = StudySpec.of(script, {})
-    key = profile_cache.script_key(spec.how(), {}, None)
+    key = profile_cache.script_key(spec)
 
     def planned(*_):
         script.write_text(f"{script.read_text()}\nX = 1\n")

@@ -68,8 +68,9 @@ def run(
     request = replace(
         request, rivals=(), noise=False, min_samples=0, budget_s=budget_s, deadline_s=deadline_s, traced_steps=TRACED_STEPS
     )  # fmt: skip
+    imports = inspect_target(target, launched=request.script is not None).imports
     log = folder / "trials" / "server.log"
-    with contextlib.closing(LocalExecutor(inspect_target(target).imports, log, environment)) as executor:
+    with contextlib.closing(LocalExecutor(imports, log, environment)) as executor:
         executor.start()
         with executor.turn(on_wait):
             result = base.run(executor, path_in(folder, number), request, on_tick)

@@ -153,14 +153,13 @@ def load_study(study: FilePath, *, storage: str | None = None) -> StudyResult:
     text = path_text(study, "load_study: the name of a study or the path of its folder")
     if not isinstance(storage, str | None):
         raise UserError(f"storage: the URL of a database is needed as a text, not {storage!r}")
-    folder = Path(text).absolute() if os.sep in text else Path("studies").absolute() / text
-    if not text.strip(".") or not folder.name:
-        raise UserError(f"{text!r} cannot name a study; `autotune ls studies` lists them")
-    if folder.is_file():
+    folder = Path(text).absolute()
+    studies, name = (folder.parent, folder.name) if os.sep in text else (Path("studies").absolute(), text)
+    if (studies / name).is_file():
         raise UserError(f"load_study: {text} is a file; give the study's name, or the path of its folder")
     with errors_in_words():
         url = storage or os.environ.get(urls.VARIABLE) or None
-        return StudyResult(session.open_study(folder.name, url, folder.parent).report)
+        return StudyResult(session.open_study(name, url, studies).report)
 
 
 def predict(

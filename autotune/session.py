@@ -200,7 +200,7 @@ def _no_name(text: str) -> str:
         return f"{text!r} cannot name a study; `autotune ls studies` lists them"
     project = path.absolute().parent.parent
     where = "" if project == Path.cwd() else f", in the folder {project}"
-    return f"{text!r} is a path; give the name of the study, {path.name}{where}"
+    return f"{text!r} is a path; give the name of the study, {path.absolute().name}{where}"
 
 
 def default_storage() -> str:
@@ -226,7 +226,7 @@ def tune(
     request: StudyRequest, *, fresh: bool, learn: bool, view: EventSink = SILENT, callbacks: Sequence[Callback] = (),
     began_s: float | None = None,
 ) -> Tuned:  # fmt: skip
-    """Run a study to the end of its budget, or until the user stops it, and writes its answer.
+    """Run a study to the end of its budget, or until the user stops it, and write its answer.
 
     Args:
         fresh: Delete the study's earlier trials.

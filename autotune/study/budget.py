@@ -211,11 +211,8 @@ class Budget:
         The same for each run and each helper of a study.
         """
         spec = self._state.spec
-        budget_s = spec.time_budget_s
-        if not self._leads:  # its own time is not the study's
-            budget_s = records.stated_settings(self._state.study).get("time_budget_s")
-        if budget_s is not None:
-            return DECIDING_SHARE * float(budget_s)
+        if spec.time_budget_s is not None:
+            return DECIDING_SHARE * spec.time_budget_s
         works_s = START_S + (1 + USUAL_TRIALS_SHARE * spec.trials) * trial_wall_s
         return max(
             works_s * (QUICK_FACTOR if spec.quick else DECIDING_FACTOR * CHECK_SHARE), CHECK_BUDGETS * self.trial_s

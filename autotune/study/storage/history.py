@@ -167,7 +167,7 @@ class History:
     def studies_alike(self, structure: str, machine: Mapping[str, Any], world_size: int) -> list[Row]:
         """Studies with completed measurements on a machine like this: the same model first, on as many ranks, the newest.
 
-        A row holds study, generation, structure, n_parameters, world_size, and the number n of measurements.
+        A row holds study, generation, structure, n_parameters and world_size.
 
         Args:
             structure: Digest of the model.
@@ -177,7 +177,7 @@ class History:
         m = MEASUREMENT.c
         grouped = (m.study, m.generation, m.structure, m.n_parameters, m.world_size, m.environment)
         query = (
-            sql.select(*grouped, ENVIRONMENT.c.data, sql.func.count().label("n"), sql.func.max(m.at).label("at"))
+            sql.select(*grouped, ENVIRONMENT.c.data, sql.func.max(m.at).label("at"))
             .select_from(MEASUREMENT.join(ENVIRONMENT))
             .where(m.outcome == "complete", m.role.in_(("baseline", "search")))
             .group_by(*grouped, ENVIRONMENT.c.digest)

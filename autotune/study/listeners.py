@@ -38,8 +38,9 @@ class LogSink(EventSink):
                 LOGGER.warning("waiting: %s", redaction.redact(event.text))
             case Kind.PHASE:
                 LOGGER.debug("%s", redaction.redact(event.text))
-            case Kind.TRIAL_STARTED if event.candidate is not None:
-                LOGGER.debug("trial %s started: %s", event.trial, event.candidate.describe())
+            case Kind.TRIAL_STARTED:
+                event.note_under_way(started := dict[int, str]())
+                LOGGER.debug("started %s", "".join(started.values()))
             case Kind.TRIAL_ENDED if event.progress is not None:
                 LOGGER.info("%s", redaction.redact(_end(event.progress)))
 

@@ -10,6 +10,7 @@ from support.instant import Instant, failed, report, runner_of
 
 from autotune.cli import presets
 from autotune.executors.base import MachinesGone
+from autotune.space.candidate import Candidate
 from autotune.study.events import ENDED_BY_CALLBACK, Broadcast, Event, Journal, Kind
 from autotune.study.listeners import CallbackSink, LogSink
 from autotune.study.storage import records
@@ -82,15 +83,18 @@ def test_trials_and_notes_are_logged_and_secrets_are_not(tmp_path, monkeypatch):
     monkeypatch.setattr(handler, "emit", records.append)
     monkeypatch.setattr(logger, "handlers", [handler])
     level = logger.level
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
     try:
         run(tmp_path)
+        LogSink().began(0, Candidate(micro_batch_size=8), "noise")
         LogSink().emit(Event(kind=Kind.NOTE, text="export API_TOKEN=abcdef0123456789abcdef"))
     finally:
         logger.setLevel(level)
     said = [entry.getMessage() for entry in records]
     ends = [text for text in said if text.startswith("trial ")]
     assert len(ends) >= 4 and "of 4 trials" in ends[0]
+    assert any(text.startswith("started trial 1: micro-batch") for text in said)
+    assert said[-2].startswith("started noise scale: micro-batch 8"), "which is no trial"
     assert "abcdef0123456789abcdef" not in said[-1]
 
 

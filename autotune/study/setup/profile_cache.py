@@ -47,7 +47,7 @@ class Place:
 
     Attributes:
         nodes: Number of machines.
-        where: Part of the cache's keys; empty for this machine.
+        where: What they are and how they are reached, as part of the cache's keys; empty for this machine.
     """
 
     nodes: int = 1
@@ -100,10 +100,10 @@ def script_key(spec: StudySpec) -> str:
     return workload_key(path, [*started, spec.script_set, spec.ranks, spec.base_config, _settings(files)])
 
 
-def machine_key(world_size: int, where: Sequence[Any] = ()) -> str:
+def machine_key(world_size: int, place: Place = HERE) -> str:
     """Returns the cache key of the rates of this machine, or of others, with this number of ranks."""
-    if where:
-        return _digest(FORMAT, *_libraries(), *where, world_size)
+    if place.where:
+        return _digest(FORMAT, *_libraries(), *place.where, place.nodes, world_size)
     # Devices of one model may be linked differently, so these are told apart, too.
     devices = device.here()
     machine = [
@@ -130,11 +130,11 @@ def save(value: Profile | Machine | Workload | Probe, key: str) -> None:
 
 
 def known(
-    workload: Workload, target: Path, ds_config: Mapping[str, Any], world_size: int, where: Sequence[Any] = ()
+    workload: Workload, target: Path, ds_config: Mapping[str, Any], world_size: int, place: Place = HERE
 ) -> Workload:
     """Returns the workload with profile and machine rates from the cache, as far as it has them."""
-    profile = workload.profile or load(Profile, workload_key(target, ds_config.get("optimizer"), where))
-    machine = workload.machine or load(Machine, machine_key(world_size, where))
+    profile = workload.profile or load(Profile, workload_key(target, ds_config.get("optimizer"), place.where))
+    machine = workload.machine or load(Machine, machine_key(world_size, place))
     return replace(workload, profile=profile, machine=machine)
 
 
@@ -152,7 +152,7 @@ def measure_missing(
     """
     if workload.script is None:
         save(replace(workload, profile=None, machine=None), workload_key(target, None, place.where))
-    workload, notes = known(workload, target, ds_config, world_size, place.where), []
+    workload, notes = known(workload, target, ds_config, world_size, place), []
     if workload.profile is None and workload.script is None:
         request = TrialRequest(
             target=str(target), mode="profile", ds_config=dict(ds_config), deadline_s=PROFILE_DEADLINE_S,
@@ -179,7 +179,7 @@ def measure_missing(
             result = base.run(executor, folder / "rates", request)
         if result.outcome is Outcome.COMPLETE:
             machine = read_record(TrialDir(folder / "rates").machine, Machine)
-            save(machine, machine_key(world_size, place.where))
+            save(machine, machine_key(world_size, place))
             workload = replace(workload, machine=machine)
         else:
             notes.append(f"the machine's rates were not measured ({result.reason}), so usual ones are assumed")

@@ -514,10 +514,10 @@ def test_what_a_target_names_belongs_to_its_key(tmp_path, monkeypatch):
 
 
 def test_the_rates_of_other_machines_than_a_hostfile_named_are_not_those_of_its_machines(tmp_path):
-    """After an edit of the file the rates between the machines before were assumed."""
+    """After an edit of the file, or with as many ranks on fewer machines, the rates between the machines before were assumed."""
     hostfile, keys = tmp_path / "hosts", set[str]()
-    spec = spec_of().model_copy(update={"hostfile": hostfile})
-    for second in ("b", "c"):
+    for second, nodes in (("b", 2), ("c", 2), ("c", 1)):
+        spec = spec_of().model_copy(update={"hostfile": hostfile, "nodes": nodes})
         hostfile.write_text(f"a\n{second}  # another comment\n")
-        keys.add(profile_cache.machine_key(2, profile_cache.place_of(spec, 2, WORKLOAD).where))
-    assert len(keys) == 2
+        keys.add(profile_cache.machine_key(2, profile_cache.place_of(spec, 2, WORKLOAD)))
+    assert len(keys) == 3

@@ -262,14 +262,11 @@ def _words(given: Sequence[str] | str | None) -> tuple[str, ...] | None:
 
 def _plain(value: Any, where: str) -> Any:
     """The value as a YAML file would hold it, for tuples, ranges, paths, and numpy's numbers and arrays too."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)  # numpy's is one, too, and no YAML
-    if isinstance(value, str):
-        return str(value)
+    if value is None:
+        return None
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)  # numpy's float is one, too, and no YAML
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from autotune.errors import Unavailable, UserError
 from autotune.scoring.convergence import quality_gate
 from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE
 from autotune.scoring.convergence.quality_gate import GateVerdict
@@ -15,7 +14,7 @@ from autotune.study.budget import Budget
 from autotune.study.events import EventSink
 from autotune.study.measure import ENDLESS_SAMPLES, TrialMeasurer
 from autotune.study.spec.spec import StudySpec
-from autotune.study.state import StudyState, TargetEdited
+from autotune.study.state import StudyState
 from autotune.study.storage import records
 from autotune.trial.folder import result_in, write_record
 from autotune.trial.result import Outcome, TrialResult
@@ -245,21 +244,16 @@ class NumericsCheck:
         if (kept := result_in(path)) is not None and kept.candidate == candidate.values():
             return kept
         spec = self._state.spec
-        try:
-            result = self._measurer.execute(
-                candidate,
-                path,
-                role="gate",
-                max_steps=n_steps,
-                min_samples=ENDLESS_SAMPLES,
-                replicate=replicate,
-                budget_s=training_budget_s(spec, self._budget, min(n_steps, MIN_STEPS) * step_s),
-                deadline_s=spec.trial_deadline_s,
-            )
-        except (TargetEdited, Unavailable):  # which say nothing of the candidate
-            raise
-        except UserError as error:  # an engine that only replays what was measured
-            return TrialResult(outcome=Outcome.NOT_APPLIED, reason=str(error))
+        result = self._measurer.execute(
+            candidate,
+            path,
+            role="gate",
+            max_steps=n_steps,
+            min_samples=ENDLESS_SAMPLES,
+            replicate=replicate,
+            budget_s=training_budget_s(spec, self._budget, min(n_steps, MIN_STEPS) * step_s),
+            deadline_s=spec.trial_deadline_s,
+        )
         self._budget.checked(result.wall_s)
         return result
 

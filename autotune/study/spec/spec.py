@@ -268,8 +268,6 @@ class StudySpec(BaseModel):
             if value is not None:
                 given[key] = _Stated(value, flag(key), Path.cwd())
         check_keys(given, (name for name in cls.model_fields if name != "invocation"), where)
-        if invocation is None and "command" in given and given["command"].value is not None:
-            raise SpecError(f"{where}: command: it has to be run first")  # a caller's mistake
         wanted = _goal_or_objectives(overrides or {}, data)
         for key in {"goal", "objectives"} - set(wanted):
             given.pop(key, None)

@@ -17,7 +17,6 @@ import optuna
 import sqlalchemy as sql
 from optuna.distributions import BaseDistribution, distribution_to_json
 from optuna.exceptions import UpdateFinishedTrialError
-from optuna.storages import BaseStorage
 from optuna.storages._cached_storage import _CachedStorage
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -151,9 +150,11 @@ for _name in PATIENT:
     setattr(CachedStorage, _name, _patient(getattr(_CachedStorage, _name)))
 
 
-def storage_of(study: Study) -> BaseStorage:
-    """The storage that a study was opened with."""
-    return study._storage
+def storage_of(study: Study) -> CachedStorage:
+    """The storage that `records` opened a study with."""
+    storage = study._storage
+    assert isinstance(storage, CachedStorage)
+    return storage
 
 
 def study_id(study: Study) -> int:
@@ -169,11 +170,8 @@ def study_attr(study: Study, key: str, default: Any = None) -> Any:
 def set_study_attr(study: Study, key: str, value: Any) -> None:
     """Store a system attribute of a study; Optuna stores the first one of a key, and checks that there is the study."""
     storage = storage_of(study)
-    if isinstance(storage, CachedStorage) and storage.patiently(
-        lambda: _replaced(storage, study_id(study), key, value)
-    ):
-        return
-    storage.set_study_system_attr(study_id(study), key, value)
+    if not storage.patiently(lambda: _replaced(storage, study_id(study), key, value)):
+        storage.set_study_system_attr(study_id(study), key, value)
 
 
 def _replaced(storage: CachedStorage, number: int, key: str, value: Any) -> bool:

@@ -113,10 +113,7 @@ def stated_settings(study: Study) -> dict[str, Any]:
 
 def snapshot(study: Study, *, news: bool = True) -> contextlib.AbstractContextManager[None]:
     """Show the same trials throughout the block: read anew by one query or, if not `news`, as they were last read."""
-    storage = storage_of(study)
-    if not isinstance(storage, CachedStorage):
-        return contextlib.nullcontext()
-    return storage.still(study_id(study), news=news)
+    return storage_of(study).still(study_id(study), news=news)
 
 
 def running(study: Study) -> list[FrozenTrial]:
@@ -272,9 +269,8 @@ def lost(study: Study) -> list[FrozenTrial]:
 
 def unreadable(study: Study) -> list[int]:
     """Numbers of the trials that ended with a result that cannot be read: their row is damaged."""
-    storage, damaged = storage_of(study), [told.number for told in _with_result(study) if not _is_readable(told)]
-    lost = storage.unreadable.get(study_id(study), []) if isinstance(storage, CachedStorage) else []
-    return sorted({*damaged, *lost})
+    damaged = [told.number for told in _with_result(study) if not _is_readable(told)]
+    return sorted({*damaged, *storage_of(study).unreadable.get(study_id(study), [])})
 
 
 def _with_result(study: Study) -> list[FrozenTrial]:

@@ -52,40 +52,29 @@ DELETED = (
 SEARCH_DELETED = "the search of re-tuning {1} of study {0!r} was deleted from the database meanwhile; `autotune retune {0}` begins anew"
 
 
-class _OneBlasThread:
+_LIMITS, _GUARD = list[threadpool_limits](), threading.Lock()
+
+
+@contextlib.contextmanager
+def _one_blas_thread() -> Iterator[None]:
     """One thread for the matrices of the search, which are small: with several they take 10 times as long on a busy machine.
 
     The number is the whole process's. Of runs in several threads the last one to end puts back what the first one found.
     """
-
-    def __init__(self) -> None:
-        self._guard, self._n_runs = threading.Lock(), 0
-        self._limit: threadpool_limits | None = None
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Limits the threads during the block."""
-        with self._guard:
-            self._n_runs += 1
-            self._limit = self._limit or threadpool_limits(1, "blas")
-        try:
-            yield
-        finally:
-            with self._guard:
-                self._n_runs -= 1
-                if not self._n_runs and self._limit is not None:
-                    self._limit.restore_original_limits()
-                    self._limit = None
-
-
-ONE_BLAS_THREAD = _OneBlasThread()
+    with _GUARD:
+        _LIMITS.append(threadpool_limits(1, "blas"))
+    try:
+        yield
+    finally:
+        with _GUARD:
+            _LIMITS.pop().restore_original_limits()
 
 
 @contextlib.contextmanager
 def _at_work(leases: StudyLeases, *, leads: bool) -> Iterator[None]:
     """Keeps a coordinator's leases alive during the block; a study that is deleted meanwhile ends it in a sentence."""
     try:
-        with ONE_BLAS_THREAD.held(), leases.beating():
+        with _one_blas_thread(), leases.beating():
             yield
     except KeyError as error:
         if error.args != (GONE,):

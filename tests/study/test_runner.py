@@ -272,7 +272,7 @@ def test_an_interruption_while_the_sampler_thinks_leaves_no_trial_running(tmp_pa
 
 def test_runs_in_several_threads_give_the_threads_of_blas_back_with_the_last_one(monkeypatch):
     """The one that ended last put back what the first one had set: one thread, for the rest of a notebook's life."""
-    now, limits = [8], loop._OneBlasThread()
+    now = [8]
 
     class Limit:
         def __init__(self, n, _):
@@ -282,7 +282,7 @@ def test_runs_in_several_threads_give_the_threads_of_blas_back_with_the_last_one
             now[0] = self.before
 
     monkeypatch.setattr(loop, "threadpool_limits", Limit)
-    first, second = limits.held(), limits.held()
+    first, second = loop._one_blas_thread(), loop._one_blas_thread()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

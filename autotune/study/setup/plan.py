@@ -260,9 +260,8 @@ def _planned(spec: StudySpec, executor: Executor, folder: Path, doing: Callable[
     base_config, baseline, setting = grounds(spec, target, workload, world_size)
     space = spec.space.around(baseline)
     wanted = degrees.asked(space, baseline)
+    workload = degrees.compared(spec, executor, trials / "split", workload, base_config, setting, wanted, doing)
     if wanted:
-        split = trials / "split"
-        workload = degrees.compared(spec, executor, split, workload, base_config, setting, wanted, doing)
         base_config, baseline, setting = grounds(spec, target, workload, world_size)
     if target.kind == "script":
         workload = with_movable(spec, executor, trials / "moved", workload, baseline, world_size)

@@ -11,8 +11,9 @@ from support.paths import MODELS
 from autotune.errors import UserError
 from autotune.space.candidate import Candidate
 from autotune.study.setup import plan as planning
+from autotune.study.setup import profile_cache
 from autotune.study.spec.spec import StudySpec
-from autotune.trial.workload import Probed
+from autotune.trial.workload import Probed, Splitting
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
@@ -51,6 +52,20 @@ def planned(monkeypatch, tmp_path):
         return planning.plan(spec, executor, tmp_path)
 
     return make
+
+
+def test_a_study_without_degrees_keeps_what_is_known_of_them(planned, tmp_path, monkeypatch):
+    """It wrote the findings about the model anew, without the comparisons, which the next study with degrees made again."""
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "cache"))
+    target = tmp_path / "model.py"
+    target.write_text((MODELS / "ok.py").read_text())
+    whole, compared = (
+        replace(WORKLOAD, splitting=Splitting(heads=4)),
+        {"tensor_parallel.autotp_size=2 of 2 {}": "the loss is 4.9"},
+    )
+    known = replace(whole, splitting=replace(whole.splitting, compared=compared))
+    profile_cache.save(known, profile_cache.workload_key(target))
+    assert planned({}, {"zero_stage": [0, 1]}, workload=whole).workload.splitting.compared == compared
 
 
 def test_a_candidate_at_deepspeeds_default_does_not_inherit_the_users_value(planned):

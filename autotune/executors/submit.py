@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from autotune.errors import Unavailable, UserError
-from autotune.executors.cluster import EXPORTED
+from autotune.executors.cluster import EXPORTED, Refused
 from autotune.executors.driver_job import DriverJob
 from autotune.executors.kubernetes import to_kubernetes
 from autotune.executors.ray import NAMESPACE, Ray
@@ -39,7 +39,10 @@ while kill -0 "$driver" 2>/dev/null; do wait "$driver"; s=$?; done
 [ "$s" -eq {TEMPORARY} ] && scontrol requeue "$SLURM_JOB_ID"
 exit "$s"
 """
-    number = engine.submit(script, job.log, nodes, "--requeue", "--signal=B:TERM@60")
+    try:
+        number = engine.submit(script, job.log, nodes, "--requeue", "--signal=B:TERM@60")
+    except Refused as refusal:
+        raise (Unavailable if refusal.at_present else UserError)(f"submit --executor slurm: {refusal}") from None
     return f"slurm: job {number} runs study {job.name}; its output: {job.log}; it ends with: scancel {number}"
 
 

@@ -19,6 +19,7 @@ from autotune.cli.app import app
 from autotune.cli.run import run_arguments
 from autotune.errors import UserError
 from autotune.executors import kubernetes, submit
+from autotune.executors.cluster import Refused
 from autotune.executors.driver_job import SUBMISSION, DriverJob
 from autotune.executors.node_agent import Spool
 from autotune.executors.slurm import Slurm, Steps
@@ -263,6 +264,20 @@ def test_a_batch_job_has_nodes_for_each_of_the_trials_at_once(job, monkeypatch) 
     monkeypatch.setattr(Slurm, "submit", lambda self, *given: asked.append((given[2], self.ranks_per_node)) or "7")
     submit.to_slurm(replace(job, nodes=2, ranks=8, at_once=3))
     assert asked == [6, (6, 4)]
+
+
+@pytest.mark.parametrize(("at_present", "status"), [(False, 2), (True, 75)])
+def test_what_sbatch_refuses_is_said(job, monkeypatch, at_present: bool, status: int) -> None:
+    """It was an error of autotune itself."""
+
+    def sbatch(*_: object) -> str:
+        raise Refused("Invalid account", at_present=at_present)
+
+    monkeypatch.setattr(Slurm, "check", lambda *_: None)
+    monkeypatch.setattr(Slurm, "submit", sbatch)
+    with pytest.raises(UserError, match="submit --executor slurm: Invalid account") as refused:
+        submit.to_slurm(job)
+    assert refused.value.status == status
 
 
 @pytest.mark.process

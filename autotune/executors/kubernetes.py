@@ -12,7 +12,7 @@ from typing import Any
 from autotune.errors import Unavailable, UserError
 from autotune.executors import pods
 from autotune.executors.driver_job import DriverJob
-from autotune.executors.options import is_yes, whole
+from autotune.executors.options import is_usual, whole
 
 OPTIONS = {
     "image": "the container's image, with autotune, torch and DeepSpeed",
@@ -190,7 +190,7 @@ def to_kubernetes(job: DriverJob) -> str:
     """Hands the manifest to kubectl, or returns it to be printed."""
     made = manifest(job)
     text = json.dumps(made, indent=2)
-    if not is_yes(job.options, "apply"):
+    if not is_usual(job.options, "apply"):
         return text
     if shutil.which("kubectl") is None:
         raise UserError("submit --executor kubernetes: there is no kubectl here; --executor-option apply=no prints it")

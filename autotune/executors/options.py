@@ -1,4 +1,4 @@
-"""The `--executor-option`s: their names, and values that are numbers, seconds, yes or no."""
+"""The `--executor-option`s: their names, and values that are numbers, seconds, or one of two words."""
 
 import math
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ def number(options: Mapping[str, str], name: str, usual: float, least: float = 0
     return found
 
 
-def is_yes(options: Mapping[str, str], name: str) -> bool:
-    """Returns an option that is yes, as it is by default, or no."""
-    value = options.get(name, "yes")
-    if value not in ("yes", "no"):
-        raise UserError(f"--executor-option {name}={value}: yes or no is needed")
-    return value == "yes"
+def is_usual(options: Mapping[str, str], name: str, usual: str = "yes", other: str = "no") -> bool:
+    """Returns whether an option that takes two words is the usual one, as by default."""
+    value = options.get(name, usual)
+    if value not in (usual, other):
+        raise UserError(f"--executor-option {name}={value}: {usual} or {other} is needed")
+    return value == usual
 
 
 def whole(options: Mapping[str, str], name: str) -> int:

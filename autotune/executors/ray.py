@@ -17,7 +17,7 @@ from autotune.errors import Unavailable, UserError
 from autotune.executors.base import Status
 from autotune.executors.cluster import Engine, JobState, Refused
 from autotune.executors.node_agent import Settings, Spool, key_of
-from autotune.executors.options import is_yes, number
+from autotune.executors.options import is_usual, number
 from autotune.executors.ray_machine import ANSWER_TIMEOUT_S, NEVER_STARTED, Machine, stamp
 from autotune.system import files
 from autotune.trial.folder import TrialDir, read_record
@@ -51,6 +51,8 @@ class Ray(Engine):
 
     def __init__(self, options: dict[str, str], ranks_per_node: int | None) -> None:
         self.options, self.ranks_per_node = options, ranks_per_node
+        self._exclusive, self._shares = is_usual(options, "exclusive"), is_usual(options, "files", "auto", "ray")
+        self._waits = not is_usual(options, "grow", "no", "yes")
         self._groups: dict[str, _Group] = {}
 
     def check(self, nodes: int) -> None:
@@ -87,7 +89,7 @@ class Ray(Engine):
             for node in ray.nodes()
             if node["Alive"] and all(node["Resources"].get(k, 0) >= v for k, v in bundle.items())
         ]
-        if len(fit) < nodes and self.options.get("grow") != "yes":
+        if len(fit) < nodes and not self._waits:
             what = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
             raise Refused(f"{nodes} machines with {what} are needed, and the cluster has {len(fit)}")
         bundle = self._whole(bundle, fit)
@@ -107,9 +109,8 @@ class Ray(Engine):
             }  # fmt: skip
             actors.append(ray.remote(Machine).options(**options).remote(name, node))
         address = actors[0].address.remote()
-        shared = self.options.get("files", "auto") == "auto"
         data = json.loads(spool.settings.read_text())
-        started = [actor.start.remote(str(spool.path), data, address, shared) for actor in actors]
+        started = [actor.start.remote(str(spool.path), data, address, self._shares) for actor in actors]
         self._groups[name] = _Group(group, actors, started)
         return name
 
@@ -205,7 +206,7 @@ class Ray(Engine):
 
     def _whole(self, bundle: dict[str, float], fit: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """Returns the resources with all processors of a machine, so that no other job of Ray shares it."""
-        if not is_yes(self.options, "exclusive") or not fit:
+        if not self._exclusive or not fit:
             return bundle
         return bundle | {"CPU": min(node["Resources"].get("CPU", 0.0) for node in fit)}
 

@@ -12,7 +12,7 @@ from autotune.errors import Unavailable, UserError
 from autotune.executors.base import Status
 from autotune.executors.cluster import Engine, JobState, Refused
 from autotune.executors.node_agent import Spool
-from autotune.executors.options import is_yes, whole
+from autotune.executors.options import is_usual, whole
 from autotune.system import files, processes
 
 # Names and descriptions of `--executor-option`.
@@ -93,9 +93,9 @@ class Slurm(Engine):
 
     def __init__(self, options: dict[str, str], ranks_per_node: int | None, job_name: str) -> None:
         self.options, self.ranks_per_node, self.job_name = options, ranks_per_node, job_name
-        self.hold = is_yes(options, "hold")
+        self.hold = is_usual(options, "hold")
         self._logs: dict[str, Path] = {}
-        self._exclusive = is_yes(options, "exclusive")
+        self._exclusive = is_usual(options, "exclusive")
 
     def check(self, nodes: int) -> None:
         """Checks that Slurm answers and knows the partition."""

@@ -10,7 +10,7 @@ from autotune.executors import cluster, pods
 from autotune.executors.base import Executor
 from autotune.executors.cluster import ClusterExecutor, Engine
 from autotune.executors.local import LocalExecutor
-from autotune.executors.options import check_names, number
+from autotune.executors.options import check_names, is_usual, number
 from autotune.executors.ssh import read_hostfile
 from autotune.study.spec.spec import StudySpec
 
@@ -39,7 +39,7 @@ def executor_of(
             from autotune.executors import slurm
 
             check_names(spec.executor, options, slurm.OPTIONS)
-            inside = "SLURM_JOB_ID" in os.environ and options.get("allocation", "auto") == "auto"
+            inside = is_usual(options, "allocation", "auto", "new") and "SLURM_JOB_ID" in os.environ
             shape = options, ranks_per_node, f"autotune-{spec.name}"
             engine = slurm.Steps(*shape, slot) if inside else slurm.Slurm(*shape)
         case "ray":

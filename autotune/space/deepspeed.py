@@ -28,7 +28,7 @@ RETIRED_SINCE = (0, 19, 8)
 RETIRED_KEYS = frozenset(
     """
     elasticity sparse_gradients amp curriculum_learning compression_training eigenvalue progressive_layer_drop
-    sparse_attention graph_harvesting
+    sparse_attention graph_harvesting nebula
     """.split()
 )
 # Top-level keys that DeepSpeed reads (deepspeed/runtime/config.py and the config classes it builds, 0.15 to 0.19).
@@ -42,7 +42,7 @@ TOP_LEVEL_KEYS = RETIRED_KEYS | frozenset(
     disable_allgather disable_python_gc activation_checkpointing flops_profiler comms_logger tensorboard wandb comet
     csv_monitor monitor_config aio pipeline checkpoint data_efficiency hybrid_engine autotuning dataloader_drop_last
     log_level datastates_ckpt compile timers tensor_parallel expert_parallel sequence_parallel_size
-    use_data_before_expert_parallelism weight_quantization vocabulary_size nebula train_seq_parallel inference
+    use_data_before_expert_parallelism weight_quantization vocabulary_size train_seq_parallel inference
     """.split()
 )
 # Keys of the sections that DeepSpeed validates strictly, or reads without a word about others; other sections pass unchecked.

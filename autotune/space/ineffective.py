@@ -11,7 +11,7 @@ NO_EFFECT: dict[str, str] = {
             wall_clock_breakdown memory_breakdown dump_state steps_per_print log_level {ZERO}log_trace_cache_warnings
         """,
         "it is about saving and loading, and a trial does neither": f"""
-            checkpoint. nebula. datastates_ckpt. {ZERO}load_from_fp32_weights {ZERO}elastic_checkpoint
+            checkpoint. datastates_ckpt. {ZERO}load_from_fp32_weights {ZERO}elastic_checkpoint
             {ZERO}stage3_gather_16bit_weights_on_model_save {ZERO}stage3_gather_fp16_weights_on_model_save
             {ZERO}pipeline_loading_checkpoint
         """,

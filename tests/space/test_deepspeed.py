@@ -8,7 +8,15 @@ import pytest
 from support.zoo import Zoo
 
 from autotune.space import installed
-from autotune.space.deepspeed import SECTION_KEYS, TOP_LEVEL_KEYS, ConfigError, check_setting, precision_of, read_config
+from autotune.space.deepspeed import (
+    RETIRED_KEYS,
+    SECTION_KEYS,
+    TOP_LEVEL_KEYS,
+    ConfigError,
+    check_setting,
+    precision_of,
+    read_config,
+)
 from autotune.space.retired import SPELLINGS
 
 REFUSED = [
@@ -103,7 +111,7 @@ class Recorder(dict):
     def keys(self): return self
     def __copy__(self): return Recorder(self)
 from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig, DtypeEnum
+from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, DEEPSPEED_OPTIMIZERS, DeepSpeedConfig, DtypeEnum
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
@@ -119,7 +127,8 @@ optim = [n for n, c in vars(torch.optim).items() if isinstance(c, type) and issu
 rates = torch.optim.lr_scheduler
 kinds = [n for n, c in vars(rates).items() if isinstance(c, type) and issubclass(c, rates.LRScheduler) and n[0] != "_"]
 types = {kind.name: kind._all_values[1:] for kind in DtypeEnum}
-print(json.dumps({"types": types, "keys": {"top": sorted(SEEN)} | {name: keys(model) for name, model in sections.items()}, "bounds": bounds,
+found = {"top": sorted(SEEN)} | {name: keys(model) for name, model in sections.items()}
+print(json.dumps({"types": types, "removed": sorted(_REMOVED_TOP_LEVEL_CONFIG_KEYS), "keys": found, "bounds": bounds,
   "optimizers": sorted({*DEEPSPEED_OPTIMIZERS, *optim} - {"Optimizer"}),
   "schedulers": sorted({*lr_schedules.VALID_LR_SCHEDULES, *kinds})}))
 '''
@@ -134,6 +143,7 @@ def deepspeed_itself(executor, tmp_path_factory):
 def test_every_key_of_the_installed_deepspeed_is_known(deepspeed_itself):
     top = set(deepspeed_itself["keys"].pop("top"))
     assert len(top) > 40 and top - RETIRED <= TOP_LEVEL_KEYS
+    assert TOP_LEVEL_KEYS & set(deepspeed_itself["removed"]) == RETIRED_KEYS
     for section, keys in deepspeed_itself["keys"].items():
         assert set(keys) <= SECTION_KEYS[section]
 

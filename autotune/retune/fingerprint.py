@@ -202,9 +202,11 @@ def narrowed(space: SearchSpace, names: tuple[str, ...] | None, known: Iterable[
 
 
 def here(kept: StudyRecord, target: Path) -> Fingerprint:
-    """The parts of a study's fingerprint that need neither torch nor the model; the target's file may be gone."""
-    old = Fingerprint.of(kept).values
-    values: dict[str, Any] = {"python": platform.python_version(), "cores": n_cores()}
+    """The parts of a study's fingerprint that need neither torch nor the model; the target's file may be gone.
+
+    Where the study ran on an engine's machines, or on several, this one may only start its trials, and is not compared.
+    """
+    values: dict[str, Any] = {"python": platform.python_version()}
     for name in ("torch", "deepspeed"):
         try:
             values[name] = metadata.version(name)
@@ -212,15 +214,22 @@ def here(kept: StudyRecord, target: Path) -> Fingerprint:
             values[name] = "not installed"
     if threads := os.environ.get("OMP_NUM_THREADS"):
         values["threads"] = threads
+    if not kept.fingerprint.keys() & {"executor", "nodes"}:
+        values |= _machine(on_cpu=Fingerprint.of(kept).values.get("accelerator") == "cpu")
+    values["target"] = target_digest(target) if target.is_file() else None
+    return Fingerprint(values=values)
+
+
+def _machine(*, on_cpu: bool) -> dict[str, Any]:
+    """The parts of this machine; `on_cpu` says that the processor is what compares with the study's device."""
     found = device.here()
-    values["accelerator"] = found.accelerator
+    values: dict[str, Any] = {"cores": n_cores(), "accelerator": found.accelerator}
     if found.each:
         values |= {"device": found.each[0].name, "devices": len(found.each)}
         values |= {"driver": found.driver} if found.driver else {}
-    elif old.get("accelerator") == "cpu":
+    elif on_cpu:
         values["device"] = processor_name()
-    values["target"] = target_digest(target) if target.is_file() else None
-    return Fingerprint(values=values)
+    return values
 
 
 def _known(workload: Workload, world_size: int, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What has changed since a study, in words, and what of the search it touches."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from support.instant import ENVIRONMENT, SPACE, WORKLOAD, plan_of, spec_of
@@ -49,15 +50,21 @@ def environment(**changed: object) -> Workload:
 def test_what_is_here_is_compared_with_what_was_there(monkeypatch, tmp_path, was, found, device):
     monkeypatch.setattr(Fingerprint, "of", lambda _: Fingerprint(values={"accelerator": was}))
     monkeypatch.setattr("autotune.system.device.here", lambda: found)
-    values = fingerprint.here(None, tmp_path / "gone.py").values  # type: ignore[arg-type]
+    kept = SimpleNamespace(fingerprint={})
+    values = fingerprint.here(kept, tmp_path / "gone.py").values  # type: ignore[arg-type]
     assert values["accelerator"] == found.accelerator and values.get("device") == device
     assert values.get("devices") == (2 if found.each else None) and values.get("driver") == (found.driver or None)
+    # Of a study in Slurm, `status` told the devices of the machine that it was asked on.
+    for kept.fingerprint in ({"executor": "slurm"}, {"nodes": 2}):
+        elsewhere = fingerprint.here(kept, tmp_path / "gone.py").values  # type: ignore[arg-type]
+        assert values.keys() - elsewhere.keys() >= {"accelerator", "cores"} and {"torch", "target"} <= elsewhere.keys()
+        assert not {"device", "devices", "driver"} & elsewhere.keys()
 
 
 def test_a_target_that_is_gone_has_changed(monkeypatch, tmp_path):
     """A re-tuning that was due found that nothing had changed, each week anew."""
     monkeypatch.setattr(Fingerprint, "of", lambda _: Fingerprint(values={"target": "0123"}))
-    gone = fingerprint.here(None, tmp_path / "gone.py")  # type: ignore[arg-type]
+    gone = fingerprint.here(SimpleNamespace(fingerprint={}), tmp_path / "gone.py")  # type: ignore[arg-type]
     (found,) = changes(Fingerprint(values={"target": "0123"}), gone)
     assert found.words == "the target's file is gone"
 

@@ -24,13 +24,11 @@ def cache_dir() -> Path:
     Raises:
         UserError: None is stated, and the user has no home folder, as one of a container that has no name.
     """
-    stated = os.environ.get("AUTOTUNE_CACHE")
-    if stated:
-        return Path(stated)
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if cache.startswith("~"):
+    usual = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "autotune")
+    found = os.path.expanduser(os.environ.get("AUTOTUNE_CACHE") or usual)
+    if found.startswith("~"):
         raise UserError("This user has no home folder. Set AUTOTUNE_CACHE to a folder that you can write to")
-    return Path(cache) / "autotune"
+    return Path(os.path.abspath(found))  # a script may change the working directory
 
 
 def lock_path() -> Path:

@@ -93,3 +93,12 @@ def test_cores_are_those_that_a_container_s_limit_lets_it_keep_busy(monkeypatch,
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.setattr(machine, "cpu_limit", lambda: limit)
     assert machine.n_cores() == cores
+
+
+def test_a_cache_is_the_same_folder_wherever_a_rank_works(monkeypatch, tmp_path):
+    """Neither `.env` files nor quotation marks have a shell expand `~`, of which a folder of that name came."""
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    monkeypatch.chdir(tmp_path)
+    for stated, found in {"~/cache": "me/cache", "cache": "cache"}.items():
+        monkeypatch.setenv("AUTOTUNE_CACHE", stated)
+        assert machine.cache_dir() == tmp_path / found

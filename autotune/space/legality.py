@@ -331,9 +331,10 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: bool(k.get(f"{ZERO}zero_quantized_gradients")) and not _travel_in_fp16(c, k, s),
          "zero_quantized_gradients: DeepSpeed's kernel takes the bits of every gradient for fp16, which ruins other types; use"
          " precision fp16, or communication_data_type fp16 with fp32 or bf16", (f"{ZERO}zero_quantized_gradients", "precision", WIRE)),
-    Rule(lambda c, k, s: bool(k.get(f"{ZERO}zero_quantized_weights")) and c.precision.startswith("torch_autocast"),
+    Rule(lambda c, k, s: c.zero_stage == 3 and c.precision.startswith("torch_autocast")
+         and bool(_held(f"{ZERO}zero_quantized_weights", k, s)),
          "{precision}: DeepSpeed refuses zero_quantized_weights under it; use bf16 or fp16",
-         (f"{ZERO}zero_quantized_weights", "precision")),
+         (f"{ZERO}zero_quantized_weights", "precision", "zero_stage")),
     Rule(lambda c, k, s: bool(k.get(f"{ZERO}zero_quantized_gradients")) and s.idle_devices > 0,
          "zero_quantized_gradients: DeepSpeed takes each visible device for a rank (coalesced_collectives.py), and {idle_devices} of a"
          " machine have none: leave those out by CUDA_VISIBLE_DEVICES", (f"{ZERO}zero_quantized_gradients",)),

@@ -215,6 +215,11 @@ ILLEGAL = [
         GPUS,
         "refuses zero_quantized_weights under it",
     ),
+    (
+        {"zero_stage": 3, "precision": "torch_autocast"},
+        replace(GPUS, base=QUANTISED),
+        "refuses zero_quantized_weights under it",
+    ),
     ({WIRE: "bf16", "precision": "torch_autocast", "zero_stage": 1}, GPUS, "in the type of its layer"),
     ({f"{ZERO}zero_hpz_partition_size": 3, "zero_stage": 3}, GPUS, "16 ranks"),
     (
@@ -308,6 +313,7 @@ LEGAL = [
     ({**QGZ, "precision": "fp32", WIRE: "fp16"}, GPUS),
     ({**QGZ, "precision": "bf16"}, replace(GPUS, base=((WIRE, "fp16"),))),
     ({f"{ZERO}zero_quantized_weights": True, "zero_stage": 3, "precision": "bf16"}, GPUS),
+    ({"zero_stage": 2, "precision": "torch_autocast"}, replace(GPUS, base=QUANTISED)),
     ({WIRE: "bf16", "precision": "torch_autocast"}, GPUS),
 ]
 

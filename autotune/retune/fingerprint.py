@@ -212,17 +212,19 @@ def here(kept: StudyRecord, target: Path) -> Fingerprint:
             values[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             values[name] = "not installed"
-    if threads := os.environ.get("OMP_NUM_THREADS"):
+    # What the launch command sets, as `deepspeed --num_gpus` does CUDA_VISIBLE_DEVICES, trials see and this process does not.
+    variables = os.environ | (kept.invocation.fixed_environment if kept.invocation else {})
+    if threads := variables.get("OMP_NUM_THREADS"):
         values["threads"] = threads
     if not kept.fingerprint.keys() & {"executor", "nodes"}:
-        values |= _machine(on_cpu=Fingerprint.of(kept).values.get("accelerator") == "cpu")
+        values |= _machine(variables, on_cpu=Fingerprint.of(kept).values.get("accelerator") == "cpu")
     values["target"] = target_digest(target) if target.is_file() else None
     return Fingerprint(values=values)
 
 
-def _machine(*, on_cpu: bool) -> dict[str, Any]:
+def _machine(variables: Mapping[str, str], *, on_cpu: bool) -> dict[str, Any]:
     """The parts of this machine; `on_cpu` says that the processor is what compares with the study's device."""
-    found = device.here()
+    found = device.here(variables)
     values: dict[str, Any] = {"cores": n_cores(), "accelerator": found.accelerator}
     if found.each:
         values |= {"device": found.each[0].name, "devices": len(found.each)}

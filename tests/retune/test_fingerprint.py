@@ -13,6 +13,7 @@ from autotune.space.candidate import Candidate
 from autotune.space.space import SearchSpace
 from autotune.system.device import Device, Devices
 from autotune.system.machine import processor_name
+from autotune.trial.command import Invocation
 from autotune.trial.workload import DataShape, Probed, Workload
 
 ASKED = {
@@ -49,8 +50,8 @@ def environment(**changed: object) -> Workload:
 )
 def test_what_is_here_is_compared_with_what_was_there(monkeypatch, tmp_path, was, found, device):
     monkeypatch.setattr(Fingerprint, "of", lambda _: Fingerprint(values={"accelerator": was}))
-    monkeypatch.setattr("autotune.system.device.here", lambda: found)
-    kept = SimpleNamespace(fingerprint={})
+    monkeypatch.setattr("autotune.system.device.here", lambda _: found)
+    kept = SimpleNamespace(fingerprint={}, invocation=None)
     values = fingerprint.here(kept, tmp_path / "gone.py").values  # type: ignore[arg-type]
     assert values["accelerator"] == found.accelerator and values.get("device") == device
     assert values.get("devices") == (2 if found.each else None) and values.get("driver") == (found.driver or None)
@@ -61,10 +62,27 @@ def test_what_is_here_is_compared_with_what_was_there(monkeypatch, tmp_path, was
         assert not {"device", "devices", "driver"} & elsewhere.keys()
 
 
+def test_a_launcher_that_chose_devices_and_threads_does_so_today(monkeypatch, tmp_path):
+    """After `deepspeed --num_gpus 2`, which sets CUDA_VISIBLE_DEVICES, `status` told of the other devices of the machine."""
+    of_the_command = {"CUDA_VISIBLE_DEVICES": "0,1", "OMP_NUM_THREADS": "1"}
+    how = Invocation(script="/train.py", working_dir="/", environment=of_the_command)
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    monkeypatch.setattr(Fingerprint, "of", lambda _: Fingerprint(values={"accelerator": "cuda"}))
+    monkeypatch.setattr(
+        "autotune.system.device.here",
+        lambda seen: Devices(
+            accelerator="cuda", each=tuple(Device(name=n) for n in seen["CUDA_VISIBLE_DEVICES"].split(","))
+        ),
+    )
+    kept = SimpleNamespace(fingerprint={}, invocation=how)
+    values = fingerprint.here(kept, tmp_path / "gone.py").values  # type: ignore[arg-type]
+    assert values["devices"] == 2 and values["threads"] == "1"
+
+
 def test_a_target_that_is_gone_has_changed(monkeypatch, tmp_path):
     """A re-tuning that was due found that nothing had changed, each week anew."""
     monkeypatch.setattr(Fingerprint, "of", lambda _: Fingerprint(values={"target": "0123"}))
-    gone = fingerprint.here(SimpleNamespace(fingerprint={}), tmp_path / "gone.py")  # type: ignore[arg-type]
+    gone = fingerprint.here(SimpleNamespace(fingerprint={}, invocation=None), tmp_path / "gone.py")  # type: ignore[arg-type]
     (found,) = changes(Fingerprint(values={"target": "0123"}), gone)
     assert found.words == "the target's file is gone"
 

@@ -204,7 +204,7 @@ def pasted(
     start = start_of(invocation) if invocation.command else None
     arguments = [argument for argument in arguments if "{local_rank}" not in argument]
     if start is not None and world_size == (invocation.world_size or 1) and not launcher:
-        return [], shlex.join(fill(word, values) for word in (*start, *arguments))
+        return [], _line(fill(word, values) for word in (*start, *arguments))
     comments = []
     if invocation.command and (start is None or not launcher):
         why = "starts another number of ranks" if start is not None else "can only be read by a shell"
@@ -213,7 +213,13 @@ def pasted(
     launcher = launcher or ["torchrun", "--standalone", f"--nproc_per_node={world_size}"]
     script = os.path.relpath(invocation.script, invocation.working_dir)
     what = ["-m", invocation.module] if invocation.module else [script]
-    return comments, shlex.join([*environment, *launcher, *what, *(fill(argument, values) for argument in arguments)])
+    return comments, _line([*environment, *launcher, *what, *(fill(argument, values) for argument in arguments)])
+
+
+def _line(words: Iterable[str]) -> str:
+    """Returns words as a shell reads them; of an assignment only the value is quoted, or it would be a command's name."""
+    parts = (re.fullmatch(r"((?:\w+=)?)(.*)", word, re.DOTALL) for word in words)
+    return " ".join(part[1] + shlex.quote(part[2]) for part in parts if part)
 
 
 def _environment(

@@ -1,5 +1,7 @@
 """Words of a command line: templates, flags, and where the script starts."""
 
+import subprocess
+
 import pytest
 
 from autotune.errors import UserError
@@ -7,6 +9,7 @@ from autotune.trial.command import (
     Invocation,
     check_templates,
     has_flag,
+    pasted,
     start_of,
     with_flag,
     with_placeholders,
@@ -78,3 +81,19 @@ def test_a_command_is_taken_apart_only_where_that_is_sure(command, start):
         script="/x/train.py", working_dir="/x", arguments=("--local_rank={local_rank}", "--a", "1 2"), command=command
     )
     assert start_of(given) == start
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("ranks", "launcher"), [(2, []), (4, []), (2, ["deepspeed", "--num_gpus", "2"])])
+def test_variables_of_a_pasted_command_are_assigned_whatever_they_hold(ranks, launcher):
+    """In quotation marks the whole assignment was the name of a command."""
+    environment = {"NCCL_SOCKET_IFNAME": "^lo,docker0", "NOTE": "a b", "NONE": ""}
+    command = "NCCL_SOCKET_IFNAME=^lo,docker0 NOTE='a b' NONE= torchrun --nproc_per_node 2 train.py --note '1 2'"
+    given = Invocation(
+        script="/x/train.py", working_dir="/x", arguments=("--note", "1 2"), environment=environment, world_size=2,
+        command=command,
+    )  # fmt: skip
+    _, line = pasted(given, ("--note", "1 2"), {}, ranks, launcher)
+    told = 'torchrun() { echo "$NCCL_SOCKET_IFNAME|$NOTE|$NONE|${*: -1}"; }; deepspeed() { torchrun "$@"; }; '
+    done = subprocess.run(["bash", "-c", told + line], capture_output=True, text=True, check=True)
+    assert done.stdout == "^lo,docker0|a b||1 2\n"

@@ -1,5 +1,6 @@
 """Merges the reports of a trial's ranks into one result and names the failure that came first."""
 
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -83,7 +84,7 @@ def merge(
     if lead is None or lead.observed is None:
         return result
     steps = step_times.summarise(lead.step_times_s)
-    cpu_s = sum(_median(report.cpu_times_s[steps.n_warmup :]) for report in every)
+    cpu_s = sum(statistics.median(report.cpu_times_s[steps.n_warmup :] or [0.0]) for report in every)
     loads = [report.device_load for report in every if report.device_load is not None]
     reserved = [report.reserved_memory_bytes for report in every if report.reserved_memory_bytes is not None]
     retries = [report.alloc_retries for report in every if report.alloc_retries is not None]
@@ -185,7 +186,3 @@ def _highest(tables: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for table in tables:
         merged |= {key: max(value, merged.get(key, value)) for key, value in table.items()}
     return merged
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2] if values else 0.0

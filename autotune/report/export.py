@@ -15,11 +15,11 @@ import yaml
 
 from autotune.errors import UserError, nearest
 from autotune.report.data import Data, StudyReport
-from autotune.report.script_changes import DTYPES, every_nth
+from autotune.report.script_changes import DTYPES
 from autotune.report.started import ON_MACHINES, Started, started
 from autotune.scoring.recommend import pick_name
 from autotune.space import own_tuner
-from autotune.space.candidate import Candidate
+from autotune.space.candidate import Candidate, every_nth
 from autotune.space.data import TRAINER_ARGUMENTS
 from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, at_path, without_auto
 from autotune.study.storage.records import StoreError
@@ -308,7 +308,7 @@ def _training_flags(candidate: Candidate, config: DsConfig, started: Started | N
         ("--per_device_train_batch_size", str(micro_batch_size)),
         ("--gradient_accumulation_steps", str(candidate.gradient_accumulation_steps)),
     ]
-    every = candidate.checkpoint_every
+    every, own = candidate.checkpoint_every, " ".join(started.invocation.arguments) if started else ""
     on = {f"--{candidate.precision}"} & {f"--{name}" for name in DTYPES}
     on |= {"--gradient_checkpointing" if every == 1 else "--activation_checkpointing"} if every else set()
     for flag in (f"--{name}" for name in SWITCHES):
@@ -316,7 +316,7 @@ def _training_flags(candidate: Candidate, config: DsConfig, started: Started | N
             flags.append((flag, "True") if flag in stated else (flag,))
         elif flag in stated and not (every and "checkpointing" in flag):  # either of these two turns it on
             flags.append((flag, "False"))
-    if every > 1:
+    if every > 1 or (every and "every_n_layers" in own):  # a command that says every k-th would go on doing so
         flags.append(("--activation_checkpointing_kwargs", json.dumps({"every_n_layers": every})))
     changes = candidate.data_changes
     return flags + [(f"--{flag}", str(changes[name])) for name, flag in TRAINER_ARGUMENTS.items() if name in changes]

@@ -1,7 +1,7 @@
 """The changes of a training script that a configuration needs besides its DeepSpeed JSON, in sentences."""
 
 from autotune.scoring.convergence.learning_rate import LEARNING_RATE_RULES, LearningRate
-from autotune.space.candidate import Candidate
+from autotune.space.candidate import Candidate, every_nth
 from autotune.space.degree import PARTITION
 from autotune.trial.workload import ACCELERATE, TRAINER
 
@@ -24,7 +24,7 @@ def script_side_changes(
     if not is_script:  # whose degrees stay as they are
         found += _degree_changes(candidate, baseline)
     if candidate.checkpoint_every != baseline.checkpoint_every:
-        found.append(_checkpointing(candidate.checkpoint_every, block_class or "block", family))
+        found.append(_checkpointing(candidate, baseline, block_class or "block", family))
     if candidate.precision != baseline.precision and family != TRAINER:
         found += _precision_changes(candidate.precision, baseline.precision, noted=is_script)
     # A script whose backward DeepSpeed refuses at stage 0 is not tried there.
@@ -128,7 +128,8 @@ def learning_rate_changes(
     return [f"{more}, so multiply your learning rate by {factor:.3g}, as the trials did ({rule})."]
 
 
-def _checkpointing(every: int, block_class: str, family: str) -> str:
+def _checkpointing(candidate: Candidate, baseline: Candidate, block_class: str, family: str) -> str:
+    every = candidate.checkpoint_every
     if every == 0 and family == TRAINER:
         return "Activation checkpointing: off, without `--gradient_checkpointing` (in TRL: `--gradient_checkpointing False`)."
     if every == 0:
@@ -137,7 +138,7 @@ def _checkpointing(every: int, block_class: str, family: str) -> str:
             " `--gradient_checkpointing`)."
         )
     kwargs = f"--activation_checkpointing --activation_checkpointing_kwargs '{{\"every_n_layers\": {every}}}'"
-    hf = "--gradient_checkpointing" if every == 1 else kwargs
+    hf = "--gradient_checkpointing" if max(every, baseline.checkpoint_every) == 1 else kwargs
     which = f"{every_nth(every)} `{block_class}`" + (" (the first is one)" if every > 1 else "")
     if family == TRAINER:
         return f"Activation checkpointing: recompute {which}: `{hf}`."
@@ -154,8 +155,3 @@ def _precision_changes(precision: str, before: str, *, noted: bool) -> list[str]
     elif before in DTYPES and precision not in DTYPES and not noted:
         found.append("Precision: the weights are float32 again, so leave the inputs in float32.")
     return [*found, autocast] if precision.startswith("torch_autocast") else found
-
-
-def every_nth(k: int) -> str:
-    """`every`, `every second`, `every 4th`."""
-    return {1: "every", 2: "every second", 3: "every third"}.get(k, f"every {k}th")

@@ -178,8 +178,7 @@ class Candidate:
             f"ZeRO {self.zero_stage}",
         ]
         if self.checkpoint_every:
-            which = "block" if self.checkpoint_every == 1 else f"{ordinal(self.checkpoint_every)} block"
-            words.append(f"every {which} recomputed")
+            words.append(f"{every_nth(self.checkpoint_every)} block recomputed")
         for what, device in (("optimizer", self.offload_optimizer), ("parameters", self.offload_param)):
             if device != "none":
                 words.append(f"{what} on {DEVICE_WORDS[device]}")
@@ -319,7 +318,7 @@ def _change_words(name: str, candidate: Candidate) -> str:
     if name == "precision":
         return PRECISION_WORDS.get(candidate.precision, candidate.precision)
     if name == "checkpoint_every":
-        return "no block" if not value else "every block" if value == 1 else f"every {ordinal(int(value))} block"
+        return f"{every_nth(int(value))} block" if value else "no block"
     if name in ("offload_optimizer", "offload_param"):
         return "the device" if value == "none" else DEVICE_WORDS[str(value)]
     if name.startswith("data."):
@@ -333,10 +332,10 @@ def plain(value: Scalar) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def ordinal(number: int) -> str:
-    """A number as an ordinal: `2nd`."""
+def every_nth(number: int) -> str:
+    """Every n-th of something in words: `every`, `every 2nd`."""
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"
+    return "every" if number == 1 else f"every {number}{ending}"
 
 
 def check_knob(name: str) -> None:

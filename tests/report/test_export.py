@@ -196,7 +196,7 @@ def test_an_unknown_format_is_refused_with_the_known_ones():
 
 def test_notes_say_what_the_exported_text_cannot():
     assert any("batch_size=16" in note for note in notes(pick(CANDIDATES[3]), "accelerate"))
-    assert any("every second" in note for note in notes(pick(CANDIDATES[3]), "accelerate"))
+    assert any("every 2nd" in note for note in notes(pick(CANDIDATES[3]), "accelerate"))
     assert any("DummyOptim" in note for note in notes(pick(CANDIDATES[0]), "accelerate"))
     assert any("transformers 5" in note for note in notes(pick(CANDIDATES[3]), "hf-args"))
     assert notes(pick(CANDIDATES[3]), "deepspeed") == []
@@ -444,6 +444,14 @@ def test_training_arguments_are_those_of_the_winner_and_no_others():
     assert "--bf16" in export(pick(CANDIDATES[1]), BASE, "command", 2, started).splitlines()[-1]
     # What is the script's default already is not said.
     assert "accumulation" not in export(pick(CANDIDATES[2]), BASE, "command", 2, started)
+
+
+def test_every_layer_is_stated_where_the_baselines_command_recomputes_every_second_one():
+    """Its kwargs stayed beside --gradient_checkpointing, and went on leaving out every second layer."""
+    own = ("--activation_checkpointing", "--activation_checkpointing_kwargs", '{"every_n_layers": 2}')
+    started = replace(STARTED, flags=HF, invocation=replace(STARTED.invocation, arguments=own))
+    line = export(pick(CANDIDATES[2]), BASE, "command", 2, started).splitlines()[-1]
+    assert "--gradient_checkpointing" in line and "'{\"every_n_layers\": 1}'" in line
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,8 @@ CHECKPOINT = "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)"
     ("now", "before", "said"),
     [
         ({"checkpoint_every": 1}, {}, ["recompute every `Block`:", CHECKPOINT]),
-        ({"checkpoint_every": 2}, {}, ["recompute every second `Block`", CHECKPOINT]),
+        ({"checkpoint_every": 2}, {}, ["recompute every 2nd `Block`", CHECKPOINT]),
+        ({"checkpoint_every": 1}, {"checkpoint_every": 2}, ["recompute every `Block`:", "{\"every_n_layers\": 1}"]),
         ({"checkpoint_every": 4}, {}, ["recompute every 4th `Block`", CHECKPOINT]),
         ({}, {"checkpoint_every": 1}, ["no longer recompute `Block`"]),
         ({"precision": "bf16"}, {"precision": "fp32"}, ["`x.to(torch.bfloat16)`"]),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.space.candidate import AT_LEAST, Candidate, check_knob, differing, from_deepspeed, ordinal
+from autotune.space.candidate import AT_LEAST, Candidate, check_knob, differing, every_nth, from_deepspeed
 from autotune.space.deepspeed import LARGEST_BATCH, ConfigError, check_config
 from autotune.space.legality import why_illegal
 from autotune.space.parameter import parse_parameters
@@ -98,7 +98,8 @@ def test_a_candidate_is_described_in_words():
     )  # fmt: skip
     words = "micro-batch 8 x 2, bf16 autocast, ZeRO 3, every 2nd block recomputed, optimizer on the host, parameters on NVMe"
     assert full.describe() == words
-    assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 21, 113)] == "1st 2nd 3rd 4th 11th 12th 21st 113th".split()
+    words = "every, every 2nd, every 3rd, every 4th, every 11th, every 12th, every 21st, every 113th".split(", ")
+    assert [every_nth(n) for n in (1, 2, 3, 4, 11, 12, 21, 113)] == words
 
 
 def test_a_change_is_said_in_words():

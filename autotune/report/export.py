@@ -408,8 +408,7 @@ def export_pick(
     begun = started(report, which)
     file = "" if path is None else os.path.relpath(path, begun.invocation.working_dir) if begun else str(path)
     begun = begun.pasted_here if begun else None
-    stated, named = report.study.get("nodes") or 1, f"{shlex.quote(report.name)} {which}"
-    nodes = 1 if report.world_size % stated else stated  # what cannot be spread evenly ran on one
+    nodes, named = report.study.get("nodes", 1), f"{shlex.quote(report.name)} {which}"
     text = export(chosen, base, form, report.world_size // (nodes if form == "command" else 1), begun, file)
     joined = [ON_MACHINES[form].format(nodes)] if nodes > 1 and form in ON_MACHINES else []
     changes = [] if form == "command" else chosen.get("script_side_changes", [])  # its comments say so

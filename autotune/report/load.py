@@ -132,7 +132,7 @@ def _facts(study: Study, kept: StudyRecord, folder: Path, *, n_trials: int) -> d
         "replaced_by": later if (later := records.current(study)) != study.study_name else "",
         "target": kept.target,
         "ranks": kept.world_size,
-        "nodes": kept.fingerprint.get("nodes", 1),
+        "nodes": _nodes(kept),
         "data_parallel": kept.data_parallel,
         "objectives": [o.metric for o in kept.objectives],
         "weights": {o.metric: o.weight for o in kept.objectives},
@@ -175,8 +175,13 @@ def _threads(kept: StudyRecord) -> int | None:
     environment = kept.workload.environment
     if environment.accelerator != "cpu":
         return None
-    on_each = max(1, kept.world_size // kept.fingerprint.get("nodes", 1))
-    return workload.threads_per_rank(environment.n_cores, on_each, environment.omp_num_threads)
+    return workload.threads_per_rank(environment.n_cores, kept.world_size // _nodes(kept), environment.omp_num_threads)
+
+
+def _nodes(kept: StudyRecord) -> int:
+    """Machines of a trial: what cannot be spread evenly over those of the study ran on one."""
+    stated: int = kept.fingerprint.get("nodes", 1)
+    return 1 if kept.world_size % stated else stated
 
 
 def _with_changes(measured: Measured, kept: StudyRecord) -> Measured:

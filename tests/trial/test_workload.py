@@ -60,12 +60,13 @@ def test_ranks_of_a_host_share_its_memory():
 
 
 @pytest.mark.parametrize(
-    ("environment", "nodes", "threads"), [(ENVIRONMENT, 1, 1), (ENVIRONMENT, 2, 2), (DEVICE, 1, None)]
+    ("environment", "nodes", "ranks", "threads"),
+    [(ENVIRONMENT, 1, 2, 1), (ENVIRONMENT, 2, 2, 2), (ENVIRONMENT, 2, 3, 1), (DEVICE, 1, 2, None)],
 )
-def test_the_threads_of_a_rank_are_told_of_studies_on_a_cpu_alone(environment, nodes, threads):
-    """Of a study on several machines each rank had the cores of one machine divided by the ranks of all."""
+def test_the_threads_of_a_rank_are_told_of_studies_on_a_cpu_alone(environment, nodes, ranks, threads):
+    """Of a study on several machines each rank had the cores of one machine divided by the ranks of all; 3 ranks run on one of two."""
     workload = replace(WORKLOAD, environment=environment)
-    assert _threads(SimpleNamespace(workload=workload, world_size=2, fingerprint={"nodes": nodes})) == threads
+    assert _threads(SimpleNamespace(workload=workload, world_size=ranks, fingerprint={"nodes": nodes})) == threads
 
 
 def test_a_check_names_the_devices_with_capability_and_memory():

@@ -21,7 +21,6 @@ from autotune.trial.result import Outcome
 
 MOST_ENDS, MOST_NOTES = 6, 3
 LEAST_S = 0.5  # between two updates of the display
-MEASURED = {"step_time_s": "s", "samples_per_s": "samples/s", "peak_memory_bytes": "B"}
 
 
 def answer_html(report: StudyReport) -> str:
@@ -113,7 +112,7 @@ class NotebookView(EventSink):
         self._progress = ended
         outcome, why = end_words({"outcome": str(ended.outcome), "reason": ended.reason})
         figures = (
-            format_quantity(ended.metrics[name], unit) for name, unit in MEASURED.items() if name in ended.metrics
+            format_quantity(ended.metrics[name], unit) for name, unit, *_ in progress.COLUMNS if name in ended.metrics
         )
         complete = ended.outcome is Outcome.COMPLETE
         measured = ", ".join(

@@ -22,7 +22,6 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 from autotune.errors import UserError
 from autotune.report.dashboard.overlay import REPORT_LINK, File, StudyOverlay, config_file
 from autotune.report.dashboard.storage import READ_ONLY, DashboardStorage
-from autotune.report.data import StudyReport
 from autotune.report.notebook import headline, lead
 from autotune.report.page import render
 from autotune.study.storage import records
@@ -183,10 +182,9 @@ class Application:
         if not path.startswith("/autotune/"):
             return None
         if asked := REPORT.fullmatch(path):
-            report = self._report(int(asked["study"]))
-            return (
-                _say(start, HTTPStatus.NOT_FOUND, NO_REPORT) if report is None else _page(start, render.render(report))
-            )
+            if (shown := self.overlay.shown(int(asked["study"]))) is None:
+                return _say(start, HTTPStatus.NOT_FOUND, NO_REPORT)
+            return _page(start, render.render(self.overlay.report(shown.report.name)))
         found = DOWNLOAD.fullmatch(path)
         file = self._file(found.groupdict()) if found else None
         content = file.read() if file else None
@@ -203,7 +201,7 @@ class Application:
         """
         path = environ.get("PATH_INFO", "") if environ["REQUEST_METHOD"] == "GET" else ""
         found = STUDY.fullmatch(path)
-        shown = self._shown(int(found["study"])) if found else None
+        shown = self.overlay.shown(int(found["study"])) if found else None
         if shown is None and not path.startswith(("/dashboard", "/api/")):
             plain: Iterable[bytes] = self._optuna(environ, start)
             return plain
@@ -223,24 +221,12 @@ class Application:
         start(status, headers)
         return [content]
 
-    def _shown(self, study_id: int) -> StudyOverlay | None:
-        try:
-            return self.overlay.shown(study_id)
-        except KeyError:
-            return None
-
-    def _report(self, study_id: int) -> StudyReport | None:
-        try:
-            return self.overlay.report(study_id)
-        except KeyError:
-            return None
-
     def _answers(self) -> list[dict[str, Any]]:
         """The studies for the first page, the newest first, with the answers of the newest."""
         found = sorted(self.overlay.get_all_studies(), key=lambda each: -each._study_id)
         answers = []
         for n, each in enumerate(found):
-            shown = self._shown(each._study_id) if n < MOST_ANSWERS else None
+            shown = self.overlay.shown(each._study_id) if n < MOST_ANSWERS else None
             answers.append(
                 {
                     "name": each.study_name,
@@ -253,7 +239,7 @@ class Application:
         return answers
 
     def _file(self, asked: Mapping[str, str]) -> File | None:
-        shown = self._shown(int(asked["study"]))
+        shown = self.overlay.shown(int(asked["study"]))
         if shown is None:
             return None
         name, report = asked["name"], shown.report

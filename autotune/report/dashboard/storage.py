@@ -139,21 +139,20 @@ class DashboardStorage(BaseStorage):
         self._namespace = uuid.uuid4()
 
     def shown(self, study_id: int) -> StudyOverlay | None:
-        """The overlay of a study; None if autotune did not make it or it has no trial yet."""
-        name = self._base.get_study_name_from_id(study_id)
+        """The overlay of a study; None if there is none, autotune did not make it or it has no trial yet."""
+        try:
+            name = self._base.get_study_name_from_id(study_id)
+        except KeyError:
+            return None
         kept = self._kept.get((study_id, name))
         if kept is None:
             made = _CachedOverlay(partial(self._read, study_id, name), self.remove_session)
             kept = self._kept.setdefault((study_id, name), made)
         return kept.look()
 
-    def report(self, study_id: int) -> StudyReport | None:
-        """The study's own report with every series; None if autotune did not make it or it has no trial yet."""
-        name = self._base.get_study_name_from_id(study_id)
-        try:
-            return load.from_storage(self._base, name, self._folder_of(name), today=False)
-        except UserError:
-            return None
+    def report(self, name: str) -> StudyReport:
+        """The own report of a study that is shown, with every series."""
+        return load.from_storage(self._base, name, self._folder_of(name), today=False)
 
     def _read(self, study_id: int, name: str) -> StudyOverlay | None:
         try:

@@ -15,7 +15,7 @@ from autotune.report.data import StudyReport
 from autotune.space.deepspeed import Scalar
 from autotune.study.spec.yaml_file import read_yaml
 from autotune.system.files import shown, tail
-from autotune.trial.command import EXPORTED_CONFIG, Invocation, has_flag, joined
+from autotune.trial.command import EXPORTED_CONFIG, Invocation, has_flag, joined, start_of
 from autotune.trial.workload import ACCELERATE, LIGHTNING, TRAINER
 
 # The formats of `autotune export` that not every script reads, with the frameworks that do.
@@ -194,7 +194,7 @@ class Started:
     @cached_property
     def own_accelerate_config(self) -> dict[str, Any]:
         """The Accelerate config of the tuned command, the default one where it names none; empty if it has none."""
-        words = self._words
+        words = start_of(self.invocation) or self._words  # a script may have a --config_file, too
         if not any(
             Path(word).name in ("accelerate", "accelerate-launch", "accelerate.commands.launch") for word in words
         ):

@@ -540,7 +540,10 @@ def test_the_accelerate_config_keeps_the_settings_of_the_users_own(launch, tmp_p
     file.write_text(yaml.safe_dump(own))
     if "config_file" not in launch:
         monkeypatch.setattr("autotune.report.started.DEFAULT_ACCELERATE_CONFIG", file)
-    how = replace(STARTED.invocation, working_dir=str(tmp_path), command=f"{launch} train.py --bs 8")
+    (tmp_path / "train.yaml").write_text("lr: 1e-3")
+    arguments = ("--config_file", "train.yaml")  # of the script, and once taken for Accelerate's
+    command = f"{launch} train.py {' '.join(arguments)}"
+    how = replace(STARTED.invocation, working_dir=str(tmp_path), command=command, arguments=arguments)
     found = yaml.safe_load(export(pick(CANDIDATES[1]), BASE, "accelerate", 2, replace(STARTED, invocation=how)))
     section = found.pop("deepspeed_config")
     assert json.loads(section.pop("deepspeed_config_file")) and not {"fsdp_config", "mixed_precision"} & set(found)

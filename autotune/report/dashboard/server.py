@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from hashlib import sha256
 from http import HTTPStatus
-from http.cookies import CookieError, SimpleCookie
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -114,10 +113,8 @@ class Application:
         environ.setdefault("HTTP_ACCEPT_ENCODING", "")  # without one Optuna's files fail
         try:
             return self._refusal(environ, start) or self._download(environ, start) or self._answer(environ, start)
-        except UserError as error:
-            return _say(start, HTTPStatus.SERVICE_UNAVAILABLE, str(error))
         except Exception as error:
-            said = in_words(error)
+            said = error if isinstance(error, UserError) else in_words(error)
             status = HTTPStatus.SERVICE_UNAVAILABLE if said else HTTPStatus.INTERNAL_SERVER_ERROR
             return _say(start, status, str(said or error_log.sentence(error)))
         finally:
@@ -277,11 +274,9 @@ def _say(start: StartResponse, status: HTTPStatus, text: str) -> Iterable[bytes]
 
 
 def _cookie(environ: Environ) -> str:
-    try:
-        morsel = SimpleCookie(environ.get("HTTP_COOKIE", "")).get(COOKIE)
-    except CookieError:
-        return ""
-    return morsel.value if morsel else ""
+    """The token's cookie. Those of other programs, which http.cookies may be unable to read, are passed over."""
+    pairs = (each.strip().partition("=") for each in environ.get("HTTP_COOKIE", "").split(";"))
+    return next((value for name, _, value in pairs if name == COOKIE), "")
 
 
 def _holds_note(environ: Environ) -> bool:

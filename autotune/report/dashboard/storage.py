@@ -73,24 +73,19 @@ class _CachedOverlay:
         if last is None or now > self._until + LONGEST_STALE_S:
             with self._making:
                 return self._renewed()
-        if now >= self._until and self._making.acquire(blocking=False):
-            try:
-                # A daemon, since the server's end does not wait for it.
-                threading.Thread(target=self._renew, name="autotune-overlay", daemon=True).start()
-            except BaseException:
-                self._making.release()
-                raise
+        if now >= self._until and not self._making.locked():
+            # A daemon, since the server's end does not wait for it.
+            threading.Thread(target=self._renew, name="autotune-overlay", daemon=True).start()
         return last
 
     def _renew(self) -> None:
-        try:
-            self._renewed()
-        except Exception as error:
-            # The next reader gets the error, and the one after that waits for a new copy.
-            self.last, self._error = None, error
-        finally:
-            self._making.release()
-            self._leave()
+        with self._making:
+            try:
+                self._renewed()
+            except Exception as error:
+                # The next reader gets the error, and the one after that waits for a new copy.
+                self.last, self._error = None, error
+        self._leave()
 
     def _renewed(self) -> StudyOverlay | None:
         if self._error is not None:

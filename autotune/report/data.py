@@ -136,8 +136,6 @@ class StudyReport:
     def memory_limit_bytes(self) -> float | None:
         """What a rank may use: what the user stated, up to the device's memory, on a CPU else a rank's share of the machine's."""
         stated = self.study.get("device_memory_bytes")
-        if not self.environment.get("device_memory_bytes"):
-            return float(stated) if stated else None
         environment = adapter(Environment).validate_python(dict(self.environment))
         on_each = self.world_size // self.study.get("nodes", 1)
         return limit_bytes(environment, stated, on_each, self.world_size, self.study.get("at_once") or 1)

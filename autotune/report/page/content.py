@@ -351,8 +351,6 @@ def _facts(report: StudyReport) -> dict[str, dict[str, Any]]:
 
 def _workload(report: StudyReport) -> dict[str, Any]:
     workload = report.workload
-    if not workload:
-        return {}
     n = workload.get("n_blocks")
     blocks = f"{n} × {workload['block_class']}, {workload['block_share']:.0%} of the parameters" if n else "none"
     return {

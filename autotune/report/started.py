@@ -15,7 +15,7 @@ from autotune.report.data import StudyReport
 from autotune.space.deepspeed import Scalar
 from autotune.study.spec.yaml_file import read_yaml
 from autotune.system.files import shown, tail
-from autotune.trial.command import EXPORTED_CONFIG, Invocation, has_flag, joined, start_of
+from autotune.trial.command import EXPORTED_CONFIG, Invocation, has_flag, joined
 from autotune.trial.workload import ACCELERATE, LIGHTNING, TRAINER
 
 # The formats of `autotune export` that not every script reads, with the frameworks that do.
@@ -194,16 +194,18 @@ class Started:
     @cached_property
     def own_accelerate_config(self) -> dict[str, Any]:
         """The Accelerate config of the tuned command, the default one where it names none; empty if it has none."""
-        words = start_of(self.invocation) or self._words  # a script may have a --config_file, too
+        how = self.invocation
+        script = {Path(how.script).name, how.module or how.script}  # it may have a --config_file, too
+        words = list(itertools.takewhile(lambda word: not {Path(word).name, word} & script, self._words))
         if not any(
             Path(word).name in ("accelerate", "accelerate-launch", "accelerate.commands.launch") for word in words
         ):
             return {}
         named = [pair[1] for pair in itertools.pairwise(words) if pair[0] == CONFIG_FLAG]
         named += [word.partition("=")[2] for word in words if word.startswith(f"{CONFIG_FLAG}=")]
-        path = Path(self.invocation.working_dir, named[-1]) if named else DEFAULT_ACCELERATE_CONFIG
+        own = os.path.expanduser(named[-1]) if named else DEFAULT_ACCELERATE_CONFIG
         try:
-            found = read_yaml(path)
+            found = read_yaml(Path(how.working_dir, own))
         except SpecError:  # the template serves without it
             return {}
         return found if isinstance(found, dict) else {}

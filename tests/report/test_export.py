@@ -526,6 +526,7 @@ def test_a_script_that_accelerate_compiles_is_compiled_as_it_was_measured():
     [
         "accelerate launch --config_file my.yaml",
         "accelerate launch --config_file \\\n  my.yaml",
+        "accelerate launch --config_file ~/my.yaml",
         "accelerate launch",
         "torchrun",
     ],
@@ -538,6 +539,7 @@ def test_the_accelerate_config_keeps_the_settings_of_the_users_own(launch, tmp_p
     }  # fmt: skip
     file = tmp_path / "my.yaml"
     file.write_text(yaml.safe_dump(own))
+    monkeypatch.setenv("HOME", str(tmp_path))
     if "config_file" not in launch:
         monkeypatch.setattr("autotune.report.started.DEFAULT_ACCELERATE_CONFIG", file)
     (tmp_path / "train.yaml").write_text("lr: 1e-3")

@@ -11,7 +11,7 @@ from autotune.space.deepspeed import SIDE_EFFECT_KEYS, Scalar
 from autotune.trial import token_budget
 from autotune.trial.request import TrialRequest
 from autotune.worker import random_fills
-from autotune.worker.containers import coarse_dtype, to_device
+from autotune.worker.containers import coarse_dtype, number_in, to_device
 from autotune.worker.data import worst
 from autotune.worker.data.loader import Loader
 from autotune.worker.data.samples import fixed_sizes
@@ -197,19 +197,19 @@ class _Trainer:
             window.add(loss, self.meter.batches.last)
         window.gather(n_steps)
 
-    def _step(self) -> torch.Tensor:
+    def _step(self) -> torch.Tensor | float:
         """Trains one optimizer step; returns its mean loss."""
         if self.stages is not None:
             return self.stages.step()
-        # Whatever default type a model.py has set, as for weights in 16 bits.
-        meter, total = self.meter, torch.zeros((), dtype=torch.float32, device=self.meter.device)
+        meter = self.meter
+        total: torch.Tensor | float = 0.0
         self.micro_clock.start()
         while True:
             meter.enter("data")
             batch = self._draw()
             meter.enter("forward")
             loss = self.loss(self.engine, batch)
-            total += loss.detach().float()
+            total = number_in(loss.float()) + total
             self.meter.recorder.report.loss_dtype = coarse_dtype(loss)
             meter.enter("backward")
             self.engine.backward(loss)

@@ -37,7 +37,8 @@ def narrow_by_default():
     torch.set_default_dtype(torch.float32)
 
 
-def test_losses_are_added_up_in_fp32_whatever_type_a_model_leaves_as_the_default(narrow_by_default):
+@pytest.mark.parametrize("shape", [(), (1,)])  # a loss of one element has one dimension in some models
+def test_losses_are_added_up_in_fp32_whatever_type_a_model_leaves_as_the_default(narrow_by_default, shape):
     trainer = loop._Trainer.__new__(loop._Trainer)
     batches = SimpleNamespace(step=lambda: True)
     trainer.meter = SimpleNamespace(
@@ -46,5 +47,5 @@ def test_losses_are_added_up_in_fp32_whatever_type_a_model_leaves_as_the_default
     )  # fmt: skip
     trainer.micro_clock = SimpleNamespace(start=lambda: None, lap=lambda _: None)
     trainer.engine, trainer.stages = SimpleNamespace(backward=lambda _: None, step=lambda: None), None
-    trainer._draw, trainer.loss = (lambda: None), lambda *_: torch.tensor(1.001, dtype=torch.float32)
+    trainer._draw, trainer.loss = (lambda: None), lambda *_: torch.full(shape, 1.001, dtype=torch.float32)
     assert float(trainer._step()) == pytest.approx(1.001)

@@ -386,7 +386,7 @@ class Workload:
         block_share: Their share of the parameters.
         float_buffers: The model has floating-point buffers, as batch normalisation does.
         by_micro_batch: What trains otherwise at another micro-batch: layers with its statistics, a script's loop. Once `batch_norm`.
-        client_optimizer: The target defines `optimizer`.
+        client_optimizer: The target makes the optimizer: a configuration's gives way to a script's, and replaces that of a model.py.
         sparse: Classes of its modules that give sparse gradients; empty without any.
         updates: Classes of modules in the blocks that change a buffer in each forward, also a recomputed one; empty without any.
         optimizer: Class of that optimizer, if it could be made without data.

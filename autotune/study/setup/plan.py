@@ -337,8 +337,7 @@ def grounds(
         global_batch=spec.global_batch if isinstance(spec.global_batch, tuple) else None,
         plain_backward=workload.script is not None and workload.script.plain_backward,
         scales=workload.script is not None and workload.script.scales,
-        # The optimizer of a configuration takes the place of a model.py's, and gives way to a script's.
-        own_optimizer=workload.client_optimizer and (workload.script is not None or "optimizer" not in base_config),
+        own_optimizer=workload.client_optimizer,
         base=inherited_settings(base_config),
         pins=pins_by_default(),
         missing_ops=tuple(environment.missing_ops.items()),

@@ -81,7 +81,7 @@ def inspect_workload(
         # Loading a model takes host memory; the baseline shows whether it fits the device.
         device_memory_bytes=spec.device_memory_bytes if is_script else None,
         script=script_request(spec, None, own, own) if own is not None else None,
-        ds_config=_untouched_config(spec) if is_script else {},
+        ds_config=_untouched_config(spec) if is_script else spec.base_config or {},
     )  # fmt: skip
     builds = _Builds(TrialDir(path), doing)
     result = base.run(executor, path, request, builds.look)

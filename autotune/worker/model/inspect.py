@@ -34,7 +34,10 @@ def inspect_model(request: TrialRequest) -> Workload:
 
     on_cuda = get_accelerator().device_name() == "cuda"  # which the user may not want, though it is here
     free = free_bytes(range(torch.cuda.device_count())) if on_cuda else ()  # the model may be made on a device
-    target = model_file.load(Path(request.target))
+    target, replaced = model_file.load(Path(request.target)), list[str]()
+    if target.optimizer is not None and "optimizer" in request.ds_config:
+        target.optimizer = None
+        replaced.append(f"{target.path.name}: optimizer() gives way to the configuration's `optimizer`")
     try:
         with torch.device("meta"):
             model = model_file.build_model(target)
@@ -53,7 +56,8 @@ def inspect_model(request: TrialRequest) -> Workload:
     split = splitting(target, model)
     found = with_batch_norm(with_experts(found, model), model)
     found = replace(found, environment=replace(found.environment, free_bytes=free))
-    return replace(found, optimizer=own, learning_rates=rates, data=data, splitting=split)
+    caveats = [*found.caveats, *replaced]
+    return replace(found, optimizer=own, learning_rates=rates, data=data, splitting=split, caveats=caveats)
 
 
 def _own_optimizer(target: model_file.ModelFile, model: torch.nn.Module) -> tuple[str, tuple[float, ...]]:

@@ -4,9 +4,11 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from support.instant import WORKLOAD
+from support.instant import WORKLOAD, spec_of
+from support.zoo import ADAMW
 from torch import nn
 
+from autotune.study.setup.script import inspect_workload
 from autotune.trial import folder
 from autotune.trial.result import Outcome
 from autotune.trial.workload import Workload
@@ -54,6 +56,13 @@ def test_inspection_refuses_a_model_with_nothing_to_train(zoo, write_model):
         """)
     result = zoo.run(target, mode="inspect", world_size=1)
     assert (result.outcome, result.reason) == (Outcome.CRASHED, "own_model.py: model() has no trainable parameter")
+
+
+def test_a_configurations_optimizer_takes_the_place_of_the_targets(zoo):
+    """The learning rate followed the batch by the rule of the one that was not used, as SGD's in place of AdamW's."""
+    found = inspect_workload(spec_of(base_config=ADAMW), zoo.executor, zoo.next_folder().path, 1)
+    assert (found.client_optimizer, found.optimizer, found.learning_rates) == (False, "", ())
+    assert found.caveats == ["ok.py: optimizer() gives way to the configuration's `optimizer`"]
 
 
 def test_embeddings_count_that_are_trained_by_sparse_gradients():

@@ -34,8 +34,9 @@ def load(model: nn.Module, path: Path) -> None:
         raise WorkloadError(
             f"checkpoint {path} does not fit the model: {str(error).splitlines()[-1].strip()}"
         ) from None
-    own = dict(model.named_parameters())
-    lost = [name for name in missing if name in own]
+    own = dict(model.named_parameters(remove_duplicate=False))
+    loaded = {own[name] for name in own.keys() - {*missing}}  # a file may have a tied tensor by any of its names
+    lost = [name for name in missing if name in own and own[name] not in loaded]
     if lost or len(unknown) == len(found):
         raise WorkloadError(
             f"checkpoint {path} does not fit the model: it has no {', '.join(lost[:3]) or 'parameter of it'}"

@@ -36,6 +36,20 @@ def test_the_names_of_a_models_own_part_called_module_are_kept(tmp_path, before)
     assert torch.equal(model.module.weight, other.module.weight)
 
 
+def test_a_tied_tensor_is_found_by_any_of_its_names(tmp_path):
+    """safetensors keeps the first one by the alphabet, and such a file was refused."""
+    model, other = (nn.Sequential(OrderedDict(embedded=nn.Embedding(4, 2), by=nn.Linear(2, 4))) for _ in range(2))
+    for each in (model, other):
+        each.by.weight = each.embedded.weight
+    state = other.state_dict()
+    torch.save({"by.bias": state["by.bias"], "by.weight": state["by.weight"]}, tmp_path / "model.pt")
+    weights.load(model, tmp_path)
+    assert torch.equal(model.embedded.weight, other.by.weight)
+    torch.save({"by.bias": state["by.bias"]}, tmp_path / "model.pt")
+    with pytest.raises(weights.WorkloadError, match=r"it has no embedded\.weight, by\.weight"):
+        weights.load(model, tmp_path)
+
+
 def test_the_place_in_the_data_is_where_it_was_said(zoo):
     whole = zoo.run("still", max_steps=6, **WHOLE).losses
     later = zoo.run("still", max_steps=2, first_sample=4 * 8, **WHOLE).losses

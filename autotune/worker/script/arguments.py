@@ -82,11 +82,11 @@ class Arguments:
         files = {name: os.fsdecode(value) for name, value in values.items() if isinstance(value, str | os.PathLike)}
         files = {name: file for name, file in files.items() if file.endswith(".json")}
         for name in CONFIG_DESTINATIONS:
-            given = name in files
-            if typed and given:
-                self._flags["ds_config"] = _options(named, name)
-            elif typed and name == "deepspeed_config" and name in values:
-                self._context.left_out[:] = _options(named, name)
+            given, options = name in files, _options(named, name)
+            if typed and given and options:  # else it is no flag
+                self._flags["ds_config"] = options
+            elif typed and name == "deepspeed_config" and name in values and not given:
+                self._context.left_out[:] = options
             # The adapter of transformers sees to its flag, `deepspeed`.
             if given and self._ds_config is not None and name != "deepspeed":
                 values[name] = type(values[name])(self._ds_config)  # a script may open the file itself

@@ -156,6 +156,11 @@ def test_the_path_of_the_configuration_is_the_trials_and_in_a_probe_the_users(pa
     found, _, flags = parse(parser, "--deepspeed --ds_config my.json", ds_config=Path("/t.json") if in_trial else None)
     assert found.ds_config == Path("/t.json" if in_trial else "my.json") and found.deepspeed is True
     assert flags == {"ds_config": ["--ds_config"]}
+    parser = argparse.ArgumentParser()
+    parser.add_argument("ds_config")
+    assert parse(parser, "my.json")[2] == {}, (
+        "no flag: `export --format command` put the first of none into the command"
+    )
 
 
 def test_transformers_arguments_are_known_where_they_are_parsed(parse):

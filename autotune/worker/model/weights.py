@@ -25,7 +25,8 @@ def load(model: nn.Module, path: Path) -> None:
         path: A DeepSpeed checkpoint's folder, a folder with a state dict, or a state dict's file.
     """
     known = model.state_dict().keys()  # a model may have a part of that name itself
-    found = {name if name in known else name.removeprefix("module."): value for name, value in _state(path).items()}
+    state = _state(path).items()  # a wrapped or compiled model's names begin otherwise
+    found = {n if n in known else n.removeprefix("module.").removeprefix("_orig_mod."): value for n, value in state}
     found = experts.of_this_rank(model, found)
     try:
         with _gathered(model, modifier_rank=0):

@@ -135,8 +135,7 @@ class EngineHooks:
         if prepared is not None:
             self._tell_count(own)
             self._tell_file(own, prepared)
-            self._first, config = (source, prepared.own_config), context.config(own)
-            self._first_at = users_caller()
+            self._first, self._first_at, config = (source, prepared.own_config), users_caller(), context.config(own)
             if context.request.replicate:
                 perturb(given["model"], context.request.replicate)
         else:
@@ -159,7 +158,9 @@ class EngineHooks:
             experts.watch(result[0].module)
             if context.request.replicate:
                 draw_otherwise(result[0], context.request.replicate)
-            self._measure(result[0], prepared, factor)
+            self._attach(result[0], prepared)
+            if context.meter is not None:
+                context.meter.rate_factor = factor
         else:
             result[0].register_forward_pre_hook(context.cast, with_kwargs=True)
             self._attach_beside(result[0])
@@ -176,12 +177,6 @@ class EngineHooks:
         is_path = isinstance(source, str | os.PathLike)  # DeepSpeed takes a dict there, too
         written = is_path and os.path.exists(source) and os.stat(source).st_mtime > context.began
         return source, os.path.relpath(source) if written else ""
-
-    def _measure(self, engine: Any, prepared: PreparedModel, rate_factor: float) -> None:
-        """Starts to measure an engine, whose updates multiply the script's rates by a factor."""
-        self._attach(engine, prepared)
-        if self._context.meter is not None:
-            self._context.meter.rate_factor = rate_factor
 
     def _tell_count(self, own: DsConfig) -> None:
         """Notes what the script has its accumulation from, where only the configuration is changed: its loop may count by that."""

@@ -28,7 +28,7 @@ def test_a_trial_goes_on_from_the_weights_that_another_one_left(zoo, tmp_path, s
     assert after.losses[0] < fresh.losses[0] - 0.2
 
 
-@pytest.mark.parametrize("before", ["", "module."])
+@pytest.mark.parametrize("before", ["", "module.", "_orig_mod.", "module._orig_mod."])
 def test_the_names_of_a_models_own_part_called_module_are_kept(tmp_path, before):
     model, other = (nn.Sequential(OrderedDict(module=nn.Linear(2, 2))) for _ in range(2))
     torch.save({f"{before}{name}": value for name, value in other.state_dict().items()}, tmp_path / "model.pt")

@@ -39,7 +39,8 @@ def execute(path: Path, script: Script) -> None:
     tree = ast.parse(path.read_bytes(), filename=str(path))
     for name, node in module_constants(tree.body):
         if name in script.assignments and node.value is not None:
-            node.value = ast.copy_location(ast.Constant(_literal(script.assignments[name])), node.value)
+            value = repr(_literal(script.assignments[name]))
+            node.value = ast.parse(value, mode="eval").body  # no `ast.Constant` holds a list or a dict
     main = types.ModuleType("__main__")
     main.__file__ = str(path)
     if script.module:

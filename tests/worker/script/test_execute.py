@@ -45,3 +45,11 @@ def test_a_script_is_among_what_was_imported_last(tmp_path, run):
     (tmp_path / "train.py").write_text("from functools import reduce\n")
     run(tmp_path / "train.py")
     assert next(reversed(sys.modules)) == "__main__"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("16", 16), ("bf16", "bf16"), ("[16, 8]", [16, 8]), ("{'a': (1,)}", {"a": (1,)})]
+)
+def test_a_constant_gets_a_value_of_any_kind(tmp_path, run, text, value):
+    (tmp_path / "train.py").write_text("CONSTANT = None\n")
+    assert run(tmp_path / "train.py", assignments={"CONSTANT": text})["CONSTANT"] == value

@@ -93,7 +93,8 @@ def _file(path: Path) -> Mapping[str, Tensor]:
     try:
         data = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise WorkloadError(f"checkpoint {path} cannot be read as a state dict: {str(error).splitlines()[0]}") from None
+        why = f"cannot be read as a state dict ({type(error).__name__}): save `model.state_dict()` alone, by torch.save"
+        raise WorkloadError(f"checkpoint {path} {why}") from None
     return _weights_in(data, path)
 
 

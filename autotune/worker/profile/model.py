@@ -33,7 +33,7 @@ FAKE_SIZES, REAL_SIZES = (2, 4), (1, 2)
 DRAWS = 4
 # State bytes per parameter (fp32) of DeepSpeed's fused optimizers, which need no scratch; torch's are run.
 FUSED_STATES = {
-    **dict.fromkeys(("adam", "adamw", "lamb", "fusedadam"), 8.0),
+    **dict.fromkeys(("adam", "adamw", "lamb"), 8.0),
     **dict.fromkeys(("lion", "muon", "adagrad"), 4.0),
     "sgd": 0.0,
 }

@@ -31,7 +31,7 @@ from autotune.worker.model import model_file, weights
 from autotune.worker.model.inspect import with_experts, workload_of
 from autotune.worker.profile.model import built_bytes
 from autotune.worker.script import ds_config, pipeline
-from autotune.worker.script.context import ScriptContext, ScriptError
+from autotune.worker.script.context import ScriptContext
 from autotune.worker.script.patching import patch, patch_everywhere, users_caller, users_frame
 
 # Arguments of torch's checkpoint that it does not pass on to the function.
@@ -150,7 +150,7 @@ class EngineHooks:
         with ds_config.without_config_flag(namespace):
             result = original(*bound.args, **bound.kwargs)
         if prepared is not None:
-            prepared.own_rates = learning_rates(getattr(result[0], "basic_optimizer", None))
+            prepared.own_rates = learning_rates(result[0].basic_optimizer)
             prepared.initialized_at, prepared.written_config = self._first_at or "", written
             # The script would write over an exported file there.
             prepared.config_source = "" if written else prepared.config_source
@@ -338,13 +338,10 @@ def follow_rate(context: ScriptContext, engine: Any, own_rates: Rates) -> float:
 
     Also where the global batch stays, and the script sets its rate by the micro-batch alone.
     """
-    optimizer, script = getattr(engine, "basic_optimizer", None), context.script
+    optimizer, script = engine.basic_optimizer, context.script
     factor = context.request.learning_rate_factor
     if factor == 1 and not _splits_otherwise(context.candidate, script):
         return 1.0
-    if optimizer is None:
-        text = "no optimizer whose learning rate could follow the batch; choose --learning-rate-rule none"
-        return 1.0 if factor == 1 else context.abort(ScriptError(text))
     if all(group.get("lr") is None for group in optimizer.param_groups):
         if factor != 1:
             context.once("the optimizer finds its learning rate itself, so none follows the batch")
@@ -392,5 +389,5 @@ def scale_rate(optimizer: Any, factor: float) -> None:
 
 def learning_rates(optimizer: Any) -> Rates:
     """Returns the learning rate of each parameter group before any schedule."""
-    found = (group.get("initial_lr", group.get("lr")) for group in getattr(optimizer, "param_groups", ()))
+    found = (group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups)
     return tuple(None if rate is None else float(rate) for rate in found)

@@ -59,7 +59,7 @@ def workload_of(
         n_samples=data.n_samples if data is not None else None,
         environment=replace(described.environment, free_bytes=meter.memory.free_bytes),
         script=probed,
-        optimizer=type(getattr(engine, "basic_optimizer", None)).__name__,
+        optimizer=type(engine.basic_optimizer).__name__,
         caveats=[*described.caveats, *report.caveats],
         data=data,
     )

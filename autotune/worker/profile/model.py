@@ -333,8 +333,8 @@ def _optimizer(
             if kind.lower() in FUSED_STATES and not ours and kind.lower() != "sgd":
                 of_adam = 4.0 * _share_of_adam(model) if kind.lower() == "muon" else 0.0
                 return FUSED_STATES[kind.lower()] + of_adam, 0.0, False
-            name = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}.get(kind.lower(), kind)
-            name = "AdamW" if name == "Adam" and params.pop("adam_w_mode", True) else name
+            decoupled = params.pop("adam_w_mode", True)
+            name = {"adam": "AdamW" if decoupled else "Adam", "adamw": "AdamW", "sgd": "SGD"}.get(kind.lower(), kind)
             made = getattr(torch.optim, name)
             return op_counter.optimizer_needs(lambda parameters: made(parameters, **params), device)
         if target.optimizer is not None:

@@ -15,7 +15,7 @@ from autotune.trial.links import Probe
 from autotune.trial.profile import Machine, Profile
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
-from autotune.worker.profile.model import converted_anew
+from autotune.worker.profile.model import _optimizer, converted_anew
 
 pytestmark = pytest.mark.process
 
@@ -186,6 +186,14 @@ def test_states_and_scratch_are_those_of_the_optimizer_that_is_named(zoo):
     of_adam, matrix = 50 * 16 + 16, 16 * 16
     muon = profile_of(zoo, "tied", optimizer={"type": "Muon", "params": {"lr": 0.1}}).optimizer_bytes
     assert muon == pytest.approx((8 * of_adam + 4 * matrix) / (of_adam + matrix))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_an_argument_that_deepspeed_keeps_from_torchs_adam_changes_no_needs(kind):
+    given = {"type": kind, "params": {"lr": 0.1, "torch_adam": True, "adam_w_mode": True, "fused": True}}
+    caveats = []
+    assert _optimizer(None, None, {"optimizer": given}, torch.device("cpu"), caveats) == (8, 0, False) and not caveats
 
 
 @pytest.mark.system

@@ -65,7 +65,7 @@ def data():
 
 
 def optimizer(params):
-    """Your optimizer. Without it, the one in your DeepSpeed JSON is used, else AdamW."""
+    """Your optimizer, unless your DeepSpeed JSON has one; without either, AdamW."""
     return torch.optim.AdamW(params, lr=1e-3)
 
 

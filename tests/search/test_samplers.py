@@ -200,7 +200,8 @@ def test_equal_seeds_search_alike_and_others_do_not(name):
 @pytest.mark.parametrize("name", ["tpe", "nsga2", "gp"])
 def test_samplers_of_optuna_4_heed_constraints_as_those_of_5_do(name, monkeypatch):
     """Without a function for them they took what breaks a constraint for the best of all."""
-    monkeypatch.delattr(optuna.trial.Trial, "set_constraint", raising=False)
+    for kind in optuna.trial.Trial.__mro__:
+        monkeypatch.delattr(kind, "set_constraint", raising=False)
     (broken,) = constraint_attrs({"peak_memory_bytes": 1.0}).items()
     trial = optuna.trial.create_trial(value=0.0, system_attrs=dict([broken]))
     assert samplers._optuna_sampler(name, seed=0)._constraints_func(trial) == [1.0]

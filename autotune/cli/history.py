@@ -97,7 +97,7 @@ def delete(
                 f" {shlex.join(['autotune', 'delete', study, '--yes'])}"
             )
         # The database last: until then the same command finds the study, and removes the rest.
-        for name in (records.RECORD_FILE, "report.html"):
+        for name in (records.RECORD_FILE, "report.html", "scaling.html"):
             (folder / name).unlink(missing_ok=True)
         for path in (folder / name for name in ("trials", "retunes", "scaling")):
             if path.is_symlink():

@@ -437,6 +437,7 @@ def test_a_study_whose_scaling_is_measured_now_is_not_deleted(studies):
 def test_a_deleted_study_leaves_no_row_and_keeps_its_small_files(studies, capsys):
     schedule_add("s", "7d")
     (studies / "s" / "scaling").symlink_to(studies)  # as to a larger disk; it stayed without a word
+    (studies / "s" / "scaling.html").touch()
     delete("s", yes=True)
     assert f"leads to {studies}, which stays" in capsys.readouterr().err
     with sqlite3.connect(studies / "autotune.db") as database:
@@ -445,7 +446,8 @@ def test_a_deleted_study_leaves_no_row_and_keeps_its_small_files(studies, capsys
         counts = {name: database.execute(f"select count(*) from {name}").fetchone()[0] for name in tables}
         assert database.execute("select count(*) from studies").fetchone() == (0,)
     assert {name for name, count in counts.items() if count} == {"autotune_migration"}
-    assert (studies / "s" / "ds_config.json").exists() and not (studies / "s" / "trials").exists()
+    assert (studies / "s" / "ds_config.json").exists()
+    assert not [name for name in ("trials", "scaling.html") if (studies / "s" / name).exists()]
 
 
 def test_rows_of_a_study_that_another_program_deleted_go_with_the_next_look(studies, capsys):

@@ -173,7 +173,8 @@ def _in_rows(micro_batch_size: int) -> str | None:
 
 def _of_budget(engine: Any, value: Scalar) -> str | None:
     if watch.row_tokens:
-        return _in_rows(watch.micro_batch_size) or _mixed(engine)
+        mixed = _mixed(engine)  # all ranks take part, also one whose own rows are not as they should be
+        return _in_rows(watch.micro_batch_size) or mixed
     budget = watch.loader.token_budget if watch.loader is not None else 0
     if not watch.lengths and len({samples for _, samples in watch.rows()}) > 1:
         return None  # nothing tells tokens, but batches are of no one number of samples

@@ -226,8 +226,8 @@ def _links(device: torch.device, world_size: int, *, at_length: bool) -> list[Li
 
 def _message_s(device: torch.device, world_size: int, collective: str, size: int, budget_s: float) -> float:
     """Returns the shortest time of a collective in seconds, as its slowest rank measures it."""
-    whole = torch.ones(size // 4 // world_size * world_size, device=device)
-    part = torch.ones(size // 4 // world_size, device=device)
+    part = torch.ones(max(1, size // 4 // world_size), device=device)
+    whole = part.repeat(world_size)
     run: Callable[[], Any] = {
         "all_reduce": lambda: dist.all_reduce(whole),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part),

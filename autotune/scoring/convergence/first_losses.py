@@ -40,12 +40,26 @@ def first_losses_off(
     own, other = (np.array(each[:n], dtype=float) for each in (losses, baseline))  # None becomes nan
     if n < LEAST_STEPS or not np.isfinite([own, other]).all():
         return 0.0
-    difference, scale = own - other, float(np.abs(other).mean())
-    reach = SURE * t95(n - 1) * float(difference.std(ddof=1)) / math.sqrt(n)
-    off, least = float(difference.mean()), LEAST_OFF if same_numerics else ANOTHER_OBJECTIVE
-    if not same_numerics and difference[0] * math.copysign(1.0, off) < least * scale:
-        return 0.0
-    return off / scale if abs(off) > max(reach, least * scale) else 0.0
+    difference, least = own - other, LEAST_OFF if same_numerics else ANOTHER_OBJECTIVE
+    mean, reach = float(difference.mean()), SURE * t95(n - 1) * float(difference.std(ddof=1)) / math.sqrt(n)
+    found = [(mean, reach, float(np.abs(other).mean()), not same_numerics)]
+    if n > LEAST_STEPS:  # where both losses fall far within these steps, so does the difference
+        found.append((*_beginning(difference), abs(float(other[0])), True))
+    for off, reach, scale, in_first in found:
+        shown = not in_first or difference[0] * math.copysign(1.0, off) >= least * scale
+        if shown and abs(off) > max(reach, least * scale):
+            return off / scale
+    return 0.0
+
+
+def _beginning(difference: np.ndarray) -> tuple[float, float]:
+    """Returns where a line through differences begins, and how far from there may be chance."""
+    n = len(difference)
+    at = np.arange(n) - (n - 1) / 2
+    slope, middle = float(at @ difference / (at @ at)), float(difference.mean())
+    rest = difference - middle - slope * at
+    reach = SURE * t95(n - 2) * math.sqrt(float(rest @ rest) / (n - 2) * (1 / n + at[0] ** 2 / float(at @ at)))
+    return middle + slope * float(at[0]), reach
 
 
 def off_at_another_batch(own: Run, baseline: Run) -> float:
@@ -67,10 +81,7 @@ def off_at_another_batch(own: Run, baseline: Run) -> float:
     difference, scale = curves[own.batch] - curves[baseline.batch], float(np.abs(curves[baseline.batch]).mean())
     if not np.isfinite(difference).all():
         return 0.0
-    at = np.arange(n) - (n - 1) / 2
-    slope, middle = float(at @ difference / (at @ at)), float(difference.mean())
-    begin, rest = middle + slope * float(at[0]), difference - middle - slope * at
-    reach = SURE * t95(n - 2) * math.sqrt(float(rest @ rest) / (n - 2) * (1 / n + at[0] ** 2 / float(at @ at)))
+    begin, reach = _beginning(difference)
     side = 1.0 if curves[large.batch][0] > curves[small.batch][0] else -1.0
     nearest = max(side * loss for loss in small.losses[: -(-large.batch // small.batch)] if loss is not None)
     apart, moved = side * curves[large.batch][0] - nearest, nearest - side * curves[small.batch][1]

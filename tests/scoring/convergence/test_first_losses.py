@@ -14,6 +14,15 @@ def test_a_contrastive_loss_over_twice_the_samples_is_another_loss():
     assert first_losses_off([loss - np.log(2) for loss in CURVE], CURVE) == pytest.approx(-0.22, abs=0.01)
 
 
+@pytest.mark.parametrize("same_numerics", [True, False])
+def test_a_contrastive_loss_that_falls_to_nothing_in_these_steps_is_another_loss(same_numerics):
+    """Two towers over 32 and 128 samples: the difference of log 4 falls with the losses."""
+    few, many = [4.80, 2.46, 1.05, 0.53, 0.31], [6.27, 3.75, 2.06, 1.25, 0.80, 0.59, 0.40, 0.34]
+    assert first_losses_off(many, few, same_numerics=same_numerics) == pytest.approx(0.31, abs=0.01)
+    assert first_losses_off(few, many, same_numerics=same_numerics) == pytest.approx(-0.24, abs=0.01)
+    assert first_losses_off([4.80, 2.46, 1.4, 1.2, 1.2], few, same_numerics=same_numerics) == 0
+
+
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("noise", [0.001, 0.02, 0.2])
 def test_dropout_and_random_timesteps_are_chance(seed, noise):

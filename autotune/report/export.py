@@ -248,7 +248,7 @@ def _command(pick: Data, base: Data, world_size: int, started: Started | None, _
         comments.append(
             f"No flag carries it: {started.exported} takes the place of {file}, which the script reads."
             if file
-            else f"Before it trains so, change the script: {started.in_code}."
+            else f"Before it trains so, {started.in_arguments or f'change the script: {started.in_code}'}."
         )
     more, command = pasted(how, arguments, values, world_size, launcher)
     comments += more

@@ -96,6 +96,12 @@ class Started:
             instead = f"{self.written_config}, which it writes itself (and leave `args.deepspeed_config` unset, or DeepSpeed refuses both)"
         return f'pass `config="{self.exported}"` to `deepspeed.initialize`{where}, instead of {instead}'
 
+    @property
+    def in_arguments(self) -> str:
+        """How a file of TrainingArguments that names a configuration gets the exported one; empty without such a file."""
+        files = [name for name, text in self._argument_files.items() if DEEPSPEED_KEY.search(text)]
+        return f"set `deepspeed: {self.exported}` in {' or '.join(files)}" if files and self.family == TRAINER else ""
+
     def sets_config_itself(self, changes: Sequence[str]) -> bool:
         """Whether the code of a Trainer script sets its configuration, so that --deepspeed would be overridden.
 

@@ -390,6 +390,12 @@ def test_a_script_that_parses_no_training_arguments_is_told_where_to_set_them(te
             where in said and "`per_device_train_batch_size: 4`, " in said and "`gradient_checkpointing: true`" in said
         )
     assert not any("parses no" in note for note in notes(chosen, "hf-args", replace(started, flags=HF)))
+    command = export(
+        chosen, BASE, "command", 2, replace(started, config_source="")
+    )  # it sent one with such a file to the code
+    there = "deepspeed" in text
+    assert ("Before it trains so, set `deepspeed: ds_config.json` in exp.yaml." in command) == there
+    assert ("Before it trains so, change the script: pass `deepspeed=" in command) != there
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from autotune.scoring.estimates import Estimates
 from autotune.scoring.measured import Measured, improvement, log_gain, log_ratio
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
-from autotune.scoring.reasons import checked, drift, kept, named, once, passed_by, words
+from autotune.scoring.reasons import KEPT, checked, drift, kept, named, once, passed_by, words
 from autotune.space.candidate import differing
 from autotune.trial.result import Outcome
 
@@ -292,6 +292,7 @@ def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence
     why = f"the best {named(objectives)}"
     if chosen is baseline:
         why = f"the baseline: {kept(sum(bool(m.metrics) for m in estimates.measured))}"
+        why += f" by the {named(objectives)}" * (len(objectives) > 1 and why.endswith(KEPT))
     elif baseline is not None:
         mean = "weighted geometric mean" if len({o.weight for o in objectives}) > 1 else "geometric mean"
         if (gain := goal_gain(chosen, baseline, estimates, objectives)) is not None:

@@ -268,7 +268,7 @@ def test_a_note_on_files_that_the_script_writes_comes_once_though_each_run_write
 
 def test_trials_that_were_given_up_on_a_busy_machine_are_named():
     """All trials but the baseline were stopped under the load of another job, and the answer was the baseline without a word."""
-    report, busy = study_report(), ["the machine was busy: other processes used 1.6 cores while this trial was timed"]
+    report, busy = study_report(), ["the machine was busy: other processes used 1.6 cores while steps were timed"]
     ends = {1: ("stopped_early", busy), 2: ("stopped_early", []), 3: ("stopped_early", busy), 4: ("complete", busy)}
     trials = [
         trial | dict(zip(("outcome", "caveats"), ends.get(trial["trial"], ("complete", [])), strict=True))

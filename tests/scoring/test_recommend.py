@@ -266,6 +266,7 @@ def test_the_baseline_is_recommended_where_nothing_is_measurably_better():
     assert chosen(found) == 0 and gained(found) == (1.0, 1.0, 1.0)
     why, *others = pick.reasons
     assert why.startswith("the baseline: no trial") and "not to be told from trial 1" in why  # not "the best, 1.00x"
+    assert "measurably better by the compromise of" in why  # a trial of 5x the throughput may stand beside it
     assert not any("is the baseline" in reason for reason in others)
     assert reasons(recommend([base], [LATENCY])) == "the baseline: nothing else was measured"
 

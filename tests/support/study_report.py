@@ -111,7 +111,7 @@ def one_trial(number: int, values: dict, rng: random.Random) -> dict:
     losses = [1.9 + 3.7 / (1 + i * batch / 320) + rng.gauss(0, 0.35 / batch**0.5) for i in range(n)]
     times = [metrics["step_time_s"] * rng.uniform(0.98, 1.03) for _ in range(n)]
     busy = (
-        ["the machine was busy: other processes used 0.7 cores while this trial was timed"] if number in (0, 9) else []
+        ["the machine was busy: other processes used 0.7 cores while steps were timed"] if number in (0, 9) else []
     )
     censored = ["time_to_loss_s"] if number % 7 == 3 else []
     expected = {

@@ -127,7 +127,7 @@ class Meter:
         report.alloc_retries = memory.alloc_retries
         report.other_cores, report.log_slowdown = self._load()
         if (why := report.disturbed) and (report.rank == 0 or not memory.on_cpu):
-            report.caveats.append(f"{MACHINE_BUSY}: {why} while this trial was timed")
+            report.caveats.append(f"{MACHINE_BUSY}: {why} while steps were timed")
         if _grows(report.taken_in.get("elements", ())):
             report.caveats.append(GROWS)
         self._note_expected()

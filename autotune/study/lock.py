@@ -13,7 +13,7 @@ from typing import IO
 
 from autotune.errors import UserError
 from autotune.system import files, shared_memory, temporary
-from autotune.system.processes import run_mark, sweep
+from autotune.system.processes import identity, is_alive, run_mark, sweep
 
 LOCK_TRIES = 25  # processes that only check whether a study runs hold its lock for a moment
 
@@ -74,10 +74,11 @@ def _clear_away(folder: Path, file: IO[str]) -> None:
     """Ends and removes what the last run left, if it was killed: any other run erases its mark."""
     file.seek(0)
     try:
-        mark = files.json_of(file.read() or "{}").get("agent")
+        kept = files.json_of(file.read() or "{}")
+        mark, process = kept.get("agent"), str(kept.get("process"))
     except (ValueError, AttributeError):
         mark = None
-    if mark:
+    if mark and not is_alive(process):  # else the folder is a copy of one whose study runs
         sweep(mark)
         temporary.remove_left(mark)
         for path in shared_memory.abandoned(since=os.fstat(file.fileno()).st_mtime):
@@ -109,6 +110,6 @@ def run_under_way(folder: Path) -> int | None:
 
 def note_agent(file: IO[str], mark: str) -> None:
     """Writes this process and the mark of its ranks' processes, which the next run ends if this one is killed."""
-    text = json.dumps({"pid": os.getpid(), "agent": mark}).encode()
+    text = json.dumps({"pid": os.getpid(), "process": identity(), "agent": mark}).encode()
     os.ftruncate(file.fileno(), 0)
     os.write(file.fileno(), text)  # the file is opened to append, so this writes at its new end, the beginning

@@ -23,7 +23,7 @@ from autotune.executors.cluster import Refused
 from autotune.executors.driver_job import SUBMISSION, DriverJob
 from autotune.executors.node_agent import Spool
 from autotune.executors.slurm import Slurm, Steps
-from autotune.study.lock import note_agent, study_lock
+from autotune.study.lock import study_lock
 from autotune.study.storage import records
 from autotune.system import processes
 
@@ -291,8 +291,7 @@ def test_a_step_of_a_killed_run_is_ended_by_the_next_one(tmp_path, monkeypatch) 
     monkeypatch.setitem(processes._run_marks, os.getpid(), "another-run")  # not of what else these tests have started
     engine = Steps({}, 1, "x")
     step = engine._steps[engine.launch(Spool(tmp_path), 1)]
-    with open(tmp_path / ".lock", "a+") as file:
-        note_agent(file, processes.run_mark())  # as a run that is killed leaves it
+    (tmp_path / ".lock").write_text(json.dumps({"agent": processes.run_mark()}))  # as a run that is killed leaves it
     with study_lock(tmp_path):
         assert step.wait(10) == -signal.SIGKILL
 

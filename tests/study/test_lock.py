@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from support.zoo import wait_until
 
 from autotune.errors import UserError
+from autotune.study import lock
 from autotune.study.lock import note_agent, run_under_way, study_lock
 from autotune.system import signals, temporary
 from autotune.system.processes import MARK, new_mark, run_mark
@@ -25,8 +27,20 @@ SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 def killed_run(folder, mark):
     """A folder whose last run was killed: the lock is free, and still says whose processes were its."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a+") as file:
-        note_agent(file, mark)
+    (folder / ".lock").write_text(json.dumps({"pid": 999999999, "process": "999999999:1", "agent": mark}))
+
+
+def test_a_copy_of_a_folder_whose_study_runs_leaves_the_processes_of_that_run_alone(tmp_path, monkeypatch):
+    """Whoever copied a project while it was tuned, and ran the copy, killed the servers of the first run."""
+    swept = list[str]()
+    monkeypatch.setattr(lock, "sweep", swept.append)
+    with study_lock(tmp_path / "s"):
+        shutil.copytree(tmp_path / "s", tmp_path / "copy")
+        with study_lock(tmp_path / "copy"):
+            assert swept == []
+    killed_run(tmp_path / "copy", "a-run-that-was-killed")
+    with study_lock(tmp_path / "copy"):
+        assert swept == ["a-run-that-was-killed"]
 
 
 @pytest.mark.process
@@ -48,7 +62,7 @@ def test_every_process_of_a_killed_run_is_ended_whichever_of_its_servers_began_i
 def test_a_run_that_ends_by_itself_takes_its_mark_back(tmp_path):
     with study_lock(tmp_path):
         said = json.loads((tmp_path / ".lock").read_text())
-        assert said == {"pid": os.getpid(), "agent": run_mark()} and run_under_way(tmp_path) == os.getpid()
+        assert said["pid"] == os.getpid() and said["agent"] == run_mark() and run_under_way(tmp_path) == os.getpid()
     assert json.loads((tmp_path / ".lock").read_text())["agent"] == ""
     with pytest.raises(RuntimeError), study_lock(tmp_path):
         raise RuntimeError

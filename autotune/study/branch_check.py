@@ -142,6 +142,7 @@ class BranchCheck:
                 why = f"the branch of trial {each.trial} ended with {result.outcome}: {result.reason}"
                 confirmed = False if result.outcome is Outcome.DIVERGED and each is m else None
                 write_record(path, Branch(confirmed=confirmed, reason=why))
+                self._events.say(f"trial {m.trial}: {why}")
                 return True
             batch = each.candidate.global_batch_size(world)
             runs.append(Run(losses=result.losses, batch=batch, samples_per_s=each.metrics.get("samples_per_s") or 1.0))

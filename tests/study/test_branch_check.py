@@ -16,6 +16,7 @@ from autotune.study import branch_check, budget
 from autotune.study.storage import analysed, records
 from autotune.trial import request as trial_request
 from autotune.trial.folder import read_record
+from autotune.trial.result import Outcome, TrialResult
 
 
 def branching(folder, worth=None, **changes):
@@ -89,6 +90,16 @@ def test_what_a_branch_refutes_is_not_recommended_and_a_resumed_study_branches_n
     assert refuted and refuted[0].doubt.startswith("in a branch of")
     _, executor, _ = branching(tmp_path, worth={16: 0.1, 4: 0.1})
     assert not [request for request in executor.requests if request.weights is not None]
+
+
+def test_a_branch_that_fails_is_said_and_its_candidate_is_no_answer(tmp_path, monkeypatch):
+    """What led was passed over without a word."""
+    crashed = TrialResult(outcome=Outcome.CRASHED, reason="no")
+    monkeypatch.setattr(branch_check.BranchCheck, "_train", lambda *_: crashed)
+    space = [{"micro_batch_size": [8, 16]}]
+    runner, _, watcher = branching(tmp_path, space=space, trials=2, objectives=["throughput"])
+    assert "trial 1: the branch of trial 0 ended with crashed: no" in watcher.said
+    assert runner.state.measured()[1].barred
 
 
 def test_what_the_gate_has_passed_is_branched_in_the_same_run(tmp_path, unhurried):

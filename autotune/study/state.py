@@ -216,14 +216,14 @@ class StudyState:
     def retry_checks(self) -> None:
         """Forgets the checks that timed out in less time than they have now, and what stayed undecided."""
         late = [path for path in records.check_paths(self.folder) if self._timed_out_sooner(path)]
-        for path in late:
-            shutil.rmtree(path)
         # All that is undecided: what had the time that it needed is judged alike again.
         for path in self.folder.glob("trials/*/*.json") if late else ():
             verdict = record_in(path, GateVerdict) if path.name == "verdict.json" else None
             branch = record_in(path, Branch) if path.name == "branch.json" else None
             if (verdict and verdict.passed is None) or (branch and branch.confirmed is None and not branch.n_samples):
                 path.unlink()
+        for path in late:  # last: by them a run that is killed here is seen to owe this
+            shutil.rmtree(path)
 
     def _timed_out_sooner(self, path: Path) -> bool:
         """Whether a check timed out in less time than it has now."""

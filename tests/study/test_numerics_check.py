@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -314,8 +315,8 @@ def test_a_reference_that_fails_leaves_a_doubt_and_no_recommendation(tmp_path):
     assert not found.picks["recommended"].measured.doubt
 
 
-def test_a_check_that_timed_out_is_made_again_where_it_has_more_time(tmp_path, unhurried):
-    """Its numerics stayed unchecked for good, whatever --trial-deadline a later run had."""
+def test_a_check_that_timed_out_is_made_again_where_it_has_more_time(tmp_path, unhurried, monkeypatch):
+    """Its numerics stayed unchecked for good, whatever --trial-deadline a later run had; so they did where that one was killed."""
 
     def late(candidate):
         in_time = candidate.precision == "bf16" or not executor.gated
@@ -327,6 +328,14 @@ def test_a_check_that_timed_out_is_made_again_where_it_has_more_time(tmp_path, u
     assert executor.gated
     runner, again, _ = run(tmp_path, **given)
     assert not again.gated and any(m.verdict and m.verdict.passed is None for m in runner.state.measured())
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, trial_deadline_s=600.0, **given)
     runner, again, _ = run(tmp_path, trial_deadline_s=600.0, **given)
     assert again.gated and not any(m.verdict and m.verdict.passed is None for m in runner.state.measured())
     found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)

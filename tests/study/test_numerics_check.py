@@ -343,22 +343,22 @@ def test_a_check_that_timed_out_is_made_again_where_it_has_more_time(tmp_path, u
 
 
 @pytest.mark.cells(1)
-@pytest.mark.parametrize("edited", [False, True], ids=["machines are away", "the target is edited"])
-def test_what_ends_the_run_during_a_check_leaves_it_to_the_next_one(tmp_path, unhurried, edited):
+@pytest.mark.parametrize("ended_by", ["the engine refuses the job", "the machines are away", "was edited"])
+def test_what_ends_the_run_during_a_check_leaves_it_to_the_next_one(tmp_path, unhurried, ended_by):
     """It was kept as why the numerics could not be checked, and they stayed unchecked for good."""
     target, executor = shutil.copy(MODELS / "ok.py", tmp_path / "model.py"), Instant()
     before = target.read_text()
 
     def ends(candidate):
-        if executor.gated and not edited:
-            raise Unavailable("the machines are away")
+        if executor.gated and ended_by != "was edited":
+            raise (Unavailable if "away" in ended_by else UserError)(ended_by)
         target.write_text(f"{before}X = 1\n" if executor.gated else before)
         return report(candidate)
 
     executor.behaviour = ends
     given = {"trials": 4, "sampler": "grid", "space": SMALL}
     planned = {"spec": spec_of(**given).model_copy(update={"target": target})}
-    with pytest.raises(UserError, match="was edited" if edited else "machines are away"):
+    with pytest.raises(UserError, match=ended_by):
         run(tmp_path, executor, planned=planned)
     assert len(executor.gated) == 1
     target.write_text(before)

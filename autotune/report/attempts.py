@@ -38,7 +38,7 @@ def lines(report: StudyReport) -> list[str]:
     """Machines, waits and lost attempts in words; empty where there is nothing to say."""
     said = []
     if found := rows(report):
-        machines = "; ".join(f"{hosts} ({trials} trial{'s' * (trials != 1)})" for hosts, _, trials, *_ in found)
+        machines = "; ".join(f"{hosts} ({trials} trial{'s' * (trials != '1')})" for hosts, _, trials, *_ in found)
         waited_s = _waited_s(report.trials)
         waited = f"; waited {format_duration(waited_s)} for machines" if waited_s else ""
         said.append(f"ran on {machines}{waited}")

@@ -161,9 +161,10 @@ class BranchCheck:
         path, spec = self._branch_of(m, n_samples), self._state.spec
         if (kept := result_in(path)) is not None:
             return kept
-        trained = self._measurer.execute(
+        trained = self._measurer.execute_again(
             m.candidate,
             path,
+            what=f"the branch of trial {m.trial}",
             role="branch",
             max_steps=-(-n_samples // m.candidate.global_batch_size(self._state.plan.data_parallel)),
             min_samples=ENDLESS_SAMPLES,

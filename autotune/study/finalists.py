@@ -16,7 +16,6 @@ from autotune.study.state import StudyState
 from autotune.study.storage import records
 from autotune.study.tell import Teller
 from autotune.trial.folder import result_in
-from autotune.trial.result import Outcome
 
 # As many rounds at most where the user states none.
 UNSTATED_ROUNDS = 2
@@ -123,16 +122,10 @@ class Finalists:
         number = 1 + max((n for m in self._state.measured() for n in records.repeat_paths(folder, m.trial)), default=0)
         for m in turn:
             path = records.repeat_path(folder, m.trial, number)
-            result = self._measurer.execute(m.candidate, path, role="repeat")
-            if (
-                result.outcome is Outcome.CRASHED
-                and not m.failed_again
-                and self._budget.affords(self._budget.again_s([m.trial]))
-            ):
-                self._events.say(
-                    f"trial {m.trial} is measured again: it crashed, which it did not before ({result.reason})"
-                )
+            if m.failed_again or not self._budget.affords(2 * self._budget.again_s([m.trial])):
                 result = self._measurer.execute(m.candidate, path, role="repeat")
+            else:
+                result = self._measurer.execute_again(m.candidate, path, what=f"trial {m.trial}", role="repeat")
             self._teller.progress(m.trial, "repeat", m.candidate, result, remeasured(result, None))
 
     def _tried(self) -> dict[int, int]:

@@ -88,6 +88,18 @@ class TrialMeasurer:
         request = replace(self.request(candidate, role), **request_fields)
         return self.run(request, candidate, path, role, self.executor)
 
+    def execute_again(self, candidate: Candidate, path: Path, *, what: str, role: str, **fields: Any) -> TrialResult:
+        """Runs a candidate whose trial has run, as `execute` does; once more if it crashes.
+
+        Args:
+            what: The run in words.
+        """
+        result = self.execute(candidate, path, role=role, **fields)
+        if result.outcome is not Outcome.CRASHED:
+            return result
+        self._events.say(f"{what} begins again: it crashed, which it did not before ({result.reason})")
+        return self.execute(candidate, path, role=role, **fields)
+
     def request(self, candidate: Candidate, role: str) -> TrialRequest:
         """Returns the request for a trial; DeepSpeed ops that it needs are compiled before."""
         plan, rate = self._state.plan, self._state.learning_rate

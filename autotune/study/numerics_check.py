@@ -244,9 +244,10 @@ class NumericsCheck:
         if (kept := result_in(path)) is not None and kept.candidate == candidate.values():
             return kept
         spec = self._state.spec
-        result = self._measurer.execute(
+        result = self._measurer.execute_again(
             candidate,
             path,
+            what="a run of the quality gate",
             role="gate",
             max_steps=n_steps,
             min_samples=ENDLESS_SAMPLES,

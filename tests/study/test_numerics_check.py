@@ -1,5 +1,7 @@
 """The quality gate: candidates with other numerics must train as the baseline does."""
 
+import itertools
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -301,11 +303,19 @@ def test_a_learning_rate_that_follows_the_batch_is_no_other_numerics_and_one_tha
     assert [m.numerics_kept for m in runner.state.measured()] == [True, False]
 
 
-def test_a_reference_that_fails_leaves_a_doubt_and_no_recommendation(tmp_path):
-    executor = Instant()
-    executor.behaviour = lambda c: (
-        failed(Outcome.CRASHED, "a bus error") if c.precision == "fp32" and executor.gated else report(c)
-    )
+def test_a_reference_that_fails_twice_leaves_a_doubt_and_no_recommendation(tmp_path):
+    """One crash left all numerics at that batch unchecked for good."""
+    crashes = itertools.count()
+
+    def crashing(most):
+        fails = lambda c: c.precision == "fp32" and executor.gated and next(crashes) < most  # noqa: E731
+        return lambda c: failed(Outcome.CRASHED, "a bus error") if fails(c) else report(c)
+
+    executor = Instant(crashing(1))
+    runner, _, watcher = run(tmp_path / "once", executor, trials=4, sampler="grid", space=SMALL)
+    assert any("a run of the quality gate begins again: it crashed" in text for text in watcher.said)
+    assert not any(m.doubt for m in runner.state.measured())
+    executor = Instant(crashing(math.inf))
     runner, _, _ = run(tmp_path, executor, trials=4, sampler="grid", space=SMALL)
     doubted = [m for m in runner.state.measured() if m.verdict is not None and m.verdict.passed is None]
     assert doubted and all(
@@ -518,7 +528,7 @@ def test_a_curve_that_is_kept_of_another_batch_is_not_taken_for_it(tmp_path):
         spec=SimpleNamespace(trial_deadline_s=60.0),
     )
     budget = SimpleNamespace(trial_s=1.0, startup_s=lambda: 0.0, checked=lambda _: None)
-    check = NumericsCheck(state, SimpleNamespace(execute=execute), budget, None)
+    check = NumericsCheck(state, SimpleNamespace(execute_again=execute), budget, None)
     for micro_batch_size in (32, 8, 8):
         curve = check._curve(Candidate(micro_batch_size=micro_batch_size), tmp_path / "0003" / "gate", 12, 0.1)
         assert curve.candidate["micro_batch_size"] == micro_batch_size

@@ -147,7 +147,8 @@ def compared(
         if entry in results or why_illegal(candidate, setting, DEGREE_RULES):
             continue
         if takes := _too_large(workload, setting):
-            return replace(workload, caveats=[*workload.caveats, UNCOMPARED.format(takes)])
+            workload = replace(workload, caveats=[*workload.caveats, UNCOMPARED.format(takes)])
+            break
         doing(f"comparing the model split over {degree} ranks with the whole one")
         result = _compare(spec, executor, path / f"{name.partition('.')[0]}-{degree}", candidate, base_config, setting)
         # As flash attention does in fp32.

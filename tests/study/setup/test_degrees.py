@@ -9,7 +9,7 @@ from autotune.space.candidate import Candidate
 from autotune.space.legality import why_illegal
 from autotune.space.rule import Setting
 from autotune.space.space import SearchSpace
-from autotune.study.setup import degrees
+from autotune.study.setup import degrees, profile_cache
 from autotune.study.spec.spec import StudySpec
 from autotune.trial.result import Outcome, TrialResult
 from autotune.trial.workload import DataShape, Experts, Pipeline, Probed, Splitting
@@ -74,17 +74,20 @@ def test_degrees_are_those_of_the_space_and_of_the_baseline():
     [(10**13, 0, "TiB of a machine's memory"), (10**6, 8 << 20, "7.63 MiB of a device's memory")],
 )
 def test_a_model_that_no_machine_or_device_holds_several_times_is_not_compared(
-    n_parameters, memory_bytes, said, tmp_path
+    n_parameters, memory_bytes, said, tmp_path, monkeypatch
 ):
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "cache"))
     devices = {"accelerator": "cuda", "device_memory_bytes": memory_bytes} if memory_bytes else {}
     here = replace(WORKLOAD.environment, **devices)
     huge = replace(WORKLOAD, splitting=LLAMA, n_parameters=n_parameters, environment=here)
     target = tmp_path / "model.py"
     target.write_text("def model(): ...\ndef data(): ...")
     setting = Setting(world_size=4, ranks_per_node=4, **degrees.facts(huge, {}, 4))
-    spec = StudySpec.of(target, {"ranks": 4})
+    spec, known = StudySpec.of(target, {"ranks": 4}), {Splitting.key(TENSOR, 2, 2): ""}
+    profile_cache.save(replace(huge, splitting=replace(LLAMA, compared=known)), profile_cache.workload_key(target))
     found = degrees.compared(spec, None, tmp_path, huge, {}, setting, [(TENSOR, 2)], print)
-    assert found.splitting.compared == {} and said in found.caveats[-1]
+    assert said in found.caveats[-1]
+    assert found.splitting.compared == known, "what two ranks found was dropped, and was found out anew"
 
 
 @pytest.mark.parametrize(("phase", "compared"), [("build", {}), ("warmup", {Splitting.key(TENSOR, 2, 4): "split so"})])

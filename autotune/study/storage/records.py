@@ -51,7 +51,7 @@ SETTINGS = (
     "trials", "sampler", "memory_filter", "stop_below", "stop_trials", "trial_budget_s",
     "trial_deadline_s", "min_samples",
 )  # fmt: skip
-# Stored for those who watch the study; a worker has its own time budget.
+# Stored for those who watch the study; a worker reads them in the study's file.
 WATCHED = ("time_budget_s", "max_length", "device_memory_bytes", "quick", "at_once")
 # Name of the re-tuning's study that holds this study's answer today.
 SUCCESSOR_ATTR = "successor"

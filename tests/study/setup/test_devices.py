@@ -92,6 +92,7 @@ def test_slots_have_disjoint_devices_by_the_users_names_or_disjoint_cores(monkey
     slot = parallel.SlicedExecutor(found, ["1", "0"], None)
     assert slot._own["CUDA_VISIBLE_DEVICES"] == "1,0" and slot._cores == []
     monkeypatch.setattr(parallel.os, "sched_getaffinity", lambda _: {0, 2, 5})
+    monkeypatch.setattr(parallel, "n_cores", lambda: 3)
     on_cpu = replace(found, workload=WORKLOAD)
     assert parallel.device_shares(on_cpu, 3) == [["0"], ["2"], ["5"]]
     assert parallel.SlicedExecutor(on_cpu, ["2"], None)._cores == [2]

@@ -146,7 +146,7 @@ def compared(
         entry = Splitting.key(name, degree, setting.world_size, _beside(base_config, name))
         if entry in results or why_illegal(candidate, setting, DEGREE_RULES):
             continue
-        if takes := _too_large(workload, setting):
+        if takes := _too_large(workload, setting, elsewhere=spec.runs_elsewhere):
             workload = replace(workload, caveats=[*workload.caveats, UNCOMPARED.format(takes)])
             break
         doing(f"comparing the model split over {degree} ranks with the whole one")
@@ -164,12 +164,14 @@ def compared(
     return workload
 
 
-def _too_large(workload: Workload, setting: Setting) -> str:
-    """Returns what whole models with their gradients take of a machine or a device; empty where there is room."""
-    each, environment = COMPARED_BYTES * workload.n_parameters, workload.environment
-    rooms = [("machine", each * setting.ranks_per_node, memory_bytes())]
-    if environment.accelerator != "cpu":
-        rooms.append(("device", each, environment.device_memory_bytes))
+def _too_large(workload: Workload, setting: Setting, *, elsewhere: bool) -> str:
+    """Returns what whole models with their gradients take of a machine or a device; empty where there is room, or may be."""
+    each, room = COMPARED_BYTES * workload.n_parameters, workload.environment.device_memory_bytes
+    if workload.environment.accelerator == "cpu":
+        rooms = [("machine", each * setting.ranks_per_node, room)]
+    else:
+        rooms = [("device", each, room)]
+        rooms += [] if elsewhere else [("machine", each * setting.ranks_per_node, memory_bytes())]
     full = next(((what, needed) for what, needed, room in rooms if needed > LARGEST_SHARE * room), None)
     return f"takes {format_bytes(full[1])} of a {full[0]}'s memory" if full else ""
 

@@ -90,6 +90,15 @@ def test_a_model_that_no_machine_or_device_holds_several_times_is_not_compared(
     assert found.splitting.compared == known, "what two ranks found was dropped, and was found out anew"
 
 
+def test_the_memory_of_a_login_node_is_none_of_the_machines_that_trials_run_on(monkeypatch):
+    """Where it lets each user have a few GiB of its own, no model was compared on the nodes."""
+    monkeypatch.setattr(degrees, "memory_bytes", lambda: 2**32)
+    card = replace(WORKLOAD.environment, accelerator="cuda", device_memory_bytes=80 << 30)
+    model, setting = replace(WORKLOAD, n_parameters=10**9, environment=card), Setting(world_size=4, ranks_per_node=4)
+    assert degrees._too_large(model, setting, elsewhere=True) == ""
+    assert "of a machine's memory" in degrees._too_large(model, setting, elsewhere=False)
+
+
 @pytest.mark.parametrize(("phase", "compared"), [("build", {}), ("warmup", {Splitting.key(TENSOR, 2, 4): "split so"})])
 def test_a_model_that_fails_whole_speaks_against_no_degree(phase, compared, tmp_path, monkeypatch):
     """The comparison is in fp32, which flash attention does not compute in, split or whole."""

@@ -50,7 +50,7 @@ def changes(
     opened = open_study(study, storage)
     kept, look = opened.record, opened.folder / "retunes" / "look"
     if quick:
-        now = fingerprint.here(kept, opened.target)
+        now = fingerprint.here(kept, opened.target, opened.folder)
     else:
         wanted = opened.spec()
         try:
@@ -207,7 +207,7 @@ def _due(opened: OpenStudy) -> list[Schedule] | None:
     if found:
         changed = [each for each in found if each.on_change]
         if len(changed) == len(found):
-            now = fingerprint.here(opened.record, opened.target)
+            now = fingerprint.here(opened.record, opened.target, opened.folder)
             if not fingerprint.changes(retuning.last_looked_at(history, study, opened.record), now):
                 schedule.started(history, found)
                 print(f"study {study!r} was due, but nothing has changed since", file=sys.stderr)

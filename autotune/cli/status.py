@@ -158,7 +158,8 @@ def _changed(opened: OpenStudy) -> tuple[list[str], bool]:
     """What has changed since the study, or a re-tuning of it, was last looked at; and whether the target was edited since the study."""
     from autotune.retune import fingerprint, retuning
 
-    was, now = fingerprint.Fingerprint.of(opened.record), fingerprint.here(opened.record, opened.target)
+    was = fingerprint.Fingerprint.of(opened.record)
+    now = fingerprint.here(opened.record, opened.target, opened.folder)
     looked_at = retuning.last_looked_at(opened.history, opened.name, opened.record)
     edited = any(c.part == "target" and c.after for c in fingerprint.changes(was, now))
     return [c.words for c in fingerprint.changes(looked_at, now)], edited

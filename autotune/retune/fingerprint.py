@@ -18,6 +18,7 @@ from autotune.space.parameter import Parameter
 from autotune.space.retired import renamed
 from autotune.space.space import SearchSpace
 from autotune.study.setup.plan import Plan, target_digest
+from autotune.study.spec.yaml_file import elsewhere
 from autotune.study.storage.records import StudyRecord
 from autotune.system import device
 from autotune.system.machine import n_cores, processor_name
@@ -201,10 +202,13 @@ def narrowed(space: SearchSpace, names: tuple[str, ...] | None, known: Iterable[
     return SearchSpace(parameters=tuple(kept), samples_per_rank=space.samples_per_rank)
 
 
-def here(kept: StudyRecord, target: Path) -> Fingerprint:
+def here(kept: StudyRecord, target: Path, folder: Path) -> Fingerprint:
     """The parts of a study's fingerprint that need neither torch nor the model; the target's file may be gone.
 
-    Where the study ran on an engine's machines, or on several, this one may only start its trials, and is not compared.
+    Where the study ran on an engine's machines, a hostfile's, or on several, this one may only start its trials, and is not compared.
+
+    Args:
+        folder: The study's.
     """
     values: dict[str, Any] = {"python": platform.python_version()}
     for name in ("torch", "deepspeed"):
@@ -216,7 +220,7 @@ def here(kept: StudyRecord, target: Path) -> Fingerprint:
     variables = os.environ | (kept.invocation.fixed_environment if kept.invocation else {})
     if threads := variables.get("OMP_NUM_THREADS"):
         values["threads"] = threads
-    if not kept.fingerprint.keys() & {"executor", "nodes"}:
+    if not (kept.fingerprint.keys() & {"executor", "nodes"} or elsewhere(folder)):
         values |= _machine(variables, on_cpu=Fingerprint.of(kept).values.get("accelerator") == "cpu")
     values["target"] = target_digest(target) if target.is_file() else None
     return Fingerprint(values=values)

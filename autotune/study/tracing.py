@@ -8,7 +8,7 @@ from pathlib import Path
 from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
-from autotune.study.spec.yaml_file import as_run, read_yaml
+from autotune.study.spec.yaml_file import elsewhere
 from autotune.study.storage import records
 from autotune.trial.folder import TrialDir, record_in
 from autotune.trial.request import TrialRequest
@@ -23,18 +23,6 @@ BUDGET_S = 5.0  # enough for the step time that the trace is compared with
 def path_in(folder: Path, number: int) -> Path:
     """The folder of the traced run of a trial."""
     return records.trial_path(folder, number) / "profile"
-
-
-def _elsewhere(folder: Path) -> str:
-    """The place where the trials of a study ran, in words; empty for this machine alone."""
-    try:
-        stated = read_yaml(as_run(folder))
-    except UserError:
-        return ""
-    stated = stated if isinstance(stated, dict) else {}
-    if stated.get("executor", "local") != "local":
-        return f"on {stated['executor']}"
-    return f"on the machines of {stated['hostfile']}" if stated.get("hostfile") else ""
 
 
 def run(
@@ -55,9 +43,9 @@ def run(
             f"diagnose: {source.request} is gone or of another version, and it says how trial {number} was run;"
             " without --profile it is diagnosed from what was kept"
         )
-    if elsewhere := _elsewhere(folder):
+    if where := elsewhere(folder):
         raise UserError(
-            f"diagnose: the trials of this study ran {elsewhere}, and only what ran on this machine alone can be traced"
+            f"diagnose: the trials of this study ran {where}, and only what ran on this machine alone can be traced"
             " here"
         )
     target = Path(request.target)

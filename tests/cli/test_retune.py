@@ -28,12 +28,12 @@ from autotune.report.next_steps import reproduce
 from autotune.retune import fingerprint, schedule
 from autotune.retune.decision import Decision, RetuneVerdict
 from autotune.retune.retuning import ASKED, CommandError, RetuneRequest
-from autotune.study import tracing
 from autotune.study.events import Broadcast
 from autotune.study.lock import study_lock
 from autotune.study.runner import Runner
 from autotune.study.setup import engine
 from autotune.study.setup.request import StudyRequest
+from autotune.study.spec import yaml_file
 from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import records
 from autotune.study.storage.history import History, Measurement
@@ -307,7 +307,7 @@ def test_a_retuning_takes_the_options_of_a_run_of_the_studys_own_file(studies):
     file.write_text(file.read_text() + "repeats: 4\n")
     spec = session.open_study("s").spec()
     assert (spec.max_length, spec.trials, spec.repeats) == (64, 5, 4)
-    assert tracing._elsewhere(folder) == "on slurm"
+    assert yaml_file.elsewhere(folder) == "on slurm"
     again = reproduce(load.load("s", records.default_url(studies), folder))  # what the answer says to go on with
     assert again == "autotune run studies/s/as-run.yaml"
     ran(folder / "as-run.yaml", trials=9)
@@ -320,7 +320,7 @@ def test_a_retuning_takes_the_options_of_a_run_of_the_studys_own_file(studies):
         spec = session.open_study("s").spec()
         assert (spec.max_length, spec.trials) == (32, 8), "it was edited"
     ran()
-    assert session.open_study("s").spec().max_length is None and not tracing._elsewhere(folder)
+    assert session.open_study("s").spec().max_length is None and not yaml_file.elsewhere(folder)
 
 
 def test_retune_takes_the_ranks_to_tune_for(studies, monkeypatch, capsys):

@@ -52,12 +52,13 @@ def test_what_is_here_is_compared_with_what_was_there(monkeypatch, tmp_path, was
     monkeypatch.setattr(Fingerprint, "of", lambda _: Fingerprint(values={"accelerator": was}))
     monkeypatch.setattr("autotune.system.device.here", lambda _: found)
     kept = SimpleNamespace(fingerprint={}, invocation=None)
-    values = fingerprint.here(kept, tmp_path / "gone.py").values  # type: ignore[arg-type]
+    values = fingerprint.here(kept, tmp_path / "gone.py", tmp_path).values  # type: ignore[arg-type]
     assert values["accelerator"] == found.accelerator and values.get("device") == device
     assert values.get("devices") == (2 if found.each else None) and values.get("driver") == (found.driver or None)
     # Of a study in Slurm, `status` told the devices of the machine that it was asked on.
-    for kept.fingerprint in ({"executor": "slurm"}, {"nodes": 2}):
-        elsewhere = fingerprint.here(kept, tmp_path / "gone.py").values  # type: ignore[arg-type]
+    for kept.fingerprint, stated in (({"executor": "slurm"}, ""), ({"nodes": 2}, ""), ({}, "hostfile: hosts")):
+        (tmp_path / "study.yaml").write_text(stated)  # a hostfile may name one machine, which is not this one
+        elsewhere = fingerprint.here(kept, tmp_path / "gone.py", tmp_path).values  # type: ignore[arg-type]
         assert values.keys() - elsewhere.keys() >= {"accelerator", "cores"} and {"torch", "target"} <= elsewhere.keys()
         assert not {"device", "devices", "driver"} & elsewhere.keys()
 
@@ -75,14 +76,14 @@ def test_a_launcher_that_chose_devices_and_threads_does_so_today(monkeypatch, tm
         ),
     )
     kept = SimpleNamespace(fingerprint={}, invocation=how)
-    values = fingerprint.here(kept, tmp_path / "gone.py").values  # type: ignore[arg-type]
+    values = fingerprint.here(kept, tmp_path / "gone.py", tmp_path).values  # type: ignore[arg-type]
     assert values["devices"] == 2 and values["threads"] == "1"
 
 
 def test_a_target_that_is_gone_has_changed(monkeypatch, tmp_path):
     """A re-tuning that was due found that nothing had changed, each week anew."""
     monkeypatch.setattr(Fingerprint, "of", lambda _: Fingerprint(values={"target": "0123"}))
-    gone = fingerprint.here(SimpleNamespace(fingerprint={}, invocation=None), tmp_path / "gone.py")  # type: ignore[arg-type]
+    gone = fingerprint.here(SimpleNamespace(fingerprint={}, invocation=None), tmp_path / "gone.py", tmp_path)  # type: ignore[arg-type]
     (found,) = changes(Fingerprint(values={"target": "0123"}), gone)
     assert found.words == "the target's file is gone"
 

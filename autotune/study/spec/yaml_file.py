@@ -119,6 +119,18 @@ def as_run(folder: Path) -> Path:
     return path if (path := folder / AS_RUN).is_file() else folder / "study.yaml"
 
 
+def elsewhere(folder: Path) -> str:
+    """The place where the trials of a study ran, in words; empty for this machine alone."""
+    try:
+        stated = read_yaml(as_run(folder))
+    except UserError:
+        return ""
+    stated = stated if isinstance(stated, dict) else {}
+    if stated.get("executor", "local") != "local":
+        return f"on {stated['executor']}"
+    return f"on the machines of {stated['hostfile']}" if stated.get("hostfile") else ""
+
+
 def stated_storage(path: Path) -> str | None:
     """Returns the database that a study.yaml names; None if it names none, or cannot be read."""
     try:

@@ -110,9 +110,7 @@ def one_trial(number: int, values: dict, rng: random.Random) -> dict:
     batch = Candidate.of(values).global_batch_size(2)
     losses = [1.9 + 3.7 / (1 + i * batch / 320) + rng.gauss(0, 0.35 / batch**0.5) for i in range(n)]
     times = [metrics["step_time_s"] * rng.uniform(0.98, 1.03) for _ in range(n)]
-    busy = (
-        ["the machine was busy: other processes used 0.7 cores while steps were timed"] if number in (0, 9) else []
-    )
+    busy = ["the machine was busy: other processes used 0.7 cores while steps were timed"] if number in (0, 9) else []
     censored = ["time_to_loss_s"] if number % 7 == 3 else []
     expected = {
         name: metrics[name] * (0.9 + 0.2 * (number * 0.618 % 1)) for name in ("peak_memory_bytes", "step_time_s")

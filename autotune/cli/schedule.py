@@ -156,13 +156,15 @@ def _there(study: str, storage: str | None) -> OpenStudy | None:
 
 def _gpus_of(study: str, storage: str | None, *, in_a_pod: bool) -> int:
     """GPUs that a node needs for the trials of a study; an error where one pod cannot run them."""
+    from autotune.study.spec.yaml_file import elsewhere
+
     opened = _there(study, storage)
     if opened is None:
         return 0
     kept = opened.record
-    if in_a_pod and {"nodes", "executor"} & kept.fingerprint.keys():
+    if in_a_pod and (where := elsewhere(opened.folder)):
         raise UserError(
-            f"schedule export: the trials of study {study!r} run on other machines, and a CronJob is one pod;"
+            f"schedule export: the trials of study {study!r} run {where}, and a CronJob is one pod;"
             " export --cron or --systemd for the machine that began the study"
         )
     return kept.world_size if kept.workload.environment.accelerator != "cpu" else 0

@@ -7,7 +7,6 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,17 +122,6 @@ def test_schedules_in_the_database_that_a_study_states_are_run_without_naming_it
 def test_what_the_user_got_wrong_is_said_in_a_sentence(call, said):
     with pytest.raises(UserError, match=said):
         call()
-
-
-def test_a_cron_job_of_one_pod_is_no_schedule_of_a_study_on_several_machines(studies, monkeypatch):
-    """It asked one pod for the GPUs of all of them."""
-    kept = session.open_study("s", None).record
-    spread = replace(kept, fingerprint=kept.fingerprint | {"nodes": 2})
-    schedule_add("s", "7d")
-    monkeypatch.setattr(session.OpenStudy, "record", spread)
-    with pytest.raises(UserError, match="'s' run on other machines, and a CronJob is one pod"):
-        schedule_export(k8s=True)
-    schedule_export(cron=True)
 
 
 def test_more_ranks_than_the_machine_holds_are_a_mistake_and_no_decision(studies, monkeypatch):

@@ -455,15 +455,17 @@ def test_folder_and_environment_are_quoted_for_each_scheduler(two):
 
 
 @pytest.mark.parametrize(("accelerator", "n_gpus"), [("cuda", 2), ("cpu", 0)])
-def test_a_pod_needs_a_gpu_for_each_rank_of_a_study_on_gpus(monkeypatch, accelerator, n_gpus):
+def test_a_pod_needs_a_gpu_for_each_rank_of_a_study_on_gpus(tmp_path, monkeypatch, accelerator, n_gpus):
+    """It asked one pod for the GPUs of several machines."""
     workload = replace(WORKLOAD, environment=replace(ENVIRONMENT, accelerator=accelerator))
-    kept = SimpleNamespace(record=SimpleNamespace(world_size=2, workload=workload, fingerprint={}))
+    kept = SimpleNamespace(record=SimpleNamespace(world_size=2, workload=workload), folder=tmp_path)
     monkeypatch.setattr("autotune.session.open_study", lambda *_: kept)
     assert commands._gpus_of("s", None, in_a_pod=True) == n_gpus
-    kept.record.fingerprint = {"nodes": 2}
-    assert commands._gpus_of("s", None, in_a_pod=False) == n_gpus
-    with pytest.raises(UserError, match="machines"):
-        commands._gpus_of("s", None, in_a_pod=True)
+    for stated, said in {"nodes: 2": "on 2 machines", "executor: slurm": "on slurm"}.items():
+        (tmp_path / "study.yaml").write_text(stated)
+        assert commands._gpus_of("s", None, in_a_pod=False) == n_gpus
+        with pytest.raises(UserError, match=f"run {said}, and a CronJob is one pod"):
+            commands._gpus_of("s", None, in_a_pod=True)
 
 
 @pytest.mark.parametrize("n_gpus", [0, 4])

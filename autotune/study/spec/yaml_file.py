@@ -128,7 +128,9 @@ def elsewhere(folder: Path) -> str:
     stated = stated if isinstance(stated, dict) else {}
     if stated.get("executor", "local") != "local":
         return f"on {stated['executor']}"
-    return f"on the machines of {stated['hostfile']}" if stated.get("hostfile") else ""
+    if stated.get("hostfile"):
+        return f"on the machines of {stated['hostfile']}"
+    return f"on {nodes} machines" if (nodes := stated.get("nodes") or 1) != 1 else ""
 
 
 def stated_storage(path: Path) -> str | None:

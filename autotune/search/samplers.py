@@ -168,10 +168,11 @@ def encoded(space: SearchSpace, candidate: Candidate) -> dict[str, Any]:
 
 def _optuna_sampler(name: str, seed: int) -> BaseSampler:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    # Before release 5 a sampler heeds constraints only if it is given a function, which nothing here calls: trials have their values.
+    # Before release 5 a sampler heeds constraints, which are attributes of trials, only if it is given a function. It is asked of what
+    # another program told, too, which has none and counts as breaking them.
     heeding: dict[str, Any] = {}
     if not hasattr(optuna.trial.Trial, "set_constraint"):
-        heeding["constraints_func"] = lambda trial: trial.system_attrs["constraints"]
+        heeding["constraints_func"] = lambda trial: trial.system_attrs.get("constraints", [1.0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "group" and the Gaussian process are marked experimental
         match name:

@@ -134,7 +134,7 @@ def compared(
     if (splitting := workload.splitting) is None:
         return workload
     place = profile_cache.place_of(spec, setting.world_size, workload)
-    key = profile_cache.workload_key(spec.target, None, place.where)
+    key = profile_cache.workload_key(spec.target, "optimizer" in base_config, place.where)
     known = profile_cache.load(Workload, key)
     same = known is not None and known.splitting is not None and known.structure == workload.structure
     results = dict(known.splitting.compared) if same and known is not None and known.splitting is not None else {}

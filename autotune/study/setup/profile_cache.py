@@ -151,7 +151,8 @@ def measure_missing(
         The workload, and remarks for the user.
     """
     if workload.script is None:
-        save(replace(workload, profile=None, machine=None), workload_key(target, None, place.where))
+        # A configuration's optimizer takes the place of a model.py's in all that was found out.
+        save(replace(workload, profile=None, machine=None), workload_key(target, "optimizer" in ds_config, place.where))
     workload, notes = known(workload, target, ds_config, world_size, place), []
     if workload.profile is None and workload.script is None:
         request = TrialRequest(

@@ -51,7 +51,7 @@ def known(tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.chdir(tmp_path)
     own = "def optimizer" in TARGET.read_text()
-    profile_cache.save(WORKLOAD, profile_cache.workload_key(TARGET))
+    profile_cache.save(WORKLOAD, profile_cache.workload_key(TARGET, not own))
     profile_cache.save(PROFILE, profile_cache.workload_key(TARGET, None if own else OPTIMIZER))
     for ranks in (1, 2):
         machine = replace(Machine.guess("cpu", ranks), measured=True, workspace_bytes=5e7)
@@ -410,7 +410,18 @@ def test_what_is_known_is_found_out_once(zoo, tmp_path, monkeypatch):
         "measuring the machine's rates, once",
     ]  # a run that went on said it again
     assert (again.profile, again.machine) == (found.profile, found.machine)
-    assert profile_cache.load(Workload, profile_cache.workload_key(MODELS / "tied.py")) == bare
+    assert profile_cache.load(Workload, profile_cache.workload_key(MODELS / "tied.py", True)) == bare
+
+
+@pytest.mark.usefixtures("known")
+def test_what_was_found_beside_a_targets_own_optimizer_is_not_known_beside_a_configurations(monkeypatch):
+    """Its settings were refused, since the target made its own when it was looked at."""
+    asked = list[Any]()
+    monkeypatch.setattr(forecasts, "_profiled", lambda spec, *_: (asked.append(spec.base_config), (WORKLOAD, []))[1])
+    for config in (None, ADAMW):
+        spec = StudySpec.of_target(TARGET, {"base_config": config})
+        forecasts._known(spec, spec.inspected, SILENT)
+    assert asked == [ADAMW]
 
 
 def test_what_is_edited_while_it_is_profiled_or_probed_is_known_by_its_earlier_text(tmp_path, monkeypatch):

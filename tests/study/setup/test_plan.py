@@ -64,7 +64,7 @@ def test_a_study_without_degrees_keeps_what_is_known_of_them(planned, tmp_path, 
         {"tensor_parallel.autotp_size=2 of 2 {}": "the loss is 4.9"},
     )
     known = replace(whole, splitting=replace(whole.splitting, compared=compared))
-    profile_cache.save(known, profile_cache.workload_key(target))
+    profile_cache.save(known, profile_cache.workload_key(target, True))
     assert planned({}, {"zero_stage": [0, 1]}, workload=whole).workload.splitting.compared == compared
 
 

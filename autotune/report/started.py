@@ -24,7 +24,7 @@ READERS = {"accelerate": (ACCELERATE, TRAINER), "hf-args": (TRAINER,)}
 CARRIED = ("Command line:",)
 CARRIED_BY_TRAINING_ARGUMENTS = ("TrainingArguments:", "Activation checkpointing:", "DeepSpeed:", "Precision:")
 # What names the config of `accelerate launch`, and the one that it reads by itself (accelerate.commands.config.config_args).
-CONFIG_FLAG = "--config_file"
+LAUNCHERS, CONFIG_FLAG = ("accelerate", "accelerate-launch", "accelerate.commands.launch"), "--config_file"
 HF_HOME = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
 DEFAULT_ACCELERATE_CONFIG = Path(os.path.expanduser(HF_HOME), "accelerate", "default_config.yaml")
 # A longer word of a command names no file.
@@ -202,10 +202,9 @@ class Started:
         """The Accelerate config of the tuned command, the default one where it names none; empty if it has none."""
         how = self.invocation
         script = {Path(how.script).name, how.module or how.script}  # it may have a --config_file, too
-        words = list(itertools.takewhile(lambda word: not {Path(word).name, word} & script, self._words))
-        if not any(
-            Path(word).name in ("accelerate", "accelerate-launch", "accelerate.commands.launch") for word in words
-        ):
+        launch = itertools.dropwhile(lambda word: Path(word).name not in LAUNCHERS, self._words)
+        words = list(itertools.takewhile(lambda word: not {Path(word).name, word} & script, launch))
+        if not words:
             return {}
         named = [pair[1] for pair in itertools.pairwise(words) if pair[0] == CONFIG_FLAG]
         named += [word.partition("=")[2] for word in words if word.startswith(f"{CONFIG_FLAG}=")]

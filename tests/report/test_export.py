@@ -533,6 +533,7 @@ def test_a_script_that_accelerate_compiles_is_compiled_as_it_was_measured():
         "accelerate launch --config_file my.yaml",
         "accelerate launch --config_file \\\n  my.yaml",
         "accelerate launch --config_file ~/my.yaml",
+        "python train.py --prepare && accelerate launch --config_file my.yaml",
         "accelerate launch",
         "torchrun",
     ],

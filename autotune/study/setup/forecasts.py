@@ -192,9 +192,8 @@ def _estimates(folder: Path) -> dict[int, Measured]:
 def _known(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workload, list[str]]:
     """Returns the workload with profile and rates, from the cache or else from ranks, and notes."""
     script = target.kind == "script"
-    configured = (
-        "optimizer" in (spec.base_config or {}) or "optimizer" not in target.defines
-    )  # as in the completed configuration
+    # As in the completed configuration.
+    configured = "optimizer" in (spec.base_config or {}) or "optimizer" not in target.defines
     key = profile_cache.script_key(spec) if script else profile_cache.workload_key(target.path, configured)
     workload = profile_cache.load(Workload, key)
     if workload is not None:

@@ -44,7 +44,9 @@ def first_losses_off(
     mean, reach = float(difference.mean()), SURE * t95(n - 1) * float(difference.std(ddof=1)) / math.sqrt(n)
     found = [(mean, reach, float(np.abs(other).mean()), not same_numerics)]
     if n > LEAST_STEPS:  # where both losses fall far within these steps, so does the difference
-        found.append((*_beginning(difference), abs(float(other[0])), True))
+        begin, reach = _beginning(difference)
+        # Twice as sure: it is a second look, and late steps, whose noise falls with the loss, tell the scatter.
+        found.append((begin, 2 * reach, abs(float(other[0])), True))
     for off, reach, scale, in_first in found:
         shown = not in_first or difference[0] * math.copysign(1.0, off) >= least * scale
         if shown and abs(off) > max(reach, least * scale):

@@ -84,7 +84,9 @@ def test_a_model_that_no_machine_or_device_holds_several_times_is_not_compared(
     target.write_text("def model(): ...\ndef data(): ...")
     setting = Setting(world_size=4, ranks_per_node=4, **degrees.facts(huge, {}, 4))
     spec, known = StudySpec.of(target, {"ranks": 4}), {Splitting.key(TENSOR, 2, 2): ""}
-    profile_cache.save(replace(huge, splitting=replace(LLAMA, compared=known)), profile_cache.workload_key(target))
+    profile_cache.save(
+        replace(huge, splitting=replace(LLAMA, compared=known)), profile_cache.workload_key(target, False)
+    )
     found = degrees.compared(spec, None, tmp_path, huge, {}, setting, [(TENSOR, 2)], print)
     assert said in found.caveats[-1]
     assert found.splitting.compared == known, "what two ranks found was dropped, and was found out anew"

@@ -23,8 +23,9 @@ READERS = {"accelerate": (ACCELERATE, TRAINER), "hf-args": (TRAINER,)}
 # Beginnings of side changes that the flags of a command carry, the second with flags of TrainingArguments.
 CARRIED = ("Command line:",)
 CARRIED_BY_TRAINING_ARGUMENTS = ("TrainingArguments:", "Activation checkpointing:", "DeepSpeed:", "Precision:")
-# What names the config of `accelerate launch`, and the one that it reads by itself (accelerate.commands.config.config_args).
-LAUNCHERS, CONFIG_FLAG = ("accelerate", "accelerate-launch", "accelerate.commands.launch"), "--config_file"
+# Names of Accelerate's launcher, the flag of its config, and the one that it reads by itself (accelerate.commands.config.config_args).
+LAUNCHERS = ("accelerate", "accelerate-launch", "accelerate.commands.launch")
+CONFIG_FLAG = "--config_file"
 HF_HOME = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
 DEFAULT_ACCELERATE_CONFIG = Path(os.path.expanduser(HF_HOME), "accelerate", "default_config.yaml")
 # A longer word of a command names no file.

@@ -52,6 +52,7 @@ DELETED = (
 SEARCH_DELETED = "the search of re-tuning {1} of study {0!r} was deleted from the database meanwhile; `autotune retune {0}` begins anew"
 
 
+# A limit for each run of this process that is under way; the first one knows what was there before.
 _LIMITS, _GUARD = list[threadpool_limits](), threading.Lock()
 
 

@@ -30,7 +30,7 @@ from autotune.system import error_log, files
 Environ: TypeAlias = dict[str, Any]
 StartResponse: TypeAlias = Callable[..., Any]
 
-COOKIE = "autotune_token"
+COOKIE = "autotune_token_"
 LEAST_TOKEN = 16
 N_THREADS = 8
 MOST_ANSWERS = 30  # studies whose answers the first page shows; each is read from the database
@@ -158,7 +158,9 @@ class Application:
                 path = quote(environ.get("PATH_INFO") or "/")
                 # Two slashes at the start would lead to another machine.
                 headers = [("Location", "/" + path.lstrip("/") + (f"?{left}" if left else ""))]
-                headers.append(("Set-Cookie", f"{COOKIE}={self.token}; Path=/; HttpOnly; SameSite=Strict"))
+                headers.append(
+                    ("Set-Cookie", f"{_cookie_name(environ)}={self.token}; Path=/; HttpOnly; SameSite=Strict")
+                )
                 start("303 See Other", [*headers, ("Content-Length", "0")])
                 return [b""]
         scheme, _, given = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
@@ -276,7 +278,12 @@ def _say(start: StartResponse, status: HTTPStatus, text: str) -> Iterable[bytes]
 def _cookie(environ: Environ) -> str:
     """The token's cookie. Those of other programs, which http.cookies may be unable to read, are passed over."""
     pairs = (each.strip().partition("=") for each in environ.get("HTTP_COOKIE", "").split(";"))
-    return next((value for name, _, value in pairs if name == COOKIE), "")
+    return next((value for name, _, value in pairs if name == _cookie_name(environ)), "")
+
+
+def _cookie_name(environ: Environ) -> str:
+    """One for each host and port: a browser sends a host's cookies to all of its ports, and two dashboards have two tokens."""
+    return COOKIE + re.sub(r"\W", "_", environ.get("HTTP_HOST", ""))
 
 
 def _holds_note(environ: Environ) -> bool:

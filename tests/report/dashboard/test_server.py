@@ -120,7 +120,8 @@ def test_loopback_names_are_let_in_at_any_forwarded_port_and_others_refused_even
     "path", ["/", "/dashboard", "/api/studies", "/autotune/1/picks/recommended.json", "/artifacts/1/1/abc", "/csv/1"]
 )
 @pytest.mark.parametrize(
-    "given", [{}, {"authorization": "Bearer wrong"}, {"cookie": f"{COOKIE}=wrong"}, {"query": "token=wrong"}]
+    "given",
+    [{}, {"authorization": "Bearer wrong"}, {"cookie": f"{COOKIE}127_0_0_1_8080=wrong"}, {"query": "token=wrong"}],
 )
 def test_without_the_token_nothing_is_shown(guarded, path, given):
     refused = ask(guarded, path, **given)
@@ -137,6 +138,12 @@ def test_the_printed_address_lets_in_and_leaves_the_token_out_of_the_browsers_hi
     for before in ("", 'theme={"dark": true}; ', "a,b=1; "):
         assert ask(guarded, "/api/studies", cookie=before + own).status == HTTPStatus.OK
     assert ask(guarded, "/api/studies", authorization=f"Bearer {TOKEN}").status == HTTPStatus.OK
+
+
+def test_two_dashboards_of_one_host_keep_two_cookies(guarded):
+    """A browser sends a host's cookies to all of its ports, and the second dashboard's took the place of the first one's."""
+    ports = [ask(guarded, "/", query=f"token={TOKEN}", host=f"localhost:{port}") for port in (8080, 8081)]
+    assert len({got.headers["set-cookie"].partition("=")[0] for got in ports}) == 2
 
 
 def test_the_way_in_leads_to_no_other_machine(guarded):

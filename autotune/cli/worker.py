@@ -52,7 +52,7 @@ def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
     scratch = folder / "trials" / f"worker-{re.sub(r'[^A-Za-z0-9.-]', '-', platform.node())}-{os.getpid()}"
     with ProgressView() as view, records.failing_in_words(url):
         try:
-            kept, stated = _joined(storage, ledger, view)
+            kept, stated = _joined(folder, storage, ledger, view)
             found = _planned(folder, kept, {**stated, **settings, "storage": url}, scratch, view)
             with found as (there, executor), parallel.executors_for(there, executor, scratch, view.say) as at_once:
                 runner = session.recorded_runner(
@@ -73,8 +73,11 @@ def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
     return 0
 
 
-def _joined(storage: Storage, ledger: leases.StudyLeases, view: ProgressView) -> tuple[StudyRecord, dict[str, Any]]:
+def _joined(
+    folder: Path, storage: Storage, ledger: leases.StudyLeases, view: ProgressView
+) -> tuple[StudyRecord, dict[str, Any]]:
     """Wait until the study's baseline was measured; return its record and settings."""
+    from autotune.study.lock import run_under_way
     from autotune.study.runner import NEWS_S
     from autotune.study.storage import records
 
@@ -86,7 +89,7 @@ def _joined(storage: Storage, ledger: leases.StudyLeases, view: ProgressView) ->
                 kept = records.record(study)
                 if kept is not None and records.told_trials(study) and (stated := records.stated_settings(study)):
                     return kept, {name: stated[name] for name in records.SETTINGS if name in stated}
-            elif ledger.leader() is None:
+            elif ledger.leader() is None and run_under_way(folder) is None:  # a run leads once it has imported torch
                 records.load_study(storage, name)  # raises, and lists the studies
             if not said:
                 said = True

@@ -3,13 +3,18 @@
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import pytest
 from support.instant import WORKLOAD, Instant, Watcher, plan_of, spec_of
 
 from autotune import session
 from autotune.cli import worker
+from autotune.errors import UserError
+from autotune.study.lock import study_lock
 from autotune.study.setup import engine, plan
 from autotune.study.setup.request import StudyRequest
 from autotune.study.spec.spec import StudySpec
+from autotune.study.storage import records
+from autotune.study.storage.leases import StudyLeases
 from autotune.system import files
 
 
@@ -32,3 +37,15 @@ def test_a_worker_takes_the_options_of_a_run_of_the_studys_own_file(tmp_path, mo
     asked = run(max_length=64, global_batch="free", objectives=["latency", "memory"])
     assert plain[0] == plain[1] and asked[0] == asked[1] != plain[0]
     assert run() == plain
+
+
+def test_a_worker_that_is_started_with_its_run_waits_for_it(tmp_path, monkeypatch):
+    """It ended with `no study`: a run leads only once it has imported torch."""
+    storage = records.open_storage(records.default_url(tmp_path))
+    ledger = StudyLeases(storage, "s")
+    monkeypatch.setattr(worker.time, "sleep", lambda _: (_ for _ in ()).throw(InterruptedError))
+    said = SimpleNamespace(doing=lambda _: None, tick=lambda: None)
+    with study_lock(tmp_path / "s"), pytest.raises(InterruptedError):
+        worker._joined(tmp_path / "s", storage, ledger, said)
+    with pytest.raises(UserError, match="no study 's'"):
+        worker._joined(tmp_path / "s", storage, ledger, said)

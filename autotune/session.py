@@ -41,7 +41,6 @@ from autotune.study.storage.database import Storage, StoreMissing
 from autotune.study.storage.history import History
 from autotune.study.storage.leases import StudyLeases
 from autotune.study.storage.records import StudyRecord
-from autotune.study.warm_start import HistoryRecorder
 from autotune.system import files
 from autotune.trial.folder import TrialDir, result_in
 from autotune.trial.target import is_yaml
@@ -391,7 +390,7 @@ def recorded_runner(
     plan: Plan, executor: Executor, folder: Path, held: StudyLeases, events: EventSink, slots: Sequence[Executor] = (),
     *, learn: bool = True, leads: bool = True,
 ) -> Runner:  # fmt: skip
-    """Open a study to be run, with its measurements kept in the history.
+    """Open a study to be run.
 
     Args:
         slots: Engines for the trials that run at once.
@@ -402,21 +401,15 @@ def recorded_runner(
         UserError: The study of that name is another one.
     """
     storage = held.storage
-    history = History(storage.engine)
-    history.drop_orphans()
-    recorder = HistoryRecorder(storage, plan.spec.name, 0, plan.workload, plan.world_size)
-    known = (
-        warm_start.related(storage, history, plan, folder.parent) if learn and plan.spec.sampler == "physics" else None
-    )
+    History(storage.engine).drop_orphans()
+    known = warm_start.related(storage, plan, folder.parent) if learn and plan.spec.sampler == "physics" else None
     warm = None
     if known is not None:
         first = [c for c in known.best if plan.space.contains(c, plan.baseline)][: warm_start.MAX_FIRST]
         warm = known.warm_start(plan, first)
-    runner = Runner(plan, executor, folder, held, Broadcast(recorder, events), slots, warm=warm, leads=leads)
+    runner = Runner(plan, executor, folder, held, events, slots, warm=warm, leads=leads)
     runner.open()
     if runner.study is None and known is not None:
         origin = f"{len(known.told)} trials of study {known.name} ({known.relation})"
         events.say(f"starting from {origin}; --no-history leaves them out")
-    if runner.study is not None and leads and held.is_alone():
-        recorder.keep_missing(records.told_trials(runner.study), folder)
     return runner

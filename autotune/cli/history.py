@@ -42,12 +42,15 @@ def history(
     as_json: AsJson = False,
 ) -> None:
     """Print measurements, recommendations or decisions, of one study or all."""
-    from autotune.session import open_history, open_study
+    from autotune.session import default_storage, open_history, open_study
+    from autotune.study.storage import records
 
-    known = open_history(storage)
+    url = storage or default_storage()
+    database = records.open_storage(url, create=False)
+    known = open_history(url, database)
     known.drop_orphans()
     read: dict[str, Callable[[], Sequence[Row]]] = {
-        "measurements": lambda: known.measurements(study, limit),
+        "measurements": lambda: records.measurements(database, study)[:limit],
         "recommendations": lambda: known.recommendations(study)[:limit],
         "decisions": lambda: known.decisions(study)[:limit],
     }

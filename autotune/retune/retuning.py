@@ -31,7 +31,7 @@ from autotune.session import OpenStudy
 from autotune.space.candidate import Candidate
 from autotune.space.legality import why_illegal
 from autotune.study import warm_start
-from autotune.study.events import Broadcast, EventSink
+from autotune.study.events import EventSink
 from autotune.study.runner import Runner
 from autotune.study.setup.plan import Plan
 from autotune.study.state import forget_runs
@@ -39,7 +39,7 @@ from autotune.study.storage import analysed, records
 from autotune.study.storage.generations import generation_name
 from autotune.study.storage.history import GoneError, History
 from autotune.study.storage.records import StudyRecord
-from autotune.study.warm_start import HistoryRecorder, WarmStart
+from autotune.study.warm_start import WarmStart
 from autotune.trial.folder import record_in, result_in, write_record
 from autotune.trial.result import Outcome, TrialResult
 
@@ -106,15 +106,12 @@ class Rounds:
     """Measures two configurations once per round; one that stands on both sides, as a baseline in use, once for both.
 
     Attributes:
-        role: Role of the measurements in the history: `check` or `duel`.
         sides: The configurations, by name.
     """
 
     folder: Path
-    role: str
     sides: Mapping[str, Candidate]
     runner: Runner
-    recorder: HistoryRecorder
 
     def __call__(self, n: int) -> dict[str, Reading]:
         """Measure round n, or read it if an interrupted run completed it: half of one would be from another time."""
@@ -125,9 +122,7 @@ class Rounds:
         if len(results) < len(paths):
             # The order alternates, so that drift affects both alike.
             for candidate in list(paths) if n % 2 else list(paths)[::-1]:
-                result = results[candidate] = self.runner.measure_again(candidate, paths[candidate])
-                measured = self._metrics(result)
-                self.recorder.keep(n, self.role, candidate, str(result.outcome), measured, result.wall_s)
+                results[candidate] = self.runner.measure_again(candidate, paths[candidate])
         beside = results[list(paths)[-1]].log_slowdown
         return {name: self._reading(results[candidate], beside) for name, candidate in self.sides.items()}
 
@@ -333,9 +328,8 @@ class Retuning:
             first = [c for c in known.best if space.contains(c, found.baseline)][: n // BEST_EVERY]
             warm = replace(known.warm_start(found, [self.incumbent, *first]), compromise=True)
         warm = replace(warm, noise=noise_scale(self.kept, records.record(self.opened.study)))
-        self.recorder = HistoryRecorder(self.storage, self.name, self.generation, found.workload, found.world_size)
-        events = Broadcast(self.recorder, self.observer)
-        return Runner(replace(found, spec=spec, space=space), executor, self.path, self.opened.url, events, warm=warm)
+        later = replace(found, spec=spec, space=space)
+        return Runner(later, executor, self.path, self.opened.url, self.observer, warm=warm)
 
     def _standing(self, runner: Runner) -> DriftCheck:
         """Measure the configuration in use and the baseline in turns, until it is clear whether their ratio changed."""
@@ -359,7 +353,7 @@ class Retuning:
         return comparison.compare(runner.state.objectives, both, self.min_gain, self._rounds(runner, "duel", sides))
 
     def _rounds(self, runner: Runner, what: str, sides: Mapping[str, Candidate]) -> Rounds:
-        return Rounds(self.path / what, what, sides, runner, self.recorder)
+        return Rounds(self.path / what, sides, runner)
 
     # What is kept
 

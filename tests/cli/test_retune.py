@@ -6,13 +6,12 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import sqlalchemy
-from support.instant import Instant, Watcher, answered, plan_of, recorded, spec_of
+from support.instant import Instant, Watcher, answered, plan_of, spec_of
 from support.paths import MODELS
 
 from autotune import session
@@ -35,16 +34,12 @@ from autotune.study.setup.request import StudyRequest
 from autotune.study.spec import yaml_file
 from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import records
-from autotune.study.storage.history import History, Measurement
+from autotune.study.storage.history import History
 from autotune.study.storage.tables import MIGRATIONS
 from autotune.trial.command import Invocation
 from autotune.trial.folder import write_record
 
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
-ROW = {
-    "study": "s", "generation": 0, "trial": 99, "role": "search", "environment": {"device_name": "x"}, "structure": "",
-    "n_parameters": 1, "world_size": 1, "candidate": "{}", "outcome": "complete", "metrics": {}, "wall_s": 1.0,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +204,7 @@ def test_what_changed_is_told_without_loading_the_model(studies, capsys):
 def test_the_history_lists_every_trial_with_its_environment(studies, capsys):
     list_history(what="measurements", limit=100, as_json=True)
     rows = json.loads(capsys.readouterr().out)
-    assert {row["role"] for row in rows} == {"baseline", "search", "repeat"}
+    assert {row["role"] for row in rows} == {"baseline", "search"} and [row["trial"] for row in rows] == [3, 2, 1, 0]
     assert all(row["environment"]["device_name"] == "stub" and row["study"] == "s" for row in rows)
     list_history("s", "recommendations")
     assert "the baseline's throughput" in capsys.readouterr().out
@@ -441,7 +436,7 @@ def test_a_deleted_study_leaves_no_row_and_keeps_its_small_files(studies, capsys
 def test_rows_of_a_study_that_another_program_deleted_go_with_the_next_look(studies, capsys):
     with sqlite3.connect(studies / "autotune.db") as database:
         database.execute("delete from studies")
-    list_history(what="measurements", as_json=True)
+    list_history(what="recommendations", as_json=True)
     assert json.loads(capsys.readouterr().out) == []
 
 
@@ -464,40 +459,5 @@ def test_a_database_that_is_locked_for_a_moment_is_waited_for(studies):
     lock = sqlite3.connect(studies / "autotune.db", isolation_level=None, check_same_thread=False)
     lock.execute("begin immediate")
     threading.Timer(1.0, lambda: lock.execute("commit")).start()
-    history.measured(Measurement(**ROW))
-    assert history.measurements(limit=1)[0]["trial"] == 99
-
-
-def test_a_measurement_is_kept_once_though_the_answer_was_lost(studies):
-    history = known(studies)
-    one = Measurement(**ROW)
-    for each in (one, one, Measurement(**ROW)):  # the last one is another measurement
-        history.measured(each)
-    assert sum(kept["trial"] == 99 for kept in history.measurements()) == 2
-
-
-def test_what_a_run_told_and_was_killed_before_it_kept_it_is_made_up_for(studies):
-    history = known(studies)
-    before = [row["trial"] for row in history.measurements("s")]
-    with history.engine.begin() as connection:
-        connection.execute(sqlalchemy.text("delete from autotune_measurement where trial in (0, 2)"))
-    recorded(studies, Instant(), trials=4, objectives=["throughput"])
-    assert {0, 2} <= {row["trial"] for row in history.measurements("s") if row["role"] != "repeat"}
-    recorded(studies, Instant(), trials=4, objectives=["throughput"])
-    after = [row["trial"] for row in history.measurements("s") if row["role"] != "repeat"]
-    assert sorted(after) == sorted(set(before))
-    assert "baseline" in {row["role"] for row in history.measurements("s") if row["trial"] == 0}
-
-
-def test_a_re_measurement_that_a_killed_run_had_no_time_to_keep_is_made_up_for(studies):
-    history = known(studies)
-    again = lambda: Counter(row["trial"] for row in history.measurements("s") if row["role"] == "repeat")  # noqa: E731
-    before = again()
-    with history.engine.begin() as connection:  # the last one, and those of a trial
-        last = "select max(id) from autotune_measurement where role = 'repeat'"
-        connection.execute(sqlalchemy.text(f"delete from autotune_measurement where id = ({last})"))
-        connection.execute(sqlalchemy.text("delete from autotune_measurement where role = 'repeat' and trial = 0"))
-    assert again() != before and before[0]
-    for _ in range(2):
-        recorded(studies, Instant(), trials=4, objectives=["throughput"])
-        assert again() == before
+    history.begin("s", "due")
+    assert history.interrupted("s")["cause"] == "due"

@@ -70,12 +70,6 @@ def test_a_trial_that_cannot_be_read_is_left_out_and_named(database, text):
     ] == [0, 1, 3]
 
 
-def test_a_row_of_the_history_that_cannot_be_read_is_left_out_and_named(database):
-    change(database, "update autotune_measurement set metrics = '{' where id = 2")
-    done = CliRunner().invoke(app, COMMANDS[-1])
-    assert done.exit_code == 0 and "row 2 of study s is left out" in done.stderr and "trial 3" in done.stdout
-
-
 @pytest.mark.parametrize("value", ["-1", '{"reason": 1', "[]"])
 def test_a_decision_that_is_no_object_is_left_out_and_named(database, value):
     history = History(records.open_storage(records.default_url(database.parent)).engine)

@@ -366,7 +366,6 @@ class Play:
             "only what ran is run again": len(lost)
             <= self.struck["driver"] + self.struck["server"] + self.struck["database"],
             "nobody holds a lease": leases.leases(storage, self.name) == [],
-            "each told trial is kept once in the history": self.kept(storage) == sorted(t.number for t in told),
             "each told trial has its result": all(self.has_result(t) for t in told),
             "the lock is free": lockable(self.study / ".lock")
             and all(map(lockable, (self.folder / "tmp").glob("autotune-*.lock"))),
@@ -382,14 +381,6 @@ class Play:
                 states = [(t.number, t.state.name) for t in trials]
                 raise Broken(f"{name}: told {keys}, trials {states}, files {broken_files(self.study)}")
         return {"told": len(told), "run_again": len(lost)}
-
-    def kept(self, storage: Any) -> list[int]:
-        rows = History(storage.engine).measurements(self.name)
-        own = [row for row in rows if not row["generation"] and row["role"] in ("baseline", "search")]
-        own = [row for row in own if row["outcome"] != "lost"]
-        if sum(row["role"] == "baseline" for row in own) > 1:  # one that crashed is measured once more
-            own = [row for row in own if (row["role"], row["outcome"]) != ("baseline", "crashed")]
-        return sorted(row["trial"] for row in own)
 
     def has_result(self, told: Any) -> bool:
         if records.told_data(told)["reason"].startswith("twice: "):  # its server was killed twice, so it has none

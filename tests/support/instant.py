@@ -264,7 +264,7 @@ def recorded(
     planned: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> Runner:
-    """A runner that keeps its measurements in the history, as `session.tune` makes it."""
+    """A runner as `session.tune` makes it."""
     plan = replace(plan_of(spec_of(**changes)), **(planned or {}))
     name = plan.spec.name
     held = StudyLeases(records.open_storage(records.default_url(folder)), name)

@@ -1,22 +1,17 @@
-"""The history of all studies: measurements and their environments, recommendations, re-tuning decisions, schedules."""
+"""The history of all studies: recommendations, re-tuning decisions, schedules."""
 
 import contextlib
-import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import sqlalchemy as sql
-from sqlalchemy.exc import IntegrityError
 
 from autotune.errors import UserError
 from autotune.study.storage.database import UNREADABLE
 from autotune.study.storage.tables import (
     DECISION,
-    ENVIRONMENT,
-    MEASUREMENT,
     MIGRATION,
     OF_A_STUDY,
     RECOMMENDATION,
@@ -37,34 +32,6 @@ class GoneError(UserError):
 
     def __init__(self, study: str) -> None:
         super().__init__(f"study {study!r} is gone: it was deleted meanwhile, so nothing is kept of this run")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """One trial or re-measurement, with its environment.
-
-    Attributes:
-        generation: 0 for the study itself, n for its n-th re-tuning.
-        role: `baseline`, `search`, `repeat`, or `check` for one that a re-tuning began with.
-        at: Unix time.
-        environment: Fields of `trial.Environment`.
-        structure: Digest of the model.
-        candidate: `Candidate.key`.
-    """
-
-    study: str
-    generation: int
-    trial: int
-    role: str
-    environment: Mapping[str, Any]
-    structure: str
-    n_parameters: int
-    world_size: int
-    candidate: str
-    outcome: str
-    metrics: Mapping[str, float]
-    wall_s: float
-    at: float = field(default_factory=time.time)
 
 
 # Columns of all tables that hold numbers, and those that hold JSON objects.
@@ -88,26 +55,7 @@ class History:
         self.unreadable: list[tuple[str, int]] = []
         migrate(engine)
 
-    # Measurements and recommendations
-
-    def measured(self, row: Measurement) -> None:
-        """Store a measurement of an existing study."""
-        for attempt in range(3):
-            try:
-                with self._of(row.study) as connection:
-                    # A repeated call after a lost answer: the measurement is there.
-                    there = [
-                        getattr(MEASUREMENT.c, name) == getattr(row, name)
-                        for name in ("study", "generation", "trial", "role", "at")
-                    ]
-                    if connection.scalar(sql.select(sql.func.count()).select_from(MEASUREMENT).where(*there)):
-                        break
-                    values = {**vars(row), "environment": self._environment(connection, row.environment)}
-                    connection.execute(MEASUREMENT.insert().values(**values))
-                    break
-            except IntegrityError:  # another process has just stored the same environment, or removed it as unused
-                if attempt == 2:
-                    raise
+    # Recommendations
 
     def recommended(self, study: str, generation: int, pick: Row, words: str) -> None:
         """Store a recommendation of `recommended.json`; if it equals the last one, only update its words.
@@ -150,46 +98,11 @@ class History:
         found = connection.execute(query.order_by(RECOMMENDATION.c.id.desc()).limit(1)).first()
         return None if found is None else dict(found._mapping)
 
-    def measurements(self, study: str | None = None, limit: int | None = None) -> list[Row]:
-        """Measurements, newest first, each with its whole environment."""
-        query = (
-            sql.select(MEASUREMENT, ENVIRONMENT.c.data).join(ENVIRONMENT).order_by(MEASUREMENT.c.id.desc()).limit(limit)
-        )
-        rows = self._rows(query if study is None else query.where(MEASUREMENT.c.study == study))
-        return [{name: row[name] for name in row if name != "data"} | {"environment": row["data"]} for row in rows]
-
     def recommendations(self, study: str | None = None) -> list[Row]:
         """Recommendations, newest first; in `withdrawn` whether nothing was recommended any more from then on."""
         query = sql.select(RECOMMENDATION).order_by(RECOMMENDATION.c.id.desc())
         rows = self._rows(query if study is None else query.where(RECOMMENDATION.c.study == study))
         return [{**row, "withdrawn": not row["ds_config"]} for row in rows]
-
-    def studies_alike(self, structure: str, machine: Mapping[str, Any], world_size: int) -> list[Row]:
-        """Studies with completed measurements on a machine like this: the same model first, on as many ranks, the newest.
-
-        A row holds study, generation, structure, n_parameters and world_size.
-
-        Args:
-            structure: Digest of the model.
-            machine: Fields of `trial.Environment`.
-            world_size: Number of ranks.
-        """
-        m = MEASUREMENT.c
-        grouped = (m.study, m.generation, m.structure, m.n_parameters, m.world_size, m.environment)
-        query = (
-            sql.select(*grouped, ENVIRONMENT.c.data, sql.func.max(m.at).label("at"))
-            .select_from(MEASUREMENT.join(ENVIRONMENT))
-            .where(m.outcome == "complete", m.role.in_(("baseline", "search")))
-            .group_by(*grouped, ENVIRONMENT.c.digest)
-        )
-        same = ("accelerator", "device_name")
-        rows = [row for row in self._rows(query) if all(row["data"].get(name) == machine.get(name) for name in same)]
-        return sorted(
-            rows,
-            key=lambda row: (
-                row["structure"] != structure or not structure, row["world_size"] != world_size, -row["at"],
-            ),
-        )  # fmt: skip
 
     # Decisions of re-tuning
 
@@ -250,12 +163,10 @@ class History:
     # A study's end
 
     def forget(self, study: str, *, schedules: bool = False) -> None:
-        """Remove all rows of a study, and environments that no measurement uses any more."""
+        """Remove all rows of a study."""
         with self.engine.begin() as connection:
             for table in (*OF_A_STUDY, *((SCHEDULE,) if schedules else ())):
                 connection.execute(table.delete().where(table.c.study == study))
-            used = sql.select(MEASUREMENT.c.environment)
-            connection.execute(ENVIRONMENT.delete().where(ENVIRONMENT.c.digest.not_in(used)))
 
     def drop_orphans(self) -> None:
         """Remove the rows of studies that another program deleted."""
@@ -273,14 +184,6 @@ class History:
             yield connection
             if connection.execute(sql.select(STUDIES).where(STUDIES.c.study_name == study)).first() is None:
                 raise GoneError(study)
-
-    def _environment(self, connection: sql.Connection, data: Mapping[str, Any]) -> str:
-        text = json.dumps(data, sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-        known = sql.select(ENVIRONMENT.c.digest).where(ENVIRONMENT.c.digest == digest)
-        if connection.execute(known).first() is None:
-            connection.execute(ENVIRONMENT.insert().values(digest=digest, data=json.loads(text)))
-        return digest
 
     def _rows(self, query: sql.Select[Any]) -> list[Row]:
         with self.engine.connect() as connection:

@@ -182,10 +182,6 @@ class StudyLeases(Leases):
         """Every lease on the study, of living and dead owners."""
         return self.storage.patiently(super().held)
 
-    def is_alone(self) -> bool:
-        """Whether no other process works on the study now."""
-        return self.alone or all(lease.owner == self.owner or self.lives(lease) is False for lease in self.held())
-
     def lives(self, lease: Lease) -> bool | None:
         """Whether the owner of a lease is at work; None until enough looks can tell."""
         return lease.owner == self.owner if self.alone else super().lives(lease)

@@ -6,8 +6,8 @@ import json
 import re
 import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -189,12 +189,23 @@ def record(study: Study) -> StudyRecord | None:
     Raises:
         StoreError: Another version of autotune wrote it.
     """
-    text = study_attr(study, RECORD_ATTR)
+    return _record_of(study.study_name, study_attr(study, RECORD_ATTR))
+
+
+def kept_records(storage: Storage) -> Iterator[tuple[str, StudyRecord]]:
+    """The names and records of the studies in the database, the one that ran last first; those that cannot be read are left out."""
+    for each in sorted(CachedStorage(storage).get_all_studies(), key=lambda one: -one.system_attrs.get(ENDS_ATTR, 0.0)):
+        with contextlib.suppress(StoreError):
+            if (kept := _record_of(each.study_name, each.system_attrs.get(RECORD_ATTR))) is not None:
+                yield each.study_name, kept
+
+
+def _record_of(name: str, text: str | None) -> StudyRecord | None:
     try:
         return None if text is None else adapter(StudyRecord).validate_json(text)
     except ValidationError:
         raise StoreError(
-            f"study {study.study_name!r} was made by another version of autotune;"
+            f"study {name!r} was made by another version of autotune;"
             " run it again with --fresh, or choose another --study name"
         ) from None
 
@@ -259,6 +270,29 @@ def left_out(study: Study) -> dict[str, str]:
 def told_trials(study: Study) -> list[FrozenTrial]:
     """Trials that ended with a result, in order; lost trials and unreadable ones are left out."""
     return [told for told in _with_result(study) if _is_readable(told)]
+
+
+def measurements(storage: Storage, study: str | None = None) -> list[dict[str, Any]]:
+    """The trials of all studies, or of one and its re-tunings, newest first, each with the environment of its study."""
+    rows = list[dict[str, Any]]()
+    for name, kept in kept_records(storage):
+        base, generation = generation_of(name)
+        if study not in (None, base):
+            continue
+        shared = {
+            "study": base, "generation": generation, "environment": asdict(kept.workload.environment), "world_size": kept.world_size,
+            "structure": kept.workload.structure, "n_parameters": kept.workload.n_parameters,
+        }  # fmt: skip
+        for told in told_trials(load_study(storage, name)):
+            data, ended = told_data(told), told.datetime_complete
+            own = {
+                "trial": told.number,
+                "role": told.user_attrs.get(ROLE_ATTR, "search"),
+                "candidate": told.user_attrs[CANDIDATE_ATTR],
+            }
+            own |= {key: data[key] for key in ("outcome", "metrics", "wall_s")}
+            rows.append({"at": ended.timestamp() if ended is not None else 0.0, **shared, **own})
+    return sorted(rows, key=lambda row: -row["at"])
 
 
 def lost(study: Study) -> list[FrozenTrial]:

@@ -15,30 +15,6 @@ MIGRATION = sql.Table(
     sql.Column("name", sql.String(64), primary_key=True),
     sql.Column("applied_at", sql.Double, nullable=False),
 )
-ENVIRONMENT = sql.Table(
-    "autotune_environment",
-    TABLES,
-    sql.Column("digest", DIGEST, primary_key=True),
-    sql.Column("data", sql.JSON, nullable=False),
-)
-MEASUREMENT = sql.Table(
-    "autotune_measurement",
-    TABLES,
-    sql.Column("id", sql.Integer, primary_key=True),
-    sql.Column("study", NAME, nullable=False, index=True),
-    sql.Column("generation", sql.Integer, nullable=False, default=0),  # 0: the study itself; n: its n-th re-tuning
-    sql.Column("trial", sql.Integer, nullable=False),
-    sql.Column("role", WORD, nullable=False),
-    sql.Column("at", sql.Double, nullable=False),
-    sql.Column("environment", DIGEST, sql.ForeignKey("autotune_environment.digest"), nullable=False),
-    sql.Column("structure", DIGEST, nullable=False, default=""),
-    sql.Column("n_parameters", sql.BigInteger, nullable=False),
-    sql.Column("world_size", sql.Integer, nullable=False),
-    sql.Column("candidate", sql.Text, nullable=False),
-    sql.Column("outcome", WORD, nullable=False),
-    sql.Column("metrics", sql.JSON, nullable=False),
-    sql.Column("wall_s", sql.Double, nullable=False),
-)
 RECOMMENDATION = sql.Table(
     "autotune_recommendation",
     TABLES,
@@ -89,13 +65,13 @@ LEASE = sql.Table(
     sql.Column("token", sql.String(32), nullable=False),
     sql.Column("beat", sql.Integer, nullable=False),
 )
-OF_A_STUDY = (MEASUREMENT, RECOMMENDATION, DECISION)
+OF_A_STUDY = (RECOMMENDATION, DECISION)
 STUDIES = sql.table("studies", sql.column("study_name"))  # Optuna's
 
 
 # Applied once each, in this order. A migration that was released is not edited.
 MIGRATIONS: dict[str, Callable[[sql.Connection], None]] = {
-    "0001-history": lambda connection: TABLES.create_all(connection, [ENVIRONMENT, *OF_A_STUDY]),
+    "0001-history": lambda connection: TABLES.create_all(connection, OF_A_STUDY),
     "0002-schedules": lambda connection: TABLES.create_all(connection, [SCHEDULE]),
     "0003-leases": lambda connection: LEASE.create(connection, checkfirst=True),
 }

@@ -19,6 +19,7 @@ from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.rule import Setting
 from autotune.study.spec.spec import LONGEST_NAME
 from autotune.study.storage import analysed, database, records
+from autotune.study.storage.optuna_tables import set_study_attr
 from autotune.study.storage.records import SearchRecord, StoreError, StudyRecord
 from autotune.trial.folder import write_record
 from autotune.trial.result import Outcome, TrialResult
@@ -342,6 +343,18 @@ def test_a_record_of_another_version_is_refused_with_what_to_do(tmp_path, url):
 
 
 # Trials.
+
+
+def test_of_all_studies_the_one_that_ran_last_comes_first_and_those_without_a_record_are_left_out(tmp_path, url):
+    for name, ends_s in (("a", 1.0), ("b", 3.0), ("c", 2.0), ("strange", 4.0)):
+        study = begin(url, name, n=1)
+        records.note_time(study, wall_s=1.0, ends_s=ends_s)
+        if name != "strange":
+            records.keep(study, replace(RECORD, target=name), tmp_path / name)
+    set_study_attr(begin(url, "c"), records.RECORD_ATTR, "{}")  # of another version
+    storage = records.open_storage(url)
+    assert [(name, kept.target) for name, kept in records.kept_records(storage)] == [("b", "b"), ("a", "a")]
+    assert [(row["study"], row["trial"]) for row in records.measurements(storage, "a")] == [("a", 0)]
 
 
 def test_a_lost_trial_is_not_told_and_a_failed_one_is(url):

@@ -298,7 +298,7 @@ def _answered(storage: Storage, url: str, request: StudyRequest, tuned: Tuned) -
         with records.failing_in_words(url):
             written.extend(write_answer(report, folder))
             if report.study["stored_as"] == name:
-                warm_start.keep_recommendation(storage, name, 0, report.recommended, recommended_words(report))
+                History(storage.engine).recommended(name, 0, report.picks.get("recommended"), recommended_words(report))
                 store_notes(records.load_study(storage, name), report)
     except records.StoreError as error:
         refused = refused or error

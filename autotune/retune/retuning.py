@@ -291,9 +291,7 @@ class Retuning:
         report = load.from_storage(self.storage, self.name, self.folder)
         list(files.write_answer(report, self.folder))
         write_record(self.path / "decision.json", decision.to_data())
-        warm_start.keep_recommendation(
-            self.storage, self.name, self.generation, report.recommended, recommended_words(report)
-        )
+        self.history.recommended(self.name, self.generation, report.picks.get("recommended"), recommended_words(report))
         if (command := self.asked.on_change) and self.evidence.get("attempts", 1) > MOST_ATTEMPTS:
             self.observer.say(f"--on-change is not run again: this was killed {MOST_ATTEMPTS} times before it was done")
         elif command:

@@ -1,9 +1,8 @@
 """Warm starts: the related study that a new search starts from."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from autotune.errors import UserError
 from autotune.forecast.features import Prior
@@ -17,7 +16,6 @@ from autotune.study.setup.plan import Plan
 from autotune.study.storage import analysed, records
 from autotune.study.storage.database import Storage
 from autotune.study.storage.generations import generation_of
-from autotune.study.storage.history import History
 from autotune.study.storage.records import StudyRecord
 from autotune.trial.result import RAN
 
@@ -100,23 +98,6 @@ def related(storage: Storage, found: Plan, studies: Path) -> PriorStudy | None:
         if (known := from_study(storage, name, folder, f"{model} on this machine", doubt)) is not None:
             return known
     return None
-
-
-def keep_recommendation(
-    storage: Storage, study: str, generation: int, recommended: Mapping[str, Any], words: str
-) -> None:
-    """Keeps a study's recommendation in the history; if there is none, notes that an earlier one is withdrawn.
-
-    Args:
-        generation: Number of its re-tuning; 0 for the study itself.
-        recommended: The content of `recommended.json`.
-        words: What its pick gains, as the answer says it.
-    """
-    pick, history = recommended["picks"].get("recommended"), History(storage.engine)
-    if pick is not None:
-        history.recommended(study, generation, pick, words)
-    else:
-        history.withdrawn(study, generation)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from autotune.errors import UserError
 from autotune.report import figures, files, load, pictures, series
 from autotune.report.page import render
 from autotune.session import Tuned
-from autotune.study import warm_start
 from autotune.study.setup import request
 from autotune.study.storage import records
 from autotune.study.storage.history import History
@@ -96,7 +95,7 @@ def test_an_answer_that_does_not_stand_any_more_leaves_no_configuration_and_the_
     found = replace(load.from_storage(storage, "s", folder), recommended=nothing)
     for _ in range(2):
         list(files.write_answer(found, folder))
-        warm_start.keep_recommendation(storage, "s", 0, nothing, "")
+        History(storage.engine).recommended("s", 0, None, "")
     assert not (folder / "ds_config.json").exists()
     rows = History(storage.engine).recommendations("s")
     assert [row["withdrawn"] for row in rows] == [True, False] and rows[0]["trial"] == rows[1]["trial"]

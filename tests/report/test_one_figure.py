@@ -20,7 +20,6 @@ from autotune.report.page.render import studies
 from autotune.report.readme import store_notes
 from autotune.report.results import StudyResult
 from autotune.report.tables import compared, overview
-from autotune.study import warm_start
 from autotune.study.storage import records
 from autotune.study.storage.history import History
 from autotune.study.storage.optuna_tables import note_of
@@ -144,11 +143,10 @@ def test_speedup_interval_and_baseline_are_the_same_in_all_six_places(study):
 
 def kept(found, studies):
     """The study's recommendation as the history holds it, after two runs that found the same."""
-    storage = records.open_storage(records.default_url(studies))
-    warm_start.keep_recommendation(storage, "s", 0, found.recommended, "")
-    for _ in range(2):
-        warm_start.keep_recommendation(storage, "s", 0, found.recommended, readme.recommended_words(found))
-    [row] = History(storage.engine).recommendations("s")
+    history = History(records.open_storage(records.default_url(studies)).engine)
+    for words in ("", *[readme.recommended_words(found)] * 2):
+        history.recommended("s", 0, found.picks.get("recommended"), words)
+    [row] = history.recommendations("s")
     return row
 
 

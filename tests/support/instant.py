@@ -20,13 +20,14 @@ from autotune.report.readme import recommended_words
 from autotune.space import feasibility
 from autotune.space.candidate import Candidate
 from autotune.space.rule import Setting
-from autotune.study import budget, warm_start
+from autotune.study import budget
 from autotune.study.events import Event, EventSink, Kind, Progress
 from autotune.study.measure import ENDLESS_SAMPLES
 from autotune.study.runner import Runner
 from autotune.study.setup.plan import Plan
 from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import records
+from autotune.study.storage.history import History
 from autotune.study.storage.leases import StudyLeases
 from autotune.system import files
 from autotune.trial.folder import TrialDir, read_record, write_record
@@ -284,6 +285,6 @@ def answered(studies: Path, executor: Instant | None = None, **changes: Any) -> 
     runner.run()
     found = load.load("s", records.default_url(studies), studies / "s")
     list(write_answer(found, studies / "s"))
-    warm_start.keep_recommendation(runner.storage, "s", 0, found.recommended, recommended_words(found))
+    History(runner.storage.engine).recommended("s", 0, found.picks.get("recommended"), recommended_words(found))
     runner.storage.engine.dispose()
     return studies

@@ -57,46 +57,36 @@ class History:
 
     # Recommendations
 
-    def recommended(self, study: str, generation: int, pick: Row, words: str) -> None:
+    def recommended(self, study: str, generation: int, pick: Row | None, words: str) -> None:
         """Store a recommendation of `recommended.json`; if it equals the last one, only update its words.
 
         Args:
             generation: Number of its re-tuning; 0 for the study itself.
+            pick: None where nothing is recommended: the last one, if any, is stored again without a configuration.
             words: What it gains, as the answer says it.
         """
-        low, high = pick.get("speedup_ci95") or (None, None)
-        values: dict[str, Any] = {
-            "study": study, "generation": generation, "trial": pick["trial"],
-            "candidate": json.dumps(pick["candidate"], sort_keys=True), "ds_config": pick["ds_config"],
-            "metrics": pick["metrics"], "speedup": pick.get("speedup"), "speedup_low": low, "speedup_high": high,
-        }  # fmt: skip
+        query = sql.select(RECOMMENDATION).where(RECOMMENDATION.c.study == study)
         with self._of(study) as connection:
-            last = self._last(connection, study)
+            found = connection.execute(query.order_by(RECOMMENDATION.c.id.desc()).limit(1)).first()
+            last: Row | None = None if found is None else dict(found._mapping)
+            values: dict[str, Any] = {"study": study, "generation": generation}
+            if pick is not None:
+                low, high = pick.get("speedup_ci95") or (None, None)
+                values |= {
+                    "trial": pick["trial"], "candidate": json.dumps(pick["candidate"], sort_keys=True),
+                    "ds_config": pick["ds_config"], "metrics": pick["metrics"],
+                    "speedup": pick.get("speedup"), "speedup_low": low, "speedup_high": high,
+                }  # fmt: skip
+            elif last is None or not last["ds_config"]:
+                return
+            else:
+                values |= {"trial": last["trial"], "candidate": last["candidate"], "ds_config": {}, "metrics": {}}
+                words = WITHDRAWN
             if last is None or any(last[name] != value for name, value in values.items()):
                 connection.execute(RECOMMENDATION.insert().values(at=time.time(), words=words, **values))
             elif last["words"] != words:
                 same = RECOMMENDATION.c.id == last["id"]
                 connection.execute(RECOMMENDATION.update().where(same).values(words=words))
-
-    def withdrawn(self, study: str, generation: int) -> None:
-        """Store that nothing is recommended any more, if anything was: its last row again, without a configuration."""
-        with self._of(study) as connection:
-            last = self._last(connection, study)
-            if last is not None and last["ds_config"]:
-                empty = {
-                    "generation": generation,
-                    "at": time.time(),
-                    "ds_config": {},
-                    "metrics": {},
-                    "words": WITHDRAWN,
-                }
-                same = {name: last[name] for name in ("study", "trial", "candidate")}
-                connection.execute(RECOMMENDATION.insert().values(**same, **empty))
-
-    def _last(self, connection: sql.Connection, study: str) -> Row | None:
-        query = sql.select(RECOMMENDATION).where(RECOMMENDATION.c.study == study)
-        found = connection.execute(query.order_by(RECOMMENDATION.c.id.desc()).limit(1)).first()
-        return None if found is None else dict(found._mapping)
 
     def recommendations(self, study: str | None = None) -> list[Row]:
         """Recommendations, newest first; in `withdrawn` whether nothing was recommended any more from then on."""

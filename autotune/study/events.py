@@ -93,13 +93,12 @@ class Progress:
     outcome: Outcome
     reason: str
     metrics: dict[str, float]
-    wall_s: float
     n_told: int
     n_trials: int
     best: Leader | None
     best_gain: float | None
     left_s: float
-    best_open: str = ""  # a journal of an earlier version has none
+    best_open: str = ""
 
     def best_words(self) -> str:
         """The best so far in words; the configuration last, since what does not fit a terminal is cut."""

@@ -178,7 +178,6 @@ class Teller:
             outcome=result.outcome,
             reason=result.reason or ("" if role == "repeat" else self._set_apart(result)),
             metrics=dict(metrics),
-            wall_s=result.wall_s,
             n_told=self._budget.n_spent(),
             n_trials=self._state.spec.trials,
             best=Leader(best.trial, best.candidate) if best else None,

@@ -26,7 +26,7 @@ CANDIDATE = Candidate(micro_batch_size=8, zero_stage=1)
 def ended(number, role="search", outcome=Outcome.COMPLETE, reason=""):
     metrics = {"step_time_s": 0.2, "samples_per_s": 40.0, "peak_memory_bytes": 2.0**30}
     return Progress(
-        number=number, role=role, candidate=CANDIDATE, outcome=outcome, reason=reason, wall_s=2.0, n_told=number + 1,
+        number=number, role=role, candidate=CANDIDATE, outcome=outcome, reason=reason, n_told=number + 1,
         metrics=metrics if outcome is Outcome.COMPLETE else {}, n_trials=30, best=Leader(0, CANDIDATE), best_gain=1.0, left_s=150,
     )  # fmt: skip
 

@@ -40,11 +40,11 @@ ONE_SHAPE = (
     "pipeline.stages: samples differ in length, and stages take every micro-batch to have the first one's shape: pad to one"
     " length, or build the PipelineModule with dynamic_shape=True"
 )
-# Settings of the base configuration that tell AutoTP what to split.
 NO_EXPERTS = (
     "the model has no mixture of experts that DeepSpeed shares out: neither layers of deepspeed.moe, nor those of a"
     " transformers model that its AutoEP knows"
 )
+# Settings of the base configuration that tell AutoEP and AutoTP what to split.
 TOLD_EXPERTS = ("expert_parallel.moe_layer_pattern", "expert_parallel.preset_model")
 TOLD = ("tensor_parallel.partition_config", "tensor_parallel.preset_model")
 

@@ -12,7 +12,6 @@ from autotune.errors import UserError
 from autotune.study.storage.database import UNREADABLE
 from autotune.study.storage.tables import (
     DECISION,
-    MIGRATION,
     OF_A_STUDY,
     RECOMMENDATION,
     SCHEDULE,
@@ -197,9 +196,3 @@ def _is_readable(row: Row) -> bool:
             return isinstance(files.json_of(text), dict)
         return False
     return True
-
-
-def forget(engine: sql.Engine, study: str) -> None:
-    """Remove a deleted study's rows, if the database has these tables."""
-    if sql.inspect(engine).has_table(MIGRATION.name):
-        History(engine).forget(study)

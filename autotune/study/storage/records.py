@@ -27,9 +27,10 @@ from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.deepspeed import DsConfig
 from autotune.space.rule import Setting
 from autotune.study.spec.spec import StudySpec, check_name
-from autotune.study.storage import database, history
+from autotune.study.storage import database
 from autotune.study.storage.database import Storage
 from autotune.study.storage.generations import generation_of
+from autotune.study.storage.history import History
 from autotune.study.storage.optuna_tables import CachedStorage, set_study_attr, storage_of, study_attr, study_id
 from autotune.system import files, redaction
 from autotune.trial.command import Invocation
@@ -96,7 +97,7 @@ def delete_study(storage: Storage, name: str) -> None:
     for own in [name, *(other for other in study_names(storage) if other != name and generation_of(other)[0] == name)]:
         with contextlib.suppress(KeyError):
             optuna.delete_study(study_name=own, storage=CachedStorage(storage))
-    history.forget(storage.engine, name)
+    History(storage.engine).forget(name)
 
 
 def note_settings(study: Study, spec: StudySpec) -> None:

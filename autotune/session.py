@@ -250,7 +250,7 @@ def tune(
                     if fresh:  # once it is known that all of the run's engines are there
                         _forget(wanted.name, storage, folder, request.executor)
                         fresh = False  # what is there from now on is this run's
-                    runner = recorded_runner(found, request.executor, folder, held, logged, slots, learn=learn)
+                    runner = opened_runner(found, request.executor, folder, held, logged, slots, learn=learn)
                     _keep_spec(request)
                     for note in (*request.notes, *found.notes):
                         logged.say(note)
@@ -386,7 +386,7 @@ def _named_from(folder: Path, path: str) -> Path:
     return found if found.exists() else (folder / path).resolve()
 
 
-def recorded_runner(
+def opened_runner(
     plan: Plan, executor: Executor, folder: Path, held: StudyLeases, events: EventSink, slots: Sequence[Executor] = (),
     *, learn: bool = True, leads: bool = True,
 ) -> Runner:  # fmt: skip

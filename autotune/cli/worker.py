@@ -55,9 +55,7 @@ def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
             kept, stated = _joined(folder, storage, ledger, view)
             found = _planned(folder, kept, {**stated, **settings, "storage": url}, scratch, view)
             with found as (there, executor), parallel.executors_for(there, executor, scratch, view.say) as at_once:
-                runner = session.recorded_runner(
-                    there, executor, folder, ledger, view, at_once, learn=False, leads=False
-                )
+                runner = session.opened_runner(there, executor, folder, ledger, view, at_once, learn=False, leads=False)
                 view.say(f"helping {study}, led by {leader.shown if (leader := ledger.leader()) else 'nobody now'}")
                 view.say(f"nothing left to start: {runner.help()}")
         except KeyboardInterrupt as stop:

@@ -269,7 +269,7 @@ def recorded(
     plan = replace(plan_of(spec_of(**changes)), **(planned or {}))
     name = plan.spec.name
     held = StudyLeases(records.open_storage(records.default_url(folder)), name)
-    return session.recorded_runner(plan, executor, folder / name, held, watcher or Watcher(), learn=learn)
+    return session.opened_runner(plan, executor, folder / name, held, watcher or Watcher(), learn=learn)
 
 
 def finished(studies: Path, name: str, **changes: Any) -> None:

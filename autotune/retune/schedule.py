@@ -259,7 +259,7 @@ class Daemon:
                         child.terminate()
                 for child in self._children.values():
                     child.wait()
-                with contextlib.suppress(SQLAlchemyError):
+                with contextlib.suppress(SQLAlchemyError, records.StoreError):
                     self.leases.give_back(self.lease)
 
     def look(self) -> None:
@@ -279,7 +279,7 @@ class Daemon:
         except (SQLAlchemyError, StorageInternalError, records.StoreError) as error:
             self.leads = None
             if not self._away:  # an outage may last for hours
-                self.say(f"the database does not answer, so nothing is started: {str(error).splitlines()[0]}")
+                self.say(f"the database cannot be used, so nothing is started: {str(error).splitlines()[0]}")
             self._away = True
 
     def _start_due(self) -> None:

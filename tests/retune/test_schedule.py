@@ -17,6 +17,7 @@ import zoneinfo
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import sqlalchemy
@@ -283,14 +284,17 @@ def test_a_schedule_that_replaces_one_that_cannot_be_read_runs_also_under_its_nu
     assert [each.number for each in started] == [wrong]
 
 
-def test_a_database_that_is_away_for_long_is_said_once_and_does_not_end_the_daemon(history, tmp_path):
-    """A file that was moved away ended it; of a server it was said every two seconds."""
+def test_a_database_that_is_away_for_long_is_said_once_and_does_not_end_the_daemon(history, tmp_path, monkeypatch):
+    """A file that was moved away ended it, or was what Ctrl-C ended it with; of a server it was said every two seconds."""
     said, file = [], tmp_path / "studies" / "autotune.db"
     one = Daemon(records.default_url(tmp_path / "studies"), tmp_path / "studies", said.append)
     one.look()
     file.rename(tmp_path / "away")
     one.look()
     one.look()
+    with monkeypatch.context() as stopped:
+        stopped.setattr(one, "look", Mock(side_effect=KeyboardInterrupt))
+        one.run()
     (tmp_path / "away").rename(file)
     one.look()
     leads, away, again = said

@@ -1,4 +1,4 @@
-"""`python -m autotune.worker serve | rank DIR RANK FD | device`: the roles of a machine that measures."""
+"""`python -m autotune.worker serve | rank DIR | device`: the roles of a machine that measures."""
 
 import os
 import sys
@@ -14,14 +14,14 @@ def main(arguments: list[str]) -> int:
             status = server.serve(modules[len(left_out) :], "".join(left_out))
             # As the ranks do: Python's own end takes a third of a second, and runs what the user's modules have registered.
             os._exit(status)
-        case ["rank", trial_dir, rank, listener]:
+        case ["rank", trial_dir]:
             from autotune.worker.agent import preload
 
             with preload.uncollected():
                 from autotune.worker import run
 
                 preload.import_rank_modules()
-            return run.main(trial_dir, int(rank), int(listener))
+            return run.main(trial_dir)
         case ["device"]:
             from autotune.worker import device
 

@@ -25,7 +25,7 @@ from autotune.trial import workload
 from autotune.trial.failures import FULL_FREE_SHARE, headline, means_out_of_memory
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import OOM_EXIT_CODE, Outcome, RankReport
-from autotune.worker.agent import temporary
+from autotune.worker.agent import network, temporary
 from autotune.worker.device import device_of, driver_version
 from autotune.worker.measure.device_load import DeviceWatch
 from autotune.worker.measure.ledger import Diverged, NotApplied, TooFewSteps
@@ -209,14 +209,9 @@ def _take_device(accelerator: Any, limit_bytes: int | None) -> None:
         cap(min(1.0, limit_bytes / accelerator.total_memory(device)), device)
 
 
-def connect(request: TrialRequest, rank: int, listener: int, *, cuda: bool) -> None:
-    """Joins the other ranks.
-
-    Args:
-        listener: Descriptor of the socket for rank 0's store, which the supervisor opened to keep the port; -1 on other
-            machines.
-        cuda: Use NCCL rather than gloo.
-    """
+def connect(request: TrialRequest, *, cuda: bool) -> None:
+    """Joins the other ranks, over NCCL if `cuda`, else over gloo."""
+    rank, listener = int(os.environ["RANK"]), int(os.environ.pop(network.LISTENER, "-1"))
     timeout = timedelta(seconds=request.deadline_s + 60)  # the supervisor's deadline comes first
     # DeepSpeed's own groups do not take init_distributed's time-out; NCCL's default is another one, of ten minutes.
     dist.distributed_c10d.default_pg_timeout = dist.distributed_c10d.default_pg_nccl_timeout = timeout

@@ -1,5 +1,6 @@
 """Run one rank of a trial in the mode that its request asks for."""
 
+import os
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,9 +16,9 @@ from autotune.worker.model.split import compare_split
 from autotune.worker.rank import abort, complete, watch_memory
 
 
-def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
-    """Runs a rank of the trial in a folder and ends the process; see `rank.connect` for the listener."""
-    recorder = Recorder(TrialDir(Path(trial_dir)), rank)
+def main(trial_dir: str) -> NoReturn:
+    """Runs this process's rank of the trial in a folder, and ends the process."""
+    recorder = Recorder(TrialDir(Path(trial_dir)), int(os.environ["RANK"]))
     recorder.began_s -= processes.age_s()  # a new Python has imported for seconds, which the trial's deadline counts
     stacks.answer()
     try:
@@ -34,7 +35,7 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
 
             ops.build(request.op)
         elif request.mode == "split":
-            compare_split(recorder, request, rank, listener)
+            compare_split(recorder, request)
         elif request.mode == "profile":
             from deepspeed.accelerator import get_accelerator
 
@@ -44,13 +45,13 @@ def main(trial_dir: str, rank: int, listener: int) -> NoReturn:
         elif request.mode in ("rates", "machine"):
             from autotune.worker.profile.machine import measure_machine
 
-            measure_machine(recorder, request, rank, listener)
+            measure_machine(recorder, request)
         elif request.script is not None:
             from autotune.worker.script.run import run_script
 
-            run_script(recorder, request, rank, listener)
+            run_script(recorder, request)
         else:
-            train_and_measure(recorder, request, rank, listener)
+            train_and_measure(recorder, request)
         complete(recorder)
     except BaseException as error:
         abort(recorder, error)

@@ -21,6 +21,7 @@ from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
 from autotune.worker import rank
 from autotune.worker import run as worker_run
+from autotune.worker.agent import network
 from autotune.worker.script import run
 
 
@@ -32,13 +33,14 @@ def keep_timeouts(monkeypatch):
 def test_the_store_stands_on_the_agents_socket_in_a_way_that_torch_2_6_knows(monkeypatch):
     """Its default backend refuses a socket that listens already; `make floors` runs trials on that release."""
     given = {}
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1")
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
     keep_timeouts(monkeypatch)
     monkeypatch.setattr(dist, "TCPStore", lambda *_, **options: given.update(options))
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: given.update(options))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        rank.connect(TrialRequest(target="model.py", world_size=1), 0, listener.fileno(), cuda=False)
+        monkeypatch.setenv(network.LISTENER, str(listener.fileno()))
+        rank.connect(TrialRequest(target="model.py", world_size=1), cuda=False)
         assert given["master_listen_fd"] == listener.fileno() and given["use_libuv"] is False
     assert given["world_size"] == 1
 
@@ -50,14 +52,15 @@ def test_the_store_stands_on_the_agents_socket_in_a_way_that_torch_2_6_knows(mon
 def test_nccl_is_told_the_ranks_device_and_does_not_guess_it(monkeypatch, version, world_size, bound):
     """Rank 3 of two machines with more than two devices each would be taken for device 3."""
     given = {}
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "3", "LOCAL_RANK": "1"}.items():
+    own = {"RANK": str(min(3, world_size - 1)), "LOCAL_RANK": "1"}
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **own}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
     keep_timeouts(monkeypatch)
     monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: None)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.update(more, backend=backend))
     asked = TrialRequest(target="model.py", world_size=world_size, deadline_s=3600)
-    rank.connect(asked, min(3, world_size - 1), -1, cuda=True)
+    rank.connect(asked, cuda=True)
     assert (given["backend"], given["device_id"]) == ("nccl", bound)
     # Groups that DeepSpeed makes wait as long as the trial may take.
     assert dist.distributed_c10d._get_default_timeout("nccl").total_seconds() == asked.deadline_s + 60
@@ -203,7 +206,8 @@ def test_what_a_new_python_took_to_import_counts_to_the_trials_deadline(monkeypa
     ended = []
     monkeypatch.setattr(worker_run.stacks, "answer", lambda: None)
     monkeypatch.setattr(worker_run, "abort", lambda recorder, _: ended.append(recorder.began_s))
-    worker_run.main(str(tmp_path), 0, -1)  # there is no request
+    monkeypatch.setenv("RANK", "0")
+    worker_run.main(str(tmp_path))  # there is no request
     assert time.monotonic() - ended[0] == pytest.approx(processes.age_s(), abs=0.5)
 
 

@@ -31,11 +31,6 @@ class Log:
         for target in (1, 2):
             os.dup2(self._write, target)
 
-    def release(self) -> None:
-        """In the supervisor: closes the rank's end of the pipe."""
-        os.close(self._write)
-        self._write = -1
-
     def take(self) -> bool:
         """Writes new output to the file; returns whether the rank may be waiting for the next read."""
         n = 0
@@ -43,8 +38,6 @@ class Log:
             try:
                 data = os.read(self._read, CHUNK_BYTES)
             except OSError:  # nothing for now
-                break
-            if not data:
                 break
             n += len(data)
             with contextlib.suppress(OSError):  # a full disk costs the log, not the trial
@@ -70,9 +63,7 @@ class Log:
     def drop(self) -> None:
         """Closes all descriptors."""
         for descriptor in (self._read, self._write, self._file):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._read = self._write = self._file = -1
+            os.close(descriptor)
 
     def _cut(self, limit: int) -> None:
         """Removes the middle of the file if it is longer than the limit."""

@@ -42,10 +42,6 @@ class MemoryWatch:
         """In the rank: closes the supervisor's end."""
         self._own.close()
 
-    def release(self) -> None:
-        """In the supervisor: closes the rank's end."""
-        self._ranks.close()
-
     def drop(self) -> None:
         """Closes both ends."""
         self._own.close()

@@ -5,6 +5,8 @@ import os
 import socket
 
 LOOPBACK = "127.0.0.1"
+# Variable with the descriptor of the socket for rank 0's store, which the supervisor of its machine opens to keep the port.
+LISTENER = "AUTOTUNE_LISTENER_FD"
 # An address of no machine (RFC 5737): the way there is the one to most others.
 ELSEWHERE = "192.0.2.1"
 

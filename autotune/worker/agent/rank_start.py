@@ -7,24 +7,21 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
 from autotune.trial.request import TrialRequest
-from autotune.worker.agent.logs import Log
-from autotune.worker.agent.memory_watch import MemoryWatch
+from autotune.worker.agent import network
+from autotune.worker.agent.rank import Rank
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def become_rank(
-    trial_dir: Path, rank: int, listener: int, variables: Mapping[str, str], detach: Callable[[], None], *, warm: bool
-) -> NoReturn:
+def become_rank(trial_dir: Path, variables: Mapping[str, str], detach: Callable[[], None], *, warm: bool) -> NoReturn:
     """Turns a forked process into a rank.
 
     Args:
-        listener: Descriptor of the socket for rank 0's store; -1 on other machines than that of rank 0.
         variables: Environment variables to add.
         detach: Closes what belongs to the supervisor.
         warm: Run in this process rather than in a new Python.
@@ -35,15 +32,14 @@ def become_rank(
         os.environ.update(variables)
         tempfile.tempdir = None  # the server may have looked up its own
         if not warm:
-            if listener >= 0:
-                os.set_inheritable(listener, True)
-            command = [sys.executable, "-m", "autotune.worker", "rank", str(trial_dir), str(rank), str(listener)]
-            os.execv(sys.executable, command)
+            if network.LISTENER in variables:
+                os.set_inheritable(int(variables[network.LISTENER]), True)
+            os.execv(sys.executable, [sys.executable, "-m", "autotune.worker", "rank", str(trial_dir)])
         from autotune.worker import run
         from autotune.worker.agent.preload import restart_nvml
 
         restart_nvml()
-        run.main(str(trial_dir), rank, listener)
+        run.main(str(trial_dir))
     except BaseException:  # nothing may return into the supervisor's loop
         with contextlib.suppress(BaseException):  # it may have closed its output
             traceback.print_exc()
@@ -53,7 +49,7 @@ def become_rank(
         os._exit(1)
 
 
-def detach(supervisor: int, answers: int, logs: Sequence[Log], watches: Sequence[MemoryWatch]) -> None:
+def detach(supervisor: int, answers: int, own: Rank, others: Iterable[Rank]) -> None:
     """Gives the process a session, signal handlers and output of a rank, and closes the supervisor's descriptors.
 
     Linux shares a busy machine's cores between sessions (autogroups). torchrun gives each rank one, so that two ranks in
@@ -62,8 +58,7 @@ def detach(supervisor: int, answers: int, logs: Sequence[Log], watches: Sequence
     Args:
         supervisor: PID of the supervisor.
         answers: Descriptor on which the supervisor answers the driver.
-        logs: The logs of all ranks started so far; the last one is this rank's.
-        watches: The same of the watches over their memory.
+        others: The ranks that were started before.
     """
     with contextlib.suppress(OSError):
         os.setsid()
@@ -75,12 +70,12 @@ def detach(supervisor: int, answers: int, logs: Sequence[Log], watches: Sequence
         signal.signal(signum, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.close(answers)
-    logs[-1].become_output()
-    for log in logs:
-        log.drop()
-    watches[-1].become_rank()
-    for other in watches[:-1]:
-        other.drop()
+    own.log.become_output()
+    own.log.drop()
+    own.watch.become_rank()
+    for other in others:
+        other.log.drop()
+        other.watch.drop()
 
 
 def rank_environment(rank: int, request: TrialRequest) -> dict[str, str]:

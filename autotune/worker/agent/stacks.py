@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 
 from autotune.trial import stood
-from autotune.worker.agent.logs import Log
+from autotune.worker.agent.rank import Rank
 
 # No named signal: scripts on clusters handle SIGUSR1 and SIGUSR2 themselves.
 ASK = signal.SIGRTMAX
@@ -21,14 +21,10 @@ def answer() -> None:
     faulthandler.register(ASK, file=2, all_threads=False)
 
 
-def ask(ranks: Iterable[tuple[int, Log]]) -> None:
-    """In the supervisor: makes ranks write into their logs where they stand.
-
-    Args:
-        ranks: Process ID and log of each rank.
-    """
-    for pid, log in ranks:
-        log.write(stood.HEAD.encode())
+def ask(ranks: Iterable[Rank]) -> None:
+    """In the supervisor: makes ranks write into their logs where they stand."""
+    for rank in ranks:
+        rank.log.write(stood.HEAD.encode())
         with contextlib.suppress(ProcessLookupError):  # it ended just now
-            os.kill(pid, ASK)
+            os.kill(rank.pid, ASK)
     time.sleep(WRITE_S)

@@ -8,7 +8,6 @@ import os
 import select
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from autotune.trial.result import Exit
 from autotune.worker.agent import memory_watch, network, ops, rank_start, stacks, temporary
 from autotune.worker.agent.logs import Log
 from autotune.worker.agent.memory_watch import MemoryWatch
+from autotune.worker.agent.rank import Rank
 from autotune.worker.script.saved_files import made_folders, remove_empty
 
 # After one rank failed, the others get this long to end by themselves.
@@ -43,8 +43,7 @@ class _Running:
     node: int
     started_at: float
     kernel_ooms_before: int
-    ranks: dict[int, int] = field(default_factory=dict)
-    codes: dict[int, int] = field(default_factory=dict)
+    ranks: dict[int, Rank] = field(default_factory=dict)
     first_failed: int | None = None
     first_failed_at: float = 0.0
     failed_at: float | None = None
@@ -52,8 +51,6 @@ class _Running:
     killed: str | None = None
     note: str = ""
     pids: set[int] = field(default_factory=set)
-    logs: list[Log] = field(default_factory=list)
-    watches: dict[int, MemoryWatch] = field(default_factory=dict)
     temporary: Path | None = None
     # Processes and shared memory of imported modules, which are not the trial's.
     others: frozenset[int] = frozenset()
@@ -64,22 +61,15 @@ class _Running:
     @property
     def ended(self) -> bool:
         """Returns whether all ranks have ended."""
-        return len(self.codes) == len(self.ranks)
+        return not self.under_way()
 
-    def under_way(self) -> list[tuple[int, Log]]:
-        """Returns process and log of each rank that has not ended."""
-        found = zip(self.ranks.items(), self.logs, strict=True)
-        return [(pid, log) for (rank, pid), log in found if rank not in self.codes]
-
-    def look_at_memory(self) -> None:
-        """Looks at the memory of the ranks whose turn it is."""
-        for rank, watch in self.watches.items():
-            if rank not in self.codes:
-                watch.look(self.ranks[rank])
+    def under_way(self) -> list[Rank]:
+        """Returns the ranks that have not ended."""
+        return [rank for rank in self.ranks.values() if rank.code is None]
 
     def wait_s(self) -> float:
         """Returns the longest sleep until a rank's memory is to be looked at."""
-        due = min((watch.due for rank, watch in self.watches.items() if rank not in self.codes), default=math.inf)
+        due = min((rank.watch.due for rank in self.under_way()), default=math.inf)
         return min(WAIT_S, max(memory_watch.MIN_INTERVAL_S, due - time.monotonic()))
 
     def failed_elsewhere(self) -> bool:
@@ -138,18 +128,18 @@ class RankSupervisor:
                 self._wait(running, BUSY_WAIT_S if busy else running.wait_s())
                 self._reap(running)
                 self._judge(running)
-                running.look_at_memory()
+                for rank in running.under_way():
+                    rank.watch.look(rank.pid)
                 if running.killed == "processes":  # by the time the ranks are dead there would be many more
                     self._kill_descendants(running)
-                busy = sum(log.take() for log in running.logs) > 0
+                busy = sum(rank.log.take() for rank in running.ranks.values()) > 0
         finally:
             swept = self._sweep(running)
-            for log in running.logs:
-                log.close()
-            for watch in running.watches.values():
-                watch.drop()
+            for rank in running.ranks.values():
+                rank.log.close()
+                rank.watch.drop()
         end = Exit(
-            codes=running.codes,
+            codes={number: rank.code for number, rank in running.ranks.items() if rank.code is not None},
             first_failed=running.first_failed,
             failed_at=running.failed_at,
             killed=running.killed,
@@ -175,6 +165,7 @@ class RankSupervisor:
             host, port = found
         running.temporary = temporary.make_folder()
         variables = network.environment(host, port, request.nodes) | temporary.environment(running.temporary)
+        variables |= {network.LISTENER: str(listener.fileno())} if listener is not None else {}
         running.others = frozenset(processes.descendants(os.getpid(), dead=True))
         running.shared_before = frozenset(shared_memory.there())
         running.max_processes = processes.most(request.ranks_per_node)
@@ -183,23 +174,18 @@ class RankSupervisor:
         sys.stderr.flush()
         with listener or contextlib.nullcontext():
             for local_rank in range(request.ranks_per_node):
-                self._fork(running, running.node * request.ranks_per_node + local_rank, variables, listener)
+                self._fork(running, running.node * request.ranks_per_node + local_rank, variables)
 
-    def _fork(self, running: _Running, rank: int, variables: dict[str, str], listener: socket.socket | None) -> None:
-        running.logs.append(Log(running.folder.log(rank)))
-        running.watches[rank] = watch = MemoryWatch()
-        watches = list(running.watches.values())
-        detach = functools.partial(rank_start.detach, os.getpid(), self.answers, running.logs, watches)
-        own = rank_start.rank_environment(rank, running.request)
-        variables = {**self._variables, **own, **variables, **watch.variables()}
-        descriptor = listener.fileno() if listener is not None else -1
-        pid = os.fork()
-        if pid == 0:
-            rank_start.become_rank(running.folder.path, rank, descriptor, variables, detach, warm=self.warm)
-        running.logs[-1].release()
-        watch.release()
-        running.ranks[rank] = pid
-        running.pids.add(pid)
+    def _fork(self, running: _Running, number: int, variables: dict[str, str]) -> None:
+        rank = Rank(Log(running.folder.log(number)), MemoryWatch())
+        detach = functools.partial(rank_start.detach, os.getpid(), self.answers, rank, running.ranks.values())
+        own = rank_start.rank_environment(number, running.request)
+        variables = {**self._variables, **own, **variables, **rank.watch.variables()}
+        rank.pid = os.fork()
+        if rank.pid == 0:
+            rank_start.become_rank(running.folder.path, variables, detach, warm=self.warm)
+        running.ranks[number] = rank
+        running.pids.add(rank.pid)
 
     def _wait_for_meeting_point(self, running: _Running) -> tuple[str, int] | None:
         """Waits for machine 0 to write host and port where the ranks meet; returns None if the trial ends before."""
@@ -228,14 +214,15 @@ class RankSupervisor:
 
     def _reap(self, running: _Running) -> None:
         for pid, status in _dead_children():
-            rank = next((rank for rank, rank_pid in running.ranks.items() if rank_pid == pid), None)
             running.pids.add(pid)
-            if rank is None:
-                continue
-            running.codes[rank] = os.waitstatus_to_exitcode(status)
-            failed = running.codes[rank] != 0 or not running.folder.report(rank).exists()
-            if failed and running.first_failed is None and running.killed is None:
-                running.first_failed, running.first_failed_at, running.failed_at = rank, time.monotonic(), time.time()
+            for number, rank in running.ranks.items():
+                if rank.pid != pid:
+                    continue
+                rank.code = os.waitstatus_to_exitcode(status)
+                failed = rank.code != 0 or not running.folder.report(number).exists()
+                if failed and running.first_failed is None and running.killed is None:
+                    running.first_failed, running.failed_at = number, time.time()
+                    running.first_failed_at = time.monotonic()
 
     def _judge(self, running: _Running) -> None:
         """Kills the trial if a rank failed, its time is over, or it has too many processes."""
@@ -258,12 +245,12 @@ class RankSupervisor:
 
     def _kill(self, running: _Running, why: str) -> None:
         running.killed, running.failed_at = running.killed or why, running.failed_at or time.time()
-        for rank, pid in running.ranks.items():
+        for rank in running.ranks.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
-            if rank not in running.codes:  # it may not have opened its session yet
+                os.killpg(rank.pid, signal.SIGKILL)
+            if rank.code is None:  # it may not have opened its session yet
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(rank.pid, signal.SIGKILL)
 
     def _kill_descendants(self, running: _Running) -> list[int]:
         """Kills all processes of the trial, in any group or session; returns their PIDs."""

@@ -28,14 +28,14 @@ from autotune.worker.model import model_file, sequence, staged, weights
 from autotune.worker.rank import connect, identify, prepare_device, set_seed
 
 
-def train_and_measure(recorder: Recorder, request: TrialRequest, rank: int, listener: int) -> None:
+def train_and_measure(recorder: Recorder, request: TrialRequest) -> None:
     """Trains the model of a request as its candidate says, and measures it."""
-    candidate = Candidate.of(request.candidate)
+    candidate, rank = Candidate.of(request.candidate), recorder.report.rank
     memory = prepare_device(request)
     identify(recorder.report, cuda=memory.cuda)
     target = model_file.load(Path(request.target))
     recorder.enter("build")
-    connect(request, rank, listener, cuda=memory.cuda)
+    connect(request, cuda=memory.cuda)
     set_seed(request.seed)
     model, checkpointer = _built(request, target, candidate)
     in_stages = staged.is_staged(model)

@@ -69,7 +69,7 @@ def _why_no_tensor(model: nn.Module) -> str:
     return ""
 
 
-def compare_split(recorder: Recorder, request: TrialRequest, rank: int, listener: int) -> None:
+def compare_split(recorder: Recorder, request: TrialRequest) -> None:
     """Splits the model of a request as its candidate says, and compares its loss and gradient with the whole model's.
 
     Raises:
@@ -79,7 +79,7 @@ def compare_split(recorder: Recorder, request: TrialRequest, rank: int, listener
     memory = prepare_device(request)
     identify(recorder.report, cuda=memory.cuda)
     target = model_file.load(Path(request.target))
-    connect(request, rank, listener, cuda=memory.cuda)
+    connect(request, cuda=memory.cuda)
     set_seed(request.seed)
     model = model_file.build_model(target, seed=request.seed)
     _without_dropout()

@@ -54,11 +54,11 @@ SLOW_PRODUCT_S = 0.3
 SAMPLE_SHAPE, LOADER_BATCH, LOADER_WORKERS, LOADER_S = (3, 64, 64), 32, (0, 1, 2), 0.5
 
 
-def measure_machine(recorder: "Recorder", request: TrialRequest, rank: int, listener: int) -> None:
+def measure_machine(recorder: "Recorder", request: TrialRequest) -> None:
     """Measures in every rank of the request; rank 0 writes the means."""
-    memory = prepare_device(request)
+    memory, rank = prepare_device(request), recorder.report.rank
     recorder.enter("build")
-    connect(request, rank, listener, cuda=memory.cuda)
+    connect(request, cuda=memory.cuda)
     device = torch.device(memory.accelerator)
     at_length = request.mode == "machine"
     # First, since its memory is counted from the rank's start.

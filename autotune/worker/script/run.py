@@ -48,7 +48,7 @@ SPAWNS = (
 USAGE_STATUS = 2
 
 
-def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: int) -> None:
+def run_script(recorder: Recorder, request: TrialRequest) -> None:
     """Runs the script until it has been measured, which ends the process, or to the script's own end."""
     memory = prepare_device(request)
     identify(recorder.report, cuda=memory.cuda)
@@ -56,7 +56,7 @@ def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: i
     # To ask about another rank's device starts a context there, and NCCL takes memory of each.
     probes = memory.cuda and not request.candidate
     own = free_bytes([torch.cuda.current_device()]) if probes else ()
-    connect(request, rank, listener, cuda=memory.cuda)
+    connect(request, cuda=memory.cuda)
     if probes:
         rows: list[tuple[int, ...]] = [()] * request.world_size
         dist.all_gather_object(rows, own)
@@ -64,7 +64,7 @@ def run_script(recorder: Recorder, request: TrialRequest, rank: int, listener: i
     context = ScriptContext(recorder, request, memory)
     steps = _install_hooks(context)
     # A script that seeds nothing begins alike in all trials. Its ranks share torch's seed alone, as under a launcher.
-    set_seed(request.seed + rank)
+    set_seed(request.seed + recorder.report.rank)
     torch.manual_seed(request.seed)
     why = ""
     try:

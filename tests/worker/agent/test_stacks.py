@@ -9,6 +9,8 @@ from autotune.trial import stood
 from autotune.trial.result import Outcome
 from autotune.worker.agent import stacks
 from autotune.worker.agent.logs import Log
+from autotune.worker.agent.memory_watch import MemoryWatch
+from autotune.worker.agent.rank import Rank
 
 
 @pytest.mark.system
@@ -36,7 +38,6 @@ def test_the_log_of_each_rank_of_a_trial_that_is_stopped_says_where_it_stood(zoo
 def test_a_rank_that_has_just_ended_is_not_asked(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     log = Log(tmp_path / "log")
-    log.release()
-    stacks.ask([(2**22 + 1, log)])  # beyond the largest PID
+    stacks.ask([Rank(log, MemoryWatch(), pid=2**22 + 1)])  # beyond the largest PID
     log.close()
     assert (tmp_path / "log").read_bytes() == stood.HEAD.encode()

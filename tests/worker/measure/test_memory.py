@@ -160,7 +160,6 @@ def test_a_supervisor_sees_the_growth_of_a_rank_that_does_nothing_for_it(mib, fr
     watch = memory_watch.MemoryWatch()
     seconds = 60 if status else 0.5
     rank = forked(WATCHED.format(mib=mib, freed=freed, seconds=seconds), **watch.variables())
-    watch.release()
     while (ended := os.waitpid(rank, os.WNOHANG))[0] == 0:
         watch.look(rank)
         time.sleep(0.01)

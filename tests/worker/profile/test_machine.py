@@ -39,7 +39,7 @@ def test_a_device_that_multiplies_in_no_bf16_has_all_other_rates(alone, monkeypa
 
     monkeypatch.setattr(machine, "_product", without)
     request = TrialRequest(target="", world_size=1, mode=mode)
-    machine.measure_machine(Recorder(TrialDir(tmp_path), 0), request, 0, -1)
+    machine.measure_machine(Recorder(TrialDir(tmp_path), 0), request)
     if mode == "rates":
         rates = read_record(TrialDir(tmp_path).machine, Machine).flops
         assert rates["torch_autocast"] == rates["fp32"] > 0 and "bf16" not in rates
@@ -50,7 +50,7 @@ def test_a_device_that_multiplies_in_no_bf16_has_all_other_rates(alone, monkeypa
 
 def test_a_probe_holds_every_rate_and_names_the_processor(alone, tmp_path):
     request = TrialRequest(target="", world_size=1, mode="machine")
-    machine.measure_machine(Recorder(TrialDir(tmp_path), 0), request, 0, -1)
+    machine.measure_machine(Recorder(TrialDir(tmp_path), 0), request)
     found = read_record(TrialDir(tmp_path).probe, Probe)
     assert {"fp32", "bf16"} <= set(found.flops) and "tf32" not in found.flops and set(found.sizes.values()) <= {16, 32}
     assert found.threads == torch.get_num_threads() and found.device_name and found.links == ()

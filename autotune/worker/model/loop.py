@@ -33,9 +33,9 @@ def train_and_measure(recorder: Recorder, request: TrialRequest) -> None:
     candidate, rank = Candidate.of(request.candidate), recorder.report.rank
     memory = prepare_device(request)
     identify(recorder.report, cuda=memory.cuda)
+    connect(request, cuda=memory.cuda)  # first, by variables that a model.py may set to those of a process alone
     target = model_file.load(Path(request.target))
     recorder.enter("build")
-    connect(request, cuda=memory.cuda)
     set_seed(request.seed)
     model, checkpointer = _built(request, target, candidate)
     in_stages = staged.is_staged(model)

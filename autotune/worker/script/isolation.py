@@ -91,9 +91,10 @@ class Isolation:
         self._context.at_end.append(self.close)
 
     def close(self) -> None:
-        """Lists the files that the script wrote elsewhere."""
+        """Lists the files that the script wrote elsewhere, by the names that they have now."""
         self._closed = True  # what this rank writes from now on is no file of the script's
-        if written := sorted(self._written.paths()):  # by any rank; their names may hold the time of day
+        written = sorted(filter(os.path.lexists, self._written.paths()))  # by any rank
+        if written:  # their names may hold the time of day
             folder = self._context.script.working_dir
             named = ", ".join(min(path, os.path.relpath(path, folder), key=len) for path in written[:MAX_FILES_NAMED])
             n_more = len(written) - MAX_FILES_NAMED
@@ -155,9 +156,7 @@ class Isolation:
                 self._keep(dst)
                 _take_in(src, self.files.placed(dst))
                 return self.files.moved(src, dst)
-            if (written := os.path.abspath(src)) in self._noted:
-                self._noted.remove(written)
-                self._written.remove(written)
+            if os.path.abspath(src) in self._noted:
                 self._note(os.path.abspath(dst))
             if os.path.isdir(src):
                 made = self._is_made(src)

@@ -15,7 +15,6 @@ from typing import Any
 from autotune.worker.script.patching import patch
 
 StrPath = str | os.PathLike[str]
-REMOVED = "-"  # before a path of a list that is taken out again
 
 
 class PathList:
@@ -26,27 +25,15 @@ class PathList:
 
     def add(self, path: StrPath) -> None:
         """Adds a path."""
-        self._write(os.path.abspath(path))
-
-    def remove(self, path: StrPath) -> None:
-        """Takes a path out again."""
-        self._write(f"{REMOVED}{os.path.abspath(path)}")
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with self._file.open("a", errors="surrogateescape") as file:
+            file.write(f"{os.path.abspath(path)}\n")
 
     def paths(self) -> list[str]:
         """Returns the paths so far, each once."""
-        found: dict[str, None] = {}
         with contextlib.suppress(OSError):
-            for line in self._file.read_text(errors="surrogateescape").splitlines():
-                if line.startswith(REMOVED):
-                    found.pop(line.removeprefix(REMOVED), None)
-                else:
-                    found[line] = None
-        return list(found)
-
-    def _write(self, line: str) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        with self._file.open("a", errors="surrogateescape") as file:
-            file.write(f"{line}\n")
+            return list(dict.fromkeys(self._file.read_text(errors="surrogateescape").splitlines()))
+        return []
 
 
 def made_folders(scratch: Path) -> PathList:

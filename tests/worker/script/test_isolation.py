@@ -33,6 +33,13 @@ def rank(root: Path) -> Isolation:
     return Isolation(SimpleNamespace(recorder=recorder, script=script, scratch=root / "trial" / "scratch"))
 
 
+def wrote(rank: Isolation, path: Path) -> None:
+    """Has the script of a rank write a file."""
+    rank._audit("open", (str(path), "w", os.O_WRONLY))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
 def test_folders_that_ranks_made_and_left_empty_are_removed_also_one_within_another(tmp_path):
     first, second = rank(tmp_path), rank(tmp_path)
     for maker, folder in ((first, tmp_path / "out"), (second, tmp_path / "out" / "checkpoints")):
@@ -51,7 +58,7 @@ def test_a_librarys_cache_in_the_working_folder_is_no_file_of_the_scripts(tmp_pa
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     found = rank(tmp_path)
     for path in (tmp_path / "cache" / "datasets" / "text_builder.lock", tmp_path / "metrics.json"):
-        found._audit("open", (str(path), "w", os.O_WRONLY))
+        wrote(found, path)
     assert found._written.paths() == [str(tmp_path / "metrics.json")]
 
 
@@ -60,7 +67,7 @@ def test_files_that_a_script_writes_are_told_in_one_short_sentence(tmp_path, mon
     found._context.once = said.append
     monkeypatch.setenv("TMPDIR", str(temporary))  # the trial's, which is removed
     for path in (*(tmp_path / "out" / f"{i}.log" for i in range(7)), temporary / "autotune-imports"):
-        found._audit("open", (str(path), "w", os.O_WRONLY))
+        wrote(found, path)
     found.close()
     assert said == [f"{WRITES_FILES}out/0.log, out/1.log, out/2.log and 4 more"]
 
@@ -70,7 +77,7 @@ def test_what_a_rank_writes_as_it_ends_is_no_file_of_the_scripts(tmp_path):
     found, other, said = rank(tmp_path), rank(tmp_path), []
     other._context.once = said.append
     found.close()
-    found._audit("open", (str(tmp_path / "autotune-imports"), "w", os.O_WRONLY))
+    wrote(found, tmp_path / "autotune-imports")
     other.close()
     assert said == []
 
@@ -79,10 +86,9 @@ def test_files_of_all_ranks_are_told_by_each(tmp_path):
     """What is told before a study is told by rank 0, which named its own alone."""
     found, others, said = rank(tmp_path), rank(tmp_path), []
     found._context.once = said.append
-    found._audit("open", (str(tmp_path / "rank0.csv"), "w", os.O_WRONLY))
+    wrote(found, tmp_path / "rank0.csv")
     for name in ("rank1.csv", "rank1.tmp"):
-        others._audit("open", (str(tmp_path / name), "w", os.O_WRONLY))
-    (tmp_path / "rank1.tmp").touch()
+        wrote(others, tmp_path / name)
     others._rename(os.rename, tmp_path / "rank1.tmp", tmp_path / "rank1.json")
     found.close()
     assert said == [f"{WRITES_FILES}rank0.csv, rank1.csv, rank1.json"]
@@ -92,8 +98,7 @@ def test_a_file_that_is_moved_into_its_place_is_told_by_its_last_name(tmp_path):
     found, said = rank(tmp_path), []
     found._context.once = said.append
     for _ in range(3):
-        (tmp_path / "shard.tmp").touch()
-        found._audit("open", (str(tmp_path / "shard.tmp"), "w", os.O_WRONLY))
+        wrote(found, tmp_path / "shard.tmp")
         found._rename(os.rename, tmp_path / "shard.tmp", tmp_path / "shard.tar")
     found.close()
     assert said == [f"{WRITES_FILES}shard.tar"]

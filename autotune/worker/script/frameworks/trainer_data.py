@@ -137,9 +137,8 @@ def _arguments_of(arguments: Any, name: str, value: Scalar) -> dict[str, Scalar]
             {"train_sampling_strategy": GROUPED} if hasattr(arguments, "train_sampling_strategy") else {GROUPED: True}
         )
     prepared = not (getattr(arguments, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
-    if name == "max_length" and hasattr(arguments, trl_packing.PACKING) and prepared:
-        return trl_packing.length_arguments(arguments, int(str(value)))
-    if name == MULTIPLE and hasattr(arguments, name):
+    packs = hasattr(arguments, trl_packing.PACKING)
+    if (name == trl_packing.LENGTH and packs and prepared) or (name == MULTIPLE and hasattr(arguments, name)):
         return {name: value}
     argument = TRAINER_ARGUMENTS.get(name, "")
     return {argument: value} if hasattr(arguments, argument) else {}

@@ -9,15 +9,10 @@ from autotune.trial.workload import DataShape
 PACKING, STRATEGY, FREE = "packing", "packing_strategy", "padding_free"
 # It fills rows with whole samples, best fit first, and cuts only those that are longer than a row.
 WHOLE_SAMPLES = "bfd"
-# Arguments of TRL's SFTConfig for the length of samples, and of rows where it packs, by version.
-LENGTH_ARGUMENTS = ("max_length", "max_seq_length")
+# Argument of TRL's SFTConfig for the length of samples, and of rows where it packs.
+LENGTH = "max_length"
 # Settings of the data that own packing leaves nothing to do for.
 POINTLESS = ("packing", "group_by_length", "pad_to_multiple_of", "token_budget")
-
-
-def length_arguments(arguments: Any, length: int) -> dict[str, Scalar]:
-    """Returns the arguments that state a length; empty where there are none."""
-    return {name: length for name in LENGTH_ARGUMENTS if hasattr(arguments, name)}
 
 
 def row_tokens(known: lengths.Table, micro: int) -> int:
@@ -27,7 +22,7 @@ def row_tokens(known: lengths.Table, micro: int) -> int:
 
 def in_rows(arguments: Any, tokens: int) -> dict[str, Scalar]:
     """Returns the arguments that pack training samples into rows of a number of tokens."""
-    wanted = {PACKING: True, STRATEGY: WHOLE_SAMPLES, **length_arguments(arguments, tokens)}
+    wanted: dict[str, Scalar] = {PACKING: True, STRATEGY: WHOLE_SAMPLES, LENGTH: tokens}
     if str(arguments.eval_strategy).rpartition(".")[2].lower() != "no" and arguments.eval_packing is None:
         wanted["eval_packing"] = False  # evaluation stays as it is
     return {name: value for name, value in wanted.items() if getattr(arguments, name) != value}
@@ -44,10 +39,10 @@ def of_own(arguments: Any) -> dict[str, str]:
     if getattr(arguments, PACKING, False) is True:
         packed = f"the script packs its samples already (`{PACKING}=True`)"
         length = "the length of the rows decides how many samples a step holds; set it in the script"
-        return dict.fromkeys(POINTLESS, packed) | {"max_length": f"{packed}; {length}"}
+        return dict.fromkeys(POINTLESS, packed) | {LENGTH: f"{packed}; {length}"}
     if getattr(arguments, FREE, False) is True:
         cut = f"TRL cuts no samples for `{FREE}=True`; cut them before the trainer gets them"
-        return dict.fromkeys(POINTLESS, f"batches have no padding (`{FREE}=True`)") | {"max_length": cut}
+        return dict.fromkeys(POINTLESS, f"batches have no padding (`{FREE}=True`)") | {LENGTH: cut}
     return {}
 
 
@@ -58,7 +53,7 @@ def why_not(trainer: Any, data: DataShape | None) -> str | None:
         return None
     if (getattr(arguments, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
         return "`skip_prepare_dataset` leaves the samples as they are"
-    limit = next((getattr(arguments, name) for name in LENGTH_ARGUMENTS if hasattr(arguments, name)), None)
+    limit = arguments.max_length
     if data is None or not data.table or not (data.whole or limit is None):
         return "the samples could not all be read, so rows may cut some"
     if limit is not None and data.longest >= limit:

@@ -162,18 +162,15 @@ def versions(*, cuda: bool) -> dict[str, str]:
     return found
 
 
-def identify(report: RankReport, *, cuda: bool) -> None:
+def _identify(report: RankReport, memory: Memory) -> None:
     """Notes on which machine, device and libraries a rank runs."""
-    from deepspeed.accelerator import get_accelerator
-
-    libraries = ", ".join(f"{name} {version}" for name, version in versions(cuda=cuda).items())
-    on_cpu = get_accelerator().device_name() == "cpu"
-    cores = f", {n_cores()} cores" if on_cpu else ""
+    libraries = ", ".join(f"{name} {version}" for name, version in versions(cuda=memory.cuda).items())
+    cores = f", {n_cores()} cores" if memory.on_cpu else ""
     report.host, report.machine = socket.gethostname(), f"{device_name()}{cores}, {libraries}"
 
 
-def prepare_device(request: TrialRequest) -> Memory:
-    """Gives the rank its GPU and its share of the cores, and starts to measure its memory."""
+def prepare_device(request: TrialRequest, report: RankReport) -> Memory:
+    """Gives the rank its GPU and its share of the cores, notes in its report where it runs, and starts to measure its memory."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
@@ -191,7 +188,9 @@ def prepare_device(request: TrialRequest) -> Memory:
     torch.set_num_threads(
         workload.threads_per_rank(n_cores(), request.ranks_per_node, os.environ.get("OMP_NUM_THREADS"))
     )
-    return Memory(kind, watch)
+    memory = Memory(kind, watch)
+    _identify(report, memory)
+    return memory
 
 
 def _take_device(accelerator: Any, limit_bytes: int | None) -> None:

@@ -13,6 +13,7 @@ from support.paths import MODELS
 from autotune.errors import UserError
 from autotune.system.machine import processor_name
 from autotune.trial.request import TrialRequest
+from autotune.trial.result import RankReport
 from autotune.worker import device, rank
 from autotune.worker.agent import preload
 from autotune.worker.measure import gradient_check, trace, witnesses
@@ -175,12 +176,13 @@ def test_a_rank_looks_at_its_device_before_it_takes_it_and_then_keeps_to_its_lim
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: done.append(given))
     monkeypatch.setattr(rank, "DeviceWatch", lambda: done.append("looked"))
     monkeypatch.setattr(rank, "Memory", lambda kind, _: kind)
+    monkeypatch.setattr(rank, "_identify", lambda *_: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     monkeypatch.setitem(vars(deepspeed.ops), "__compatible_ops__", {})
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     request = TrialRequest(target="model.py", device_memory_bytes=limit)
-    assert rank.prepare_device(request) == "cuda"
+    assert rank.prepare_device(request, RankReport(rank=1)) == "cuda"
     assert done == ["looked", 1, *([(share, 1)] if share else [])]
     rank.watch_memory(None, request)  # of a device it is the allocator that keeps to the limit
     assert done[3:] == []
@@ -189,7 +191,7 @@ def test_a_rank_looks_at_its_device_before_it_takes_it_and_then_keeps_to_its_lim
     with pytest.raises(
         UserError, match=r"2 ranks on a machine with 1 visible devices \(CUDA_VISIBLE_DEVICES='2'\): start"
     ):
-        rank.prepare_device(request)
+        rank.prepare_device(request, RankReport(rank=1))
 
 
 def test_a_server_that_has_touched_a_device_does_not_fork(monkeypatch):

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from autotune.worker import project
 from autotune.worker.agent import network, ops
 from autotune.worker.agent.preload import Preloaded, hide_parts, preload, preload_more
-from autotune.worker.agent.supervisor import RankSupervisor
+from autotune.worker.agent.supervisor import COMMANDS, RankSupervisor
 
 
 def serve(modules: Sequence[str], left_out: str = "") -> int:
@@ -40,9 +40,9 @@ def serve(modules: Sequence[str], left_out: str = "") -> int:
         from autotune.worker import random_fills
 
         random_fills.open_store()
-    supervisor = RankSupervisor(warm=not found.cold, commands=0, answers=answers, variables=parts)
+    supervisor = RankSupervisor(warm=not found.cold, answers=answers, variables=parts)
     _answer(answers, {"ready": True, "warm": supervisor.warm, "reason": _slow_start(found.cold, left_out)})
-    for command in _commands(0):
+    for command in _commands(COMMANDS):
         if "run" in command:
             supervisor.run(Path(command["run"]), int(command.get("node", 0)), command.get("address", network.LOOPBACK))
             _answer(answers, {"ended": command["run"]})

@@ -24,6 +24,8 @@ from autotune.worker.agent.memory_watch import MemoryWatch
 from autotune.worker.agent.rank import Rank
 from autotune.worker.script.saved_files import made_folders, remove_empty
 
+# Descriptor that commands come from; its end means that the driver has died.
+COMMANDS = 0
 # After one rank failed, the others get this long to end by themselves.
 PEER_GRACE_S = 1.5
 # Interval of looks for failures on other machines.
@@ -94,14 +96,12 @@ class RankSupervisor:
 
     Args:
         warm: Fork the ranks from this process instead of starting a new Python for each.
-        commands: Descriptor that commands come from; its end means that the driver has died.
         answers: Descriptor for answers, which ranks must not write to.
         variables: Variables of ranks alone.
     """
 
-    def __init__(self, *, warm: bool, commands: int, answers: int, variables: Mapping[str, str]) -> None:
-        self.warm, self._variables = warm, variables
-        self.commands, self.answers = commands, answers
+    def __init__(self, *, warm: bool, answers: int, variables: Mapping[str, str]) -> None:
+        self.warm, self.answers, self._variables = warm, answers, variables
         self.orphaned = False
         self.imported: list[str] = []
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -199,13 +199,13 @@ class RankSupervisor:
 
     def _wait(self, running: _Running, seconds: float = WAIT_S) -> None:
         """Sleeps until a rank ends, a command comes, or the time is over."""
-        sources = [self._wake_read] if self.orphaned else [self._wake_read, self.commands]
+        sources = [self._wake_read] if self.orphaned else [self._wake_read, COMMANDS]
         ready, _, _ = select.select(sources, [], [], seconds)
         if self._wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
-        if self.commands in ready:
-            data = os.read(self.commands, 65536)
+        if COMMANDS in ready:
+            data = os.read(COMMANDS, 65536)
             self.orphaned = not data
             if self.orphaned or b'"cancel"' in data:
                 if not self.orphaned:  # somebody may read where ranks hung when the time was over, or Ctrl-C came

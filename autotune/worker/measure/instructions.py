@@ -1,6 +1,7 @@
 """The instructions of a pipeline's schedule: the phases that they belong to, and the micro-batches in them."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -36,23 +37,9 @@ def watch(
         inside_backward: Entered around each backward pass.
         cast: Changes what the first stage takes in.
     """
-    engine._INSTRUCTION_MAP = {
-        instruction: _watched(meter, instruction.__name__, run, inside_backward, cast)
-        for instruction, run in engine._INSTRUCTION_MAP.items()
-    }
 
-
-def _watched(
-    meter: Meter,
-    name: str,
-    original: Callable[..., None],
-    inside_backward: Callable[[], AbstractContextManager[None]],
-    cast: Callable[[Any], Any],
-) -> Callable[..., None]:
-    phase = PHASES.get(name)
-
-    def run(engine: Any, **kwargs: Any) -> None:
-        training = torch.is_grad_enabled()
+    def run(name: str, original: Callable[..., None], engine: Any, **kwargs: Any) -> None:
+        phase, training = PHASES.get(name), torch.is_grad_enabled()
         if phase and training:
             meter.enter(phase)
         inputs = engine.pipe_buffers["inputs"]
@@ -69,4 +56,7 @@ def _watched(
         if name == "LoadMicroBatch" and engine.is_first_stage():
             inputs[kwargs["buffer_id"]] = cast(inputs[kwargs["buffer_id"]])
 
-    return run
+    engine._INSTRUCTION_MAP = {
+        instruction: functools.partial(run, instruction.__name__, original)
+        for instruction, original in engine._INSTRUCTION_MAP.items()
+    }

@@ -25,14 +25,13 @@ from autotune.worker.measure.noise import NoiseMeter
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.measure.tail import Tail
 from autotune.worker.model import model_file, sequence, staged, weights
-from autotune.worker.rank import connect, identify, prepare_device, set_seed
+from autotune.worker.rank import connect, prepare_device, set_seed
 
 
 def train_and_measure(recorder: Recorder, request: TrialRequest) -> None:
     """Trains the model of a request as its candidate says, and measures it."""
     candidate, rank = Candidate.of(request.candidate), recorder.report.rank
-    memory = prepare_device(request)
-    identify(recorder.report, cuda=memory.cuda)
+    memory = prepare_device(request, recorder.report)
     connect(request, cuda=memory.cuda)  # first, by variables that a model.py may set to those of a process alone
     target = model_file.load(Path(request.target))
     recorder.enter("build")

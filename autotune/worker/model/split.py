@@ -16,7 +16,7 @@ from autotune.worker.measure import experts, groups
 from autotune.worker.measure.ledger import NotApplied
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.model import model_file, sequence, staged
-from autotune.worker.rank import connect, identify, prepare_device, set_seed
+from autotune.worker.rank import connect, prepare_device, set_seed
 
 # A split model sums in another order than the whole one, which fp32 shows in the fifth digit; a wrong split, in the
 # first or second.
@@ -76,8 +76,7 @@ def compare_split(recorder: Recorder, request: TrialRequest) -> None:
         NotApplied: The split model computes something else, or nothing was split.
     """
     candidate = Candidate.of(request.candidate)
-    memory = prepare_device(request)
-    identify(recorder.report, cuda=memory.cuda)
+    memory = prepare_device(request, recorder.report)
     connect(request, cuda=memory.cuda)
     target = model_file.load(Path(request.target))
     set_seed(request.seed)

@@ -56,7 +56,7 @@ SAMPLE_SHAPE, LOADER_BATCH, LOADER_WORKERS, LOADER_S = (3, 64, 64), 32, (0, 1, 2
 
 def measure_machine(recorder: "Recorder", request: TrialRequest) -> None:
     """Measures in every rank of the request; rank 0 writes the means."""
-    memory, rank = prepare_device(request), recorder.report.rank
+    memory, rank = prepare_device(request, recorder.report), recorder.report.rank
     recorder.enter("build")
     connect(request, cuda=memory.cuda)
     device = torch.device(memory.accelerator)

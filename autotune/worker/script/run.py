@@ -26,7 +26,7 @@ from autotune.worker.measure import experts
 from autotune.worker.measure.ledger import TooFewSteps
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.measure.stages import stages
-from autotune.worker.rank import connect, identify, join_on_host, prepare_device, set_seed
+from autotune.worker.rank import connect, join_on_host, prepare_device, set_seed
 from autotune.worker.script import execute, schedules, trackers
 from autotune.worker.script.arguments import Arguments
 from autotune.worker.script.by_hand import ByHand, leave_clipping_out
@@ -50,8 +50,7 @@ USAGE_STATUS = 2
 
 def run_script(recorder: Recorder, request: TrialRequest) -> None:
     """Runs the script until it has been measured, which ends the process, or to the script's own end."""
-    memory = prepare_device(request)
-    identify(recorder.report, cuda=memory.cuda)
+    memory = prepare_device(request, recorder.report)
     recorder.enter("build")
     # To ask about another rank's device starts a context there, and NCCL takes memory of each.
     probes = memory.cuda and not request.candidate

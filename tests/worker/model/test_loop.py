@@ -55,8 +55,7 @@ def test_losses_are_added_up_in_fp32_whatever_type_a_model_leaves_as_the_default
 def test_ranks_join_before_a_model_py_can_set_variables_to_those_of_a_process_alone(monkeypatch):
     """As a notebook does for DeepSpeed: `os.environ["MASTER_PORT"] = "9994"`."""
     done = []
-    monkeypatch.setattr(loop, "prepare_device", lambda _: SimpleNamespace(cuda=False))
-    monkeypatch.setattr(loop, "identify", lambda *_, **__: None)
+    monkeypatch.setattr(loop, "prepare_device", lambda *_: SimpleNamespace(cuda=False))
     monkeypatch.setattr(loop, "connect", lambda *_, **__: done.append("joined"))
     monkeypatch.setattr(loop.model_file, "load", lambda _: done.append("loaded") or next(iter(())))
     recorder = SimpleNamespace(report=SimpleNamespace(rank=0))

@@ -15,7 +15,7 @@ from autotune.worker.profile import machine
 @pytest.fixture
 def alone(monkeypatch):
     """A rank without others, in this process."""
-    monkeypatch.setattr(machine, "prepare_device", lambda _: Memory("cpu"))
+    monkeypatch.setattr(machine, "prepare_device", lambda *_: Memory("cpu"))
     monkeypatch.setattr(machine, "connect", lambda *_, **__: None)
     monkeypatch.setattr(machine.dist, "all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(machine.dist, "get_world_size", lambda: 1)

@@ -285,9 +285,9 @@ class Measurements:
         taken_in: What each step took in, summed over ranks, by name: `samples`, `tokens`, `real_tokens` (without
             padding), and `elements` of all tensors that went forward. A trial's result keeps one number where all
             steps are alike, and nothing where it is not known.
-        phase_times_s: Parts of one step: data, forward, backward, step; within backward what our own checkpointing
-            recomputes (`recompute`); with several ranks also collectives in forward and backward (`reduce`) and in the
-            optimizer's step (`gather`), and waiting for other ranks before them (`wait`).
+        phase_times_s: Parts of one step: data, forward, backward, step; within backward what is recomputed (`recompute`);
+            with several ranks also collectives in forward and backward (`reduce`) and in the optimizer's step (`gather`),
+            and waiting for other ranks before them (`wait`).
         micro_step_s: Median time of a micro-step that ends an optimizer step (`boundary`) and of one that does not
             (`inner`); of a trial the slowest rank's.
         alloc_retries: CUDA only: how often the allocator freed its cache and retried; of a trial summed over ranks.

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,11 +27,8 @@ LONG_STEP_SHARE = 0.2
 class Breakdown:
     """Times the phases of chosen steps; ordinary steps are not slowed."""
 
-    def __init__(
-        self, recorder: Recorder, request: TrialRequest, device: torch.device, memory: Memory, checkpointer: Any
-    ) -> None:
+    def __init__(self, recorder: Recorder, request: TrialRequest, device: torch.device, memory: Memory) -> None:
         self._recorder, self._request, self._device, self._memory = recorder, request, device, memory
-        self._checkpointer = checkpointer if isinstance(checkpointer, recompute.Checkpointer) else None
         self._clock: PhaseClock | None = None
         self._counting = False
         self._phase, self._first = "", "script" if request.script is not None else "data"
@@ -51,8 +48,7 @@ class Breakdown:
         """Starts a step whose phases are timed; `counting` also reads the memory counters, which costs time."""
         self._clock = PhaseClock(functools.partial(synchronize, self._device), self._request.world_size)
         self._counting = counting
-        if self._checkpointer is not None:
-            self._checkpointer.timer = self._clock.recompute
+        recompute.timer = self._clock.recompute
         self._phase = self._first
         self._clock.open(self._first)
 
@@ -66,8 +62,7 @@ class Breakdown:
         self._clock.close()
         if not phase:
             self._recorder.report.phase_times_s, self._clock = self._clock.end(), None
-            if self._checkpointer is not None:
-                self._checkpointer.timer = None
+            recompute.timer = None
             return
         if self._counting and phase not in ("script", "data"):
             self._memory.enter(phase)

@@ -74,7 +74,7 @@ class Meter:
         if runs_ahead(engine):
             self.ledger.window_s = WINDOW_S["ahead"]
         self.ledger.share = applied.share_of(engine, self.data_parallel)
-        breakdown = Breakdown(recorder, request, self.device, memory, checkpointer)
+        breakdown = Breakdown(recorder, request, self.device, memory)
         self.take_apart, self.enter, self.loading = breakdown.take_apart, breakdown.enter, breakdown.loading
         self.afterwards: Callable[[], Iterator[None]] = breakdown.steps
         self._concluded = False

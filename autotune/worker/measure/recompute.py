@@ -16,6 +16,8 @@ from torch import nn
 
 from autotune.worker.script.patching import after_import, patch
 
+# Runs and times a recomputation while a step is taken apart, of this process's one engine.
+timer: Callable[[Callable[[], Any]], Any] | None = None
 # Called for each checkpoint that the compiler traces.
 _on_traced: list[Callable[[], None]] = []
 TRACER = "torch._dynamo.variables.higher_order_ops"
@@ -52,8 +54,6 @@ class Checkpointer:
 
     def __init__(self, blocks: list[nn.Module], every: int) -> None:
         self.recomputed: set[int] = set()
-        # Runs and times a recomputation, if set.
-        self.timer: Callable[[Callable[[], Any]], Any] | None = None
         self.wrapped = blocks[::every]
         _when_traced(lambda: _add_another(self.recomputed, len(self.wrapped)))
         for block in self.wrapped:
@@ -71,8 +71,7 @@ class Checkpointer:
         def observed(*args: Any, **kwargs: Any) -> Any:
             if _in_backward():  # this is the recomputation
                 self.recomputed.add(key)
-                if self.timer is not None:
-                    return self.timer(lambda: forward(*args, **kwargs))
+                return _timed(functools.partial(forward, *args, **kwargs))
             return forward(*args, **kwargs)
 
         def recomputing(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -82,6 +81,10 @@ class Checkpointer:
             return checkpoint(observed, module, *args, use_reentrant=False, **kwargs)
 
         return recomputing
+
+
+def _timed(run: Callable[[], Any]) -> Any:
+    return timer(run) if timer is not None else run()
 
 
 def _add_another(recomputed: set[int], most: int) -> None:
@@ -144,8 +147,9 @@ class Recomputations:
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             again, n_seen = _in_backward(), self._n_seen
+            run = functools.partial(self.around, noted, functools.partial(function, *args, **kwargs), again=again)
             try:
-                return self.around(noted, functools.partial(function, *args, **kwargs), again=again)
+                return _timed(run) if again else run()
             finally:  # it raises where the rest is not needed
                 if again and self._n_seen == n_seen:
                     self._another()

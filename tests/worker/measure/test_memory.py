@@ -107,7 +107,7 @@ def test_what_the_step_taken_apart_frees_stays_for_the_timed_ones(keeping):
     watch = memory.Memory("cpu")
     report = SimpleNamespace(phase_times_s={})
     request = SimpleNamespace(world_size=2, script=None)
-    apart = Breakdown(SimpleNamespace(report=report), request, torch.device("cpu"), watch, None)
+    apart = Breakdown(SimpleNamespace(report=report), request, torch.device("cpu"), watch)
     apart.take_apart()
     tensors = mebibytes(64)
     keep, tensors = tensors[::8], []

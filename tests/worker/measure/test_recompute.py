@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autotune.worker.measure import recompute
 from autotune.worker.measure.recompute import Checkpointer, Recomputations
 
 
@@ -42,6 +43,18 @@ def test_recomputation_by_others_is_noted_until_the_watch_stops(blocks, inside):
     watch.recomputed.clear()
     checkpoint(blocks, torch.ones(2, 8), use_reentrant=False).sum().backward()
     assert not watch.recomputed and watch.every == 0
+
+
+def test_recomputation_is_timed_whether_we_asked_for_it_or_a_script(blocks, monkeypatch):
+    """Of scripts it was part of backward, and its share in the bottleneck an estimate."""
+    timed = []
+    monkeypatch.setattr(recompute, "timer", lambda run: timed.append(True) or run())
+    ours, its, plain, _ = blocks
+    Checkpointer([ours], 1)
+    watch = Recomputations([its])
+    plain(checkpoint(watch.noting(its), ours(torch.ones(2, 8)), use_reentrant=False)).sum().backward()
+    assert len(timed) == 2
+    watch.stop()
 
 
 class Listed(nn.Module):

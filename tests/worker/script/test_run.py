@@ -399,6 +399,7 @@ def test_a_scripts_own_recomputation_is_the_baselines_and_can_be_turned_off(benc
     for every, blocks in ((1, 4), (2, 2), (0, 0)):
         result = bench.measure(found, checkpoint_every=every)
         assert result.outcome is Outcome.COMPLETE and result.observed.checkpointed_blocks == blocks
+        assert ("recompute" in result.phase_times_s) is bool(every)
 
 
 def test_what_does_not_move_is_frozen_with_the_remedy(bench):

@@ -282,8 +282,7 @@ def test_a_script_that_asks_for_the_cpu_gets_deepspeed_on_one_and_keeps_its_wish
 ):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    for name in ("TORCHELASTIC_RUN_ID", "GROUP_RANK"):
-        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "0")
     changes = []
     context = types.SimpleNamespace(
         memory=types.SimpleNamespace(on_cpu=on_cpu), scratch=tmp_path, candidate=None, request=TrialRequest(target="t"),

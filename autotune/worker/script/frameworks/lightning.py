@@ -46,7 +46,6 @@ class _Adapter:
         self._context.casts_inputs = False  # its precision plugin does
         # The ranks are there already, as under torchrun.
         os.environ.setdefault("TORCHELASTIC_RUN_ID", "autotune")
-        os.environ.setdefault("GROUP_RANK", "0")
         self._devices(given)
         if self._context.memory.on_cpu:
             given["accelerator"] = "cpu"

@@ -142,6 +142,7 @@ def hide_parts() -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": stated}
 
 
+@uncollected()
 def preload(modules: Sequence[str], parts: Mapping[str, str]) -> Preloaded:
     """Imports everything that ranks need.
 
@@ -154,11 +155,6 @@ def preload(modules: Sequence[str], parts: Mapping[str, str]) -> Preloaded:
     modules = modules[len(variables) :]
     for variable, value in NO_THREADS.items():
         os.environ.setdefault(variable, value)
-    with uncollected():
-        return _preload(modules, parts)
-
-
-def _preload(modules: Sequence[str], parts: Mapping[str, str]) -> Preloaded:
     before = _traces()
     try:
         with _capability_from_a_fork():
@@ -240,15 +236,15 @@ def _freeze() -> None:
     gc.freeze()
 
 
+@uncollected()
 def _import_all(items: Sequence[str]) -> dict[str, str]:
     """Imports items; returns those that did what does not survive a fork, and what that was."""
     culprits = {}
-    with uncollected():
-        for item in items:
-            before = _traces()
-            _import_for_target(item)
-            if what := _what_did(item.partition(":")[0], before):
-                culprits[item] = what
+    for item in items:
+        before = _traces()
+        _import_for_target(item)
+        if what := _what_did(item.partition(":")[0], before):
+            culprits[item] = what
     return culprits
 
 

@@ -20,11 +20,12 @@ class Tail:
     """The tail check of one engine, after its steps were measured.
 
     Attributes:
+        check: What was asked for.
         n_micro: Micro-batches from which on gradients of earlier ones are held while another one is trained on.
     """
 
     def __init__(self, meter: Meter, check: TailCheck) -> None:
-        self._meter, self._check, self.engine = meter, check, meter.engine
+        self._meter, self.check, self.engine = meter, check, meter.engine
         self.n_micro = min(2, meter.candidate.gradient_accumulation_steps)
         meter.conclude()
         self._enter("tail")
@@ -46,13 +47,13 @@ class Tail:
     def finish(self, evaluate: Callable[[], Any]) -> None:
         """Runs an evaluation step and saves a checkpoint, as far as they were asked for; all ranks take part."""
         engine = self.engine
-        if self._check.evaluate:
+        if self.check.evaluate:
             self._enter("evaluate")
             engine.eval()
             with torch.no_grad():
                 evaluate()
             engine.train()
-        if self._check.save:
+        if self.check.save:
             self._enter("save")
             _save(engine, self._meter.recorder.folder.scratch / "checkpoint")
 

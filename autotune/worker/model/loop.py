@@ -229,9 +229,8 @@ class _Trainer:
 
     def _check_tail(self) -> None:
         """Trains on the worst micro-batch, while the gradients of an earlier one are held if the candidate accumulates."""
-        meter, check = self.meter, self.meter.request.tail
-        tail = Tail.of(meter)
-        if tail is None or check is None:
+        meter, tail = self.meter, Tail.of(self.meter)
+        if tail is None:
             return
         if self.stages is not None:
             tail.finish(lambda: self.engine.eval_batch(data_iter=self.stages))
@@ -240,7 +239,7 @@ class _Trainer:
             self.engine.backward(self.loss(self.engine, self._draw()))
             self.engine.step()
         fixed = fixed_sizes(meter.batches.noted.shapes)
-        batch = to_device(self.loader.worst(check.longest_at, check.length, fixed), meter.device, self.dtype)
+        batch = to_device(self.loader.worst(tail.check.longest_at, tail.check.length, fixed), meter.device, self.dtype)
         tail.note(batch, worst.rows_of(batch) if self.loader.token_budget else self.loader.micro_batch_size)
         self.engine.backward(self.loss(self.engine, batch))
         tail.finish(lambda: self.loss(self.engine, batch))

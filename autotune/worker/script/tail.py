@@ -36,11 +36,8 @@ class ScriptTail:
     @classmethod
     def of(cls, context: ScriptContext) -> "ScriptTail | None":
         """Begins the check that a trial's request asks for; None without one."""
-        meter, check = context.meter, context.request.tail
-        tail = Tail.of(meter) if meter is not None else None
-        if tail is None or check is None:
-            return None
-        return cls(context, tail, context.feed_worst(check))
+        tail = Tail.of(context.meter) if context.meter is not None else None
+        return cls(context, tail, context.feed_worst(tail.check)) if tail is not None else None
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Notes a forward call of the engine."""
@@ -79,10 +76,9 @@ class ScriptTail:
 
     def finish(self) -> None:
         """Ends the check; all ranks take part."""
-        request = self._context.request
         if self._least_seen():
             self._tail.note(self._batch, self._samples())
-        elif len(request.lengths) > 1 or (request.tail is not None and request.tail.length):
+        elif len(self._context.request.lengths) > 1 or self._tail.check.length:
             self._context.report.tail = {}
             self._context.once(
                 "the longest batch did not reach the engine as its loader yielded it, so whether it fits was not tried"

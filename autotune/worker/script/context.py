@@ -45,8 +45,6 @@ class ScriptContext:
         scratch: Folder of the trial for files that a framework cannot be kept from writing.
         meter: The meter of the trained engine, once there is one.
         family: The framework that the script uses, for reports; empty for plain DeepSpeed.
-        recomputers: Frameworks' functions that recompute every k-th block of a model (none for 0); each returns whether
-            it could.
         casts_inputs: Convert floating-point inputs to the type of 16-bit weights; off where a framework does so.
         sums_losses: The framework or the script divides the loss: backward calls get parts of a step's loss, not micro-batch losses.
         clipping: The norm at which a script clips gradients itself, where DeepSpeed is to; None where it was not seen to.
@@ -57,7 +55,7 @@ class ScriptContext:
         batch_classes: Classes of what its loaders yield.
         in_backward: An engine's backward pass is running.
         raised: The latest error of a call of the engine, which the script has caught if it goes on; empty without one.
-        at_end: Functions to call before the process ends.
+        at_end: Called before the process ends.
         began: When the script began.
         left_out: Names of DeepSpeed's own flag for the configuration, if the command leaves it out.
         json_flags: The flags that name a JSON file, by its absolute path.
@@ -80,7 +78,6 @@ class ScriptContext:
         self.scratch = recorder.folder.scratch
         self.meter: Meter | None = None
         self.family = ""
-        self.recomputers: list[Callable[[torch.nn.Module, int], bool]] = []
         self.casts_inputs = True
         self.sums_losses = self.script.divides
         self.clipping: float | None = None
@@ -90,7 +87,7 @@ class ScriptContext:
         self.batch_factor = 1
         self.batch_classes = set[type]()
         self.in_backward, self.raised = False, ""
-        self.at_end: list[Callable[[], None]] = []
+        self.at_end: Callable[[], None] = lambda: None
         self.left_out: list[str] = []
         self.json_flags: dict[str, list[str]] = {}
         self.feed_worst: Callable[[TailCheck], Any] = lambda _: None
@@ -273,14 +270,9 @@ class ScriptContext:
 
         return not_saved
 
-    def clean_up(self) -> None:
-        """Calls the functions of `at_end`."""
-        for function in self.at_end:
-            function()
-
     def abort(self, error: BaseException) -> NoReturn:
         """Reports an error and ends the process, so that the script cannot catch it."""
-        self.clean_up()
+        self.at_end()
         rank.abort(self.recorder, error)
 
 

@@ -32,6 +32,7 @@ from autotune.worker.model.inspect import with_experts, workload_of
 from autotune.worker.profile.model import built_bytes
 from autotune.worker.script import ds_config, pipeline
 from autotune.worker.script.context import ScriptContext
+from autotune.worker.script.frameworks import huggingface
 from autotune.worker.script.patching import patch, patch_everywhere, users_caller, users_frame
 
 # Arguments of torch's checkpoint that it does not pass on to the function.
@@ -286,7 +287,7 @@ class EngineHooks:
 
     def _recompute(self, model: nn.Module, blocks: list[nn.Module], every: int) -> None:
         """Recomputes every k-th block, and nothing else that the script recomputes."""
-        if any(recomputer(model, every) for recomputer in self._context.recomputers):
+        if huggingface.recompute(model, every):
             return
         self._script_recomputes = not self._context.script.checkpoint_every
         if every:

@@ -88,7 +88,7 @@ class Isolation:
             "torch.distributed.checkpoint.state_dict_saver", functools.partial(on_sharded_saver, self._context)
         )
         sys.addaudithook(self._audit)
-        self._context.at_end.append(self.close)
+        self._context.at_end = self.close
 
     def close(self) -> None:
         """Lists the files that the script wrote elsewhere, by the names that they have now."""

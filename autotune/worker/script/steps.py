@@ -325,7 +325,7 @@ class StepHooks:
         context, meter, prepared = self._context, self._meter, self._prepared
         assert prepared is not None
         compare_data(context, meter)
-        context.clean_up()
+        context.at_end()
         if context.candidate is not None:
             meter.finish()
             if context.request.save_weights is not None:

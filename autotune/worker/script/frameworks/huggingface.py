@@ -51,7 +51,6 @@ def install(context: ScriptContext) -> None:
     """Patches transformers, peft and huggingface_hub when they are imported."""
     adapter = _Adapter(context)
     os.environ["DISABLE_MLFLOW_INTEGRATION"] = "TRUE"
-    context.recomputers.append(recompute)
     adapter.data.install()
     after_import("transformers.training_args", adapter.on_arguments)
     after_import("transformers.trainer", adapter.on_trainer)

@@ -31,7 +31,6 @@ class Layers:
         self.own = 0
         self._candidate: Candidate | None = None
         self._changed: Callable[[str], None] = lambda _: None
-        self._installed = False
 
     def install(self, candidate: Candidate | None, changed: Callable[[str], None] = lambda _: None) -> None:
         """Wraps the constructor; for good, since the process ends with the trial.
@@ -43,9 +42,7 @@ class Layers:
         from deepspeed.moe.layer import MoE
 
         self.own, self._candidate, self._changed = 0, candidate, changed
-        if not self._installed:
-            self._installed = True
-            patch(MoE, "__init__", self._build)
+        patch(MoE, "__init__", self._build)
 
     def _build(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(*args, **kwargs)

@@ -37,7 +37,6 @@ class Stages:
         self.own, self.fixed, self.partition = (0, ""), "", ""
         self._candidate: Candidate | None = None
         self._changed: Callable[[str], None] = lambda _: None
-        self._installed = False
         # Seeds layers one by one, so that they start alike however they are shared out; None leaves that as it is.
         self.seed: int | None = None
 
@@ -52,9 +51,7 @@ class Stages:
 
         self.own, self.fixed, self.partition = (0, ""), "", ""
         self._candidate, self._changed = candidate, changed
-        if not self._installed:
-            self._installed = True
-            patch(PipelineModule, "__init__", self._build)
+        patch(PipelineModule, "__init__", self._build)
 
     def _build(self, original: Callable[..., None], module: Any, *args: Any, **kwargs: Any) -> None:
         _join()

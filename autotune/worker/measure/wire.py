@@ -40,13 +40,11 @@ class Calls:
     """Number of calls of a function of DeepSpeed, once `watch` was called. Of this rank; a process trains one engine."""
 
     def __init__(self) -> None:
-        self.calls, self._watching = 0, False
+        self.calls = 0
 
     def watch(self, owner: Any, name: str) -> None:
         """Wraps the function in its module or class; call it before the model runs."""
-        if not self._watching:
-            self._watching = True
-            patch(owner, name, self._count)
+        patch(owner, name, self._count)
 
     def _count(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.calls += 1

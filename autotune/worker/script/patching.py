@@ -32,17 +32,17 @@ def patch(owner: Any, name: str, hook: Callable[..., Any]) -> None:
     Args:
         owner: The module or class that holds it.
         name: Its name there; nothing happens if there is none, as in another version of the library.
-        hook: Called instead, with the original function first.
+        hook: Called instead, with the original function first; once, however often it is put there.
     """
-    if not hasattr(owner, name):
+    original = getattr(owner, name, None)
+    if original is None or getattr(original, "hook", None) == hook:
         return
-    original = getattr(owner, name)
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
         return hook(original, *args, **kwargs)
 
-    patched.original = original  # type: ignore[attr-defined]
+    patched.original, patched.hook = original, hook  # type: ignore[attr-defined]
     setattr(owner, name, patched)
 
 

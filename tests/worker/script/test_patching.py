@@ -1,5 +1,6 @@
 """Patching what is imported already, and what will be."""
 
+import functools
 import subprocess
 import sys
 
@@ -40,14 +41,17 @@ def test_a_module_that_is_there_is_patched_at_once(library):
 
     patching.after_import("shelf.books", lambda module: patching.patch(module.Book, "pages", double))
     assert shelf.books.Book().pages() == 20
+    patching.patch(shelf.books.Book, "pages", double)
+    assert shelf.books.Book().pages() == 20, "it is there already"
 
 
 def test_two_callbacks_of_one_module_are_both_called(library):
-    for _ in range(2):
-        patching.after_import("shelf.books", lambda module: patching.patch(module, "count", double))
+    for factor in (3, 5):
+        hook = functools.partial(lambda factor, original: factor * original(), factor)
+        patching.after_import("shelf.books", lambda module, hook=hook: patching.patch(module, "count", hook))
     import shelf.books
 
-    assert shelf.books.count() == 4
+    assert shelf.books.count() == 15
     assert shelf.books.__spec__.loader.get_source("shelf.books").startswith("def count")
 
 
@@ -77,7 +81,8 @@ def test_modules_that_have_bound_a_function_have_the_patched_one_too(library, mo
     book = shelf.books.Book
     patching.patch_everywhere(shelf.books, {"count": double, "Book": double, "no_such_function": double})
     assert shelf.reader.count() == shelf.reader.n_books() == shelf.books.count() == 2
-    patching.patch_everywhere(shelf.books, {"count": double})  # the copies of what is patched already, too
+    again = functools.partial(double)
+    patching.patch_everywhere(shelf.books, {"count": again})  # the copies of what is patched already, too
     assert shelf.reader.count() == shelf.reader.n_books() == shelf.books.count() == 4
     assert shelf.reader.Book is str and shelf.books.Book is not book
     sys.modules.pop("shelf.reader")

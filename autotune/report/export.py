@@ -16,7 +16,7 @@ import yaml
 from autotune.errors import UserError, nearest
 from autotune.report.data import Data, StudyReport
 from autotune.report.script_changes import DTYPES
-from autotune.report.started import ON_MACHINES, Started, started
+from autotune.report.started import FIRST, ON_MACHINES, Started, started
 from autotune.scoring.recommend import pick_name
 from autotune.space import own_tuner
 from autotune.space.candidate import Candidate, every_nth
@@ -412,9 +412,10 @@ def export_pick(
     text = export(chosen, base, form, report.world_size // (nodes if form == "command" else 1), begun, file)
     joined = [ON_MACHINES[form].format(nodes)] if nodes > 1 and form in ON_MACHINES else []
     changes = [] if form == "command" else chosen.get("script_side_changes", [])  # its comments say so
+    known = notes(chosen, form, begun, named) if form != "command" or FIRST in text else []
     return Exported(
         text=text,
-        notes=[*_warnings(chosen), *notes(chosen, form, begun, named), *joined, *changes],
+        notes=[*_warnings(chosen), *known, *joined, *changes],
         tuned=base,
         own_files=begun.own_files if begun else frozenset(),
     )

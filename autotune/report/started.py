@@ -34,6 +34,8 @@ LONGEST_PATH = 4096
 TRAINING_KEY = re.compile(r"\b(per_device_train_batch_size|output_dir)[\"']?\s*:")
 DEEPSPEED_KEY = re.compile(r"\bdeepspeed[\"']?\s*:")
 LARGEST_ARGUMENTS_BYTES = 1 << 20
+# Begin of the comment of a command that reads an exported file; the user's own command has none.
+FIRST = "First:"
 # What an exported text leaves open, by format, where the study ran on several machines.
 ON_MACHINES = {
     "command": "It ran on {} machines: start it on each of them, with what its launcher needs to join them (torchrun:"
@@ -169,7 +171,7 @@ class Started:
     def written(self, file: str, form: str = "") -> str:
         """What writes the configuration that a printed command reads."""
         file = shlex.quote(os.path.join(self.way, file))
-        return f"First: `autotune export {self.study} {self.which}{form}-o {file}`, the configuration that it reads."
+        return f"{FIRST} `autotune export {self.study} {self.which}{form}-o {file}`, the configuration that it reads."
 
     @property
     def beside_accelerate(self) -> str:

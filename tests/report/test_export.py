@@ -437,6 +437,16 @@ def test_the_baselines_own_command_needs_no_change_of_the_script():
     assert "change the script" in export(moved, BASE, "command", 2, started)
 
 
+def test_notes_on_the_exported_file_go_with_a_command_that_reads_it_alone(monkeypatch):
+    """Below a Trainer script's own command stood that its code has to name the exported file."""
+    monkeypatch.setattr("autotune.report.export.started", lambda *_: replace(STARTED, family=TRAINER, flags={}))
+    for candidate, told in ((STARTED.baseline, False), (CANDIDATES[2], True)):
+        chosen = pick(candidate) | {"trial": 0}
+        monkeypatch.setattr("autotune.report.export.pick_or_trial", lambda *_, chosen=chosen: chosen)
+        found = replace(study_report(2), study={"name": "s", "base_config": BASE})
+        assert any("parses no flags" in note for note in export_pick(found, None, None, "command").notes) == told
+
+
 def test_training_arguments_are_those_of_the_winner_and_no_others():
     how = replace(
         STARTED.invocation, arguments=("--bf16", "true", "--per_device_train_batch_size=8", "--gradient_checkpointing")

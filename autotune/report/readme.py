@@ -33,7 +33,6 @@ def render(report: StudyReport) -> str:
         f"# {_plain(report.name)}",
         _lead(report),
         _answer(report),
-        "## The front, the picks and the baseline",
         _front(report),
         *_chosen(report),
         "## Reproducing it",
@@ -195,16 +194,18 @@ def no_speedup_words(report: StudyReport, said: str) -> str:
 
 
 def _front(report: StudyReport) -> str:
+    """The section with the front; empty where nothing can be shown, of which the answer says why."""
     scales, rows = tables.overview(report)
     if not rows:
-        return "No configuration completed."
+        return ""
     lines = []
     for row in rows:
         number, *numbers = row.line(scales, "")
         lines.append([number, _code(row.configuration), *numbers, ", ".join(row.marks)])
     trial, *numbers = tables.heads(scales)
     header = [trial, "configuration", *numbers, ""]
-    return f"{_table(header, lines, numeric=range(2, 2 + len(numbers)))}\n\n{LEGEND}"
+    shown = _table(header, lines, numeric=range(2, 2 + len(numbers)))
+    return _joined(["## The front, the picks and the baseline", shown, LEGEND])
 
 
 def _pick(report: StudyReport, names: Sequence[str], pick: Data) -> str:

@@ -57,6 +57,8 @@ def test_a_study_in_which_nothing_completed_says_why():
     assert "Nothing to recommend" in printed(report, 80) and "Nothing to recommend" in render(report)
     page = render(report)
     assert "## The picks" not in page and "## Using it" not in page and f"- {next_steps(report)[0]}" in page
+    # It said "No configuration completed", also where all that did break a constraint.
+    assert "## The front" not in page
     assert "\n\n\n" not in printed(report, 80)  # no gap for a table without rows
 
 

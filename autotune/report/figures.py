@@ -57,20 +57,14 @@ def effects(report: StudyReport) -> Figure:
     return figure(traces, axis("share of the spread (%)"), {"autorange": "reversed", "automargin": True})
 
 
-def progress(
-    report: StudyReport,
-    metric: str = "gain",
-    across: str = "time",
-    points: Sequence[series.ProgressPoint] | None = None,
-) -> Figure:
+def progress(report: StudyReport, metric: str = "gain", across: str = "time") -> Figure:
     """Each trial at the moment when it ended, and the best so far of those that may be recommended.
 
     Args:
         metric: An objective, or `gain`: the compromise of all of them over the baseline.
         across: The horizontal axis: `time` (seconds that trials took) or `trial` (their numbers).
-        points: `series.progress` of the report, where several figures are made of it; None computes it here.
     """
-    points = points or series.progress(report)
+    points = series.progress(report)
     seen = [point.metrics[metric] for point in points if metric in point.metrics]
     unit = None if metric == "gain" else metric_scale(metric, seen)
     smaller = unit is not None and METRICS[metric].direction == "minimize"

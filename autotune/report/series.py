@@ -2,8 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from autotune.report.data import Data, StudyReport, measured
 from autotune.report.trial_notes import end_words
 from autotune.scoring import step_times
 from autotune.scoring.effects import Effect
-from autotune.scoring.measured import improvement
 from autotune.scoring.metrics import METRICS
 from autotune.space.candidate import Candidate
 
@@ -175,17 +175,15 @@ def steps(report: StudyReport) -> list[StepCurve]:
 
 def progress(report: StudyReport) -> list[ProgressPoint]:
     """Every trial in order, with its gain over the baseline by all measurements."""
-    base = next((trial for trial in report.trials if report.is_baseline(trial)), None)
     spent_s, found = 0.0, []
     for trial in report.trials:
         spent_s += float(trial.get("wall_s") or 0.0)
-        complete = trial["outcome"] == "complete" and trial.get("feasible") is not False
-        values = measured(trial) if complete else {}
+        values = measured(trial) if trial["trial"] in report.compared else {}
         point = ProgressPoint(
             trial=trial["trial"],
             ended_s=round(spent_s, 2),
             outcome=end_words(trial)[0],
-            gain=_gain(report, trial, base) if complete and base else None,
+            gain=_gain(report, trial) if values else None,
             sound=not trial.get("doubt"),
             metrics={name: values[name] for name in report.objectives if name in values},
         )
@@ -263,11 +261,10 @@ def _loss_curve(report: StudyReport, trial: Data) -> LossCurve:
     )
 
 
-def _gain(report: StudyReport, trial: Data, base: Data) -> float | None:
-    """Weighted geometric mean of the gains over the baseline."""
-    weights: Mapping[str, float] = report.study.get("weights") or {}
-    own, reference, names = measured(trial), measured(base), report.objectives
-    if not all(own.get(name, 0) > 0 and reference.get(name, 0) > 0 for name in names):
+def _gain(report: StudyReport, trial: Data) -> float | None:
+    """Weighted geometric mean of the gains over the baseline; None where one of them is not known."""
+    gains, weights = trial.get("gains") or {}, report.study.get("weights") or {}
+    if not gains.keys() >= {*report.objectives}:
         return None
-    logs = (weights.get(name, 1.0) * improvement(math.log(own[name] / reference[name]), name) for name in names)
-    return round(math.exp(sum(logs) / sum(weights.get(name, 1.0) for name in names)), 5)
+    logs = [math.log(gains[name][0]) for name in report.objectives]
+    return round(math.exp(fmean(logs, [weights.get(name, 1.0) for name in report.objectives])), 5)

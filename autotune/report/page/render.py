@@ -88,12 +88,11 @@ def _figures(report: StudyReport) -> dict[str, dict[str, figures.Figure]]:
     measures = [*(["gain"] if report.baseline is not None else []), *objectives]
     curves = series.losses(report)
     across = [name for name in ("samples", "seconds", "steps") if any(curve.across[name] for curve in curves)]
-    points = series.progress(report)
     return {
         "front-plot": fronts.fronts(report) if len(report.compared) > 1 else {},
         "parallel": {name: fronts.parallel(report, name) for name in objectives} if len(report.compared) > 1 else {},
         "progress-plot": {
-            f"{metric}|{axis}": figures.progress(report, metric, axis, points)
+            f"{metric}|{axis}": figures.progress(report, metric, axis)
             for metric in measures
             for axis in ("time", "trial")
         }

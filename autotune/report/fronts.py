@@ -156,26 +156,16 @@ def _name_places(named: Sequence[tuple[str, float, float]], points: Sequence[tup
     spans = [max((max(axis) - min(axis)), 1e-12) for axis in zip(*points, strict=True)] if points else [1.0, 1.0]
     pixels = (PLOT_WIDTH_PX / spans[0], PLOT_HEIGHT_PX / spans[1])
     taken: list[tuple[float, float, float]] = [(x * pixels[0], y * pixels[1], 0.0) for x, y in points]
-    places, ends = [], (min(x for x, *_ in taken), max(x for x, *_ in taken))
+    places, left, right = [], min(x for x, *_ in taken), max(x for x, *_ in taken)
     for text, x, y in named:
-        width = LETTER_PX * len(text)
-
-        def at(place: str, x: float = x, y: float = y, width: float = width) -> tuple[float, float, float]:
-            right, up = NAME_PLACES[place]
-            return x * pixels[0] + right * (width + 8), y * pixels[1] + up * LINE_PX, width / 2
-
-        def hidden(place: str, at: Callable[[str], tuple[float, float, float]] = at) -> int:
-            own = at(place)
-            return sum(
-                abs(other[0] - own[0]) < own[2] + other[2] + 6 and abs(other[1] - own[1]) < LINE_PX for other in taken
-            )
-
-        def overhang(place: str, at: Callable[[str], tuple[float, float, float]] = at) -> float:
-            own = at(place)
-            return max(0.0, ends[0] - (own[0] - own[2]), own[0] + own[2] - ends[1])
-
-        places.append(min(NAME_PLACES, key=lambda place: (hidden(place), overhang(place))))
-        taken.append(at(places[-1]))
+        half, options = LETTER_PX * len(text) / 2, []
+        for n, (place, (across, up)) in enumerate(NAME_PLACES.items()):
+            at = (x * pixels[0] + across * (2 * half + 8), y * pixels[1] + up * LINE_PX, half)
+            hidden = sum(abs(each[0] - at[0]) < half + each[2] + 6 and abs(each[1] - at[1]) < LINE_PX for each in taken)
+            options.append((hidden, max(0.0, left - (at[0] - half), at[0] + half - right), n, place, at))
+        *_, place, at = min(options)
+        places.append(place)
+        taken.append(at)
     return places
 
 

@@ -177,7 +177,7 @@ class StudyReport:
 
     def table(self) -> list[Data]:
         """What an overview lists: the front, picks that are not on it, and the baseline last."""
-        found = {point["trial"]: point for point in (*(pick for _, pick in self.picks_by_trial()), *self.front)}
+        found = {point["trial"]: point for point in (*self.picks.values(), *self.front)}
         base = found.pop(self.baseline["trial"], self.baseline) if self.baseline else None
         return [*(found[trial] for trial in sorted(found)), *([base] if base else [])]
 
@@ -210,6 +210,10 @@ class StudyReport:
         if self.baseline:
             found.setdefault(self.baseline["trial"], []).append("baseline")
         return found
+
+    def mark(self, trial: int) -> list[str]:
+        """What is said beside a trial: what it stands for, or that it may not be recommended though it is on the front."""
+        return self.marks.get(trial) or self.unchecked.get(trial) or []
 
     @cached_property
     def unchecked(self) -> dict[int, list[str]]:

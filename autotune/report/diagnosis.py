@@ -28,8 +28,7 @@ from autotune.trial.workload import Workload
 def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
     """Diagnoses a completed trial of a study."""
     rows = {row["trial"]: row for row in report.trials}
-    points = report.points
-    seen = {each: _seen(row, points.get(each, row)) for each, row in rows.items()}
+    seen, own = {each: _seen(row) for each, row in rows.items()}, measured(rows[number])
     path = records.trial_path(folder, number)
     result, again = result_in(path), result_in(tracing.path_in(folder, number))
     paths, beside_s = [path, *records.repeat_paths(folder, number).values()], None
@@ -43,10 +42,10 @@ def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
         seen=seen[number],
         world_size=report.world_size,
         ranks=ranks,
-        step_s=measured(points[number]).get("step_time_s"),
+        step_s=own.get("step_time_s"),
         beside_s=beside_s,
-        peak_memory_bytes=measured(points[number]).get("peak_memory_bytes"),
-        joules_per_sample=measured(points[number]).get("joules_per_sample"),
+        peak_memory_bytes=own.get("peak_memory_bytes"),
+        joules_per_sample=own.get("joules_per_sample"),
         memory_limit_bytes=report.memory_limit_bytes,
         **(_of_device(result) if result else {}),
         tokens_per_step=result.tokens_per_step if result else None,
@@ -60,9 +59,9 @@ def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
     return diagnose(evidence, [each for each in seen.values() if each.trial != number], knobs)
 
 
-def _seen(row: Data, point: Data) -> StepObservation:
-    rate = measured(point).get(THROUGHPUT)
-    low, high = interval(point, THROUGHPUT, rate) if rate else (1.0, 1.0)
+def _seen(row: Data) -> StepObservation:
+    rate = measured(row).get(THROUGHPUT)
+    low, high = interval(row, THROUGHPUT, rate) if rate else (1.0, 1.0)
     broken = row["outcome"] == Outcome.COMPLETE and row.get("feasible") is False
     return StepObservation(
         trial=row["trial"],
@@ -172,7 +171,7 @@ def as_data(report: StudyReport, found: Diagnosis, folder: Path) -> dict[str, An
 def lines(report: StudyReport, found: Diagnosis) -> Iterator[str]:
     """A diagnosis for a terminal."""
     row = next(row for row in report.trials if row["trial"] == found.trial)
-    marks = ", ".join(report.marks.get(found.trial, ()))
+    marks = ", ".join(report.mark(found.trial))
     yield f"trial {found.trial}: {words(row['candidate'])}" + (f" ({marks})" if marks else "")
     yield f"bound by {found.bound_by}" if found.bound_by else "what bounds it is not known"
     yield ""

@@ -79,12 +79,11 @@ def study_note(report: StudyReport, link: Callable[[str], str] | None) -> str:
 
 def trial_note(report: StudyReport, row: Data, link: str) -> str:
     """One trial for Optuna's dashboard: its configuration, what it yielded, how it failed; `link` leads to its JSON, if any."""
-    point, marks = report.points.get(row["trial"], row), report.marks.get(row["trial"], [])
-    end, why = end_words(row)
+    marks, (end, why) = report.mark(row["trial"]), end_words(row)
     return _joined([
         _code(words(row["candidate"])) + (f" **{', '.join(marks)}**" if marks else ""),
         "" if row["outcome"] == "complete" else f"**{end}**" + (f": {_plain(why)}" if why else ""),
-        _metrics_table(report, point) if measured(point) else "",
+        _metrics_table(report, row) if measured(row) else "",
         _bullets("What to know:", row.get("caveats")),
         f"[Download its ds_config.json]({link})" if link else "",
     ])  # fmt: skip

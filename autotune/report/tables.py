@@ -62,7 +62,7 @@ def row(report: StudyReport, point: Data, scales: dict[str, Scale]) -> Row:
     return Row(
         trial=point["trial"],
         configuration=words(point["candidate"]),
-        marks=report.marks.get(point["trial"]) or report.unchecked.get(point["trial"]) or [],
+        marks=report.mark(point["trial"]),
         speedup=point.get("speedup"),
         values=values,
         cells={name: scales[name].number(value) for name, value in values.items()},
@@ -133,17 +133,16 @@ def records(report: StudyReport) -> tuple[list[str], list[dict[str, Any]]]:
     columns += [f"candidate.{knob}" for knob in knobs]
     found = []
     for trial in report.trials:
-        point = report.points.get(trial["trial"], trial)
         record = {
             name: trial.get(name) for name in ("trial", "role", "outcome", "reason", "phase", "feasible", "wall_s")
         }
-        record |= {"marks": "; ".join(report.marks.get(trial["trial"], ())), "configuration": words(trial["candidate"])}
-        record["speedup"] = point.get("speedup")
-        record["speedup_low"], record["speedup_high"] = point.get("speedup_ci95") or (None, None)
-        record["measurements"] = point.get("measurements") if measured(point) else None
-        for name, value in measured(point).items():
+        record |= {"marks": "; ".join(report.mark(trial["trial"])), "configuration": words(trial["candidate"])}
+        record["speedup"] = trial.get("speedup")
+        record["speedup_low"], record["speedup_high"] = trial.get("speedup_ci95") or (None, None)
+        record["measurements"] = trial.get("measurements") if measured(trial) else None
+        for name, value in measured(trial).items():
             if name in names:
-                low, high = interval(point, name, value)
+                low, high = interval(trial, name, value)
                 record |= {name: value, f"{name}_low": low, f"{name}_high": high}
         found.append(record | {f"candidate.{knob}": trial["candidate"].get(knob) for knob in knobs})
     return columns, found

@@ -86,7 +86,7 @@ def test_pages_and_notes_print_that_number(study):
         rate = next(each for each in compared(found, row, [RATE]))
         cell = rate.scale.quantity(rate.value)
         assert cell in readme.trial_note(found, row, "")
-        attrs = _trial_attrs(found, row, row)
+        attrs = _trial_attrs(found, row)
         assert attrs["speed-up"] == round(point["speedup"], 3)
         assert attrs["step time (ms)"] == pytest.approx(1e3 * measured(row)["step_time_s"], rel=5e-3)
         line = next(line for line in terminal.splitlines() if re.match(rf"\s*{point['trial']}\s", line))

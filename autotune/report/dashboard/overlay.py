@@ -94,17 +94,16 @@ def overlay(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UU
         traces = _files(path, "profile/trace-rank-*.json.gz", folder)
         found += [_file(trace, folder, "application/gzip") for trace in traces]
         trial_files[row["trial"]] = [add(str(row["trial"]), file) for file in found]
-    points = report.points
     return StudyOverlay(
         report=report,
         note=_note(report, study_id, left),
         system_attrs={**_figures(report), **artifact_attrs({artifact: files[artifact] for artifact in picks})},
-        trial_attrs={row["trial"]: _trial_attrs(report, row, points.get(row["trial"], row)) for row in report.trials},
+        trial_attrs={row["trial"]: _trial_attrs(report, row) for row in report.trials},
         trial_notes={
             row["trial"]: readme.trial_note(report, row, TRIAL_LINK.format(study_id, row["trial"]))
             for row in report.trials
         },
-        trial_values={number: _values(report, number) for number in points},
+        trial_values={number: _values(report, number) for number in report.points},
         files=files,
         trial_files=trial_files,
     )
@@ -234,25 +233,25 @@ def _figures(report: StudyReport) -> dict[str, Any]:
     return written.attrs
 
 
-def _trial_attrs(report: StudyReport, row: Data, point: Data) -> dict[str, Any]:
+def _trial_attrs(report: StudyReport, row: Data) -> dict[str, Any]:
     """The attributes shown beside a trial's parameters; numbers are rounded, since the dashboard prints all digits."""
     found: dict[str, Any] = {"configuration": words(row["candidate"])}
-    if marks := report.marks.get(row["trial"]) or report.unchecked.get(row["trial"]):
+    if marks := report.mark(row["trial"]):
         found["mark"] = ", ".join(marks)
     end, why = end_words(row)
     if row["outcome"] != "complete" or why:
         found["failure"] = f"{end}: {why}" if why else end
-    for name, value in measured(point).items():
+    for name, value in measured(row).items():
         metric = METRICS[name]
         # One unit in every study, so that trials of two studies can be compared.
         divisor, unit = (
             BYTE_UNITS[2] if metric.unit == "B" else (1e-3, "ms") if name == "step_time_s" else (1.0, metric.unit)
         )
         found[f"{metric.label} ({unit})"] = rounded(value / divisor)
-    if (n_measured := point.get("measurements") or 0) > 1:
+    if (n_measured := row.get("measurements") or 0) > 1:
         found["measurements"] = n_measured
     if gate := row.get("gate"):
         found["quality gate"] = {True: "no difference seen", False: "refused", None: "not decided"}[gate["passed"]]
-    if measured(point) and (factor := point.get("speedup")):
+    if measured(row) and (factor := row.get("speedup")):
         found["speed-up"] = round(factor, 3)
     return found

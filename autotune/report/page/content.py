@@ -267,7 +267,7 @@ def _columns(names: Iterable[str]) -> str:
 
 
 def _row(report: StudyReport, trial: Data, scales: dict[str, Scale]) -> Context:
-    row = tables.row(report, report.points.get(trial["trial"], trial), scales)
+    row = tables.row(report, trial, scales)
     picked = set(report.marks.get(row.trial, ())) - {"baseline"}
     wall_s, (outcome, why) = trial.get("wall_s"), end_words(trial)
     numbers = []

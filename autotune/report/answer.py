@@ -57,20 +57,18 @@ def _table(report: StudyReport, width: int) -> Iterator[Text]:
     scales, rows = tables.overview(report)
     if not rows:
         return
-    heads = tables.heads(scales, "{label}\n{unit}")
-    columns = [list(column) for column in zip(*(row.line(scales, "-") for row in rows), strict=True)]
-    broken = [[line for part in head.split("\n") for line in textwrap.wrap(part, 11)] for head in heads]
-    widths = [max(map(len, head + column)) for head, column in zip(broken, columns, strict=True)]
-    taken = sum(widths) + len(GAP) * len(widths)
+    heads = (
+        "\n".join(line for part in head.split("\n") for line in textwrap.wrap(part, 11))
+        for head in tables.heads(scales, "{label}\n{unit}")
+    )
+    lines = list(tables.aligned([list(heads), *(row.line(scales, "-") for row in rows)]))
+    *above, last = lines[: -len(rows)]
+    taken = len(last) + len(GAP)
     room = width - taken
-    n_lines = max(map(len, broken))
-    for i in range(n_lines):
-        cells = [([""] * (n_lines - len(head)) + head)[i] for head in broken]
-        last = f"{GAP}configuration" if room >= LEAST_WORDS and i == n_lines - 1 else ""
-        yield Text((_aligned(cells, widths) + last).rstrip(), style="bold")
+    for line in (*above, last + f"{GAP}configuration" * (room >= LEAST_WORDS)):
+        yield Text(line, style="bold")
     yield Text("-" * min(width, taken + LEAST_WORDS), style="dim")
-    for row in rows:
-        numbers = _aligned(row.line(scales, "-"), widths)
+    for row, numbers in zip(rows, lines[-len(rows) :], strict=True):
         style = "bold green" if "recommended" in row.marks else "dim" if row.marks == ["baseline"] else ""
         text = row.configuration + (f"  <-\xa0{', '.join(row.marks)}" if row.marks else "")
         if room < max(LEAST_WORDS, *map(len, text.split(" "))):
@@ -81,10 +79,6 @@ def _table(report: StudyReport, width: int) -> Iterator[Text]:
         for line in (f"{numbers}{GAP}{first}", *(" " * taken + more for more in rest)):
             yield Text(line, style=style)
     yield Text()
-
-
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return GAP.join(cell.rjust(size) for cell, size in zip(cells, widths, strict=True))
 
 
 def _pick(report: StudyReport, names: Sequence[str], pick: Data, width: int) -> Iterator[Text]:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from autotune.errors import UserError
 from autotune.report import trial_notes
@@ -105,7 +105,10 @@ class StudyReport:
             predicted = f", {ends['predicted_oom']} more are predicted to" if ends["predicted_oom"] else ""
             ran_out = f"{ends['oom']} ran out of it{predicted}"
             n_tail = sum(trial["outcome"] == "oom" and trial.get("phase") == "tail" for trial in self.trials)
-            longest, times = self._longest
+            # The length that samples reach, or are stated to reach, and how many times the average that is.
+            table = (self.workload.get("data") or {}).get("table") or ()
+            longest = max(lengths.longest(table), self.study.get("max_length") or 0)
+            times = longest / (lengths.expected(table) or math.inf)
             of = f" ({longest:,})" if longest else ""
             if n_tail:
                 return (
@@ -124,13 +127,6 @@ class StudyReport:
             why = f"{'' if len(held) == n else 'that keeps every constraint '}passed its checks"
             why += f" (trial {doubtful['trial']}: {doubtful['doubt']})"
         return f"{n} configuration{'s' * (n > 1)} completed, but none {why}"
-
-    @property
-    def _longest(self) -> tuple[int, float]:
-        """The length that samples reach, or are stated to reach, and how many times the average; 0 if it is not known."""
-        table = (self.workload.get("data") or {}).get("table") or ()
-        length = max(lengths.longest(table), self.study.get("max_length") or 0)
-        return length, length / (lengths.expected(table) or math.inf)
 
     @property
     def memory_limit_bytes(self) -> float | None:
@@ -177,9 +173,9 @@ class StudyReport:
 
     def table(self) -> list[Data]:
         """What an overview lists: the front, picks that are not on it, and the baseline last."""
-        found = {point["trial"]: point for point in (*self.picks.values(), *self.front)}
-        base = found.pop(self.baseline["trial"], self.baseline) if self.baseline else None
-        return [*(found[trial] for trial in sorted(found)), *([base] if base else [])]
+        shown = (*self.picks.values(), *self.front, *([self.baseline] if self.baseline else ()))
+        found = {point["trial"]: point for point in shown}
+        return sorted(found.values(), key=lambda point: (self.is_baseline(point), point["trial"]))
 
     @cached_property
     def points(self) -> dict[int, Data]:
@@ -250,15 +246,12 @@ class StudyReport:
             found.append(
                 "the script runs without DeepSpeed; the baseline is the same script with DeepSpeed at ZeRO stage 0"
             )
-        unreadable = self.study.get("unreadable") or ()
         damaged = "its row in the database cannot be read; restore a copy"
-        found += [f"trial {number} is left out: {damaged}" for number in unreadable]
+        found += [f"trial {number} is left out: {damaged}" for number in self.study.get("unreadable") or ()]
         found += [*(self.study.get("left_out") or ()), *trial_notes.of(self.trials)]
         said = {trial["trial"]: list(trial.get("caveats") or ()) for trial in self.trials}
-        shown = {point["trial"] for point in (*self.picks.values(), self.baseline) if point is not None}
-        found += trial_notes.own(
-            {number: said[number] for number in sorted(shown & said.keys())}, self.workload.get("caveats") or ()
-        )
+        shown = {number: said[number] for number in sorted(self.marks.keys() & said.keys())}
+        found += trial_notes.own(shown, self.workload.get("caveats") or ())
         if n := sum(any(BESIDE in text for text in texts) for texts in said.values()):
             alone = "(--overlap): their times are not those of a trial alone"
             found.append(f"{n} of {len(self.trials)} trials {BESIDE} as others {alone}")
@@ -316,12 +309,6 @@ def times(factor: float | None, sign: str = "x") -> str:
     return "" if factor is None else f"{factor:.2f}{sign}"
 
 
-def speedup_words(pick: Data) -> str:
-    """A pick's speed-up with its interval: `2.31x (2.20 to 2.43)`; empty if there is none to state."""
-    ends = pick.get("speedup_ci95")
-    return times(pick.get("speedup")) + (f" ({ends[0]:.2f} to {ends[1]:.2f})" if ends else "")
-
-
 def titles(names: Sequence[str]) -> str:
     """What a pick was picked for, as the tables mark it."""
     return ", ".join(map(title, names))
@@ -337,8 +324,7 @@ def leading_metric(report: StudyReport, names: Sequence[str], pick: Data) -> str
         return own
     lead, gained = _heaviest(report) or THROUGHPUT, {}
     for name, weight in (report.study.get("weights") or {}).items():
-        found = change(pick, name)
-        if found is not None and found.better and found.factor > 1 + PRICE:
+        if (found := change(pick, name)) and found.better and found.factor > 1 + PRICE:
             gained[name] = found.told, weight * math.log(found.factor)
     best = max(gained, key=gained.__getitem__, default=lead)
     return lead if lead in gained and gained[lead][0] == gained[best][0] else best
@@ -351,27 +337,57 @@ def _heaviest(report: StudyReport) -> str:
     return heaviest[0] if len(heaviest) == 1 else ""
 
 
-def pick_words(report: StudyReport, names: Sequence[str], pick: Data) -> str:
-    """What a pick gains by its own metric, and the price: `0.64x the baseline's peak memory, at 0.91x the throughput`.
+class Stated(NamedTuple):
+    """A pick against the baseline, in the parts that terminal and page put together.
+
+    Attributes:
+        metric: Label of the metric that it is stated by; empty where there is nothing to state.
+        ratio: That metric over the baseline's.
+        span: Its 95 % interval in words; empty where none can be seen.
+        untold: That it cannot be told from the baseline's.
+        price: What it costs.
+        unsure: What keeps it from being a result.
+    """
+
+    metric: str
+    ratio: float
+    span: str
+    untold: list[str]
+    price: list[str]
+    unsure: list[str]
+
+
+def stated(report: StudyReport, names: Sequence[str], pick: Data) -> Stated:
+    """What a pick gains by its own metric, and the price.
 
     Where its own metric has no gain to state, the throughput's is, or that there is none: the baseline did not run, or
-    cannot be compared with it. What keeps it from being a result is said at the end.
+    cannot be compared with it.
     """
+    unsure = ["measured once"] * (pick.get("measurements") == 1)
+    unsure += [trial_notes.checks(pick)] if pick.get("unchecked") else []
+    gains = {name: Gain(*ends) for name, ends in (pick.get("gains") or {}).items()}
+    for name in (leading_metric(report, names, pick), THROUGHPUT):
+        if (gain := gains.get(name)) is not None and not gain.vague:
+            ratio, *ends = (_ratio(name, each) for each in gain)
+            low, high = (f"{end:.2f}" for end in sorted(ends))
+            span, price = f"{low} to {high}" * (low != high), price_words(report, pick, name)
+            return Stated(METRICS[name].label, ratio, span, _untold(pick, name), price, unsure)
+    return Stated("", 1.0, "", [], [], unsure)
+
+
+def pick_words(report: StudyReport, names: Sequence[str], pick: Data) -> str:
+    """What a pick gains, and the price: `0.64x (0.60 to 0.68) the baseline's peak memory, at 0.91x the throughput`."""
     if report.is_baseline(pick):
         return "the baseline itself"
-    lead, gains = leading_metric(report, names, pick), pick.get("gains") or {}
-    said = "" if lead == THROUGHPUT else _ratio_words(lead, gains.get(lead))
-    if not said:  # its interval says nothing, or it was not measured
-        lead, said = THROUGHPUT, speedup_words(pick)
-    if not said:
-        return ", ".join([NO_SPEEDUP, *_unsure(pick)])
-    at = price_words(report, pick, lead)
-    whole = [f"{said} the baseline's {METRICS[lead].label}", *_untold(pick, lead)]
-    return ", ".join([*whole, *([f"at {' and '.join(at)}"] if at else []), *_unsure(pick)])
+    said = stated(report, names, pick)
+    if not said.metric:
+        return ", ".join([NO_SPEEDUP, *said.unsure])
+    whole = f"{times(said.ratio)}{f' ({said.span})' if said.span else ''} the baseline's {said.metric}"
+    return ", ".join([whole, *said.untold, *said.price, *said.unsure])
 
 
 def price_words(report: StudyReport, pick: Data, lead: str) -> list[str]:
-    """What a pick costs beside the metric that it leads with: `2.48x the step time`.
+    """What a pick costs beside the metric that it leads with, as one part of a sentence: `at 2.48x the step time`.
 
     If it costs nothing, its throughput, or the metric that the goal is about where it leads with its throughput; neither
     where that is the figure just said, as goodput is throughput at an equal global batch. A price that cannot be stated is
@@ -384,9 +400,12 @@ def price_words(report: StudyReport, pick: Data, lead: str) -> list[str]:
     worse = {name: ratio for name, ratio in ratios.items() if name != lead and gains[name].factor < 1 - PRICE}
     other = THROUGHPUT if lead != THROUGHPUT else _heaviest(report)
     price = worse or {n: ratio for n, ratio in ratios.items() if n == other and times(ratio) != times(ratios.get(lead))}
-    noise = {name: " (within noise)" if _untold(pick, name) else "" for name in price}
-    said = [f"{times(ratio)} the {METRICS[name].label}{noise[name]}" for name, ratio in price.items()]
-    return said + [f"no comparable {METRICS[name].label}" for name in vague[:1]]
+    said = [
+        f"{times(ratio)} the {METRICS[name].label}{' (within noise)' * bool(_untold(pick, name))}"
+        for name, ratio in price.items()
+    ]
+    said += [f"no comparable {METRICS[name].label}" for name in vague[:1]]
+    return [f"at {' and '.join(said)}"] * bool(said)
 
 
 def _ratio(metric: str, gain: float) -> float:
@@ -394,29 +413,10 @@ def _ratio(metric: str, gain: float) -> float:
     return 1 / gain if METRICS[metric].direction == "minimize" else gain
 
 
-def _ratio_words(metric: str, gain: Sequence[float] | None) -> str:
-    """A metric over the baseline's with its interval, `0.64x (0.60 to 0.68)`; empty where that says nothing."""
-    if gain is None or Gain(*gain).vague:
-        return ""
-    ratio, *ends = (_ratio(metric, each) for each in gain)
-    low, high = (f"{end:.2f}" for end in sorted(ends))
-    return times(ratio) + (f" ({low} to {high})" if low != high else "")
-
-
-def doubt_words(pick: Data) -> str:
-    """What keeps a speed-up from being a result: `measured once`; empty if nothing does."""
-    return ", ".join([*_unsure(pick), *_untold(pick, THROUGHPUT)])
-
-
 def _untold(pick: Data, metric: str) -> list[str]:
     luck = " (the best of equal trials reads so by luck)" if metric in (pick.get("luck") or ()) else ""
     found = change(pick, metric)  # what is equal, as memory on a device, is told
     return [f"not to be told from 1.00x{luck}"] if found and not found.told and found.factor != 1 else []
-
-
-def _unsure(pick: Data) -> list[str]:
-    checks = [trial_notes.checks(pick)] if pick.get("unchecked") else []
-    return ["measured once"] * (pick.get("measurements") == 1) + checks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -405,7 +405,11 @@ def test_a_price_within_noise_is_said_to_be_so_and_one_that_says_nothing_is_not_
         goal = replace(plain, study=plain.study | {"weights": {"peak_memory_bytes": 1.0}})
         shown = with_picks(goal, recommended=pick)
         words = pick_words(shown, ["recommended"], pick)
-        assert all(words in text for text in (render(shown), unescape(report_page.render(shown)), printed(shown, 200)))
+        page, price = unescape(report_page.render(shown)), words.partition(", ")[2]
+        assert all(words in text for text in (render(shown), printed(shown, 200)))
+        assert (
+            f'<p class="big">0.80× <small>the baseline’s peak memory</small></p>\n<p class="price">{price}</p>' in page
+        )
         return words.removeprefix("0.80x the baseline's peak memory, at ")
 
     assert said([0.91, 0.89, 0.93]) == "0.91x the throughput"
@@ -496,7 +500,7 @@ def test_without_a_baseline_picks_are_still_said_to_be_measured_once_and_uncheck
 
 
 def test_a_pick_whose_own_gain_says_nothing_is_stated_by_its_throughput(report):
-    """The time to a loss may be known within a factor of ten only; the page then has no words of its own to begin with."""
+    """The time to a loss may be known within a factor of ten only."""
     pick = report.picks["recommended"]
     wide = pick | {"gains": pick["gains"] | {"time_to_loss_s": [2.0, 0.5, 8.0]}}
     recommended = report.recommended | {"picks": {"recommended": wide}}
@@ -504,7 +508,7 @@ def test_a_pick_whose_own_gain_says_nothing_is_stated_by_its_throughput(report):
     assert leading_metric(unsure, ["recommended"], wide) == "time_to_loss_s"
     said = f"{pick['speedup']:.2f}x ("
     assert pick_words(unsure, ["recommended"], wide).startswith(said) and said in render(unsure)
-    assert said in report_page.render(unsure)
+    assert f"{pick['speedup']:.2f}× <small>the baseline’s throughput" in report_page.render(unsure)
 
 
 def test_a_path_longer_than_the_line_goes_on_in_the_next(report):

@@ -13,7 +13,7 @@ from support.instant import STEPS, Instant, report, runner_of
 from autotune.cli.presets import answer_words
 from autotune.report import load, readme
 from autotune.report.dashboard.overlay import _trial_attrs, _values
-from autotune.report.data import measured, pick_words, speedup_words, times
+from autotune.report.data import measured, pick_words, stated, times
 from autotune.report.files import write_answer, write_report
 from autotune.report.notebook import headline, lead
 from autotune.report.page.render import studies
@@ -117,10 +117,11 @@ def test_speedup_interval_and_baseline_are_the_same_in_all_six_places(study):
     found, folder = study
     pick, base = found.picks["recommended"], found.baseline
     assert not found.is_baseline(pick)
-    said, (low, high) = speedup_words(pick), pick["speedup_ci95"]
+    parts = stated(found, ["recommended"], pick)
+    said = f"{times(parts.ratio)} ({parts.span})"
     row = kept(found, folder.parent)
     page = unescape((folder / "report.html").read_text())
-    assert f"{times(low, '×')} to {times(high, '×')}" in page
+    assert times(parts.ratio, "×") in page and parts.span in page
     places = {
         "terminal": " ".join(str(StudyResult(found)).split()),
         "note": readme.study_note(found, None),

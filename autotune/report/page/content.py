@@ -15,10 +15,8 @@ from autotune.report.data import (
     Data,
     StudyReport,
     differences,
-    doubt_words,
-    leading_metric,
     pick_words,
-    price_words,
+    stated,
     times,
     title,
     titles,
@@ -100,35 +98,19 @@ def _answer(report: StudyReport) -> Context:
     pick, caveats = report.picks.get("recommended"), report.caveats()
     if pick is None:
         return {"pick": None, "why_nothing": report.why_nothing, "ends": _ends(report), "caveats": caveats}
-    names = report.picked_for(pick)
-    also = ", ".join(title(name) for name in names if name != "recommended")
-    metrics = report.metric_names()
+    names, metrics = report.picked_for(pick), report.metric_names()
+    said, text = pick_words(report, names, pick), ""
+    if report.is_baseline(pick):
+        text = f"Keep your configuration: {kept(len(report.points))}."
+    elif NO_SPEEDUP in said:
+        text = no_speedup_words(report, said)
     return {
         "pick": _pick(report, pick, metrics),
-        "also": also,
-        "verdict": _verdict(report, names, pick),
+        "also": ", ".join(title(name) for name in names if name != "recommended"),
+        "text": text,
+        "stated": stated(report, names, pick),
         "caveats": caveats,
     }
-
-
-def _verdict(report: StudyReport, names: Sequence[str], pick: Data) -> Context:
-    """The answer's headline: the speed-up as `factor`, or a `text` in its place; `span` is the interval."""
-    factor, span, text = times(pick.get("speedup"), "×"), _span(pick), ""
-    if report.is_baseline(pick):
-        return {"factor": "", "span": "", "price": "", "text": f"Keep your configuration: {kept(len(report.points))}."}
-    said = pick_words(report, names, pick)
-    if NO_SPEEDUP in said:
-        text = no_speedup_words(report, said)
-    elif not factor or pick["speedup"] < 1 or leading_metric(report, names, pick) != THROUGHPUT:
-        factor, text = "", said[0].upper() + said[1:]
-    at = price_words(report, pick, THROUGHPUT) if factor else []
-    price = f"at {' and '.join(at)}" if at else ""
-    return {"factor": factor, "span": span, "text": text, "price": price, "doubt": doubt_words(pick) if factor else ""}
-
-
-def _span(pick: Data) -> str:
-    ends = pick.get("speedup_ci95")
-    return f"{times(ends[0], '×')} to {times(ends[1], '×')}" if ends else ""
 
 
 def _pick(report: StudyReport, pick: Data, metrics: Sequence[str]) -> Context:
@@ -181,20 +163,14 @@ def _picks(report: StudyReport) -> list[Context]:
     for names, pick in found:
         if "recommended" in names:
             continue
-        same = report.is_baseline(pick)
-        stated = leading_metric(report, names, pick) == THROUGHPUT and pick.get("speedup")
-        own = "" if stated else pick_words(report, names, pick)
-        factor = None if same or own else pick.get("speedup")
-        marks = (*(pick.get("speedup_ci95") or (factor, factor)), 1.0, factor) if factor else ()
+        said, bare = stated(report, names, pick), report.is_baseline(pick)
+        speedup = pick["speedup"] if said.metric == METRICS[THROUGHPUT].label and not bare else None
+        marks = (*(pick.get("speedup_ci95") or (speedup, speedup)), 1.0, speedup) if speedup else ()
         card = {
             "title": titles(names),
-            "said": "" if same else own,
+            "text": pick_words(report, names, pick) if bare or not said.metric else "",
+            "stated": said,
             "why": "; ".join(PICK_NOTES[name] for name in names if name in PICK_NOTES),
-            "is_baseline": same,
-            "price": "" if same or own else " and ".join(price_words(report, pick, THROUGHPUT)),
-            "factor": times(factor, "×"),
-            "span": _span(pick) if factor else "",
-            "doubt": "" if same or own else doubt_words(pick),
             "bar": [f"{100 * (value - low) / (high - low):.1f}%" for value in marks],
         }
         own_metrics = [PICKS[name] for name in names if name in PICKS]  # of which the goal may know nothing

@@ -196,26 +196,13 @@ def _note(report: StudyReport, study_id: int, left: str) -> dict[str, Any]:
     return note_attrs(f"{left}\n\n{answer}" if left else answer, NO_NOTE)
 
 
-class _Written:
-    """A storage that keeps the figures that optuna-dashboard writes, so that its own function chooses the keys."""
-
-    def __init__(self) -> None:
-        self.attrs: dict[str, Any] = {}
-
-    def get_study_system_attrs(self, _study_id: int) -> dict[str, Any]:
-        return self.attrs
-
-    def set_study_system_attr(self, _study_id: int, key: str, value: Any) -> None:
-        self.attrs[key] = value
-
-
 def _figures(report: StudyReport) -> dict[str, Any]:
     """The front over every two objectives and the timeline, each with a title, as optuna-dashboard keeps figures."""
     from optuna_dashboard import save_plotly_graph_object
 
     names = report.objectives if len(report.objectives) > 1 else report.metric_names()[:2]
-    study, written = optuna.create_study(storage=optuna.storages.InMemoryStorage()), _Written()
-    study._storage = written  # type: ignore[assignment]
+    storage = optuna.storages.InMemoryStorage()
+    study = optuna.create_study(storage=storage)
     drawn = fronts.fronts(report, names[:MOST_OBJECTIVES])
     titled = {
         f"front-{n}": (f"Front: {' against '.join(METRICS[name].label for name in pair.split('|'))}", figure)
@@ -230,7 +217,7 @@ def _figures(report: StudyReport) -> dict[str, Any]:
         figure["layout"] |= {"title": title, "height": FIGURE_HEIGHT_PX, "margin": margin}
         drawable = SimpleNamespace(to_json=partial(json.dumps, figure))
         save_plotly_graph_object(study, drawable, graph_object_id=f"autotune-{name}")
-    return written.attrs
+    return storage.get_study_system_attrs(study._study_id)
 
 
 def _trial_attrs(report: StudyReport, row: Data) -> dict[str, Any]:

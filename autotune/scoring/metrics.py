@@ -10,7 +10,6 @@ from autotune.errors import nearest
 from autotune.scoring.convergence.noise_scale import efficiency
 from autotune.scoring.convergence.time_to_loss import Reference, time_to_loss
 from autotune.scoring.rates import Estimate, rate_of
-from autotune.scoring.step_times import half_width
 from autotune.trial.result import Outcome, TrialResult
 
 Direction = Literal["minimize", "maximize"]
@@ -67,7 +66,7 @@ def goodput(result: TrialResult, reference: Reference | None) -> Estimate | None
 def _step_time(result: TrialResult, _: Reference | None) -> Estimate | None:
     if result.steps is None or not result.steps.median_s > 0:
         return None
-    median, half = result.steps.median_s, half_width(result.steps)
+    median, half = result.steps.median_s, result.steps.ci95_s
     # An interval as wide as the value says that its spread is not known, as of steps that were timed together: its end is zero. Where
     # steps were seen to differ by more, a tenth stands for that end: zero has no logarithm, by which trials are compared.
     return Estimate(value=median, low=max(median / 10 if half > median else 0.0, median - half), high=median + half)

@@ -135,11 +135,6 @@ def ratio_ci95(log_ratios: Sequence[float]) -> tuple[float, tuple[float, float]]
     return math.exp(centre), (low, math.exp(min(centre + reach, 50.0)))
 
 
-def half_width(steps: StepStats) -> float:
-    """The interval's half-width; the median itself where two steps are too few for an interval."""
-    return steps.ci95_s if math.isfinite(steps.ci95_s) else steps.median_s
-
-
 # Factor by number of timed steps, and least seconds of them: a trial may be stopped where its fastest step, divided by
 # the factor, is slower than its rival allows. The first steps read high (over 206 trials of two studies, 95 % of them
 # below 1.43, 1.15 and 1.04 of the median).

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from autotune.scoring.convergence.noise_scale import NoiseScale, bootstrap
 from autotune.scoring.quantiles import Z95
 from autotune.scoring.rates import Estimate, rate_of
-from autotune.scoring.step_times import half_width
 from autotune.trial.profile import Floats
 from autotune.trial.result import TrialResult
 
@@ -102,7 +101,7 @@ def time_to_loss(result: TrialResult, reference: Reference | None) -> Estimate |
     drawn, _ = _reached(*_smoothed(replicas, batch, window), targets, replicas, seen, batch)
     rate = rate_of(result, "samples")
     step_s = batch / rate.value if rate is not None else steps.median_s
-    spread = (math.log(rate.high / rate.low) / 2 if rate is not None else half_width(steps) / steps.median_s) / Z95
+    spread = (math.log(rate.high / rate.low) / 2 if rate is not None else steps.relative_ci) / Z95
     drawn_s = drawn / batch * step_s * np.maximum(0.0, 1 + spread * rng.standard_normal(len(replicas)))
     value = float(samples[0]) / batch * step_s
     low, high = (float(bound) for bound in np.quantile(drawn_s, (0.025, 0.975)))

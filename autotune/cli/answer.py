@@ -139,6 +139,7 @@ def diagnose(
     from autotune.report import diagnosis
     from autotune.report.export import pick_or_trial
     from autotune.report.progress import ProgressView
+    from autotune.report.trial_notes import ended
     from autotune.session import open_study
     from autotune.study import tracing
 
@@ -147,8 +148,8 @@ def diagnose(
     row = next(row for row in report.trials if row["trial"] == chosen["trial"])
     if row["outcome"] != "complete":
         reason = f": {row['reason']}" if row["reason"] else ""
-        ended = f"trial {row['trial']} did not complete ({row['outcome']}{reason})"
-        raise UserError(f"diagnose: {ended}, so there is no step to take apart")
+        end = f"trial {row['trial']} did not complete ({ended(row['outcome'])}{reason})"
+        raise UserError(f"diagnose: {end}, so there is no step to take apart")
     folder = Path(report.study["stored_in"])
     if profile:
         environment = report.invocation.fixed_environment if report.invocation else {}

@@ -125,7 +125,7 @@ def _history_lines(what: str, rows: Sequence[Row]) -> Iterator[tuple[float, str]
             where = (
                 f"{row['world_size']} rank{'s' * (row['world_size'] != 1)}, {row['environment'].get('device_name', '')}"
             )
-            text = f"trial {row['trial']} {row['role']}: {row['outcome']}{step}; {where}"
+            text = f"trial {row['trial']} {row['role']}: {row['outcome'].replace('_', ' ')}{step}; {where}"
         elif what == "recommendations":
             text = f"{'' if row['withdrawn'] else 'recommends '}trial {row['trial']}, {answer_words(row)}"
         else:

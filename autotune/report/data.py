@@ -238,7 +238,7 @@ class StudyReport:
         first = next((trial for trial in self.trials if trial.get("role") == "baseline"), None)
         found = [str(text) for text in (self.study.get("ended"), *(self.workload.get("caveats") or ())) if text]
         if first is not None and self.baseline is None:
-            end = f"{first['outcome']}: {first['reason']}" if first.get("reason") else first["outcome"]
+            end = trial_notes.ended(first["outcome"]) + (f": {first['reason']}" if first.get("reason") else "")
             again = first["outcome"] == "crashed" and "complete" in self.outcomes
             remedy = "; the same command measures it once more, and --fresh begins anew" * again
             found.insert(0, f"the baseline did not complete ({end}), so no speed-up can be stated{remedy}")

@@ -12,6 +12,7 @@ from optuna.study import Study
 from autotune.errors import printable
 from autotune.report.data import Data, StudyReport, differences, metric_scale, quantity, times
 from autotune.report.expectations import Expectations
+from autotune.report.trial_notes import ended
 from autotune.scoring.measured import improvement, weighted_gain
 from autotune.scoring.metrics import METRICS
 from autotune.scoring.recommend import PICKS
@@ -151,11 +152,11 @@ class Evidence:
         if not fitting:
             needed = f"predicted to need {least}, a rank has {self.expected.memory_limit}"
             return Explanation(question=question, answer=f"No candidate with it fits: the smallest is {needed}.")
-        ended = {Candidate.of(trial["candidate"]): trial["outcome"] for trial in self.trials}
-        hopeful = [candidate for candidate in fitting if ended.get(candidate, Outcome.COMPLETE) in RAN]
+        ends = {Candidate.of(trial["candidate"]): trial["outcome"] for trial in self.trials}
+        hopeful = [candidate for candidate in fitting if ends.get(candidate, Outcome.COMPLETE) in RAN]
         if not hopeful:
-            ends, near = {str(ended[candidate]) for candidate in fitting}, _nearest(self.trials, fitting[0])
-            answer = f"No candidate with it completed: {', '.join(sorted(ends))}."
+            words, near = {ended(ends[candidate]) for candidate in fitting}, _nearest(self.trials, fitting[0])
+            answer = f"No candidate with it completed: {', '.join(sorted(words))}."
             return Explanation(question=question, answer=answer, measured=near)
         said = self._judged(question, self.expected.most_promising(hopeful))
         own = [trial for trial in self.trials if trial["candidate"].get(name) == value]
@@ -177,7 +178,7 @@ class Evidence:
         predicted, words = self.expected.predicted(candidate, self.predicted_best), candidate.describe()
         exact = next((m for m in near if not m["differs"]), None)
         if exact is not None and exact["outcome"] not in RAN:
-            answer = f"was tried in trial {exact['trial']} and ended with {exact['outcome']}: {_barred(exact)}"
+            answer = f"was tried in trial {exact['trial']} and ended with {ended(exact['outcome'])}: {_barred(exact)}"
         elif exact is not None:
             answer = f"was measured in trial {exact['trial']}{self._compared(exact)}"
         elif fits < self.expected.least_chance:
@@ -294,15 +295,15 @@ class Evidence:
     def _scope(self) -> list[str]:
         """The number of trials behind the answer, and how well they predict each other."""
         outlook, n_seen = self.expected.outlook, len(self.expected.candidates)
-        ends = Counter(str(trial["outcome"]).replace("_", " ") for trial in self.trials)
-        ended = ", ".join(f"{n} {end}" for end, n in ends.most_common())
-        said = [f"{len(self.trials)} of {n_seen:,} configurations were tried: {ended}"]
+        ends = Counter(ended(trial["outcome"]) for trial in self.trials)
+        tried = ", ".join(f"{n} {end}" for end, n in ends.most_common())
+        said = [f"{len(self.trials)} of {n_seen:,} configurations were tried: {tried}"]
         if outlook.covered > 0 and outlook.n_ran > 1:
             where = "within the 90 % interval that the other trials predict for them"
             said.append(f"{outlook.covered:.0%} of the measured step times lie {where}")
-        ended = str(self.report.study.get("ended") or "")
-        if "expected to improve" in ended:  # by the search, which left things out and may have known other studies
-            said.append(ended)
+        reason = str(self.report.study.get("ended") or "")
+        if "expected to improve" in reason:  # by the search, which left things out and may have known other studies
+            said.append(reason)
         elif math.isfinite(outlook.loss) and outlook.n_left:
             counted = "; what the run leaves out counts here" if self.report.study.get("left_out") else ""
             said.append(
@@ -318,7 +319,7 @@ def _ratios(predicted: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 def _end(trial: Data) -> str:
     """How a trial ended, with the reason where it did not run to the end or may not be recommended."""
-    end, why = str(trial["outcome"]).replace("_", " "), _barred(trial)
+    end, why = ended(trial["outcome"]), _barred(trial)
     return f"{end} ({why})" if why else end
 
 

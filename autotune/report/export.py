@@ -17,6 +17,7 @@ from autotune.errors import UserError, nearest
 from autotune.report.data import Data, StudyReport
 from autotune.report.script_changes import DTYPES
 from autotune.report.started import FIRST, ON_MACHINES, Started, started
+from autotune.report.trial_notes import ended
 from autotune.scoring.recommend import pick_name
 from autotune.space import own_tuner
 from autotune.space.candidate import Candidate, every_nth
@@ -425,7 +426,7 @@ def _warnings(chosen: Data) -> list[str]:
     """Why a trial that is no pick may not run as exported, or should not be trained with."""
     number, outcome = chosen["trial"], chosen.get("outcome", "complete")
     if outcome != "complete":
-        return [f"trial {number} ended with {outcome}: {chosen.get('reason')}"]
+        return [f"trial {number} ended with {ended(outcome)}: {chosen.get('reason')}"]
     missing = [f"no flag, constant or line of yours makes this: {text}" for text in chosen.get("unreproducible") or ()]
     return [*missing, *([f"trial {number} is not recommended: {chosen['doubt']}"] if chosen.get("doubt") else [])]
 

@@ -71,7 +71,7 @@ class StudyResult:
     @property
     def objectives(self) -> list[str]:
         """What was optimised: names of metrics, in order."""
-        return list(self._report.study["objectives"])
+        return self._report.objectives
 
     @property
     def picks(self) -> dict[str, Pick]:

@@ -56,6 +56,11 @@ def checks(point: Data) -> str:
     return "checks not passed" if point.get("refused") else "not checked"
 
 
+def ended(outcome: str) -> str:
+    """How a trial ended, in words: `too_few_steps` is `too few steps`."""
+    return str(outcome).replace("_", " ")
+
+
 def end_words(trial: Data) -> tuple[str, str]:
     """How a trial ended, and why it did not complete: `("oom", "over the memory limit (in the warm-up)")`."""
     outcome = trial["outcome"]
@@ -63,7 +68,7 @@ def end_words(trial: Data) -> tuple[str, str]:
     place = "" if timed else PLACES.get(str(trial.get("phase")), "")
     limit = "breaks a constraint" if outcome == Outcome.COMPLETE and trial.get("feasible") is False else ""
     why = " ".join(part for part in (str(trial.get("reason") or ""), place and f"({place})") if part)
-    return str(outcome).replace("_", " "), "; ".join(part for part in (why, limit) if part)
+    return ended(outcome), "; ".join(part for part in (why, limit) if part)
 
 
 def own(said: Mapping[int, Sequence[str]], known: Sequence[str]) -> list[str]:
@@ -105,7 +110,7 @@ def _failures(trials: Sequence[Data]) -> list[str]:
         reason = _shortened(group[0].get("reason") or "")
         # Alike but for their numbers: these are the first one's.
         whose = f", as trial {group[0]['trial']}" if len({trial.get("reason") for trial in group}) > 1 else ""
-        found.append(f"trial{'s' * (len(group) > 1)} {numbers} ended with {outcome}{whose}: {reason}")
+        found.append(f"trial{'s' * (len(group) > 1)} {numbers} ended with {ended(outcome)}{whose}: {reason}")
     return found
 
 

@@ -676,7 +676,7 @@ def test_a_trial_that_is_no_pick_is_exported_with_what_is_wrong_with_it(tmp_path
     }
     assert not any("trial" in note for note in by_kind["fp32", 0])
     assert any("is not recommended: how it trains with other numerics" in note for note in by_kind["bf16", 0])
-    assert any("ended with not_applied: no block was checkpointed" in note for note in by_kind["fp32", 1])
+    assert any("ended with not applied: no block was checkpointed" in note for note in by_kind["fp32", 1])
     flags = export_pick(found, None, 1, "hf-args").notes  # go with that trial's JSON, not with the recommended one's
     assert any("`autotune export s --trial 1 -o ds_config.json`" in note for note in flags)
     text = export_pick(found, None, 1, "accelerate", Path("some/name.yaml")).text

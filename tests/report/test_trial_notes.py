@@ -32,5 +32,7 @@ def test_a_trial_that_failed_says_where_in_words_and_one_that_was_timed_does_not
 )
 def test_where_the_baseline_is_all_that_was_measured_the_answer_says_that_others_ran_out_of_memory(ends, said):
     """It said "nothing else was measured", and nowhere why."""
+    ends = [*ends, "too_few_steps"] if said is None else ends
     found = of([{"trial": n, "outcome": outcome, "reason": ""} for n, outcome in enumerate(["complete", *ends])])
+    assert any("ended with too few steps" in text for text in found) == (said is None)  # as the page says it
     assert (said in found) if said else not any("memory" in text for text in found)

@@ -39,14 +39,11 @@ def _lines(report: StudyReport, written: Sequence[str], width: int) -> Iterator[
         yield from _wrapped(f"Nothing to recommend: {report.why_nothing}.", width, "  ", first="")
     for names, pick in report.picks_by_trial():
         yield from _pick(report, names, pick, width)
-    for i, note in enumerate(report.caveats()):
-        if i == 0:
+    for said, texts, style in (("note", report.caveats(), "dim"), ("next", next_steps(report), "")):
+        if texts:
             yield Text()
-        yield from _wrapped(f"note: {note}", width, "      ", "dim", first="")
-    for i, step in enumerate(next_steps(report)):
-        if i == 0:
-            yield Text()
-        yield from _wrapped(f"next: {step}", width, "      ", first="")
+        for text in texts:
+            yield from _wrapped(f"{said}: {text}", width, "      ", style, first="")
     if written:
         yield Text()
         yield Text("Written:")

@@ -3,7 +3,6 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,12 +25,12 @@ LEAST_S = 0.5  # between two updates of the display
 def answer_html(report: StudyReport) -> str:
     """The answer of a study: the recommendation with its price, the front as a table, what to know."""
     pick = report.picks.get("recommended")
-    scales, rows = tables.overview(report)
+    heads, rows = tables.listed(report)
     found = {
         "lead": f"{report.name}: {lead(report)}",
         "headline": headline(report),
-        "heads": _cells("configuration", tables.heads(scales), []),
-        "rows": [_cells(row.configuration, row.line(scales, ""), row.marks) for row in rows],
+        "heads": heads,
+        "rows": rows,
         "lists": [
             ("What to do next", next_steps(report)),
             ("Why", (pick or {}).get("reasons") or ()),
@@ -40,11 +39,6 @@ def answer_html(report: StudyReport) -> str:
         ],
     }
     return notebook("answer", found)
-
-
-def _cells(configuration: str, line: list[str], marks: Sequence[str]) -> list[str]:
-    trial, *metrics, speedup = line
-    return [configuration, trial, speedup, *metrics, ", ".join(marks)]
 
 
 def lead(report: StudyReport) -> str:

@@ -194,16 +194,11 @@ def no_speedup_words(report: StudyReport, said: str) -> str:
 
 def _front(report: StudyReport) -> str:
     """The section with the front; empty where nothing can be shown, of which the answer says why."""
-    scales, rows = tables.overview(report)
+    header, rows = tables.listed(report)
     if not rows:
         return ""
-    lines = []
-    for row in rows:
-        number, *numbers = row.line(scales, "")
-        lines.append([number, _code(row.configuration), *numbers, ", ".join(row.marks)])
-    trial, *numbers = tables.heads(scales)
-    header = [trial, "configuration", *numbers, ""]
-    shown = _table(header, lines, numeric=range(2, 2 + len(numbers)))
+    lines = [[trial, _code(configuration), *others] for trial, configuration, *others in rows]
+    shown = _table(header, lines, numeric=range(2, len(header) - 1))
     return _joined(["## The front, the picks and the baseline", shown, LEGEND])
 
 

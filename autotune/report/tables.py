@@ -76,6 +76,16 @@ def overview(report: StudyReport) -> tuple[dict[str, Scale], list[Row]]:
     return scales, [row(report, point, scales) for point in points]
 
 
+def listed(report: StudyReport) -> tuple[list[str], list[list[str]]]:
+    """The overview as cells, its heads and its rows: trial, configuration, metrics, speed-up, marks."""
+    scales, rows = overview(report)
+    trial, *numbers = heads(scales)
+    lines = (row.line(scales, "") for row in rows)
+    return [trial, "configuration", *numbers, ""], [
+        [line[0], row.configuration, *line[1:], ", ".join(row.marks)] for line, row in zip(lines, rows, strict=True)
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Compared:
     """A metric of a trial beside the baseline's.

@@ -86,7 +86,9 @@ def compare(own: Run, baseline: Run, predicted: float | None = None, seen: float
     before = seen if seen is not None else FAR * n_samples
     at = np.log((np.arange(n_windows) + 0.5) * width + before)
     middle = math.exp(float(at[later].mean())) - before
-    fall, fall_sd = _fall((curves[0] + curves[1]) / 2, at)
+    first = n_windows // 4  # where the curve is steepest
+    slope, fall_sd = slope_of((curves[0] + curves[1])[first:] / 2, at[first:])
+    fall = -slope
     difference = (curves[0] - curves[1])[later]
     if fall <= 2 * fall_sd:
         why = f"its global batch is unconfirmed: the loss fell too little in {n_samples:,} samples to compare; {MORE}"
@@ -151,10 +153,9 @@ def pieces(run: Run, n_samples: int, n_windows: int) -> Floats:
     return np.asarray(np.diff(at) / np.diff(ends), dtype=float)
 
 
-def _fall(curve: Floats, at: Floats) -> tuple[float, float]:
-    """By how much the loss falls as `at` grows by 1, over all but the first quarter, and its standard error."""
-    first = len(curve) // 4
-    later, centred = curve[first:], at[first:] - at[first:].mean()
-    slope = float(centred @ later / (centred @ centred))
-    residual = later - later.mean() - slope * centred
-    return -slope, float(np.sqrt(residual @ residual / max(1, len(later) - 2) / (centred @ centred)))
+def slope_of(values: Floats, at: Floats) -> tuple[float, float]:
+    """The slope of a line through values at some places, by least squares, and its standard error."""
+    centred = at - at.mean()
+    slope = float(centred @ values / (centred @ centred))
+    residual = values - values.mean() - slope * centred
+    return slope, float(np.sqrt(residual @ residual / max(1, len(values) - 2) / (centred @ centred)))

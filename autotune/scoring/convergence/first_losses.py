@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autotune.scoring.convergence.branch import Run, pieces
+from autotune.scoring.convergence.branch import Run, pieces, slope_of
 from autotune.scoring.quantiles import t95
+from autotune.trial.profile import Floats
 
 # As many first steps are compared: the weights are still nearly the same.
 LEAST_STEPS, MOST_STEPS = 3, 8
@@ -54,14 +55,13 @@ def first_losses_off(
     return 0.0
 
 
-def _beginning(difference: np.ndarray) -> tuple[float, float]:
+def _beginning(difference: Floats) -> tuple[float, float]:
     """Returns where a line through differences begins, and how far from there may be chance."""
     n = len(difference)
-    at = np.arange(n) - (n - 1) / 2
-    slope, middle = float(at @ difference / (at @ at)), float(difference.mean())
-    rest = difference - middle - slope * at
-    reach = SURE * t95(n - 2) * math.sqrt(float(rest @ rest) / (n - 2) * (1 / n + at[0] ** 2 / float(at @ at)))
-    return middle + slope * float(at[0]), reach
+    at = np.arange(float(n)) - (n - 1) / 2
+    slope, error = slope_of(difference, at)
+    reach = SURE * t95(n - 2) * error * math.sqrt(float(at @ at) / n + at[0] ** 2)
+    return float(difference.mean()) + slope * float(at[0]), reach
 
 
 def off_at_another_batch(own: Run, baseline: Run) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from autotune.scoring.convergence.branch import slope_of
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import RATE_KEYS
 from autotune.trial.profile import Floats
@@ -288,13 +289,8 @@ def _slope(base: Floats, part: slice) -> float:
     """
     n = len(base)
     first = n // 8
-    logs = np.log(np.arange(first, n) + 1.0)
-    centred = logs - logs.mean()
-    middle = (part.start + part.stop) / 2
-    rate = float(base[first:] @ centred / (centred @ centred))
-    left = base[first:] - base[first:].mean() - rate * centred
-    error = float(np.sqrt(left @ left / max(1, len(left) - 2) / (centred @ centred)))
-    fitted = (error - rate) / middle
+    rate, error = slope_of(base[first:], np.log(np.arange(first, n) + 1.0))
+    fitted = (error - rate) / ((part.start + part.stop) / 2)
     start, end = float(base[: max(1, first)].mean()), float(base[-max(1, n // 4) :].mean())
     early = (start - float(base[n // 2 :].mean())) / (0.7 * n) if part.stop <= n // 2 else 0.0
     return float(max(fitted, early, (start - end) / n / 10, 0.0))

@@ -175,11 +175,9 @@ class Estimates:
         """The gains over the baseline by metric; of a trial that ended early none in time, which has no estimate."""
         if self.baseline is None:
             return {}
-        names = [
-            name for name in measured.metrics if name in METRICS and (name not in TIMED or measured.trial in self._rows)
-        ]
-        found = {name: self.gain(measured, self.baseline, name) for name in names}
-        return {name: gain for name, gain in found.items() if gain is not None}
+        names = (name for name in measured.metrics if name in METRICS)
+        known = (name for name in names if name not in TIMED or measured.trial in self._rows)
+        return {name: gain for name in known if (gain := self.gain(measured, self.baseline, name)) is not None}
 
     @property
     def noise_sd(self) -> float:

@@ -64,15 +64,8 @@ class Readings:
 
     def take(self, rows: NDArray[np.intp]) -> "Readings":
         """Some of the readings."""
-        return replace(
-            self,
-            log_value=self.log_value[rows],
-            own_sd=self.own_sd[rows],
-            trial=self.trial[rows],
-            round=self.round[rows],
-            sitting=self.sitting[rows],
-            slowed=self.slowed[rows],
-        )
+        each = ("log_value", "own_sd", "trial", "round", "sitting", "slowed")
+        return replace(self, **{name: getattr(self, name)[rows] for name in each})
 
 
 @dataclass(frozen=True)

@@ -325,8 +325,7 @@ def _training_flags(candidate: Candidate, config: DsConfig, started: Started | N
 
 def _hf_twins(config: DsConfig) -> list[tuple[str, Any]]:
     found = [(flag, value) for path, flag in HF_TWINS.items() if (value := at_path(config, path)) is not None]
-    betas = at_path(config, "optimizer.params.betas")
-    if betas:
+    if betas := at_path(config, "optimizer.params.betas"):
         found += [("adam_beta1", betas[0]), ("adam_beta2", betas[1])]
     warmup_lr = at_path(config, "scheduler.params.warmup_max_lr")
     if warmup_lr is not None and "learning_rate" not in dict(found):

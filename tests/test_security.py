@@ -16,7 +16,7 @@ from support.study_report import EVIL, Tags, data_of, study_report, with_picks
 import autotune
 from autotune import session
 from autotune.errors import UserError
-from autotune.executors.local import machine_turn
+from autotune.executors.local import LocalExecutor
 from autotune.executors.ssh import read_hostfile
 from autotune.report import readme
 from autotune.report.dashboard.server import LEAST_TOKEN, Application, is_strong, make_server, new_token
@@ -173,11 +173,11 @@ def test_a_host_that_is_an_option_of_ssh_is_refused(tmp_path):
 @pytest.mark.parametrize("mode", [0o777, 0o720])
 def test_a_lock_lies_in_a_folder_that_only_the_user_can_write_to(tmp_path, monkeypatch, mode):
     monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
-    with machine_turn(lambda: None):
+    with LocalExecutor([], tmp_path / "log").turn(pytest.fail):
         folder = lock_path().parent
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         os.chmod(folder, mode)
-    with pytest.raises(UserError, match="only you can write to"), machine_turn(lambda: None):
+    with pytest.raises(UserError, match="only you can write to"), LocalExecutor([], tmp_path / "log").turn(pytest.fail):
         pass
 
 
@@ -185,7 +185,7 @@ def test_a_lock_is_not_taken_through_a_link_to_a_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
     (tmp_path / "precious").mkdir()
     (tmp_path / f"locks-{os.getuid()}").symlink_to(tmp_path / "precious")
-    with pytest.raises(UserError, match="only you can write to"), machine_turn(lambda: None):
+    with pytest.raises(UserError, match="only you can write to"), LocalExecutor([], tmp_path / "log").turn(pytest.fail):
         pass
     assert not os.listdir(tmp_path / "precious")
 
@@ -193,7 +193,10 @@ def test_a_lock_is_not_taken_through_a_link_to_a_folder(tmp_path, monkeypatch):
 def test_a_cache_that_cannot_be_written_ends_in_a_sentence(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(UserError, match="Set AUTOTUNE_CACHE to a folder"), machine_turn(lambda: None):
+    with (
+        pytest.raises(UserError, match="Set AUTOTUNE_CACHE to a folder"),
+        LocalExecutor([], tmp_path / "log").turn(pytest.fail),
+    ):
         pass
 
 

@@ -1,13 +1,13 @@
 """The interface of an executor, and the life of one trial on any of them: submit, watch, conclude."""
 
 import contextlib
+import fcntl
 import math
 import re
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Protocol
 from autotune.errors import LONGEST_REASON, Unavailable, UserError, printable, shortened
 from autotune.executors.conclude import joined, merge
 from autotune.system import files, redaction
+from autotune.system.machine import lock_path
 from autotune.trial import stood
 from autotune.trial.failures import means_out_of_memory
 from autotune.trial.folder import TrialDir, ends, phases, record_in, reports, write_record
@@ -101,12 +102,6 @@ class EndedJob:
         """Does nothing."""
 
 
-@contextlib.contextmanager
-def no_turn(_: Callable[[], None]) -> Iterator[None]:
-    """A `turn` that never waits, for engines that give a machine to one job at a time or measure nothing."""
-    yield
-
-
 class Executor(Protocol):
     """Base of an executor: runs trials, and exchanges files with their ranks in the trial's folder.
 
@@ -116,11 +111,14 @@ class Executor(Protocol):
             empty if they do not.
         patience_s: Time that attempts which lost their machines, and waits for others, may cost a trial.
         ends_at_s: When whatever runs or waits is ended, in seconds of the monotonic clock.
+        turns: The lock under which its trials take turns with those of the user's other studies on this machine: `fcntl.LOCK_EX`,
+            `LOCK_SH` beside others that share it; 0 where an engine gives a machine to one job at a time.
     """
 
     mark: str = ""
     patience_s: float = 0.0
     ends_at_s: float = math.inf
+    turns: int = 0
 
     @property
     def hosts(self) -> frozenset[str]:
@@ -146,9 +144,31 @@ class Executor(Protocol):
         """Compiles one of DeepSpeed's ops before the trials that need it; returns the error, if any, `on_tick` meanwhile."""
         return None
 
-    def turn(self, on_wait: Callable[[], None]) -> AbstractContextManager[None]:
-        """Waits until no other study measures on the same machine, and keeps others waiting meanwhile."""
-        return no_turn(on_wait)
+    @contextlib.contextmanager
+    def turn(self, on_wait: Callable[[], None]) -> Iterator[None]:
+        """Waits until no other study measures on the same machine, but no longer than its time, and keeps others waiting meanwhile.
+
+        Not filelock: its lock that several holders can share is a SQLite file, which neither a fork nor NFS may touch.
+
+        Args:
+            on_wait: Called repeatedly while another study measures.
+        """
+        if not self.turns:
+            yield
+            return
+        with open(lock_path(), "ab") as file:
+            while True:
+                try:
+                    fcntl.flock(file, self.turns | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    check_time(self)
+                    on_wait()
+                    time.sleep(0.05)
+                except OSError as error:  # a home folder on Lustre that is mounted without `-o flock`
+                    remedy = "set AUTOTUNE_CACHE to a folder on another file system"
+                    raise UserError(f"{file.name} cannot be locked ({error.strerror}): {remedy}") from None
+            yield
 
     def close(self) -> None:
         """Ends everything that the engine keeps running."""
@@ -221,16 +241,6 @@ def check_time(executor: Executor) -> None:
     """Raises `TimeOver` once the executor's time is over."""
     if time.monotonic() >= executor.ends_at_s:
         raise TimeOver
-
-
-def turn(executor: Executor, on_wait: Callable[[], None]) -> AbstractContextManager[None]:
-    """Waits for the executor's turn, no longer than its time: another study's trial may take longer than that."""
-
-    def waits() -> None:
-        check_time(executor)
-        on_wait()
-
-    return executor.turn(waits)
 
 
 def has_begun(folder: TrialDir) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from autotune.executors import base
-from autotune.executors.base import UNDER_WAY, Status, no_turn
+from autotune.executors.base import UNDER_WAY, Status
 from autotune.executors.node_agent import Settings, Spool
 from autotune.system import files, processes
 from autotune.trial.folder import TrialDir, ends, read_record, record_in, write_record
@@ -74,11 +74,13 @@ class Engine(Protocol):
     Attributes:
         name: Name in messages and records.
         hold: Keep the machines between trials.
+        turns: As of `Executor`.
     """
 
     name: str
     options: dict[str, str]
     hold: bool = True
+    turns: int = 0
 
     def check(self, nodes: int) -> None:
         """Checks that the engine can be used."""
@@ -95,10 +97,6 @@ class Engine(Protocol):
     def exchange(self, job: str, spool: Spool, folder: TrialDir) -> None:
         """Copies files between a trial's folder and its machines; not needed where they share a file system."""
         return
-
-    def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        """Waits for a turn to measure, if the engine shares machines out; see `Executor.turn`."""
-        return no_turn(on_wait)
 
 
 class Allocation:
@@ -156,7 +154,7 @@ class ClusterExecutor(base.Executor):
         patience_s: float = 0.0,
     ) -> None:
         self.engine, self.root, self.settings, self.nodes, self._on_queue = engine, root, settings, nodes, on_queue
-        self.patience_s, self._said = patience_s, ""
+        self.patience_s, self.turns, self._said = patience_s, engine.turns, ""
         self._held: list[Allocation] = []
         self._own: list[Allocation] = []
         self._lock = threading.Lock()
@@ -241,10 +239,6 @@ class ClusterExecutor(base.Executor):
     def build_op(self, op: str, on_tick: Callable[[], None] = lambda: None) -> str | None:
         """Compiles an op on every machine; each machine locks its cache meanwhile."""
         return base.built(self, self.root / "build", op, self.nodes, on_tick)
-
-    def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        """Waits for a turn, as the engine arranges it."""
-        return self.engine.turn(on_wait)
 
     def close(self) -> None:
         """Gives the machines back, also those beside one that went away, whose agents may wait still."""

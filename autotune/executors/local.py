@@ -9,13 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from autotune.errors import UserError
 from autotune.executors.base import Executor, Status, built
 from autotune.system import device, files, shared_memory, temporary
-from autotune.system.machine import limit_on_addresses, lock_path
+from autotune.system.machine import limit_on_addresses
 from autotune.system.processes import MARK, new_mark, sweep
 from autotune.system.toolkit import build_environment, extensions_dir, is_built
 from autotune.trial.folder import TrialDir
@@ -31,6 +31,8 @@ class LocalExecutor(Executor):
         modules: Modules that the user's target imports; the server imports them once.
         environment: Variables that the user's launch command sets, for the server and its trials.
     """
+
+    turns = fcntl.LOCK_EX  # two trials at a time on one machine would slow each other down
 
     def __init__(self, modules: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.mark = new_mark()
@@ -104,10 +106,6 @@ class LocalExecutor(Executor):
             self.lose(self._server)
             self.start()
             return self._job(order, end)
-
-    def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        """Waits for a turn: two trials at a time on one machine would slow each other down."""
-        return machine_turn(on_wait)
 
     def build_op(self, op: str, on_tick: Callable[[], None] = lambda: None) -> str | None:
         """Compiles an op, unless it lies there; returns the error, if any."""
@@ -226,27 +224,3 @@ class LocalJob:
             if time.monotonic() > until:
                 self._server.kill()
             time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def machine_turn(on_wait: Callable[[], None], *, shared: bool = False) -> Iterator[None]:
-    """Holds the lock under which the studies of one user take turns on this machine.
-
-    Not filelock: its lock that several holders can share is a SQLite file, which neither a fork nor NFS may touch.
-
-    Args:
-        on_wait: Called repeatedly while another study holds the lock.
-        shared: Let others that ask for a shared lock measure at the same time.
-    """
-    with open(lock_path(), "ab") as file:
-        while True:
-            try:
-                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                on_wait()
-                time.sleep(0.05)
-            except OSError as error:  # a home folder on Lustre that is mounted without `-o flock`
-                remedy = "set AUTOTUNE_CACHE to a folder on another file system"
-                raise UserError(f"{file.name} cannot be locked ({error.strerror}): {remedy}") from None
-        yield

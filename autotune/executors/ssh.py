@@ -1,19 +1,18 @@
 """The engine for the machines of a hostfile, reached over ssh: `--executor local --hostfile FILE`."""
 
-import contextlib
+import fcntl
 import os
 import re
 import shlex
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from autotune.errors import SpecError, UserError
 from autotune.executors.base import Status
 from autotune.executors.cluster import Engine, JobState
-from autotune.executors.local import machine_turn
 from autotune.executors.node_agent import Settings, Spool
 from autotune.system import device, files
 from autotune.trial.folder import read_record
@@ -41,15 +40,12 @@ class Hosts(Engine):
     """
 
     name = "ssh"
+    turns = fcntl.LOCK_EX  # among the studies of this machine; nothing else manages the hosts
 
     def __init__(self, options: dict[str, str], hosts: Sequence[str]) -> None:
         self.options, self.hosts = options, list(hosts)
         self._running: dict[str, tuple[Spool, list[subprocess.Popen[bytes]]]] = {}
         self._reached: set[str] = set()
-
-    def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        """Waits for a turn among the studies of this machine; nothing else manages the hosts."""
-        return machine_turn(on_wait)
 
     def check(self, nodes: int) -> None:
         """Checks that there are enough hosts."""

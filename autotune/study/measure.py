@@ -220,7 +220,7 @@ class TrialMeasurer:
         rivals, place = request.rivals, self._places.get(executor, "")
         request = replace(request, rivals=placement.rivals_at(self._state.folder, place, rivals) or rivals)
         while True:
-            with base.turn(executor, waiting):
+            with executor.turn(waiting):
                 self._events.began(number, candidate, role)
                 result = base.run(executor, path, request, ticked, again)
             self._places[executor] = result.place or self._places.get(executor, "")
@@ -250,5 +250,5 @@ class TrialMeasurer:
                 self._events.say(f"the baseline is measured on {where}, too: trials run there now")
                 path = placement.baseline_path(folder, result.place)
                 request = self.request(baseline, "repeat")
-                with base.turn(executor, waiting):
+                with executor.turn(waiting):
                     base.run(executor, path, request, ticked)

@@ -1,6 +1,7 @@
 """Trials at once: the pool that runs them, and the engines that they run on."""
 
 import contextlib
+import fcntl
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from optuna.trial import Trial
 
 from autotune.errors import UserError
 from autotune.executors.base import Executor
-from autotune.executors.local import LocalExecutor, machine_turn
+from autotune.executors.local import LocalExecutor
 from autotune.space.candidate import Candidate
 from autotune.study.setup import engine
 from autotune.study.setup.plan import Plan
@@ -223,6 +224,8 @@ class SlicedExecutor(LocalExecutor):
         share: Core numbers if trials run on the CPU, else device names as in `CUDA_VISIBLE_DEVICES`.
     """
 
+    turns = fcntl.LOCK_SH  # it waits only for studies that take the whole machine, and keeps them waiting
+
     def __init__(self, found: Plan, share: Sequence[str], log: Path) -> None:
         environment, here = engine.own_variables(found.spec), found.workload.environment
         self._cores = list(map(int, share)) if here.accelerator == "cpu" else []
@@ -240,7 +243,3 @@ class SlicedExecutor(LocalExecutor):
             super().launch()
         finally:
             os.sched_setaffinity(0, before)
-
-    def turn(self, on_wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        """Waits only for studies that take the whole machine, and keeps them waiting."""
-        return machine_turn(on_wait, shared=True)

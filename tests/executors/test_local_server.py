@@ -86,7 +86,7 @@ def test_a_turn_is_waited_for_no_longer_than_there_is_time(tmp_path: Path, monke
     def time_passes() -> None:
         second.ends_at_s = 0.0
 
-    with first.turn(lambda: None), pytest.raises(base.TimeOver), base.turn(second, time_passes):
+    with first.turn(lambda: None), pytest.raises(base.TimeOver), second.turn(time_passes):
         pytest.fail("it had the turn of another one")
 
 

@@ -15,7 +15,7 @@ from support.instant import Instant, report, runner_of
 
 from autotune.errors import Unavailable, UserError
 from autotune.executors import base
-from autotune.executors.base import MachinesGone, Status, no_turn
+from autotune.executors.base import MachinesGone, Status
 from autotune.executors.cluster import ClusterExecutor, JobState, Refused, settings_for
 from autotune.executors.node_agent import Spool
 from autotune.executors.ray import Ray, _check_listens, _Group
@@ -41,7 +41,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 class Machines:
     """An engine whose jobs go through stated states; a job that is `running` to its end completes the trial."""
 
-    name, hold, turn = "stand-in", True, staticmethod(no_turn)
+    name, hold, turns = "stand-in", True, 0
 
     def __init__(self, *jobs: str | list[Status]) -> None:
         self.jobs, self.options = list(jobs), {}

@@ -9,7 +9,6 @@ import numpy as np
 
 from autotune.advise.devices import Devices
 from autotune.errors import UserError, nearest
-from autotune.executors import base
 from autotune.forecast.prediction import MOST_SAMPLES, Prediction
 from autotune.forecast.predictor import ForecastInputs, Predictor, probability_below
 from autotune.forecast.regression import STOPPED_SD, interval_sd
@@ -215,7 +214,7 @@ def _profiled(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workloa
             most = len(device.here().each) or max(2, n_cores())
             script, trials = target.kind == "script", folder / "trials"
             ranks = min(spec.ranks or 1, most) if script else 1
-            with base.turn(executor, view.waiting):  # as for a study's plan
+            with executor.turn(view.waiting):  # as for a study's plan
                 workload = inspect_workload(here, executor, trials / "inspect", ranks, view.doing)
             config, local = completed(spec, target, workload), _ranks(spec, workload)[1]
             found, notes = profile_cache.measure_missing(workload, target.path, config, local, executor, trials, view)

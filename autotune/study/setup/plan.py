@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.executors.base import Executor, turn
+from autotune.executors.base import Executor
 from autotune.scoring.convergence.learning_rate import LearningRate, default_rule
 from autotune.scoring.convergence.quality_gate import trains_alike
 from autotune.space import data as data_knobs
@@ -234,7 +234,7 @@ def plan(spec: StudySpec, executor: Executor, folder: Path, view: EventSink = SI
         view: Told what the run does if that takes minutes, and when it waits for another study.
     """
     # Beside another study's trial a probe would disturb it, and take what that holds of a device for used by others.
-    with turn(executor, view.waiting):
+    with executor.turn(view.waiting):
         text, kind = target_digest(spec.target), spec.inspected.kind  # the file may be edited meanwhile
         key = profile_cache.script_key(spec) if kind == "script" else ""
         return replace(_planned(spec, executor, folder, view.doing), cache_key=key, text=text)

@@ -160,7 +160,7 @@ def measure_missing(
             budget_s=min(PROFILE_S, max(0.0, PROFILE_SHARE * (executor.ends_at_s - time.monotonic()))),
         )  # fmt: skip
         view.doing("profiling the model, once")
-        with base.turn(executor, view.waiting):  # it may take much of a device
+        with executor.turn(view.waiting):  # it may take much of a device
             # Of the text that is profiled, not of a later one.
             key = workload_key(target, ds_config.get("optimizer"), place.where)
             result = base.run(executor, folder / "profile", request)
@@ -175,7 +175,7 @@ def measure_missing(
         notes += workload.profile.caveats
     if workload.machine is None:
         view.doing("measuring the machine's rates, once")
-        with base.turn(executor, view.waiting):  # another study's trial would slow it down
+        with executor.turn(view.waiting):  # another study's trial would slow it down
             request = TrialRequest(target="", mode="rates", world_size=world_size, nodes=place.nodes)
             result = base.run(executor, folder / "rates", request)
         if result.outcome is Outcome.COMPLETE:

@@ -86,10 +86,8 @@ class NotebookView(EventSink):
     def emit(self, event: Event) -> None:
         """Takes an event in; draws at most twice a second."""
         match event.kind:
-            case Kind.NOTE | Kind.QUEUE_WAIT:
+            case Kind.NOTE | Kind.WAIT:
                 self._notes.append(redaction.redact(event.text))
-            case Kind.TURN_WAIT if progress.TURNS not in self._notes:  # it is said several times a second
-                self._notes.append(progress.TURNS)
             case Kind.PHASE:
                 self._doing, self._since = redaction.redact(event.text), time.monotonic()
             case Kind.TRIAL_STARTED:

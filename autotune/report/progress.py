@@ -36,7 +36,6 @@ LEAST_ROOM = 10  # columns of a text, also in a terminal that has fewer, which b
 BAR = 28
 ECHOED = 3  # columns that the last live line leaves free: a terminal shows a Ctrl-C there as ^C, which would begin another line
 LONGEST_REASON = 160
-TURNS = "another study measures on this machine; the two take turns, trial by trial"
 
 
 class ProgressView(EventSink):
@@ -58,7 +57,7 @@ class ProgressView(EventSink):
         self._under_way: dict[int, str] = {}
         self._latest: tuple[Progress, float] | None = None
         self._again: Counter[int] = Counter()
-        self._headed = self._waited = False
+        self._headed = False
         # It redraws itself, so that seconds pass also where nothing emits ticks.
         drawn = Live(get_renderable=self._drawn, console=self.console, refresh_per_second=4, transient=True)
         self._live = drawn if self.console.is_interactive else None
@@ -81,11 +80,8 @@ class ProgressView(EventSink):
         match event.kind:
             case Kind.NOTE:
                 self._print_note(redaction.redact(event.text))
-            case Kind.QUEUE_WAIT:
+            case Kind.WAIT:
                 self._print_note(f"waiting: {redaction.redact(event.text)}")
-            case Kind.TURN_WAIT if not self._waited:
-                self._waited = True
-                self._print_note(TURNS)
             case Kind.PHASE:
                 self._start_clock(redaction.redact(event.text), event)
                 if self._live is None:

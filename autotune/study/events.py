@@ -54,8 +54,7 @@ class Kind(StrEnum):
     PHASE = "phase"  # the activity between trials has changed
     TRIAL_STARTED = "trial_started"
     TRIAL_ENDED = "trial_ended"
-    TURN_WAIT = "turn_wait"  # another study measures on this machine
-    QUEUE_WAIT = "queue_wait"  # the engine has no machine for a trial yet
+    WAIT = "wait"  # a trial waits for a machine, or for another study's turn on it
     TICK = "tick"  # the running trial still runs; sent several times a second
 
 
@@ -120,7 +119,7 @@ class Event:
 
     Attributes:
         time_s: When, in Unix seconds.
-        text: The message of a note, a phase or a wait for the engine.
+        text: The message of a note, a phase or a wait.
         progress: The state of the study, where a trial ended.
     """
 
@@ -147,6 +146,8 @@ class Event:
 class EventSink:
     """Receives the events of a run in `emit`; this one drops them. The other methods build an event each."""
 
+    _waited = False
+
     @property
     def ends_search(self) -> bool:
         """Whether it wants no further trial, as a callback may."""
@@ -172,12 +173,14 @@ class EventSink:
         self.emit(Event(kind=Kind.TRIAL_ENDED, progress=progress))
 
     def waiting(self) -> None:
-        """Emits that another study measures on this machine; may be called again and again."""
-        self.emit(Event(kind=Kind.TURN_WAIT))
+        """Emits once that another study measures on this machine; may be called again and again."""
+        if not self._waited:
+            self._waited = True
+            self.waits("another study measures on this machine; the two take turns, trial by trial")
 
     def waits(self, why: str) -> None:
-        """Emits that the engine has no machine for a trial yet."""
-        self.emit(Event(kind=Kind.QUEUE_WAIT, text=why))
+        """Emits why a trial does not begin yet."""
+        self.emit(Event(kind=Kind.WAIT, text=why))
 
     def tick(self) -> None:
         """Emits that the running trial still runs."""
@@ -203,6 +206,11 @@ class Broadcast(EventSink):
         for sink in self._sinks:
             sink.emit(event)
 
+    def waiting(self) -> None:
+        """Hands it on to each, one of which may have been told before."""
+        for sink in self._sinks:
+            sink.waiting()
+
 
 _EVENT = TypeAdapter(Event)
 
@@ -225,15 +233,13 @@ class Journal(EventSink):
         path.unlink(missing_ok=True)  # a process that reads the old file keeps it
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         weakref.finalize(self, os.close, self._file)  # a notebook makes one for each call
-        self._torn = self._waited = False
+        self._torn = False
         self._append({"run": os.getpid()})
 
     def emit(self, event: Event) -> None:
         """Writes an event down."""
-        if event.kind is Kind.TICK or (event.kind is Kind.TURN_WAIT and self._waited):
-            return
-        self._waited |= event.kind is Kind.TURN_WAIT
-        self._append(_EVENT.dump_python(event, mode="json", exclude_defaults=True))
+        if event.kind is not Kind.TICK:
+            self._append(_EVENT.dump_python(event, mode="json", exclude_defaults=True))
 
     def _append(self, data: dict[str, object]) -> None:
         """Appends one line in one write; a full disk must not end a study."""

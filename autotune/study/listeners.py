@@ -34,7 +34,7 @@ class LogSink(EventSink):
         match event.kind:
             case Kind.NOTE:
                 LOGGER.info("%s", redaction.redact(event.text))
-            case Kind.QUEUE_WAIT:
+            case Kind.WAIT:
                 LOGGER.warning("waiting: %s", redaction.redact(event.text))
             case Kind.PHASE:
                 LOGGER.debug("%s", redaction.redact(event.text))

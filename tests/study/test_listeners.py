@@ -87,15 +87,19 @@ def test_trials_and_notes_are_logged_and_secrets_are_not(tmp_path, monkeypatch):
     try:
         run(tmp_path)
         LogSink().began(0, Candidate(micro_batch_size=8), "noise")
-        LogSink().emit(Event(kind=Kind.NOTE, text="export API_TOKEN=abcdef0123456789abcdef"))
+        log = LogSink()
+        log.emit(Event(kind=Kind.NOTE, text="export API_TOKEN=abcdef0123456789abcdef"))
+        for sink in (log, Broadcast(log)):
+            sink.waiting()  # for another study, of which the log said nothing
     finally:
         logger.setLevel(level)
     said = [entry.getMessage() for entry in records]
     ends = [text for text in said if text.startswith("trial ")]
     assert len(ends) >= 4 and "of 4 trials" in ends[0]
     assert any(text.startswith("started trial 1: micro-batch") for text in said)
-    assert said[-2].startswith("started noise scale: micro-batch 8"), "which is no trial"
-    assert "abcdef0123456789abcdef" not in said[-1]
+    assert said[-3].startswith("started noise scale: micro-batch 8"), "which is no trial"
+    assert "abcdef0123456789abcdef" not in said[-2]
+    assert said[-1].startswith("waiting: another study measures on this machine")
 
 
 def test_nothing_is_printed_unless_logging_is_set_up(tmp_path, capfd):

@@ -19,7 +19,7 @@ LOCK_TRIES = 25  # processes that only check whether a study runs hold its lock 
 
 
 @contextlib.contextmanager
-def study_lock(folder: Path, name: str | None = None) -> Iterator[IO[str]]:
+def study_lock(folder: Path, name: str | None = None) -> Iterator[None]:
     """Locks a study for one run; ends and removes what a killed run left.
 
     Args:
@@ -40,10 +40,9 @@ def study_lock(folder: Path, name: str | None = None) -> Iterator[IO[str]]:
                 if tries_left:
                     time.sleep(0.01)
                     continue
-                file.seek(0)
-                pid, name = _owner(file), name or folder.name
+                name = name or folder.name
                 raise UserError(
-                    f"study {name!r} is being run by process {pid}; `autotune status {name}` shows how far it is"
+                    f"study {name!r} is being run by process {_pid(file) or '?'}; `autotune status {name}` shows how far it is"
                 ) from None
             except OSError as error:  # Lustre mounted without `-o flock`
                 raise UserError(
@@ -52,12 +51,14 @@ def study_lock(folder: Path, name: str | None = None) -> Iterator[IO[str]]:
                 ) from None
         _clear_away(folder, file)
         with files.naming(path):
-            note_agent(file, run_mark())
+            os.ftruncate(file.fileno(), 0)
+            # The file is opened to append, so this writes at its new end, the beginning.
+            os.write(file.fileno(), json.dumps({"process": identity(), "agent": run_mark()}).encode())
         try:
-            yield file
+            yield
         finally:
             with contextlib.suppress(OSError):  # the lock counts, not its text
-                note_agent(file, "")
+                os.ftruncate(file.fileno(), 0)
 
 
 def _opened(path: Path) -> IO[str]:
@@ -72,13 +73,9 @@ def _opened(path: Path) -> IO[str]:
 
 def _clear_away(folder: Path, file: IO[str]) -> None:
     """Ends and removes what the last run left, if it was killed: any other run erases its mark."""
-    file.seek(0)
-    try:
-        kept = files.json_of(file.read() or "{}")
-        mark, process = kept.get("agent"), str(kept.get("process"))
-    except (ValueError, AttributeError):
-        mark = None
-    if mark and not is_alive(process):  # else the folder is a copy of one whose study runs
+    kept = _kept(file)
+    # With a process that lives the folder is a copy of one whose study runs.
+    if (mark := kept.get("agent")) and not is_alive(kept.get("process", "")):
         sweep(mark)
         temporary.remove_left(mark)
         for path in shared_memory.abandoned(since=os.fstat(file.fileno()).st_mtime):
@@ -87,11 +84,19 @@ def _clear_away(folder: Path, file: IO[str]) -> None:
     files.remove_drafts(folder)
 
 
-def _owner(file: IO[str]) -> int | str:
+def _kept(file: IO[str]) -> dict[str, str]:
+    """What a run that goes on, or was killed, has written: its process, and the mark of its ranks' processes."""
+    file.seek(0)
     try:
-        return int(files.json_of(file.read() or "{}").get("pid", "?"))
-    except (ValueError, TypeError, AttributeError):
-        return "?"
+        return {key: str(value) for key, value in dict(files.json_of(file.read() or "{}")).items()}
+    except (ValueError, TypeError):
+        return {}
+
+
+def _pid(file: IO[str]) -> int:
+    """The PID of the process that holds a lock; 0 if it has not written it yet."""
+    pid = _kept(file).get("process", "").partition(":")[0]
+    return int(pid) if pid.isdecimal() else 0
 
 
 def run_under_way(folder: Path) -> int | None:
@@ -101,15 +106,7 @@ def run_under_way(folder: Path) -> int | None:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                owner = _owner(file)
-                return owner if isinstance(owner, int) else 0  # it has not written its PID yet
+                return _pid(file)
     except OSError:  # there is no such file, or its file system locks none: then no run could begin
         pass
     return None
-
-
-def note_agent(file: IO[str], mark: str) -> None:
-    """Writes this process and the mark of its ranks' processes, which the next run ends if this one is killed."""
-    text = json.dumps({"pid": os.getpid(), "process": identity(), "agent": mark}).encode()
-    os.ftruncate(file.fileno(), 0)
-    os.write(file.fileno(), text)  # the file is opened to append, so this writes at its new end, the beginning

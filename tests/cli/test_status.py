@@ -20,7 +20,7 @@ from autotune.errors import UserError
 from autotune.report import load
 from autotune.report.progress import ProgressView
 from autotune.study import events
-from autotune.study.lock import note_agent, run_under_way, study_lock
+from autotune.study.lock import run_under_way, study_lock
 from autotune.study.storage import records
 from autotune.study.storage.history import History
 from autotune.trial.result import Outcome
@@ -42,8 +42,7 @@ def test_another_terminal_sees_what_the_run_itself_shows(tmp_path):
     here, shown_here = view()
     there, shown_there = view()
     folder = tmp_path / "studies" / "s"
-    with study_lock(folder) as lock:
-        note_agent(lock, "")
+    with study_lock(folder):
         watched = events.Broadcast(events.Journal(folder), here)
         watched.doing("profiling")
         follower = threading.Thread(target=status.follow, args=(folder, os.getpid(), there))

@@ -16,9 +16,9 @@ from support.zoo import wait_until
 
 from autotune.errors import UserError
 from autotune.study import lock
-from autotune.study.lock import note_agent, run_under_way, study_lock
+from autotune.study.lock import run_under_way, study_lock
 from autotune.system import signals, temporary
-from autotune.system.processes import MARK, new_mark, run_mark
+from autotune.system.processes import MARK, identity, new_mark, run_mark
 from autotune.system.signals import Terminated, status_of, undisturbed
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
@@ -27,7 +27,7 @@ SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 def killed_run(folder, mark):
     """A folder whose last run was killed: the lock is free, and still says whose processes were its."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / ".lock").write_text(json.dumps({"pid": 999999999, "process": "999999999:1", "agent": mark}))
+    (folder / ".lock").write_text(json.dumps({"process": "999999999:1", "agent": mark}))
 
 
 def test_a_copy_of_a_folder_whose_study_runs_leaves_the_processes_of_that_run_alone(tmp_path, monkeypatch):
@@ -62,11 +62,11 @@ def test_every_process_of_a_killed_run_is_ended_whichever_of_its_servers_began_i
 def test_a_run_that_ends_by_itself_takes_its_mark_back(tmp_path):
     with study_lock(tmp_path):
         said = json.loads((tmp_path / ".lock").read_text())
-        assert said["pid"] == os.getpid() and said["agent"] == run_mark() and run_under_way(tmp_path) == os.getpid()
-    assert json.loads((tmp_path / ".lock").read_text())["agent"] == ""
+        assert said == {"process": identity(), "agent": run_mark()} and run_under_way(tmp_path) == os.getpid()
+    assert (tmp_path / ".lock").read_text() == ""
     with pytest.raises(RuntimeError), study_lock(tmp_path):
         raise RuntimeError
-    assert json.loads((tmp_path / ".lock").read_text())["agent"] == ""
+    assert (tmp_path / ".lock").read_text() == ""
 
 
 @pytest.mark.process
@@ -143,8 +143,8 @@ def test_a_second_run_of_a_study_is_refused_with_the_number_of_the_first(tmp_pat
 
 @pytest.mark.process
 def test_the_lock_is_free_after_a_run_and_after_a_killed_one(tmp_path):
-    with study_lock(tmp_path / "s") as file:
-        note_agent(file, "0" * 32)
+    with study_lock(tmp_path / "s"):
+        pass
     pid = os.fork()
     if pid == 0:
         descriptor = os.open(tmp_path / "s" / ".lock", os.O_RDWR)
@@ -152,14 +152,15 @@ def test_the_lock_is_free_after_a_run_and_after_a_killed_one(tmp_path):
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     with study_lock(tmp_path / "s"):
-        assert json.loads((tmp_path / "s" / ".lock").read_text())["pid"] == os.getpid()
+        assert run_under_way(tmp_path / "s") == os.getpid()
 
 
-def test_a_lock_file_full_of_nonsense_is_no_obstacle(tmp_path):
+@pytest.mark.parametrize("text", ["{nonsense", "[1]", "7", '{"process": 7, "agent": null}'])
+def test_a_lock_file_full_of_nonsense_is_no_obstacle(tmp_path, text):
     (tmp_path / "s").mkdir()
-    (tmp_path / "s" / ".lock").write_text("{nonsense")
+    (tmp_path / "s" / ".lock").write_text(text)
     with study_lock(tmp_path / "s"):
-        assert json.loads((tmp_path / "s" / ".lock").read_text())["pid"] == os.getpid()
+        assert run_under_way(tmp_path / "s") == os.getpid()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])

@@ -49,20 +49,21 @@ def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
         )
     storage.patience_s = records.PATIENCE_S
     ledger = leases.StudyLeases(storage, study)
-    scratch = folder / "trials" / f"worker-{re.sub(r'[^A-Za-z0-9.-]', '-', platform.node())}-{os.getpid()}"
     with ProgressView() as view, records.failing_in_words(url):
         try:
             kept, stated = _joined(folder, storage, ledger, view)
-            found = _planned(folder, kept, {**stated, **settings, "storage": url}, scratch, view)
-            with found as (there, executor), parallel.executors_for(there, executor, scratch, view.say) as at_once:
+            asked = {**stated, **settings, "storage": url}
+            with (
+                _own_folder(folder / "trials") as own,
+                _planned(folder, kept, asked, own, view) as (there, executor),
+                parallel.executors_for(there, executor, own, view.say) as at_once,
+            ):
                 runner = session.opened_runner(there, executor, folder, ledger, view, at_once, learn=False, leads=False)
                 view.say(f"helping {study}, led by {leader.shown if (leader := ledger.leader()) else 'nobody now'}")
                 view.say(f"nothing left to start: {runner.help()}")
         except KeyboardInterrupt as stop:
-            shutil.rmtree(scratch, ignore_errors=True)
             print("autotune: stopped; the trial under way is given back, to be run by another", file=sys.stderr)
             return status_of(stop)
-    shutil.rmtree(scratch, ignore_errors=True)
     if ledger.leader() is None:
         print(
             f"autotune: nobody leads {study} now; `autotune run` measures the finalists again and writes the answer",
@@ -94,6 +95,28 @@ def _joined(
                 view.doing(f"waiting for the baseline of {name}, which `autotune run` measures")
             view.tick()
             time.sleep(NEWS_S)
+
+
+@contextlib.contextmanager
+def _own_folder(trials: Path) -> Iterator[Path]:
+    """The folder of what this worker writes beside trials; what killed workers of this machine left is ended and removed.
+
+    It stays where an error ends the worker, which may name a log in it, until the next one begins.
+    """
+    from autotune.study.lock import study_lock
+
+    beginning = f"worker-{re.sub(r'[^A-Za-z0-9.-]', '-', platform.node())}-"
+    for left in trials.glob(f"{beginning}*"):
+        with contextlib.suppress(UserError), study_lock(left):  # of one at work the lock is held
+            shutil.rmtree(left, ignore_errors=True)
+    own = trials / f"{beginning}{os.getpid()}"
+    with study_lock(own):
+        try:
+            yield own
+        except KeyboardInterrupt:
+            shutil.rmtree(own, ignore_errors=True)
+            raise
+        shutil.rmtree(own, ignore_errors=True)
 
 
 @contextlib.contextmanager

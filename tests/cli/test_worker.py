@@ -1,5 +1,6 @@
 """A worker runs the study as `autotune run` does, also where that took options beside the study's own file."""
 
+import platform
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ from support.instant import WORKLOAD, Instant, Watcher, plan_of, spec_of
 from autotune import session
 from autotune.cli import worker
 from autotune.errors import UserError
+from autotune.study import lock
 from autotune.study.lock import study_lock
 from autotune.study.setup import engine, plan
 from autotune.study.setup.request import StudyRequest
@@ -49,3 +51,22 @@ def test_a_worker_that_is_started_with_its_run_waits_for_it(tmp_path, monkeypatc
         worker._joined(tmp_path / "s", storage, ledger, said)
     with pytest.raises(UserError, match="no study 's'"):
         worker._joined(tmp_path / "s", storage, ledger, said)
+
+
+def test_what_a_killed_worker_of_this_machine_left_is_ended_and_removed(tmp_path, monkeypatch):
+    """Its folder stayed in the study's for ever, and nobody ended what it had started inside an allocation."""
+    swept = []
+    monkeypatch.setattr(lock, "sweep", swept.append)
+    killed, at_work = (tmp_path / f"worker-{platform.node()}-{n}" for n in (999999998, 999999999))
+    elsewhere = tmp_path / "worker-elsewhere-1"
+    for folder in (killed, elsewhere):
+        folder.mkdir()
+        (folder / ".lock").write_text('{"process": "999999998:1", "agent": "killed"}')
+    with study_lock(at_work):
+        with worker._own_folder(tmp_path) as own:
+            assert {*tmp_path.iterdir()} == {own, at_work, elsewhere} and swept == ["killed"]
+        assert not own.exists()
+    for error, stays in ((KeyboardInterrupt, False), (UserError, True)):
+        with pytest.raises(error), worker._own_folder(tmp_path) as own:
+            raise error("see its log")
+        assert own.exists() == stays

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import socket
 import threading
 import time
 import uuid
@@ -15,7 +14,8 @@ from typing import Protocol
 from autotune.executors import base
 from autotune.executors.base import UNDER_WAY, Status
 from autotune.executors.node_agent import Settings, Spool
-from autotune.system import files, processes
+from autotune.system import files
+from autotune.system.owner import Owner
 from autotune.trial.folder import TrialDir, ends, read_record, record_in, write_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Exit
@@ -264,24 +264,15 @@ class ClusterExecutor(base.Executor):
         return allocation
 
     def _owner(self) -> dict[str, object]:
-        return {
-            "engine": self.engine.name,
-            "options": self.engine.options,
-            "host": socket.gethostname(),
-            "process": processes.identity(),
-        }
+        return {"engine": self.engine.name, "options": self.engine.options, "owner": str(Owner.here())}
 
     def _take_over(self, path: Path) -> None:
         """Takes over an allocation whose coordinator is dead, if its machines are still there."""
         if not (said := files.json_object(path)):
             return
-        spool = Spool(path.parent)
-        at_work = (
-            processes.is_alive(said.get("process", ""))
-            if said.get("host") == socket.gethostname()
-            else spool.quiet_s() < SILENT_S
-        )
-        if said.get("engine") != self.engine.name or at_work:
+        spool, owner = Spool(path.parent), said.get("owner")
+        lives = Owner.read(owner).lives() if owner else None
+        if said.get("engine") != self.engine.name or (spool.quiet_s() < SILENT_S if lives is None else lives):
             return
         allocation = Allocation(self.engine, spool, said["id"], said["nodes"])
         if not allocation.is_usable(1):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+import time
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,8 @@ from autotune.executors.ray import Ray, _check_listens, _Group
 from autotune.executors.ray_machine import NEVER_STARTED, Machine
 from autotune.executors.ssh import Hosts
 from autotune.space.candidate import Candidate
+from autotune.system import files
+from autotune.system.owner import Owner
 from autotune.trial.failures import means_host_memory
 from autotune.trial.folder import TrialDir, read_record, write_record
 from autotune.trial.request import TrialRequest
@@ -192,6 +196,25 @@ def test_a_host_that_was_never_reached_refuses_and_one_that_is_lost_does_not(tmp
     for code, status in ((255, Status.TAKEN), (-9, Status.TAKEN), (1, Status.LOST)):
         connection.returncode = code
         assert hosts.standing("job").status is status
+
+
+def test_machines_are_taken_over_from_a_run_that_is_dead(tmp_path):
+    engine = Machines([Status.QUEUED])
+    first, second = (executor_on(engine, tmp_path) for _ in range(2))
+    job, own = first._allocation(1).job, Owner.here()
+    (path,) = first.root.glob("*/allocation.json")
+    said = files.json_object(path)
+    for owner, quiet_s, taken in (
+        (own, 999.0, False),
+        (replace(own, started="1"), 0.0, True),  # the number is used again
+        (replace(own, kernel="another"), 60.0, False),
+        (replace(own, kernel="another"), 999.0, True),
+    ):
+        second._held.clear()
+        write_record(path, said | {"owner": str(owner)})
+        os.utime(path.with_name("alive"), (time.time() - quiet_s,) * 2)
+        second.start()
+        assert [held.job for held in second._held] == [job] * taken, (owner, quiet_s)
 
 
 @pytest.mark.system

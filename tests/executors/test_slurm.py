@@ -150,7 +150,7 @@ def test_held_nodes_of_a_dead_run_are_taken_over(trials: Trials) -> None:
     second = trials.executor()
     second.start()
     assert second._held == []  # its owner, this very process, is alive
-    path.write_text(said.replace(processes.identity(), f"{os.getpid()}:1"))
+    path.write_text(said.replace(f"|{processes.started(os.getpid())}|", "|1|"))
     second.start()  # the number is used again, the process is another one
     assert [held.job for held in second._held] == [held.job for held in first._held]
 

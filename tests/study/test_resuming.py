@@ -24,7 +24,7 @@ from autotune.study.setup.request import StudyRequest
 from autotune.study.storage import analysed, optuna_tables, records
 from autotune.study.storage.generations import generation_name
 from autotune.study.storage.leases import StudyLeases
-from autotune.study.storage.owner import Owner
+from autotune.system.owner import Owner
 from autotune.trial import result
 from autotune.trial.folder import TrialDir, write_record
 from autotune.trial.request import TrialRequest

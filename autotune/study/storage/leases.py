@@ -25,7 +25,7 @@ from autotune.errors import UserError
 from autotune.study.storage import tables
 from autotune.study.storage.database import Storage, StoreError
 from autotune.study.storage.optuna_tables import constraint_attrs, trial_id, write_trial
-from autotune.study.storage.owner import Owner
+from autotune.system.owner import Owner
 
 HEARTBEAT_S = 5.0
 STALE_LOOKS = 12  # looks without a beat after which an owner counts as dead: a minute of heartbeats

@@ -1,4 +1,4 @@
-"""Identity of a process that holds leases, and whether it still exists."""
+"""Identity of a process that other machines read of (the holder of leases, or of machines), and whether it still exists."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ from autotune.system.machine import boot_id
 
 @dataclass(frozen=True)
 class Owner:
-    """A process that holds leases; `str` gives the text in the database.
+    """A process that holds something; `str` gives the text that says so.
 
     Attributes:
         kernel: Its kernel and PID namespace; the PID means this process only there.

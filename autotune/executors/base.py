@@ -106,7 +106,6 @@ class Executor(Protocol):
     """Base of an executor: runs trials, and exchanges files with their ranks in the trial's folder.
 
     Attributes:
-        mark: Value of `MARK` in the environment of the processes that it started on this machine; empty without any.
         cold_reason: Why trials start more slowly than ranks forked from a warm server that has imported everything;
             empty if they do not.
         patience_s: Time that attempts which lost their machines, and waits for others, may cost a trial.
@@ -115,7 +114,6 @@ class Executor(Protocol):
             `LOCK_SH` beside others that share it; 0 where an engine gives a machine to one job at a time.
     """
 
-    mark: str = ""
     patience_s: float = 0.0
     ends_at_s: float = math.inf
     turns: int = 0

@@ -30,6 +30,9 @@ class LocalExecutor(Executor):
     Args:
         modules: Modules that the user's target imports; the server imports them once.
         environment: Variables that the user's launch command sets, for the server and its trials.
+
+    Attributes:
+        mark: Value of `MARK` in the environment of all processes that it started.
     """
 
     turns = fcntl.LOCK_EX  # two trials at a time on one machine would slow each other down

@@ -68,6 +68,10 @@ class Spool:
         """Returns the log of a machine's warm server."""
         return self.path / f"node-{node}.log"
 
+    def agent(self, *arguments: str, python: str = sys.executable) -> list[str]:
+        """Returns the command of a machine's agent."""
+        return [python, "-m", "autotune.executors.node_agent", str(self.path), *arguments]
+
     def order(self, what: Mapping[str, Any]) -> None:
         """Adds an order; only the coordinator does."""
         write_record(self.orders, [*self.ordered(), what])

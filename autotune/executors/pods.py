@@ -174,8 +174,7 @@ class Machine:
         if first.get("job") != call["id"]:
             return
         spool = Spool(Path(call["spool"]))
-        command = [sys.executable, "-m", "autotune.executors.node_agent", str(spool.path)]
-        command += ["--node", str(self.number), "--address", first["address"]]
+        command = spool.agent("--node", str(self.number), "--address", first["address"])
         with open(spool.path / f"agent-{self.number}.log", "ab") as log:
             self._agent = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         self._say({"job": call["id"], "address": self.address, "ended": None})

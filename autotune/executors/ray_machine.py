@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -51,8 +50,7 @@ class Machine:
         environment = os.environ | exported
         if "OMP_NUM_THREADS" not in exported:
             environment.pop("OMP_NUM_THREADS", None)  # set by Ray from `cpus_per_rank`
-        command = [sys.executable, "-m", "autotune.executors.node_agent", str(place.path), "--lifeline"]
-        command += ["--node", str(self._node), "--address", address]
+        command = place.agent("--lifeline", "--node", str(self._node), "--address", address)
         self._log = place.path / f"agent-{self._node}.log"
         with open(self._log, "ab") as log:
             # The agent ends when its standard input is closed, so with this actor.

@@ -180,9 +180,8 @@ class Slurm(Engine):
         Args:
             lines: Those of the nodes, in the list of the job's, as sed takes them.
         """
-        python = self.options.get("python", sys.executable)
-        command = f"{shlex.quote(python)} -m autotune.executors.node_agent {shlex.quote(str(spool.path))}"
-        agent = f"{self.options.get('container', '')} {command}".strip()
+        command = spool.agent(python=self.options.get("python", sys.executable))
+        agent = f"{self.options.get('container', '')} {shlex.join(command)}".strip()
         return f"""#!/bin/sh
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n '{lines}p')
 first=$(echo "$hosts" | head -n 1)

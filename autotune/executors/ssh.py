@@ -56,17 +56,18 @@ class Hosts(Engine):
         """Starts an agent on each of the first hosts."""
         job = uuid.uuid4().hex[:12]
         ssh = shlex.split(self.options.get("ssh", SSH))
-        address = shlex.quote(self.options.get("address", self.hosts[0].rpartition("@")[2]))
+        python, address = self.options.get("python", sys.executable), self.options.get("address")
+        address = address or self.hosts[0].rpartition("@")[2]
         exported = read_record(spool.settings, Settings).exported | _chosen_devices()
         processes = []
         for node, host in enumerate(self.hosts[:nodes]):
             # A file, because the remote shell would interpret quotation marks in an argument in its own way.
             script = spool.path / f"start-{node}.sh"
-            python = shlex.quote(self.options.get("python", sys.executable))
-            agent = f"{python} -m autotune.executors.node_agent {shlex.quote(str(spool.path))}"
-            agent += f" --node {node} --address {address} --lifeline"
+            agent = spool.agent("--node", str(node), "--address", address, "--lifeline", python=python)
             variables = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in exported.items())
-            files.write_text(script, f"{variables}exec {agent}\n", private=True)  # variables may hold tokens
+            files.write_text(
+                script, f"{variables}exec {shlex.join(agent)}\n", private=True
+            )  # variables may hold tokens
             command = [*ssh, host, "sh", shlex.quote(str(script))]
             with open(_log(spool, node), "ab") as log:
                 processes.append(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from autotune.errors import UserError
-from autotune.executors.base import EndedJob, Executor, Status
+from autotune.executors.base import Executor, Status
 from autotune.scoring import step_times
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
@@ -103,6 +103,19 @@ def _row(cells: Mapping[str, str]) -> Row:
     )
 
 
+class Answered:
+    """The job of a trial whose measurement is written already."""
+
+    reason = ""
+
+    def poll(self) -> Status:
+        """Returns that it has ended."""
+        return Status.EXITED
+
+    def cancel(self) -> None:
+        """Does nothing."""
+
+
 class ReplayExecutor(Executor):
     """Executor that answers each trial with the next measurement of its configuration, in random order.
 
@@ -126,7 +139,7 @@ class ReplayExecutor(Executor):
         for some in self._rows.values():
             self._rng.shuffle(some)
 
-    def submit(self, folder: TrialDir) -> EndedJob:
+    def submit(self, folder: TrialDir) -> "Answered":
         """Writes the reports and the exit that the ranks and their agent would write."""
         request = read_record(folder.request, TrialRequest)
         candidate = Candidate.of(request.candidate)
@@ -149,7 +162,7 @@ class ReplayExecutor(Executor):
         good = report.outcome in (Outcome.COMPLETE, Outcome.STOPPED_EARLY)
         codes = dict.fromkeys(range(request.world_size), 0 if good else 1)
         write_record(folder.exit, Exit(codes=codes, first_failed=None if good else 0, wall_s=wall_s), sync=False)
-        return EndedJob(Status.EXITED)
+        return Answered()
 
     def _report(self, request: TrialRequest, row: Row) -> RankReport:
         values, limit = row.values, request.device_memory_bytes

@@ -88,20 +88,6 @@ class Job(Protocol):
         """Ends all ranks and waits for that. May be called twice."""
 
 
-class EndedJob:
-    """A job that has ended before anybody asks, as one without machines (`taken`, `refused`)."""
-
-    def __init__(self, status: Status, reason: str = "") -> None:
-        self.reason, self._status = reason, status
-
-    def poll(self) -> Status:
-        """Returns the state."""
-        return self._status
-
-    def cancel(self) -> None:
-        """Does nothing."""
-
-
 class Executor(Protocol):
     """Base of an executor: runs trials, and exchanges files with their ranks in the trial's folder.
 
@@ -132,7 +118,7 @@ class Executor(Protocol):
         return
 
     def submit(self, folder: TrialDir) -> Job:
-        """Starts the trial whose `request.json` is in the folder."""
+        """Starts the trial whose `request.json` is in the folder; raises as `run` if there is no machine for it."""
 
     def find(self, folder: TrialDir) -> Job | None:
         """Returns the job of a trial that an earlier run submitted, if the engine still knows it."""

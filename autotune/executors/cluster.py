@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from autotune.errors import UserError
 from autotune.executors import base
-from autotune.executors.base import UNDER_WAY, Status
+from autotune.executors.base import UNDER_WAY, MachinesGone, Status
 from autotune.executors.node_agent import Settings, Spool
 from autotune.system import files
 from autotune.system.owner import Owner
@@ -176,7 +177,7 @@ class ClusterExecutor(base.Executor):
         for path in sorted(self.root.glob("*/allocation.json")):
             self._take_over(path)
 
-    def submit(self, folder: TrialDir) -> base.Job:
+    def submit(self, folder: TrialDir) -> "ClusterJob":
         """Orders the trial on held machines, or on new ones from the engine."""
         request = read_record(folder.request, TrialRequest)
         key = uuid.uuid4().hex
@@ -184,11 +185,11 @@ class ClusterExecutor(base.Executor):
             try:
                 allocation = self._allocation(request.nodes)
             except Refused as refusal:
-                reason = f"{self.engine.name}: {refusal}"
+                reason = base.shown(f"{self.engine.name}: {refusal}")
                 if not (refusal.at_present or self.was_granted(request.nodes)):
-                    return base.EndedJob(Status.REFUSED, reason)
+                    raise UserError(reason) from None
                 self.waits(reason)
-                return base.EndedJob(Status.TAKEN, reason)
+                raise MachinesGone(reason) from None
             job = ClusterJob(self, allocation, folder, request.nodes)
             allocation.at_work = job
         said = {"engine": self.engine.name, "id": allocation.job, "spool": str(allocation.spool.path), "key": key}

@@ -208,7 +208,7 @@ class Steps(Slurm):
     def check(self, nodes: int) -> None:
         """Checks that Slurm answers, and that the allocation has nodes for each of the trials at once."""
         super().check(nodes)
-        there = int(os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES") or 1)
+        there = int(os.environ.get("SLURM_JOB_NUM_NODES") or 1)
         if (needed := (self._slot + 1) * nodes) > there:
             at_once = f" for {self._slot + 1} trials at once" * bool(self._slot)
             raise UserError(

@@ -210,12 +210,8 @@ def here(kept: StudyRecord, target: Path, folder: Path) -> Fingerprint:
     Args:
         folder: The study's.
     """
-    values: dict[str, Any] = {"python": platform.python_version()}
-    for name in ("torch", "deepspeed"):
-        try:
-            values[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            values[name] = "not installed"
+    values: dict[str, Any] = {name: metadata.version(name) for name in ("torch", "deepspeed")}
+    values["python"] = platform.python_version()
     # What the launch command sets, as `deepspeed --num_gpus` does CUDA_VISIBLE_DEVICES, trials see and this process does not.
     variables = os.environ | (kept.invocation.fixed_environment if kept.invocation else {})
     if threads := variables.get("OMP_NUM_THREADS"):

@@ -65,21 +65,14 @@ def extensions_dir(environment: Mapping[str, str] | None = None) -> Path:
     devices = device.here(environment)
     parts += [devices.accelerator, devices.platform, *sorted({each.capability for each in devices.each})]
     if devices.accelerator != "cpu":
-        parts += [str(place), _version(place)]
+        version = place / "version.json" if place else None
+        parts += [str(place), version.read_text() if version and version.is_file() else ""]
     return cache_dir() / "torch_extensions" / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def is_built(name: str, folder: Path) -> bool:
     """Whether an op lies compiled in a folder of ops, and nobody is compiling it (torch leaves a lock meanwhile)."""
     return (folder / name / f"{name}.so").is_file() and not (folder / name / "lock").exists()
-
-
-def _version(place: Path | None) -> str:
-    for name in ("version.json", "version.txt") if place else ():
-        path = Path(str(place)) / name
-        if path.is_file():
-            return path.read_text()
-    return ""
 
 
 def _by_pip(what: str) -> list[Path]:

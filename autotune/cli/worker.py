@@ -107,8 +107,9 @@ def _own_folder(trials: Path) -> Iterator[Path]:
 
     beginning = f"worker-{re.sub(r'[^A-Za-z0-9.-]', '-', platform.node())}-"
     for left in trials.glob(f"{beginning}*"):
-        with contextlib.suppress(UserError), study_lock(left):  # of one at work the lock is held
-            shutil.rmtree(left, ignore_errors=True)
+        if left.name.removeprefix(beginning).isdecimal():  # else that of a machine whose name begins so
+            with contextlib.suppress(UserError), study_lock(left):  # of one at work the lock is held
+                shutil.rmtree(left, ignore_errors=True)
     own = trials / f"{beginning}{os.getpid()}"
     with study_lock(own):
         try:

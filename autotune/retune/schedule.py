@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import logging
 import math
 import os
 import re
@@ -246,8 +245,6 @@ class Daemon:
 
     def run(self) -> None:
         """Serve until SIGTERM or Ctrl-C; then the runs under way are stopped, and go on another time."""
-        # A user can do nothing about the warnings of cron triggers.
-        logging.getLogger("apscheduler").setLevel(logging.ERROR)
         with contextlib.suppress(KeyboardInterrupt), signals.terminable():
             try:
                 while True:

@@ -58,7 +58,7 @@ def test_what_a_killed_worker_of_this_machine_left_is_ended_and_removed(tmp_path
     swept = []
     monkeypatch.setattr(lock, "sweep", swept.append)
     killed, at_work = (tmp_path / f"worker-{platform.node()}-{n}" for n in (999999998, 999999999))
-    elsewhere = tmp_path / "worker-elsewhere-1"
+    elsewhere = tmp_path / f"worker-{platform.node()}-b-1"
     for folder in (killed, elsewhere):
         folder.mkdir()
         (folder / ".lock").write_text('{"process": "999999998:1", "agent": "killed"}')

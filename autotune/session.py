@@ -246,7 +246,7 @@ def tune(
             try:
                 heard = Broadcast(view, CallbackSink(callbacks, storage, wanted.name)) if callbacks else view
                 found, logged = _planned(request, heard, began_s)
-                with parallel.executors_for(found, request.executor, folder, view.say) as slots:
+                with parallel.executors_for(found, request.executor, folder, logged) as slots:
                     if fresh:  # once it is known that all of the run's engines are there
                         _forget(wanted.name, storage, folder, request.executor)
                         fresh = False  # what is there from now on is this run's
@@ -316,6 +316,7 @@ def _planned(request: StudyRequest, view: EventSink, began_s: float) -> tuple[Pl
         executor.ends_at_s = began_s + wanted.time_budget_s - closing_s(wanted.time_budget_s)
     found = replace(plan(wanted, executor, folder, view), began=began_s)
     logged = Broadcast(Journal(folder), view)
+    executor.on_queue = logged.waits
     return profiled(found, executor, folder, logged), logged
 
 

@@ -56,7 +56,7 @@ def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
             with (
                 _own_folder(folder / "trials") as own,
                 _planned(folder, kept, asked, own, view) as (there, executor),
-                parallel.executors_for(there, executor, own, view.say) as at_once,
+                parallel.executors_for(there, executor, own, view) as at_once,
             ):
                 runner = session.opened_runner(there, executor, folder, ledger, view, at_once, learn=False, leads=False)
                 view.say(f"helping {study}, led by {leader.shown if (leader := ledger.leader()) else 'nobody now'}")

@@ -95,6 +95,7 @@ class Executor(Protocol):
         cold_reason: Why trials start more slowly than ranks forked from a warm server that has imported everything;
             empty if they do not.
         patience_s: Time that attempts which lost their machines, and waits for others, may cost a trial.
+        on_queue: Called with the reason why a trial waits in an engine's queue, whenever it changes.
         ends_at_s: When whatever runs or waits is ended, in seconds of the monotonic clock.
         turns: The lock under which its trials take turns with those of the user's other studies on this machine: `fcntl.LOCK_EX`,
             `LOCK_SH` beside others that share it; 0 where an engine gives a machine to one job at a time.
@@ -103,6 +104,7 @@ class Executor(Protocol):
     patience_s: float = 0.0
     ends_at_s: float = math.inf
     turns: int = 0
+    on_queue: Callable[[str], None] = staticmethod(lambda _: None)
 
     @property
     def hosts(self) -> frozenset[str]:

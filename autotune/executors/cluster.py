@@ -142,7 +142,6 @@ class ClusterExecutor(base.Executor):
 
     Args:
         root: Folder for the spools, shared with the machines.
-        on_queue: Called with the reason why a trial waits in the engine's queue, whenever it changes.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class ClusterExecutor(base.Executor):
         on_queue: Callable[[str], None] = lambda _: None,
         patience_s: float = 0.0,
     ) -> None:
-        self.engine, self.root, self.settings, self.nodes, self._on_queue = engine, root, settings, nodes, on_queue
+        self.engine, self.root, self.settings, self.nodes, self.on_queue = engine, root, settings, nodes, on_queue
         self.patience_s, self.turns, self._said = patience_s, engine.turns, ""
         self._held: list[Allocation] = []
         self._own: list[Allocation] = []
@@ -235,7 +234,7 @@ class ClusterExecutor(base.Executor):
         why = base.shown(why)
         if why != self._said:
             self._said = why
-            self._on_queue(why)
+            self.on_queue(why)
 
     def build_op(self, op: str, on_tick: Callable[[], None] = lambda: None) -> str | None:
         """Compiles an op on every machine; each machine locks its cache meanwhile."""

@@ -15,6 +15,7 @@ from autotune.errors import UserError
 from autotune.executors.base import Executor
 from autotune.executors.local import LocalExecutor
 from autotune.space.candidate import Candidate
+from autotune.study.events import EventSink
 from autotune.study.setup import engine
 from autotune.study.setup.plan import Plan
 from autotune.system import device
@@ -145,13 +146,11 @@ class TrialPool:
 
 
 @contextlib.contextmanager
-def executors_for(
-    found: Plan, executor: Executor, folder: Path, say: Callable[[str], None]
-) -> Iterator[list[Executor]]:
+def executors_for(found: Plan, executor: Executor, folder: Path, view: EventSink) -> Iterator[list[Executor]]:
     """Starts one engine for each trial that runs at once: as many as the study allows and there is room for.
 
     Args:
-        say: Called with a sentence for the user, for example if there is room for fewer.
+        view: Told a sentence for the user, for example if there is room for fewer, and why a trial waits.
 
     Yields:
         The engines, at least one; those started here are closed in the end.
@@ -162,21 +161,23 @@ def executors_for(
     wanted = found.spec.parallel
     if wanted == 1:
         if found.spec.overlap:
-            say("--overlap has no effect where one trial runs at a time; --parallel says how many run at once")
+            view.say("--overlap has no effect where one trial runs at a time; --parallel says how many run at once")
         yield [executor]
     elif found.spec.executor != "local":
         # Each asks the engine for its own machines, and waits in the engine's queue until there are some.
         with contextlib.ExitStack() as stack:
-            others = [engine.executor_of(found.spec, folder / "trials" / f"slot-{n}", say, n) for n in range(1, wanted)]
+            others = [
+                engine.executor_of(found.spec, folder / "trials" / f"slot-{n}", view.waits, n) for n in range(1, wanted)
+            ]
             for other in reversed(others):  # inside an allocation the last one says how many nodes all of them need
                 stack.callback(other.close)
                 other.start()
             yield [executor, *others]
     elif not isinstance(executor, LocalExecutor):
-        say("trials run one at a time: all of them use the same machines")
+        view.say("trials run one at a time: all of them use the same machines")
         yield [executor]
     elif not found.spec.overlap:
-        say(
+        view.say(
             "trials run one at a time: on one host they would disturb one another (--overlap lets them, and the report"
             " says so)"
         )
@@ -192,7 +193,7 @@ def executors_for(
                 slot.launch()  # all import at the same time
             for slot in slots:
                 slot.start()
-            say(
+            view.say(
                 f"{wanted} trials run at once on this host and disturb one another; only what is measured again at the"
                 " end is undisturbed"
             )

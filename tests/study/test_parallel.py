@@ -51,12 +51,12 @@ def test_two_slots_run_two_trials_at_once_and_each_candidate_once(tmp_path):
 
 
 def test_an_overlap_of_one_trial_at_a_time_is_said_to_have_no_effect(tmp_path):
-    said = list[str]()
+    view = Watcher()
     for overlap in (True, False):
         found = SimpleNamespace(spec=SimpleNamespace(parallel=1, overlap=overlap))
-        with parallel.executors_for(found, executor := object(), tmp_path, said.append) as slots:
+        with parallel.executors_for(found, executor := object(), tmp_path, view) as slots:
             assert slots == [executor]
-    assert len(said) == 1 and "--overlap has no effect" in said[0]
+    assert len(view.said) == 1 and "--overlap has no effect" in view.said[0]
 
 
 @pytest.mark.system

@@ -1,6 +1,7 @@
 """A study that is run again: after its end, after an interruption, after its driver was killed."""
 
 import contextlib
+import os
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -19,7 +20,7 @@ from autotune.report import load
 from autotune.space.candidate import Candidate
 from autotune.study import parallel
 from autotune.study import runner as runner_module
-from autotune.study.events import UNFINISHED
+from autotune.study.events import SILENT, UNFINISHED, JournalReader
 from autotune.study.setup.request import StudyRequest
 from autotune.study.storage import analysed, optuna_tables, records
 from autotune.study.storage.generations import generation_name
@@ -466,6 +467,16 @@ def test_a_run_that_was_to_begin_anew_and_is_stopped_before_tells_no_old_answer(
     )
     assert session.tune(wanted, fresh=True, learn=False).report is None
     assert session.tune(wanted, fresh=False, learn=False).report is not None
+
+
+def test_a_wait_for_machines_is_told_to_who_follows_the_run_from_elsewhere(tmp_path, monkeypatch):
+    """The engine told the run's own terminal alone."""
+    monkeypatch.setattr(session, "plan", lambda spec, *_: plan_of(spec))
+    monkeypatch.setattr(session, "profiled", lambda found, *_: found)
+    engine = SimpleNamespace(start=lambda: None)
+    session._planned(SimpleNamespace(spec=spec_of(), executor=engine, folder=tmp_path), SILENT, 0.0)
+    engine.on_queue("slurm: job 7 is pending")
+    assert [each.text for each in JournalReader(tmp_path, os.getpid()).events()] == ["slurm: job 7 is pending"]
 
 
 def test_a_run_that_was_to_begin_anew_and_has_too_few_machines_forgets_nothing(tmp_path, monkeypatch):

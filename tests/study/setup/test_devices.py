@@ -12,6 +12,7 @@ from support.paths import MODELS
 from autotune.errors import UserError
 from autotune.executors.local import LocalExecutor
 from autotune.study import parallel
+from autotune.study.events import SILENT
 from autotune.study.setup import plan as planning
 from autotune.study.setup.devices import limit_notes, of_ranks
 from autotune.study.spec.spec import StudySpec
@@ -109,7 +110,7 @@ def test_the_servers_of_slots_import_at_the_same_time(monkeypatch, tmp_path):
         monkeypatch.setattr(LocalExecutor, name, lambda self, name=name: called.append(name))
     spec = spec_of(space=[SPACE], parallel=2, overlap=True)
     found = replace(plan_of(spec), workload=replace(WORKLOAD, environment=GPUS), world_size=2)
-    with parallel.executors_for(found, LocalExecutor([], tmp_path / "log"), tmp_path, called.append) as slots:
+    with parallel.executors_for(found, LocalExecutor([], tmp_path / "log"), tmp_path, SILENT) as slots:
         assert len(slots) == 2 and called[:4] == ["launch", "launch", "start", "start"]
     assert called[-2:] == ["close", "close"]
 

@@ -32,9 +32,9 @@ def train_and_measure(recorder: Recorder, request: TrialRequest) -> None:
     """Trains the model of a request as its candidate says, and measures it."""
     candidate, rank = Candidate.of(request.candidate), recorder.report.rank
     memory = prepare_device(request, recorder.report)
-    connect(request, cuda=memory.cuda)  # first, by variables that a model.py may set to those of a process alone
     target = model_file.load(Path(request.target))
     recorder.enter("build")
+    connect(request, cuda=memory.cuda)
     set_seed(request.seed)
     model, checkpointer = _built(request, target, candidate)
     in_stages = staged.is_staged(model)

@@ -21,6 +21,9 @@ from autotune.trial.target import defined_names
 from autotune.worker.measure import experts, recompute
 from autotune.worker.measure.stages import stages
 
+# Variables that tell a rank where it stands; a notebook's code sets them to those of a process alone.
+LAUNCHED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
 
 class WorkloadError(UserError):
     """The user's target does not define what a trial needs."""
@@ -41,8 +44,10 @@ class ModelFile:
 
 
 def load(path: Path) -> ModelFile:
-    """Executes the user's file as a module."""
+    """Executes the user's file as a module, which changes nothing of where the rank stands."""
+    launched = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
     module, own = _execute(path), defined_names(path)
+    os.environ.update(launched)
     # A library's `loss` that came with `import *` is none of the target's.
     functions = {
         name: getattr(module, name, None) if name in own else None

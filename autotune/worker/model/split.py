@@ -77,8 +77,8 @@ def compare_split(recorder: Recorder, request: TrialRequest) -> None:
     """
     candidate = Candidate.of(request.candidate)
     memory = prepare_device(request, recorder.report)
-    connect(request, cuda=memory.cuda)
     target = model_file.load(Path(request.target))
+    connect(request, cuda=memory.cuda)
     set_seed(request.seed)
     model = model_file.build_model(target, seed=request.seed)
     _without_dropout()

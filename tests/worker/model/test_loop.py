@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autotune.trial.request import TrialRequest
 from autotune.worker.model import loop
 
 
@@ -50,15 +49,3 @@ def test_losses_are_added_up_in_fp32_whatever_type_a_model_leaves_as_the_default
     trainer.engine, trainer.stages = SimpleNamespace(backward=lambda _: None, step=lambda: None), None
     trainer._draw, trainer.loss = (lambda: None), lambda *_: torch.full(shape, 1.001, dtype=torch.float32)
     assert float(trainer._step()) == pytest.approx(1.001)
-
-
-def test_ranks_join_before_a_model_py_can_set_variables_to_those_of_a_process_alone(monkeypatch):
-    """As a notebook does for DeepSpeed: `os.environ["MASTER_PORT"] = "9994"`."""
-    done = []
-    monkeypatch.setattr(loop, "prepare_device", lambda *_: SimpleNamespace(cuda=False))
-    monkeypatch.setattr(loop, "connect", lambda *_, **__: done.append("joined"))
-    monkeypatch.setattr(loop.model_file, "load", lambda _: done.append("loaded") or next(iter(())))
-    recorder = SimpleNamespace(report=SimpleNamespace(rank=0))
-    with pytest.raises(StopIteration):
-        loop.train_and_measure(recorder, TrialRequest(target="", candidate={"micro_batch_size": 1}))
-    assert done == ["joined", "loaded"]

@@ -74,6 +74,16 @@ def test_a_target_finds_modules_beside_it_and_in_the_working_folder(target, tmp_
     assert sys.path[:2] == [str(tmp_path), str(folder)]
 
 
+def test_a_target_may_set_variables_but_not_where_its_rank_stands(target, monkeypatch):
+    """As a notebook does for DeepSpeed: other ports ended each trial, and rank 1 would train on the device of rank 0."""
+    there = {"MASTER_PORT": "4711", "RANK": "1", "LOCAL_RANK": "1"}
+    for name, value in {**there, "NCCL_P2P_DISABLE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    alone = 'os.environ.update(MASTER_PORT="9994", RANK="0", LOCAL_RANK="0", NCCL_P2P_DISABLE="1")'
+    target(f"import os\n{alone}\n{MODEL}def data(): ...\n")
+    assert {name: os.environ[name] for name in there} == there and os.environ["NCCL_P2P_DISABLE"] == "1"
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

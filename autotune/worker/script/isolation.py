@@ -156,8 +156,10 @@ class Isolation:
                 self._keep(dst)
                 _take_in(src, self.files.placed(dst))
                 return self.files.moved(src, dst)
-            if os.path.abspath(src) in self._noted:
-                self._note(os.path.abspath(dst))
+            here, there = os.path.abspath(src), os.path.abspath(dst)
+            for path in self._written.paths():
+                if path == here or path.startswith(here + os.sep):
+                    self._note(there + path.removeprefix(here))
             if os.path.isdir(src):
                 made = self._is_made(src)
                 original(src, dst)

@@ -100,8 +100,12 @@ def test_a_file_that_is_moved_into_its_place_is_told_by_its_last_name(tmp_path):
     for _ in range(3):
         wrote(found, tmp_path / "shard.tmp")
         found._rename(os.rename, tmp_path / "shard.tmp", tmp_path / "shard.tar")
+    wrote(
+        rank(tmp_path), tmp_path / "out.tmp" / "metrics.json"
+    )  # by another rank, in a folder that is moved as a whole
+    found._rename(os.rename, tmp_path / "out.tmp", tmp_path / "out")
     found.close()
-    assert said == [f"{WRITES_FILES}shard.tar"]
+    assert said == [f"{WRITES_FILES}out/metrics.json, shard.tar"]
 
 
 def test_a_script_that_goes_on_from_a_checkpoint_gets_what_it_saved_there_and_no_weights(tmp_path):

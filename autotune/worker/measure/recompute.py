@@ -142,7 +142,7 @@ class Recomputations:
 
     def noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns what a script recomputes, which also tells of a block that was compiled by itself, where no hook runs."""
-        if torch.compiler.is_compiling() or not self._handles:
+        if torch.compiler.is_compiling() or not (self._handles or timer):
             return function
 
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -165,7 +165,7 @@ class Recomputations:
         return min(range(1, n_blocks + 1), key=lambda every: abs(math.ceil(n_blocks / every) - n_recomputed))
 
     def stop(self) -> None:
-        """Removes the hooks, so that they do not slow timed steps."""
+        """Removes the hooks, so that they do not slow timed steps; what is recomputed is still timed while a step is taken apart."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -3,9 +3,9 @@
 import contextlib
 import hashlib
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -74,25 +74,30 @@ def workload_of(
     model: torch.nn.Module, blocks: list[torch.nn.Module], *, n_samples: int | None, client_optimizer: bool
 ) -> Workload:
     """Describes a model that DeepSpeed has not changed yet, for legality and the report."""
-    parameters = dict.fromkeys(model.parameters())
-    sizes = {parameter: n_elements(parameter) for parameter in parameters}
-    n_parameters = sum(sizes.values())
-    in_blocks = dict.fromkeys(p for block in blocks for p in block.parameters())
     return Workload(
-        n_parameters=n_parameters,
-        n_trainable=sum(size for parameter, size in sizes.items() if parameter.requires_grad),
+        **shares_of(model, blocks),
         n_samples=n_samples,
-        n_blocks=len(blocks),
         block_class=model_file.classes_of(model, blocks),
-        block_share=sum(sizes[parameter] for parameter in in_blocks) / max(1, n_parameters),
         float_buffers=_has_float_buffers(model),
         client_optimizer=client_optimizer,
         environment=_environment(),
-        structure=_structure(model, sizes),
+        structure=_structure(model),
         module_classes=_module_classes(model),
         sparse=_with_sparse_gradients(model),
         caveats=[] if blocks else ["the model has no repeated block, so activation checkpointing is not tuned"],
     )
+
+
+def shares_of(model: torch.nn.Module, blocks: list[torch.nn.Module]) -> dict[str, Any]:
+    """Returns the fields of a workload, and of a profile, that tell how many parameters train, and are in blocks."""
+    sizes = {parameter: n_elements(parameter) for parameter in model.parameters()}
+    in_blocks = dict.fromkeys(p for block in blocks for p in block.parameters())
+    return {
+        "n_parameters": sum(sizes.values()),
+        "n_trainable": sum(size for parameter, size in sizes.items() if parameter.requires_grad),
+        "n_blocks": len(blocks),
+        "block_share": sum(map(n_elements, in_blocks)) / max(1, sum(sizes.values())),
+    }
 
 
 def with_batch_norm(workload: Workload, model: torch.nn.Module) -> Workload:
@@ -141,12 +146,12 @@ def _with_sparse_gradients(model: torch.nn.Module) -> str:
     return ", ".join(sorted({type(module).__name__ for module in trained}))
 
 
-def _structure(model: torch.nn.Module, sizes: Mapping[torch.nn.Parameter, int]) -> str:
+def _structure(model: torch.nn.Module) -> str:
     """Returns a digest of the classes of modules, and of names, shapes and types of parameters."""
     lines = [f"{name} {type(module).__name__}" for name, module in model.named_modules()]
     for name, parameter in model.named_parameters():
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        lines.append(f"{name} {shape} {sizes[parameter]} {parameter.dtype} {parameter.requires_grad}")
+        lines.append(f"{name} {shape} {n_elements(parameter)} {parameter.dtype} {parameter.requires_grad}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

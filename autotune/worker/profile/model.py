@@ -4,7 +4,7 @@ import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from autotune.worker.data.loader import Loader
 from autotune.worker.measure import buffers, experts, malloc, memory
 from autotune.worker.measure.batches import are_tokens, counted_tensor
 from autotune.worker.model import model_file, staged
+from autotune.worker.model.inspect import shares_of
 from autotune.worker.profile import op_counter
 
 # Every k-th block recomputed, as the presets propose; forecasts interpolate other values.
@@ -52,14 +53,12 @@ def profile(request: TrialRequest, accelerator: str) -> Profile:
     input_s = (time.perf_counter() - began) / DRAWS
     malloc.hand_back()
     data_bytes = max(0, memory.resident_bytes() - start_bytes)
-    caveats: list[str] = []
-    subject = _subject(target, loader, accelerator, caveats)
+    subject = _subject(target, loader, torch.device(accelerator))
     passes = subject.passes(ARITHMETIC.get(precision_of(request.ds_config), "fp32"), request.budget_s)
-    state, scratch, for_all = _optimizer(target, subject.model, request.ds_config, subject.device, caveats)
+    state, scratch, for_all = _optimizer(subject, request.ds_config)
     return _assemble(
         subject, passes, optimizer_bytes=state, optimizer_scratch=scratch, scratch_for_all=for_all,
         data_bytes=float(data_bytes) if accelerator == "cpu" else 0.0, input_s_per_sample=input_s,
-        caveats=[*caveats, *subject.caveats, *_of_lengths(subject.lengths)],
     )  # fmt: skip
 
 
@@ -67,40 +66,38 @@ class _Batches(NamedTuple):
     """A batch of a smaller and one of a larger number of samples.
 
     Attributes:
+        sizes: Their samples.
         lengths: Lengths of the data set's samples, where batches are padded to their longest.
         sequence: That of a sample in these batches.
+        of_tokens: As of `Profile`.
     """
 
     both: list[Any]
+    sizes: tuple[int, int]
     lengths: Table
     sequence: int
+    of_tokens: bool
 
 
 class _Subject:
     """The model to profile, on fake or real tensors, with a smaller and a larger batch."""
 
-    def __init__(
-        self,
-        target: model_file.ModelFile,
-        model: nn.Module,
-        batches: _Batches,
-        sizes: tuple[int, int],
-        device: torch.device,
-        fake: Any,
-    ) -> None:
-        self.lengths, self.sequence = batches.lengths, batches.sequence
-        self.target, self.model, self.sizes, self.device, self.fake = target, model, sizes, device, fake
-        self.blocks = model_file.find_blocks(model, target.blocks)
-        self.built_bytes = built_bytes(model)
+    def __init__(self, target: model_file.ModelFile, drawn: _Batches, device: torch.device, *, fake: bool) -> None:
+        self.target, self.drawn, self.device = target, drawn, device
         self.caveats: list[str] = []
         self.cut_short = False
         self.updating: set[nn.Module] = set()  # that change a buffer as they go forward; of them, those of floats
         self.moving: set[nn.Module] = set()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
         self._dtype: torch.dtype | None = None
-        with self._mode():
-            convert(model, device, None, anew=fake is not None)
-            self.batches = [to_device(self._own(batch), device, None) for batch in batches.both]
-        model_file.turn_off_cache(model)
+        with self._tensors():
+            self.model = model_file.build_model(target)
+            self.blocks = model_file.find_blocks(self.model, target.blocks)
+            self.built_bytes = built_bytes(self.model)
+            self._convert(None)
+            own = self._fake.from_tensor if self._fake is not None else lambda tensor: tensor
+            self.batches = [to_device(map_tensors(b, own, objects=True), device, None) for b in drawn.both]
+        model_file.turn_off_cache(self.model)
         self.first = self._followed_first()  # a model that cannot be followed fails here
 
     def passes(self, asked: str, budget_s: float) -> dict[str, Pass]:
@@ -147,29 +144,40 @@ class _Subject:
 
     def _follow(self, arithmetic: str, every: int) -> Pass:
         dtype = torch.bfloat16 if arithmetic == "bf16" else None
-        with self._mode(), op_counter.recomputing(self.blocks, every):
+        autocast = _autocast(self.model, self.device) if arithmetic == "autocast" else contextlib.nullcontext()
+        with self._tensors(), op_counter.recomputing(self.blocks, every), autocast:
             if dtype is not self._dtype:
-                convert(self.model, self.device, dtype or torch.float32)
+                self._convert(dtype or torch.float32)
                 self._dtype = dtype
-            engine = _Autocast(self.model, self.device) if arithmetic == "autocast" else self.model
             in_stages = staged.is_staged(self.model)
             loss = staged.whole_loss(self.model) if in_stages else model_file.make_loss(self.target, self.model)
             traces = []
             for batch in self.batches:
                 before = buffers.of(self.model)  # the first forward may make some, as masks
-                traces.append(op_counter.follow(engine, loss, to_device(batch, self.device, dtype)))
+                traces.append(op_counter.follow(self.model, loss, to_device(batch, self.device, dtype)))
         changed = list(buffers.changed(self.model, before, traces[1].written))
         self.updating |= {module for module, _ in changed}
         self.moving |= {module for module, buffer in changed if buffer.is_floating_point()}
-        return op_counter.combine(traces[0], traces[1], self.sizes)
+        return op_counter.combine(traces[0], traces[1], self.drawn.sizes)
 
-    def _mode(self) -> Any:
-        return self.fake if self.fake is not None else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _tensors(self) -> Iterator[None]:
+        """Has tensors be fake ones within the context, if the subject's are."""
+        if self._fake is None:
+            yield
+            return
+        with self._fake, converted_anew():
+            yield
 
-    def _own(self, batch: Any) -> Any:
-        if self.fake is None:
-            return batch
-        return map_tensors(batch, self.fake.from_tensor, objects=True)
+    def _convert(self, dtype: torch.dtype | None) -> None:
+        """Moves the model to the device and a floating type; None keeps each tensor's."""
+
+        def changed(tensor: Tensor) -> Tensor:
+            moved = tensor.to(device=self.device, dtype=dtype if tensor.is_floating_point() else None)
+            # Views of a deep-copied fake tensor do not share its storage.
+            return moved if self._fake is None else torch.empty_like(moved)
+
+        self.model._apply(changed)
 
 
 def _batches(loader: Loader, sizes: tuple[int, int]) -> _Batches:
@@ -196,52 +204,43 @@ def _batches(loader: Loader, sizes: tuple[int, int]) -> _Batches:
     shape = tuple(counted.shape) if counted is not None else ()
     sequence = worst.length_in(shape[:2], sizes[0]) or 1
     mapped = data is not None and bool(data.longest_at)
-    if counted is not None and are_tokens(counted):
+    of_tokens = counted is not None and are_tokens(counted)
+    if of_tokens:
         known = cut(known, sequence) if mapped else known  # the collate function may cut samples
     elif known:
         sequence = longest(known) if mapped else max(shape[1:], default=1)
-    return _Batches(both, known, sequence)
+    return _Batches(both, sizes, known, sequence, of_tokens)
 
 
-class _Autocast(nn.Module):
-    """The model as DeepSpeed runs it with `torch_autocast`: forward in bfloat16, the loss outside."""
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        super().__init__()
-        self.module, self.device_type = module, device.type
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(self.device_type, dtype=torch.bfloat16):
-            return self.module(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+@contextlib.contextmanager
+def _autocast(model: Any, device: torch.device) -> Iterator[None]:
+    """Has a model run as DeepSpeed runs it with `torch_autocast`: forward in bfloat16, the loss outside."""
+    own = model.forward
+    model.forward = torch.autocast(device.type, dtype=torch.bfloat16)(own)
+    try:
+        yield
+    finally:
+        model.forward = own
 
 
-def _subject(target: model_file.ModelFile, loader: Loader, accelerator: str, caveats: list[str]) -> _Subject:
+def _subject(target: model_file.ModelFile, loader: Loader, device: torch.device) -> _Subject:
     """Returns the model on fake tensors, or on real ones if that fails."""
-    device = torch.device(accelerator)
     torch.manual_seed(0)
+    why = ""
     for fake, sizes in ((True, FAKE_SIZES), (False, REAL_SIZES)):
-        if loader.n_samples is not None and loader.n_samples < sizes[1]:
-            sizes = REAL_SIZES  # noqa: PLW2901
-        batches = _batches(loader, sizes)
+        few = loader.n_samples is not None and loader.n_samples < sizes[1]
+        drawn = _batches(loader, REAL_SIZES if few else sizes)
         try:
-            mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
-            with mode or contextlib.nullcontext(), converted_anew() if fake else contextlib.nullcontext():
-                model = model_file.build_model(target)
-            return _Subject(target, model, batches, sizes, device, mode)
+            found = _Subject(target, drawn, device, fake=fake)
         except UserError:
             raise
         except Exception as error:
+            why = _first_line(error)
             if not fake:
-                raise model_file.WorkloadError(
-                    f"{target.path.name}: no forward and backward: {_first_line(error)}"
-                ) from error
-            caveats.append(f"profiled by real steps, not on fake tensors: {_first_line(error)}")
+                raise model_file.WorkloadError(f"{target.path.name}: no forward and backward: {why}") from error
+            continue
+        found.caveats += [f"profiled by real steps, not on fake tensors: {why}"] if why else []
+        return found
     raise AssertionError
 
 
@@ -283,47 +282,7 @@ def built_bytes(model: nn.Module) -> float | None:
     return there / max(1, sum(p.numel() for p in parameters))
 
 
-def convert(model: nn.Module, device: torch.device, dtype: torch.dtype | None, *, anew: bool = False) -> None:
-    """Moves a model to a device and a floating type, keeping tied parameters tied; `Module.to` fails on fake tensors.
-
-    Args:
-        dtype: The floating type; None keeps each tensor's.
-        anew: Make every tensor again, since views of a deep-copied fake tensor do not share its storage.
-    """
-    seen: dict[int, Tensor] = {}
-
-    def changed(tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-        if id(tensor) not in seen:
-            wanted = dtype if tensor.is_floating_point() else None
-            same = tensor.device.type == device.type and wanted in (None, tensor.dtype)
-            if same and not anew:
-                seen[id(tensor)] = tensor
-            else:
-                copy = tensor.detach().to(device=device, dtype=wanted or tensor.dtype)
-                seen[id(tensor)] = make(torch.empty_like(copy) if anew else copy)
-        return seen[id(tensor)]
-
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                trained = parameter.requires_grad
-
-                def make(tensor: Tensor, trained: bool = trained) -> Tensor:
-                    return nn.Parameter(tensor, requires_grad=trained)
-
-                module._parameters[name] = changed(parameter, make)  # type: ignore[assignment]
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                module._buffers[name] = changed(buffer, lambda tensor: tensor)
-
-
-def _optimizer(
-    target: model_file.ModelFile,
-    model: nn.Module,
-    ds_config: Mapping[str, Any],
-    device: torch.device,
-    caveats: list[str],
-) -> tuple[float, float, bool]:
+def _optimizer(subject: _Subject, ds_config: Mapping[str, Any]) -> tuple[float, float, bool]:
     """Returns state and scratch of the optimizer; see `op_counter.optimizer_needs`."""
     named = ds_config.get("optimizer") or {}
     kind, params = str(named.get("type", "")), dict(named.get("params") or {})
@@ -331,16 +290,18 @@ def _optimizer(
         if named:
             ours = params.pop("torch_adam", False)
             if kind.lower() in FUSED_STATES and not ours and kind.lower() != "sgd":
-                of_adam = 4.0 * _share_of_adam(model) if kind.lower() == "muon" else 0.0
+                of_adam = 4.0 * _share_of_adam(subject.model) if kind.lower() == "muon" else 0.0
                 return FUSED_STATES[kind.lower()] + of_adam, 0.0, False
             decoupled = params.pop("adam_w_mode", True)
             name = {"adam": "AdamW" if decoupled else "Adam", "adamw": "AdamW", "sgd": "SGD"}.get(kind.lower(), kind)
             made = getattr(torch.optim, name)
-            return op_counter.optimizer_needs(lambda parameters: made(parameters, **params), device)
-        if target.optimizer is not None:
-            return op_counter.optimizer_needs(functools.partial(model_file.make_optimizer, target), device)
+            return op_counter.optimizer_needs(lambda parameters: made(parameters, **params), subject.device)
+        if subject.target.optimizer is not None:
+            return op_counter.optimizer_needs(
+                functools.partial(model_file.make_optimizer, subject.target), subject.device
+            )
     except Exception as error:
-        caveats.append(f"the optimizer's states are taken for Adam's: {_first_line(error)}")
+        subject.caveats.append(f"the optimizer's states are taken for Adam's: {_first_line(error)}")
     return 8.0, 8.0, False
 
 
@@ -351,32 +312,27 @@ def _share_of_adam(model: nn.Module) -> float:
     return others / max(1, sum(p.numel() for _, p in trained))
 
 
-def _assemble(subject: _Subject, passes: dict[str, Pass], caveats: Iterable[str], **found: Any) -> Profile:
-    model, blocks = subject.model, subject.blocks
-    parameters = list(dict.fromkeys(model.parameters()))
-    in_blocks = dict.fromkeys(p for block in blocks for p in block.parameters())
-    n_parameters = sum(p.numel() for p in parameters)
+def _assemble(subject: _Subject, passes: dict[str, Pass], **found: Any) -> Profile:
+    model, blocks, drawn = subject.model, subject.blocks, subject.drawn
     plain = passes["fp32/0"]
     again = passes.get("fp32/1", plain)
     changing = buffers.classes(subject.updating & {module for block in blocks for module in block.modules()})
     moving = buffers.classes(subject.moving)
+    longest_only = f"memory is forecast for the longest samples ({longest(drawn.lengths):,}), time for average ones"
     return Profile(
-        n_parameters=n_parameters,
-        n_trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        flops_per_sample=max(1.0, plain.flops[0] / subject.sizes[1] + plain.flops[1]),
+        flops_per_sample=max(1.0, plain.flops[0] / drawn.sizes[1] + plain.flops[1]),
         activation_bytes_per_sample=plain.kept_bytes[1],
         checkpointed_bytes_per_sample=again.kept_bytes[1],
-        n_blocks=len(blocks),
-        sequence=subject.sequence,
-        of_tokens=(counted := counted_tensor((subject.batches[0],), {})) is not None and are_tokens(counted),
-        block_share=sum(p.numel() for p in in_blocks) / max(1, n_parameters),
+        sequence=drawn.sequence,
+        of_tokens=drawn.of_tokens,
         passes=passes,
-        lengths=subject.lengths,
+        lengths=drawn.lengths,
         built_bytes=subject.built_bytes,
         cut_short=subject.cut_short,
         updates=changing,
         by_micro_batch=moving,
-        caveats=(*caveats, *buffers.said(changing, moving)),
+        caveats=(*subject.caveats, *([longest_only] if drawn.lengths else []), *buffers.said(changing, moving)),
+        **shares_of(model, blocks),
         **of_parameters(model, experts.facts(model) or Experts()),
         **found,
     )
@@ -393,10 +349,6 @@ def of_parameters(model: nn.Module, mixed: Experts) -> dict[str, Any]:
         "largest_module": max(sum(map(n_elements, each.parameters(recurse=False))) for each in model.modules()),
         "n_expert": mixed.parameters, "expert_layers": mixed.layers, "experts_per_token": mixed.per_token,
     }  # fmt: skip
-
-
-def _of_lengths(known: Table) -> list[str]:
-    return [f"memory is forecast for the longest samples ({longest(known):,}), time for average ones"] if known else []
 
 
 def _first_line(error: BaseException) -> str:

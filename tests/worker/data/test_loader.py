@@ -250,7 +250,7 @@ def test_the_worst_batch_is_of_the_longest_samples_and_changed_like_others():
 @pytest.mark.parametrize("made", [list, iter])
 def test_batches_that_a_profile_compares_are_as_long_as_one_another(made):
     """Of a stream both were one batch, so that no byte and no operation came with a further sample."""
-    batches, known, length = _batches(loader(data=made(DATA)), (2, 4))
+    batches, _, known, length, _ = _batches(loader(data=made(DATA)), (2, 4))
     (few, width), (many, other) = (batch["input_ids"].shape for batch in batches)
     assert (few, many) == (2, 4) and width == other == length and len(known) > 1
 
@@ -262,7 +262,7 @@ def test_samples_that_the_collate_function_cuts_are_no_longer_in_a_profile():
         path=Path("model.py"), data=lambda: data, batch=None,
         collate=lambda samples: collate([{"input_ids": sample["input_ids"][:6]} for sample in samples]),
     )  # fmt: skip
-    (few, _), known, length = _batches(Loader(cutting, micro_batch_size=1, rank=0, world_size=1, seed=0), (2, 4))
+    (few, _), _, known, length, _ = _batches(Loader(cutting, micro_batch_size=1, rank=0, world_size=1, seed=0), (2, 4))
     assert few["input_ids"].shape == (2, 6) and known[-1][0] == known[-2][0] == length == 6
 
 

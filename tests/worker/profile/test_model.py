@@ -1,6 +1,7 @@
 """A workload's profile against known counts; the machine's rates; a model too large to build."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -192,8 +193,8 @@ def test_states_and_scratch_are_those_of_the_optimizer_that_is_named(zoo):
 @pytest.mark.parametrize("kind", ["Adam", "AdamW"])
 def test_an_argument_that_deepspeed_keeps_from_torchs_adam_changes_no_needs(kind):
     given = {"type": kind, "params": {"lr": 0.1, "torch_adam": True, "adam_w_mode": True, "fused": True}}
-    caveats = []
-    assert _optimizer(None, None, {"optimizer": given}, torch.device("cpu"), caveats) == (8, 0, False) and not caveats
+    subject = SimpleNamespace(device=torch.device("cpu"), caveats=[])
+    assert _optimizer(subject, {"optimizer": given}) == (8, 0, False) and not subject.caveats
 
 
 @pytest.mark.system

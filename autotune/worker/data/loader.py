@@ -152,7 +152,7 @@ class Loader:
         def sample(index: int) -> Any:
             return map_tensors(batch, lambda tensor: tensor[index] if tensor.dim() else tensor)
 
-        return iter([sample(0), sample(1)])
+        return map(sample, range(2))  # of fewer than were asked for, which trials will report, one cannot be read
 
     def cannot(self, model: Any) -> dict[str, str]:
         """Returns the settings of the data that the target cannot follow; see `change.why_not`."""

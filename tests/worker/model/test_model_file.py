@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from autotune.worker.containers import to_device
 from autotune.worker.data.loader import Loader
+from autotune.worker.data.samples import describe
 from autotune.worker.model.model_file import (
     ModelFile,
     WorkloadError,
@@ -45,6 +46,11 @@ def loader(target):
         return Loader(target(MODEL + text), **{"micro_batch_size": 2, "rank": 0, "world_size": 1, "seed": 0, **what})
 
     return make
+
+
+def test_a_batch_of_too_few_samples_is_left_for_trials_to_report(loader):
+    """Inspection ended with `IndexError: index 1 is out of bounds`, and not with what was asked for and what ran."""
+    assert describe(loader("def batch(n): return torch.zeros(n // 2, 8)\n").samples()) is None
 
 
 @pytest.mark.parametrize(

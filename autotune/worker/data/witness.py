@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
 from autotune.worker.containers import map_tensors, tensors_in
 from autotune.worker.data.change import arguments_of
@@ -24,26 +25,25 @@ class Watch:
 
     Attributes:
         loader: The loader of a `model.py`; None for a script's.
-        iterator: Returns the iterator over a DataLoader's batches; None where there is none.
-        draws: Returns the samples that each loader drew for a micro-batch, of those that fed more than one.
-        lengths: Of the micro-batches so far: the lengths of the rows, and the length that they are padded to.
-        rows: Returns the rows and the samples of the micro-batches so far.
-        row: The arguments of the latest forward of a packed row, and its tokens; None where none was seen.
+        loaders: The loaders of a script; None for a `model.py`'s.
+        batches: The `BatchObserver` of the engine.
+        candidate: The configuration under trial.
         row_tokens: Tokens that a framework packs into a row at most; 0 where it packs none.
         per_row: Samples of such a row, on average over the data set.
-        micro_batch_size: Samples of a micro-batch, as it was asked for.
         grouped: Micro-batches among which the samples are sorted by length.
     """
 
     def __init__(self) -> None:
         self.loader: Any = None
-        self.iterator: Callable[[], Any] = lambda: self.loader.workers if self.loader is not None else None
-        self.draws: Callable[[], tuple[int, ...]] = tuple
-        self.lengths: Sequence[tuple[Tensor | list[int], int]] = ()
-        self.rows: Callable[[], set[tuple[int, int | None]]] = set
-        self.row: Callable[[], tuple[tuple[Any, ...], Mapping[str, Any], Tensor] | None] = lambda: None
-        self.row_tokens, self.per_row = 0, 0.0
-        self.accumulation = self.grouped = self.micro_batch_size = 1
+        self.loaders: Any = None
+        self.batches: Any = None
+        self.candidate = Candidate(micro_batch_size=1)
+        self.row_tokens, self.per_row, self.grouped = 0, 0.0, 1
+
+    @property
+    def iterator(self) -> Any:
+        """Returns the iterator over a DataLoader's batches; None where there is none."""
+        return self.loaders.trained if self.loaders is not None else self.loader and self.loader.workers
 
 
 watch = Watch()
@@ -56,7 +56,7 @@ def witness(name: str) -> Callable[[Any, Scalar], str | None]:
 
 def _of_loader(name: str) -> Callable[[Any, Scalar], str | None]:
     def ask(_engine: Any, value: Scalar) -> str | None:
-        iterator = watch.iterator()
+        iterator = watch.iterator
         found = arguments_of(iterator)[name] if iterator is not None else 0
         return None if found == value else f"{value} was asked for, {found} ran"
 
@@ -65,7 +65,7 @@ def _of_loader(name: str) -> Callable[[Any, Scalar], str | None]:
 
 def _max_length(_engine: Any, value: Scalar) -> str | None:
     # A packed row holds all samples of its micro-batch.
-    packed = max((samples or 1 for rows, samples in watch.rows() if rows == 1), default=1)
+    packed = max((samples or 1 for rows, samples in watch.batches.rows() if rows == 1), default=1)
     longest = max(
         (int(torch.as_tensor(rows).max()) / (packed if len(rows) == 1 else 1) for rows, _ in _seen()), default=0
     )
@@ -78,7 +78,7 @@ def _multiple(_engine: Any, value: Scalar) -> str | None:
 
 
 def _packed(engine: Any, value: Scalar) -> str | None:
-    rows = {rows for rows, samples in watch.rows() if samples is not None and samples > 1}
+    rows = {rows for rows, samples in watch.batches.rows() if samples is not None and samples > 1}
     if not rows:
         raise KeyError("no batch of several samples was seen")
     if rows != {1}:
@@ -88,7 +88,8 @@ def _packed(engine: Any, value: Scalar) -> str | None:
 
 def _mixed(engine: Any) -> str | None:
     """Says why the samples of a row are not kept apart; it is looked at once."""
-    row, watch.row = watch.row(), lambda: None
+    texts = watch.batches.texts
+    row, texts.row = texts.row, None
     return why_mixed(engine, *row) if row is not None else None
 
 
@@ -150,10 +151,10 @@ def _outputs(module: Any, args: Any, kwargs: Any, tokens: Tensor, row: Tensor) -
 
 
 def _grouped(_engine: Any, value: Scalar) -> str | None:
-    if watch.loader is None and watch.iterator() is not None:
-        sampler = type(sampler_of(watch.iterator())).__name__
+    if watch.loader is None and watch.iterator is not None:
+        sampler = type(sampler_of(watch.iterator)).__name__
         return None if watch.grouped > 1 else f"samples are drawn by {sampler}, which does not group them by length"
-    n, widths = watch.accumulation, [width for _, width in _seen()]
+    n, widths = watch.candidate.gradient_accumulation_steps, [width for _, width in _seen()]
     steps = [widths[i : i + n] for i in range(0, len(widths) - n + 1, n)]
     return (
         None if all(step == sorted(step) for step in steps) else "the micro-batches of a step are in no order of length"
@@ -162,7 +163,7 @@ def _grouped(_engine: Any, value: Scalar) -> str | None:
 
 def _in_rows(micro_batch_size: int) -> str | None:
     """Says why TRL's packing did not make rows of a micro-batch's samples each."""
-    if any(rows != 1 for rows, _ in watch.rows()) or max(width for _, width in _seen()) > watch.row_tokens:
+    if any(rows != 1 for rows, _ in watch.batches.rows()) or max(width for _, width in _seen()) > watch.row_tokens:
         return f"batches are no rows of up to {watch.row_tokens:,} tokens"
     if abs(watch.per_row / micro_batch_size - 1) > MOST_OFF:
         return (
@@ -174,9 +175,9 @@ def _in_rows(micro_batch_size: int) -> str | None:
 def _of_budget(engine: Any, value: Scalar) -> str | None:
     if watch.row_tokens:
         mixed = _mixed(engine)  # all ranks take part, also one whose own rows are not as they should be
-        return _in_rows(watch.micro_batch_size) or mixed
+        return _in_rows(watch.candidate.micro_batch_size) or mixed
     budget = watch.loader.token_budget if watch.loader is not None else 0
-    if not watch.lengths and len({samples for _, samples in watch.rows()}) > 1:
+    if not watch.batches.texts.lengths and len({samples for _, samples in watch.batches.rows()}) > 1:
         return None  # nothing tells tokens, but batches are of no one number of samples
     most = max((len(rows) * width for rows, width in _seen() if len(rows) > 1), default=0)
     return None if most <= budget else f"a batch holds {most:,} tokens, padding included, and {budget:,} are its budget"
@@ -191,9 +192,10 @@ def sampler_of(iterator: Any) -> Any:
 
 
 def _seen() -> Sequence[tuple[Tensor | list[int], int]]:
-    if not watch.lengths:
+    seen: Sequence[tuple[Tensor | list[int], int]] = watch.batches.texts.lengths
+    if not seen:
         raise KeyError("nothing tells the batches' tokens from padding")
-    return watch.lengths
+    return seen
 
 
 _WITNESSES: dict[str, Callable[[Any, Scalar], str | None]] = {

@@ -52,7 +52,7 @@ def observe(
         tf32=multiplies_in_tf32() if torch.device(engine.device).type == "cuda" else None,
         draw_size=batches.draw_size,
         parts=batches.parts,
-        draws=watch.draws(),
+        draws=watch.loaders.draws() if watch.loaders is not None else (),
         groups=groups.observe(engine, by_script=by_script),
     )
     observed = _of_all_stages(observed, n_copies) if pipelined else observed

@@ -83,10 +83,7 @@ class Meter:
         self._others = register_optimizer_step_post_hook(self._note_other) if request.script is not None else None
         self.passes_at_boundary = self._n_at_boundary = 0
         self.unsynced = False
-        texts = batches.texts
-        watch.lengths, watch.rows, watch.row = texts.lengths, batches.rows, lambda: texts.row
-        watch.accumulation = self.candidate.gradient_accumulation_steps
-        watch.micro_batch_size = self.candidate.micro_batch_size
+        watch.batches, watch.candidate = batches, self.candidate
         memory.enter("first_step")
 
     def begin(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from autotune.errors import UserError
 from autotune.space.candidate import Candidate, from_deepspeed
 from autotune.space.deepspeed import OWNED_PATHS, ConfigError, DsConfig
-from autotune.trial.request import TailCheck, TrialRequest
+from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
 from autotune.trial.workload import DataShape
 from autotune.worker import rank
@@ -59,9 +59,7 @@ class ScriptContext:
         began: When the script began.
         left_out: Names of DeepSpeed's own flag for the configuration, if the command leaves it out.
         json_flags: The flags that name a JSON file, by its absolute path.
-        feed_worst: Makes its loaders yield the worst batch from now on; returns that batch, None where none was drawn.
-        went_forward: Tells its loaders of a forward call of the engine, and whether it trains.
-        latest_loader: Returns the iterator of its DataLoader; None without one.
+        loaders: The `Loaders` that hook its DataLoaders.
         steps_grouped: Optimizer steps whose samples are sorted together where samples are grouped by length.
         data_by_framework: Settings of the data that a framework's own arguments carry, and the changes in words.
         data_limits: Returns the settings of the data that cannot be followed, each with the reason, as a framework
@@ -90,9 +88,7 @@ class ScriptContext:
         self.at_end: Callable[[], None] = lambda: None
         self.left_out: list[str] = []
         self.json_flags: dict[str, list[str]] = {}
-        self.feed_worst: Callable[[TailCheck], Any] = lambda _: None
-        self.went_forward: Callable[..., None] = lambda *, trains: None
-        self.latest_loader: Callable[[], Any] = lambda: None
+        self.loaders: Any = None
         self.steps_grouped = 1
         self.data_by_framework: dict[str, list[str]] = {}
         self.data_limits: Callable[[dict[str, str], DataShape | None], dict[str, str]] = lambda found, _: found

@@ -30,8 +30,7 @@ class Loaders:
         self._n_samples: dict[int, int] = {}  # samples of the largest draw by data set
         self._changes: dict[int, list[str]] = {}  # of loaders, by data set; told of those that are trained on
         self._worst: Any = None
-        context.feed_worst, context.went_forward, watch.draws = self.feed_worst, self.went_forward, self.draws
-        context.latest_loader = watch.iterator = lambda: self.trained
+        context.loaders = watch.loaders = self
 
     @property
     def trained(self) -> Any:

@@ -188,7 +188,7 @@ def _degree(config: DsConfig, workload: Workload) -> int:
 
 def _data(context: ScriptContext, meter: Meter) -> DataShape | None:
     """Describes the batches that went forward, with the lengths of the data set's samples where a loader has one."""
-    iterator = context.latest_loader() if context.trains_on_draws else None
+    iterator = context.loaders.trained if context.trains_on_draws else None
     collate = iterator._collate_fn if iterator is not None else list
     batches = samples.describe(iter(meter.batches.noted.shapes), collate=collate)
     if batches is None:

@@ -161,7 +161,7 @@ class StepHooks:
         self._called = True
         trains = self._meter.batches.trains
         self._evaluations.forward(self._window, self._meter.batches, args, kwargs)
-        self._context.went_forward(trains=trains)
+        self._context.loaders.went_forward(trains=trains)
         if trains:
             self._meter.enter("forward")
             if self._tail is not None:

@@ -37,7 +37,7 @@ class ScriptTail:
     def of(cls, context: ScriptContext) -> "ScriptTail | None":
         """Begins the check that a trial's request asks for; None without one."""
         tail = Tail.of(context.meter) if context.meter is not None else None
-        return cls(context, tail, context.feed_worst(tail.check)) if tail is not None else None
+        return cls(context, tail, context.loaders.feed_worst(tail.check)) if tail is not None else None
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Notes a forward call of the engine."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from autotune.space.candidate import Candidate
 from autotune.worker.containers import tensors_in
 from autotune.worker.data import witness, worst
 from autotune.worker.data.change import BATCH_CHANGES, Collate, apply_to, packed, why_not
@@ -145,15 +146,19 @@ def test_a_loader_hands_on_batches_as_the_collate_function_makes_them():
         assert type(batch) is tuple and type(batch[1]) is np.ndarray and (one.workers is None) == (not changes)
 
 
+def shown(monkeypatch, lengths, rows):
+    """Has the watch look at batches of these lengths, and of these rows and samples."""
+    batches = SimpleNamespace(rows=lambda: rows, texts=SimpleNamespace(lengths=lengths, row=None))
+    monkeypatch.setattr(witness.watch, "batches", batches)
+
+
 def test_a_setting_that_did_not_act_is_told(monkeypatch):
     rows = [(torch.tensor([9, 3]), 9), (torch.tensor([4, 2]), 4)]
-    monkeypatch.setattr(witness.watch, "lengths", rows)
-    monkeypatch.setattr(witness.watch, "rows", lambda: {(2, 2)})
-    monkeypatch.setattr(witness.watch, "accumulation", 2)
+    shown(monkeypatch, rows, {(2, 2)})
+    monkeypatch.setattr(witness.watch, "candidate", Candidate(micro_batch_size=2, gradient_accumulation_steps=2))
     for name, value in (("max_length", 5), ("pad_to_multiple_of", 8), ("packing", True), ("group_by_length", True)):
         assert witness.witness(name)(None, value), name
-    monkeypatch.setattr(witness.watch, "lengths", [(torch.tensor([4, 2]), 8), (torch.tensor([5, 3]), 16)])
-    monkeypatch.setattr(witness.watch, "rows", lambda: {(1, 2)})
+    shown(monkeypatch, [(torch.tensor([4, 2]), 8), (torch.tensor([5, 3]), 16)], {(1, 2)})
     for name, value in (("max_length", 5), ("pad_to_multiple_of", 8), ("packing", True), ("group_by_length", True)):
         assert witness.witness(name)(None, value) is None, name
 
@@ -197,11 +202,12 @@ def test_ranks_share_the_samples_that_a_token_budget_fills_batches_with():
 
 def test_a_token_budget_is_seen_by_its_tokens_or_by_batches_of_several_sizes(monkeypatch):
     monkeypatch.setattr(witness.watch, "loader", SimpleNamespace(token_budget=20))
-    monkeypatch.setattr(witness.watch, "rows", lambda: {(2, 2), (3, 3)})
+    sizes = {(2, 2), (3, 3)}
+    shown(monkeypatch, [], sizes)
     assert witness.witness("token_budget")(None, True) is None
-    monkeypatch.setattr(witness.watch, "lengths", [(torch.tensor([9, 3]), 9), (torch.tensor([30]), 30)])
+    shown(monkeypatch, [(torch.tensor([9, 3]), 9), (torch.tensor([30]), 30)], sizes)
     assert witness.witness("token_budget")(None, True) is None
-    monkeypatch.setattr(witness.watch, "lengths", [(torch.tensor([9, 3]), 16)])
+    shown(monkeypatch, [(torch.tensor([9, 3]), 16)], sizes)
     assert "32 tokens" in witness.witness("token_budget")(None, True)
 
 
@@ -272,7 +278,6 @@ def test_packing_needs_rows_of_tokens():
 
 
 def test_a_packed_row_is_not_taken_for_a_sample_that_was_not_cut(monkeypatch):
-    monkeypatch.setattr(witness.watch, "lengths", [(torch.tensor([12]), 12)])
-    monkeypatch.setattr(witness.watch, "rows", lambda: {(1, 4)})
+    shown(monkeypatch, [(torch.tensor([12]), 12)], {(1, 4)})
     assert witness.witness("max_length")(None, 3) is None
     assert witness.witness("max_length")(None, 2) == "a sample of 3 tokens was trained on"

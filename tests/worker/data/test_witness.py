@@ -41,7 +41,7 @@ def test_rows_that_are_split_over_ranks_are_padded_as_the_batch_is(monkeypatch):
     """Batches of 192 tokens, half of them on each of two ranks, were no multiples of 64."""
     texts = Texts(None, shards=2)
     texts.note(torch.ones(2, 96, dtype=torch.long), (), {"attention_mask": torch.ones(2, 96)}, first=True)
-    monkeypatch.setattr(witness.watch, "lengths", texts.lengths)
+    monkeypatch.setattr(witness.watch, "batches", SimpleNamespace(texts=texts))
     assert witness.witness("pad_to_multiple_of")(None, 64) is None
     assert witness.witness("pad_to_multiple_of")(None, 128) == "a batch is padded to 192 tokens"
 
@@ -53,7 +53,8 @@ def test_a_row_of_one_sample_tells_nothing():
 
 def test_packing_did_not_act_where_samples_are_mixed(monkeypatch):
     kwargs = {"input_ids": TOKENS, "position_ids": POSITIONS}
-    monkeypatch.setattr(witness.watch, "rows", lambda: {(1, 2)})
+    batches = SimpleNamespace(rows=lambda: {(1, 2)}, texts=SimpleNamespace())
+    monkeypatch.setattr(witness.watch, "batches", batches)
     for apart in (True, False):
-        monkeypatch.setattr(witness.watch, "row", lambda: ((), kwargs, TOKENS))
+        batches.texts.row = (), kwargs, TOKENS
         assert (witness.witness("packing")(engine(apart=apart), True) is None) is apart

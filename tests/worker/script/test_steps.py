@@ -130,7 +130,7 @@ def test_lengths_of_wide_features_are_told_from_a_streams_batches_too():
     texts, engine = SimpleNamespace(lengths=[]), SimpleNamespace(module=torch.nn.Identity())
     batches = SimpleNamespace(noted=noted, flattened=False, texts=texts)
     context = SimpleNamespace(
-        latest_loader=lambda: loader, trains_on_draws=True, report=SimpleNamespace(rank=0), steps_grouped=1,
+        loaders=SimpleNamespace(trained=loader), trains_on_draws=True, report=SimpleNamespace(rank=0), steps_grouped=1,
         data_limits=lambda found, _: found,
     )  # fmt: skip
     assert "features" in probe._data(context, SimpleNamespace(batches=batches, engine=engine)).cannot["max_length"]

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from autotune.space.candidate import Candidate
 from autotune.trial.workload import DataShape
 from autotune.worker.data import witness
 from autotune.worker.script.frameworks import trl_packing as trl
@@ -59,9 +60,9 @@ def test_what_a_script_packs_itself_needs_none_of_the_settings_against_padding()
 
 def test_rows_that_hold_other_numbers_of_samples_did_not_act(monkeypatch):
     watch = witness.watch
-    monkeypatch.setattr(watch, "lengths", [([160], 160), ([158], 158)])
-    monkeypatch.setattr(watch, "rows", lambda: {(1, 7), (1, 10)})
-    monkeypatch.setattr(watch, "micro_batch_size", 8)
+    texts = SimpleNamespace(lengths=[([160], 160), ([158], 158)], row=None)
+    monkeypatch.setattr(watch, "batches", SimpleNamespace(rows=lambda: {(1, 7), (1, 10)}, texts=texts))
+    monkeypatch.setattr(watch, "candidate", Candidate(micro_batch_size=8))
     for tokens, per_row, words in ((160, 7.9, ""), (160, 6.0, "hold 6.0 samples"), (150, 7.9, "no rows of up to 150")):
         monkeypatch.setattr(watch, "row_tokens", tokens)
         monkeypatch.setattr(watch, "per_row", per_row)

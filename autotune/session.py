@@ -306,17 +306,17 @@ def _answered(storage: Storage, url: str, request: StudyRequest, tuned: Tuned) -
 
 
 def _planned(request: StudyRequest, view: EventSink, began_s: float) -> tuple[Plan, EventSink]:
-    """Wait for the engine and plan the study; the events from then on go to its journal, too."""
+    """Wait for the engine and plan the study; the events go to its journal, too."""
     wanted, executor, folder = request.spec, request.executor, request.folder
-    view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
+    logged = Broadcast(Journal(folder), view)
+    executor.on_queue = logged.waits
+    logged.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
     for name in NEEDED_FIRST:
         importlib.import_module(name)
     executor.start()
     if wanted.time_budget_s is not None:
         executor.ends_at_s = began_s + wanted.time_budget_s - closing_s(wanted.time_budget_s)
-    found = replace(plan(wanted, executor, folder, view), began=began_s)
-    logged = Broadcast(Journal(folder), view)
-    executor.on_queue = logged.waits
+    found = replace(plan(wanted, executor, folder, logged), began=began_s)
     return profiled(found, executor, folder, logged), logged
 
 

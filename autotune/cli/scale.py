@@ -210,7 +210,7 @@ def scale(
             shutil.rmtree(folder / "trials", ignore_errors=True)
             logged = Broadcast(Journal(folder), view)
             logged.doing(f"scaling of {wanted.name}: importing torch and DeepSpeed once")
-            with executor_for(wanted, folder, view.waits) as executor:
+            with executor_for(wanted, folder, logged.waits) as executor:
                 found = plan(wanted, executor, folder, logged)
                 on_cpu = found.workload.environment.accelerator == "cpu"
                 notes += [*found.notes, *([threads] if on_cpu else [])]

@@ -206,11 +206,6 @@ class Broadcast(EventSink):
         for sink in self._sinks:
             sink.emit(event)
 
-    def waiting(self) -> None:
-        """Hands it on to each, one of which may have been told before."""
-        for sink in self._sinks:
-            sink.waiting()
-
 
 _EVENT = TypeAdapter(Event)
 

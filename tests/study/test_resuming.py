@@ -470,13 +470,21 @@ def test_a_run_that_was_to_begin_anew_and_is_stopped_before_tells_no_old_answer(
 
 
 def test_a_wait_for_machines_is_told_to_who_follows_the_run_from_elsewhere(tmp_path, monkeypatch):
-    """The engine told the run's own terminal alone."""
-    monkeypatch.setattr(session, "plan", lambda spec, *_: plan_of(spec))
+    """The engine told the run's own terminal alone; the wait for the first machines, and for a turn in planning, is the longest."""
+
+    def planned(spec, executor, folder, view):
+        executor.on_queue("slurm: job 7 is pending")
+        view.waiting()
+        return plan_of(spec)
+
+    monkeypatch.setattr(session, "plan", planned)
     monkeypatch.setattr(session, "profiled", lambda found, *_: found)
     engine = SimpleNamespace(start=lambda: None)
     session._planned(SimpleNamespace(spec=spec_of(), executor=engine, folder=tmp_path), SILENT, 0.0)
-    engine.on_queue("slurm: job 7 is pending")
-    assert [each.text for each in JournalReader(tmp_path, os.getpid()).events()] == ["slurm: job 7 is pending"]
+    engine.on_queue("slurm: job 8 is pending")
+    begins = ["study", "slurm: job 7", "another study measures", "slurm: job 8"]
+    said = [each.text for each in JournalReader(tmp_path, os.getpid()).events()]
+    assert len(said) == 4 and all(map(str.startswith, said, begins))
 
 
 def test_a_run_that_was_to_begin_anew_and_has_too_few_machines_forgets_nothing(tmp_path, monkeypatch):

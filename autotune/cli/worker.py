@@ -54,7 +54,7 @@ def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
             kept, stated = _joined(folder, storage, ledger, view)
             asked = {**stated, **settings, "storage": url}
             with (
-                _own_folder(folder / "trials") as own,
+                _own_folder(folder) as own,
                 _planned(folder, kept, asked, own, view) as (there, executor),
                 parallel.executors_for(there, executor, own, view) as at_once,
             ):
@@ -98,17 +98,22 @@ def _joined(
 
 
 @contextlib.contextmanager
-def _own_folder(trials: Path) -> Iterator[Path]:
+def _own_folder(folder: Path) -> Iterator[Path]:
     """The folder of what this worker writes beside trials; what killed workers of this machine left is ended and removed.
 
     It stays where an error ends the worker, which may name a log in it, until the next one begins.
     """
     from autotune.study.lock import study_lock
 
-    beginning = f"worker-{re.sub(r'[^A-Za-z0-9.-]', '-', platform.node())}-"
+    if not (file := folder / "study.yaml").exists():
+        raise UserError(
+            f"worker: there is no {shown(file)} here. A worker reads the study and writes its trials"
+            " where `autotune run` does: start it in the same folder of a file system that both machines share"
+        )
+    trials, beginning = folder / "trials", f"worker-{re.sub(r'[^A-Za-z0-9.-]', '-', platform.node())}-"
     for left in trials.glob(f"{beginning}*"):
         if left.name.removeprefix(beginning).isdecimal():  # else that of a machine whose name begins so
-            with contextlib.suppress(UserError), study_lock(left):  # of one at work the lock is held
+            with contextlib.suppress(UserError, OSError), study_lock(left):  # held by one at work, or another user's
                 shutil.rmtree(left, ignore_errors=True)
     own = trials / f"{beginning}{os.getpid()}"
     with study_lock(own):
@@ -130,12 +135,6 @@ def _planned(
     from autotune.study.setup.plan import plan
     from autotune.study.spec.yaml_file import as_run
 
-    file = folder / "study.yaml"
-    if not file.exists():
-        raise UserError(
-            f"worker: there is no {shown(file)} here. A worker reads the study and writes its trials"
-            " where `autotune run` does: start it in the same folder of a file system that both machines share"
-        )
     wanted, notes = wanted_study(str(as_run(folder)), overrides)
     view.doing(f"study {wanted.name}: importing torch and DeepSpeed once")
     with executor_for(wanted, scratch, view.waits) as executor:

@@ -55,16 +55,21 @@ def test_a_worker_that_is_started_with_its_run_waits_for_it(tmp_path, monkeypatc
 
 def test_what_a_killed_worker_of_this_machine_left_is_ended_and_removed(tmp_path, monkeypatch):
     """Its folder stayed in the study's for ever, and nobody ended what it had started inside an allocation."""
-    swept = []
+    swept, trials = [], tmp_path / "trials"
+    with pytest.raises(UserError, match=r"there is no .*study.yaml here"), worker._own_folder(tmp_path):
+        pass
+    assert [*tmp_path.iterdir()] == [], "it left a folder where no study is"
+    (tmp_path / "study.yaml").touch()
     monkeypatch.setattr(lock, "sweep", swept.append)
-    killed, at_work = (tmp_path / f"worker-{platform.node()}-{n}" for n in (999999998, 999999999))
-    elsewhere = tmp_path / f"worker-{platform.node()}-b-1"
+    killed, at_work = (trials / f"worker-{platform.node()}-{n}" for n in (999999998, 999999999))
+    elsewhere, another_users = (trials / f"worker-{platform.node()}-{n}" for n in ("b-1", "1"))
+    (another_users / ".lock").mkdir(parents=True)  # which cannot be written to
     for folder in (killed, elsewhere):
         folder.mkdir()
         (folder / ".lock").write_text('{"process": "999999998:1", "agent": "killed"}')
     with study_lock(at_work):
         with worker._own_folder(tmp_path) as own:
-            assert {*tmp_path.iterdir()} == {own, at_work, elsewhere} and swept == ["killed"]
+            assert {*trials.iterdir()} == {own, at_work, elsewhere, another_users} and swept == ["killed"]
         assert not own.exists()
     for error, stays in ((KeyboardInterrupt, False), (UserError, True)):
         with pytest.raises(error), worker._own_folder(tmp_path) as own:

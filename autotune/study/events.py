@@ -216,7 +216,7 @@ def path_in(folder: Path) -> Path:
 
 
 class Journal(EventSink):
-    """Appends the events of a run to a file, one JSON object a line; ticks and repeated waits are left out.
+    """Appends the events of a run to a file, one JSON object a line; ticks are left out.
 
     Args:
         folder: The study's folder; the journal of an earlier run is replaced.

@@ -101,7 +101,7 @@ def lines(data: Mapping[str, Any]) -> Iterator[str]:
         else ""
     )
     reason = f"; {baseline['reason']}" if baseline["reason"] else ""
-    yield f"baseline   {baseline['description']}: {baseline['outcome']}{peak}{reason}"
+    yield f"baseline   {baseline['description']}: {baseline['outcome'].replace('_', ' ')}{peak}{reason}"
     if baseline["log"]:
         yield f"           see {baseline['log']}"
     about = "" if data["exact"] else "about "

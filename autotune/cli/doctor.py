@@ -193,7 +193,7 @@ def _trial(folder: Path, *, build: bool) -> Iterator[Finding]:
         )  # fmt: skip
         result = base.run(executor, folder / "trial", request)
         good = result.outcome is Outcome.COMPLETE
-        detail = f"{ranks} rank(s), {result.wall_s:.1f} s" if good else f"{result.outcome}: {result.reason}"
+        detail = f"{ranks} rank(s), {result.wall_s:.1f} s" if good else result.end
         if advice := failures.advice(result.outcome, result.reason, on_device=here.accelerator != "cpu"):
             detail += f". {advice}"
         yield Finding("ok" if good else "fail", "trial", detail)

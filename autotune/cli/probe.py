@@ -78,7 +78,7 @@ def measure(target: Path | None, world_size: int) -> Probe:
                 view.doing(f"probing the machine with {world_size} rank(s); takes about half a minute")
                 result = base.run(executor, folder / "probe", request, view.tick)
         if result.outcome is not Outcome.COMPLETE:
-            raise UserError(f"the machine could not be probed: {result.outcome}: {result.reason}")
+            raise UserError(f"the machine could not be probed: {result.end}")
         return read_record(TrialDir(folder / "probe").probe, Probe)
 
 

@@ -130,7 +130,7 @@ def measure(
             rate = METRICS["samples_per_s"].of(result, None)
             if result.outcome is not Outcome.COMPLETE or rate is None or not result.samples_per_step:
                 log, remedy = shown(TrialDir(path).log(result.failed_rank or 0)), REMEDIES.get(result.outcome, "")
-                what = f"{ranks} did not run ({result.outcome}: {result.reason}); see {log}"
+                what = f"{ranks} did not run ({result.end}); see {log}"
                 failed.add((n, candidate))
                 yield (n, candidate), f"{what}. {remedy}" if remedy else what
                 continue

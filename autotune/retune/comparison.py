@@ -50,7 +50,7 @@ class Reading:
     @property
     def end(self) -> str:
         """How it ended, with the reason if it did not complete."""
-        return f"{self.outcome}: {self.reason}"
+        return f"{self.outcome.replace('_', ' ')}: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)

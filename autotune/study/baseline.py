@@ -107,7 +107,7 @@ class BaselineTrial:
 
     def _without_baseline(self, result: TrialResult) -> list[Objective]:
         """The objectives that only a comparison with a complete baseline measures."""
-        how, objectives = f"{result.outcome}: {result.reason}", self._state.objectives
+        how, objectives = result.end, self._state.objectives
         dropped = [o for o in objectives if o.metric in (GOODPUT, "time_to_loss_s")]
         if len(dropped) == len(objectives):
             raise UserError(f"convergence is measured against the baseline, which did not complete ({how})")
@@ -137,9 +137,7 @@ class BaselineTrial:
                     f"the study began without the baseline, so {' and '.join(lost)} stays left out; --fresh begins anew with it"
                 )
         else:
-            self._events.say(
-                f"the baseline did not complete again ({result.outcome}: {result.reason}); --fresh begins anew"
-            )
+            self._events.say(f"the baseline did not complete again ({result.end}); --fresh begins anew")
 
     def _why_again(self) -> str:
         """Why the baseline, which did not complete, may complete now; empty if it did, or nothing says so."""
@@ -263,7 +261,7 @@ class BaselineTrial:
             return self._with_more_time("the time budget ended in the probe of the gradient noise scale", ended=True)
         noise = noise_scale_of(result.noise) if result.noise is not None else None
         if noise is None:
-            return f"its probe ended with {result.outcome}: {result.reason}"
+            return f"its probe ended with {result.end}"
         if not noise.compares:
             return self._with_more_time(str(noise))
         self._events.say(str(noise))

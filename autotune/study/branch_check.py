@@ -139,7 +139,7 @@ class BranchCheck:
         for each in (baseline, m):
             result = self._train(each, n_samples, weights, first_sample)
             if result.outcome is not Outcome.COMPLETE:
-                why = f"the branch of trial {each.trial} ended with {result.outcome}: {result.reason}"
+                why = f"the branch of trial {each.trial} ended with {result.end}"
                 confirmed = False if result.outcome is Outcome.DIVERGED and each is m else None
                 write_record(path, Branch(confirmed=confirmed, reason=why))
                 self._events.say(f"trial {m.trial}: {why}")

@@ -287,7 +287,7 @@ class Budget:
         # What follows names details, and of the baseline what to do.
         alike = len({re.split("[:;]", re.sub(r"[0-9]+", "", end["reason"]))[0] for end in ends}) == 1
         if alike or len(ends) >= 2 * ABORT_AFTER_CRASHES:
-            how = f"{ends[0]['outcome']}: {ends[0]['reason']}"
+            how = f"{ends[0]['outcome'].replace('_', ' ')}: {ends[0]['reason']}"
             log = shown(TrialDir(self._state.trial_path(0)).log(0))
             said = f"all ended the same way: {how}" if alike else f"all failed; the baseline: {how}"
             first = f"the first {len(ends)} trials, the baseline among them,"

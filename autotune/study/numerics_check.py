@@ -137,7 +137,7 @@ class NumericsCheck:
         self, m: Measured, baseline: Measured, batch: int, reference: TrialResult, replicates: Sequence[TrialResult]
     ) -> GateVerdict:
         if reference.outcome is not Outcome.COMPLETE:
-            how = f"{reference.outcome}: {reference.reason}"
+            how = reference.end
             why = f"the baseline's numerics at a global batch of {batch} ended with {how}"
             return GateVerdict(passed=None, reason=f"its numerics could not be checked: {why}", batch=batch)
         curves = [each.losses for each in (reference, *replicates)]
@@ -160,7 +160,7 @@ class NumericsCheck:
             n_steps = min(len(each.losses) for each in (reference, *replicates))
             own = self._curve(candidate, path / "gate", n_steps, step_s)
             if own.outcome not in (Outcome.COMPLETE, Outcome.DIVERGED):
-                why = f"its curve at a global batch of {batch} ended with {own.outcome}: {own.reason}"
+                why = f"its curve at a global batch of {batch} ended with {own.end}"
                 return GateVerdict(passed=None, reason=f"its numerics could not be checked: {why}", batch=batch)
             if wrong := quality_gate.judge_gradient(own.gradient, reference.gradient, m.ds_config):
                 return GateVerdict(passed=False, reason=wrong, batch=batch)

@@ -64,4 +64,4 @@ def run(
             result = base.run(executor, path_in(folder, number), request, on_tick)
     if result.outcome is not Outcome.COMPLETE:
         log = TrialDir(path_in(folder, number)).log(result.failed_rank or 0)
-        raise UserError(f"diagnose: run again, trial {number} ended with {result.outcome}: {result.reason} (see {log})")
+        raise UserError(f"diagnose: run again, trial {number} ended with {result.end} (see {log})")

@@ -331,11 +331,8 @@ class Measurements:
     @property
     def padding(self) -> float | None:
         """Share of the tokens that were padding; None where samples are no sequences."""
-        tokens, real = (sum(self.taken_in.get(name, ())) for name in ("tokens", "real_tokens"))
-        known = {name: len(self.taken_in.get(name, ())) for name in ("tokens", "real_tokens")}
-        if not tokens or not all(known.values()):
-            return None
-        return max(0.0, 1 - (real / known["real_tokens"]) / (tokens / known["tokens"]))
+        tokens, real = (self.taken_in.get(name) or () for name in ("tokens", "real_tokens"))
+        return max(0.0, 1 - (sum(real) / len(real)) / (sum(tokens) / len(tokens))) if real and any(tokens) else None
 
     @property
     def disturbed(self) -> str:
@@ -409,6 +406,11 @@ class TrialResult(Measurements):
     lost_attempts: list[str] = field(default_factory=list)
     hosts: list[str] = field(default_factory=list)
     machine: str = ""
+
+    @property
+    def end(self) -> str:
+        """How it ended, with the reason: `too few steps: the script ended after 3`."""
+        return f"{self.outcome.replace('_', ' ')}: {self.reason}"
 
     @property
     def failed_check(self) -> bool:

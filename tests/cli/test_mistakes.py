@@ -305,7 +305,7 @@ def test_a_batch_that_is_not_what_was_asked_for_is_said_of_the_baseline(tmp_path
     with contextlib.suppress(UserError):
         runner_of(tmp_path, Instant(wrong), trials=3, objectives=["throughput"], watcher=watcher).run()
     assert any(
-        "the baseline did not complete (not_applied: micro_batch_size: 8 was asked for, 4 ran)" in text
+        "the baseline did not complete (not applied: micro_batch_size: 8 was asked for, 4 ran)" in text
         for text in watcher.said
     )
 

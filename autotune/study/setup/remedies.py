@@ -59,7 +59,7 @@ def beside(micro: int, others: tuple[int, ...]) -> str:
 
 def ended(spec: StudySpec, result: TrialResult, name: str, tried: int, was: int) -> str:
     """Returns why a knob is not tuned with whose value the script ended, and the remedy where the script may hold the old one."""
-    why = f"with {SCRIPT_BATCH[name]} {tried} the script ended with {result.outcome}: {result.reason}"
+    why = f"with {SCRIPT_BATCH[name]} {tried} the script ended with {result.end}"
     crashed = result.outcome is Outcome.CRASHED and name not in spec.templated()
     return f"{why}; so it stays {was}" + f". {_remedy(spec, name, was)}" * crashed
 

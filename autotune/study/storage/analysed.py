@@ -213,5 +213,5 @@ def _failures(paths: Iterable[Path], candidate: Candidate) -> tuple[str, str]:
     # What runs out of memory in one run of two does so in a training; a crash may be chance.
     again = "it ran out of memory when it was measured again"
     unfit = (r.reason if r.failed_check else again for r in results if r.failed_check or r.outcome is Outcome.OOM)
-    failed = (f"{r.outcome}: {r.reason}" for r in results if r.outcome not in RAN and not r.failed_check)
+    failed = (r.end for r in results if r.outcome not in RAN and not r.failed_check)
     return next(unfit, ""), next(failed, "")

@@ -65,9 +65,8 @@ class Hosts(Engine):
             script = spool.path / f"start-{node}.sh"
             agent = spool.agent("--node", str(node), "--address", address, "--lifeline", python=python)
             variables = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in exported.items())
-            files.write_text(
-                script, f"{variables}exec {shlex.join(agent)}\n", private=True
-            )  # variables may hold tokens
+            # Private, since variables may hold tokens.
+            files.write_text(script, f"{variables}exec {shlex.join(agent)}\n", private=True)
             command = [*ssh, host, "sh", shlex.quote(str(script))]
             with open(_log(spool, node), "ab") as log:
                 processes.append(

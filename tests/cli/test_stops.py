@@ -129,7 +129,7 @@ def test_another_pipe_that_broke_is_no_reader_that_has_read_enough(monkeypatch, 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_ends_each_command_in_a_sentence(place, monkeypatch, number, status):
     """Commands without a handler of their own were ended by it at once, and left their temporary folders."""
-    monkeypatch.setattr(session, "open_history", lambda *_: os.kill(os.getpid(), number))
+    monkeypatch.setattr(session, "default_storage", lambda: os.kill(os.getpid(), number))
     before = signal.signal(number, lambda *_: None)
     try:
         done = called("history", cwd=place)

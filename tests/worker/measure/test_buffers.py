@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import torch
 from support.instant import WORKLOAD
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autotune.worker.measure.buffers import BufferWatch
 from autotune.worker.profile.model import _assemble, _Batches, _Subject
@@ -79,14 +78,18 @@ def test_buffers_that_a_forward_changes_are_told_from_those_that_it_makes_once()
 
 def test_the_profile_of_a_model_file_sees_them_too_without_its_values():
     """A VQ-VAE's codebook in a model.py passed for drop-in at another micro-batch."""
-    with FakeTensorMode() as mode:
+
+    def model():
         blocks = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), kind()) for kind in (Ranged, Averaged)]
-        target = SimpleNamespace(path=Path("model.py"), blocks=None, loss=lambda model, x: model(x).square().mean())
-        batches = _Batches([torch.ones(n, 2) for n in (2, 4)], (), 1)
-        found = _Subject(
-            target, nn.Sequential(*blocks, Codebook(), Masked()), batches, (2, 4), torch.device("cpu"), mode
-        )
-    profile = _assemble(found, {"fp32/0": found.first[1]}, ["known"], optimizer_bytes=8.0)
+        return nn.Sequential(*blocks, Codebook(), Masked())
+
+    target = SimpleNamespace(
+        path=Path("model.py"), model=model, blocks=None, loss=lambda model, x: model(x).square().mean()
+    )
+    batches = _Batches([torch.ones(n, 2) for n in (2, 4)], (2, 4), (), 1, False)
+    found = _Subject(target, batches, torch.device("cpu"), fake=True)
+    found.caveats.append("known")
+    profile = _assemble(found, {"fp32/0": found.first[1]}, optimizer_bytes=8.0)
     assert (profile.updates, profile.by_micro_batch) == ("Averaged, Ranged", "Averaged, Codebook, Ranged")
     assert [text.partition(" ")[0] for text in profile.caveats] == ["known", "Averaged,", "Averaged,"]
 

@@ -54,7 +54,7 @@ class Stages:
         patch(PipelineModule, "__init__", self._build)
 
     def _build(self, original: Callable[..., None], module: Any, *args: Any, **kwargs: Any) -> None:
-        _join()
+        join()
         bound = inspect.signature(original).bind(module, *args, **kwargs)
         given = bound.arguments
         own = given.get("num_stages"), given.get("partition_method", DEFAULT_PARTITION)
@@ -99,8 +99,8 @@ class Stages:
         )  # fmt: skip
 
 
-def _join() -> None:
-    """Lets DeepSpeed know of the group of ranks; makes one of this process alone where a model is built without others."""
+def join() -> None:
+    """Lets DeepSpeed know of the group of ranks; makes one of this process alone where a model is looked at without others."""
     import deepspeed
 
     if not dist.is_initialized():

@@ -19,6 +19,7 @@ from autotune.worker.data import samples
 from autotune.worker.data.loader import Loader
 from autotune.worker.device import found_devices, free_bytes
 from autotune.worker.measure import experts
+from autotune.worker.measure.stages import join
 from autotune.worker.model import model_file, staged
 from autotune.worker.model.split import splitting
 from autotune.worker.rank import versions
@@ -34,7 +35,7 @@ def inspect_model(request: TrialRequest) -> Workload:
 
     on_cuda = get_accelerator().device_name() == "cuda"  # which the user may not want, though it is here
     free = free_bytes(range(torch.cuda.device_count())) if on_cuda else ()  # the model may be made on a device
-    target, replaced = model_file.load(Path(request.target)), list[str]()
+    target, replaced = model_file.load(Path(request.target), join), list[str]()
     if target.optimizer is not None and "optimizer" in request.ds_config:
         target.optimizer = None
         replaced.append(f"{target.path.name}: optimizer() gives way to the configuration's `optimizer`")

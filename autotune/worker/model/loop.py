@@ -1,5 +1,6 @@
 """The training loop of a `model.py` trial."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,8 @@ def train_and_measure(recorder: Recorder, request: TrialRequest) -> None:
     """Trains the model of a request as its candidate says, and measures it."""
     candidate, rank = Candidate.of(request.candidate), recorder.report.rank
     memory = prepare_device(request, recorder.report)
-    target = model_file.load(Path(request.target))
+    target = model_file.load(Path(request.target), functools.partial(connect, request, cuda=memory.cuda))
     recorder.enter("build")
-    connect(request, cuda=memory.cuda)
     set_seed(request.seed)
     model, checkpointer = _built(request, target, candidate)
     in_stages = staged.is_staged(model)

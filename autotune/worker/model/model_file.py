@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from autotune.errors import UserError
@@ -43,11 +44,24 @@ class ModelFile:
     blocks: Sequence[Any] | None
 
 
-def load(path: Path) -> ModelFile:
-    """Executes the user's file as a module, which changes nothing of where the rank stands."""
+def load(path: Path, join: Callable[[], None] = lambda: None) -> ModelFile:
+    """Executes the user's file as a module, which changes nothing of where the rank stands, and joins the ranks.
+
+    Args:
+        join: Joins them, unless they have joined: after the file, or where it does so itself, as by `deepspeed.init_distributed`.
+    """
     launched = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
+    original = dist.init_process_group
+
+    def joined(*_: Any, **__: Any) -> None:
+        os.environ.update(launched)
+        dist.init_process_group = original
+        if not dist.is_initialized():
+            join()
+
+    dist.init_process_group = joined
     module, own = _execute(path), defined_names(path)
-    os.environ.update(launched)
+    joined()
     # A library's `loss` that came with `import *` is none of the target's.
     functions = {
         name: getattr(module, name, None) if name in own else None

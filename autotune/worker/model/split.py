@@ -1,5 +1,6 @@
 """Check whether a model can be split over ranks: facts of its shape, and a comparison of the split model with the whole."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,7 @@ def compare_split(recorder: Recorder, request: TrialRequest) -> None:
     """
     candidate = Candidate.of(request.candidate)
     memory = prepare_device(request, recorder.report)
-    target = model_file.load(Path(request.target))
-    connect(request, cuda=memory.cuda)
+    target = model_file.load(Path(request.target), functools.partial(connect, request, cuda=memory.cuda))
     set_seed(request.seed)
     model = model_file.build_model(target, seed=request.seed)
     _without_dropout()

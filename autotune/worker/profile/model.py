@@ -23,6 +23,7 @@ from autotune.worker.data import samples, worst
 from autotune.worker.data.loader import Loader
 from autotune.worker.measure import buffers, experts, malloc, memory
 from autotune.worker.measure.batches import are_tokens, counted_tensor
+from autotune.worker.measure.stages import join
 from autotune.worker.model import model_file, staged
 from autotune.worker.model.inspect import shares_of
 from autotune.worker.profile import op_counter
@@ -44,7 +45,7 @@ def profile(request: TrialRequest, accelerator: str) -> Profile:
     """Profiles the `model.py` of a request."""
     malloc.hand_back()
     start_bytes = memory.resident_bytes()
-    target = model_file.load(Path(request.target))
+    target = model_file.load(Path(request.target), join)
     loader = Loader(target, micro_batch_size=1, rank=0, world_size=1, seed=request.seed)
     loader.next()  # the first draw may load files or start workers
     began = time.perf_counter()

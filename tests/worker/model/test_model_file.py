@@ -90,6 +90,17 @@ def test_a_target_may_set_variables_but_not_where_its_rank_stands(target, monkey
     assert {name: os.environ[name] for name in there} == there and os.environ["NCCL_P2P_DISABLE"] == "1"
 
 
+def test_a_model_that_joins_the_ranks_as_it_is_loaded_joins_them_as_a_trial_does(write_model, monkeypatch):
+    """`deepspeed.init_distributed()` at its top found the port taken on which its ranks meet, in each run."""
+    monkeypatch.setenv("MASTER_PORT", "4711")
+    ports = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: bool(ports))
+    alone = 'import os, torch\nfrom torch import nn\nos.environ["MASTER_PORT"] = "9994"\n'
+    text = f"{alone}torch.distributed.init_process_group('gloo')\n{MODEL}def data(): ...\n"
+    load(write_model(text), lambda: ports.append(os.environ["MASTER_PORT"]))
+    assert ports == ["4711"]
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

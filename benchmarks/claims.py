@@ -33,7 +33,7 @@ from autotune.scoring.metrics import measure
 from autotune.space.candidate import Candidate
 from autotune.trial.folder import TrialDir, write_record
 from autotune.trial.result import TrialResult
-from autotune.trial.workload import Script
+from autotune.trial.workload import Probed, Script
 
 JUDGED = Path(__file__).parent / "judged.py"
 RANKS, CASES = 2, 40
@@ -92,8 +92,10 @@ def plain(model: str, candidate: Candidate, n_steps: int, folder: Path) -> dict[
 def trial(executor: Executor, folder: Path, model: str, candidate: Candidate, n_steps: int, **limits: Any) -> Any:
     script = Script(
         arguments=(model, str(n_steps), "--deepspeed_config", "{ds_config}"), working_dir=str(folder.parent),
-        micro_batch_size=candidate.micro_batch_size,
-        gradient_accumulation_steps=candidate.gradient_accumulation_steps, precision=candidate.precision,
+        probed=Probed(
+            ds_config=candidate.to_deepspeed(), micro_batch_size=candidate.micro_batch_size,
+            gradient_accumulation_steps=candidate.gradient_accumulation_steps,
+        ),
     )  # fmt: skip
     return complete(executor, folder, request_of(JUDGED, candidate, world_size=RANKS, script=script, **limits))
 

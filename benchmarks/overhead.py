@@ -54,7 +54,7 @@ from autotune.study.storage import records
 from autotune.trial.folder import TrialDir, write_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import TrialResult
-from autotune.trial.workload import Script
+from autotune.trial.workload import Probed, Script
 from autotune.worker.measure.breakdown import LONG_STEP_SHARE
 
 CODE_GPT, SMALL = ROOT / "studies" / "code-gpt" / "model.py", ROOT / "tests" / "models" / "ok.py"
@@ -134,8 +134,10 @@ def large(folder: Path, rounds: int) -> Figures:
     write_record(config, candidate.to_deepspeed())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", str(LARGE)]
     command += [str(weights), str(START_UP_STEPS), "--deepspeed_config", str(config)]
-    script = Script(arguments=(str(weights), "1000", "--deepspeed_config", "{ds_config}"), working_dir=str(folder),
-                    micro_batch_size=1, gradient_accumulation_steps=1, precision="bf16")  # fmt: skip
+    probed = Probed(ds_config=candidate.to_deepspeed(), micro_batch_size=1, gradient_accumulation_steps=1)
+    script = Script(
+        arguments=(str(weights), "1000", "--deepspeed_config", "{ds_config}"), working_dir=str(folder), probed=probed
+    )
     os.environ["LARGE_MODEL"] = str(weights)
     rows: list[Figures] = []
     with engine("torch", "deepspeed", "transformers:AutoModelForCausalLM,LlamaConfig") as (executor, _):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from autotune.space.candidate import Candidate
-from autotune.space.deepspeed import DsConfig, Scalar
+from autotune.space.deepspeed import DsConfig, Scalar, precision_of, without_auto
 from autotune.system.device import Device
 from autotune.trial import lengths as lengths_of
 from autotune.trial.profile import Machine, Profile
@@ -126,48 +126,6 @@ class DataShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Script:
-    """How a training script is run in a trial.
-
-    Attributes:
-        arguments: Its arguments, templates filled in except `{ds_config}` (this trial's file) and `{local_rank}`.
-        module: Name of the module, if it is started as `python -m NAME`.
-        environment: Variables for it, with the same templates.
-        assignments: Module constants to replace, and their new values.
-        micro_batch_size: Value in the unchanged script, by which its flags and variables are recognised; 0 in a probe.
-        gradient_accumulation_steps: Value in the unchanged script.
-        draw_sizes: If it cuts the loader's batches up: their samples in the unchanged script and in this trial.
-        uneven: The samples of its batches vary, and count as they come.
-        adds_up: It adds up the losses of its micro-batches, so that its gradient grows with their number.
-        divides: It divides them by their number.
-        clips: It clips gradients itself, which the configuration does in its place.
-        precision: Value in the unchanged script.
-        checkpoint_every: Value in the unchanged script, if it recomputes activations itself.
-        learning_rates: Values in the unchanged script, by parameter group.
-        carried: Candidate fields that the user's templates and mappings set; nothing else sets them.
-        side_changes: Those settings, in words, that differ from the unchanged script.
-    """
-
-    arguments: tuple[str, ...] = ()
-    working_dir: str = "."
-    module: str = ""
-    environment: dict[str, str] = field(default_factory=dict)
-    assignments: dict[str, str] = field(default_factory=dict)
-    micro_batch_size: int = 0
-    gradient_accumulation_steps: int = 0
-    draw_sizes: tuple[int, int] | None = None
-    uneven: bool = False
-    adds_up: bool = False
-    divides: bool = False
-    clips: bool = False
-    precision: str = ""
-    checkpoint_every: int = 0
-    learning_rates: tuple[float | None, ...] = ()
-    carried: tuple[str, ...] = ()
-    side_changes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Probed:
     """Findings of a run of the unchanged script.
 
@@ -259,6 +217,11 @@ class Probed:
         return self.draw_size, candidate.micro_batch_size * parts
 
     @property
+    def precision(self) -> str:
+        """Returns the precision of its configuration."""
+        return precision_of(without_auto(self.ds_config))
+
+    @property
     def divides_again(self) -> bool:
         """Whether it divides losses as DeepSpeed does again, so that its gradient falls with the number of micro-batches."""
         return self.divides and not self.counts_itself
@@ -281,6 +244,34 @@ class Probed:
             replicas = self.replicas * max(1, self.pipeline_stages) // candidate.pipeline_degree
             config[TOTAL] = replicas * config[MICRO] * config[STEPS]
         return config
+
+
+# What a probe itself knows of the script.
+UNPROBED = Probed(ds_config={}, micro_batch_size=None, gradient_accumulation_steps=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """How a training script is run in a trial.
+
+    Attributes:
+        arguments: Its arguments, templates filled in except `{ds_config}` (this trial's file) and `{local_rank}`.
+        module: Name of the module, if it is started as `python -m NAME`.
+        environment: Variables for it, with the same templates.
+        assignments: Module constants to replace, and their new values.
+        probed: The unchanged script, by whose batch its flags and variables are recognised; nothing is known in a probe.
+        carried: Candidate fields that the user's templates and mappings set; nothing else sets them.
+        side_changes: Those settings, in words, that differ from the unchanged script.
+    """
+
+    arguments: tuple[str, ...] = ()
+    working_dir: str = "."
+    module: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    assignments: dict[str, str] = field(default_factory=dict)
+    probed: Probed = UNPROBED
+    carried: tuple[str, ...] = ()
+    side_changes: tuple[str, ...] = ()
 
 
 def recomputing_in_runs(config: DsConfig, candidate: Candidate, own: int = 0) -> DsConfig:

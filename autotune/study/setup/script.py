@@ -12,7 +12,7 @@ from autotune.errors import UserError, shortened
 from autotune.executors import base
 from autotune.executors.base import Executor
 from autotune.space.candidate import Candidate, from_deepspeed
-from autotune.space.deepspeed import DsConfig, Scalar, precision_of, without_auto
+from autotune.space.deepspeed import DsConfig, Scalar, without_auto
 from autotune.study.setup import remedies, sums
 from autotune.study.setup.remedies import ACCUMULATION, MICRO, SCRIPT_BATCH
 from autotune.study.spec.spec import StudySpec
@@ -24,7 +24,7 @@ from autotune.trial.flags import word_that_holds
 from autotune.trial.folder import TrialDir, events, read_record, result_in
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Observed, Outcome, TrialResult
-from autotune.trial.workload import Probed, Script, Workload
+from autotune.trial.workload import UNPROBED, Probed, Script, Workload
 
 DEFAULT_MICRO_BATCH = 8
 # An op that takes longer than this to load is being compiled.
@@ -177,16 +177,7 @@ def script_request(spec: StudySpec, probed: Probed | None, candidate: Candidate,
         environment=_told({name: fill(value, fillers) for name, value in how.environment.items()}, how),
         # A probe does not replace constants that carry the batch, and so learns their values.
         assignments={k: fill(v, fillers) for k, v in spec.script_set.items() if _assigns(v, probed)},
-        micro_batch_size=(probed.micro_batch_size or 0) if probed else 0,
-        gradient_accumulation_steps=(probed.gradient_accumulation_steps or 0) if probed else 0,
-        draw_sizes=probed.draw_sizes(candidate) if probed else None,
-        uneven=probed is not None and probed.uneven is not None,
-        adds_up=probed is not None and probed.adds_up,
-        divides=probed is not None and probed.divides,
-        clips=probed is not None and probed.clips,
-        precision=precision_of(without_auto(probed.ds_config)) if probed else "",
-        checkpoint_every=probed.checkpoint_every if probed else 0,
-        learning_rates=probed.learning_rates if probed else (),
+        probed=probed or UNPROBED,
         carried=tuple(name for name in SCRIPT_BATCH if name in templated or name in mappings),
         side_changes=tuple(changes),
     )

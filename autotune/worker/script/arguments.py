@@ -25,7 +25,7 @@ class Arguments:
         self._context, self._flags = context, context.report.flags
         self._ds_config = context.recorder.folder.ds_config.absolute() if context.candidate is not None else None
         # Where the script cuts up its loader's batches: their samples in the untouched script and in the trial.
-        self._draw_sizes = context.drawn() if context.script.draw_sizes else None
+        self._draw_sizes = context.drawn() if context.draw_sizes else None
         self._parsers: list[argparse.ArgumentParser] = []  # that are parsing, a command's within its parent's
         self._left: list[str] | None = None  # of the command line, by a first parser, as of a configuration file
 

@@ -77,7 +77,7 @@ class ScriptContext:
         self.meter: Meter | None = None
         self.family = ""
         self.casts_inputs = True
-        self.sums_losses = self.script.divides
+        self.sums_losses = self.script.probed.divides
         self.clipping: float | None = None
         self.by_hand: list[str] = []
         self.by_micro_batch = ""
@@ -122,7 +122,7 @@ class ScriptContext:
         """Returns a field's value in the untouched script and in the candidate; None if equal or set by the user."""
         if self.candidate is None or field in self.script.carried:
             return None
-        was, wanted = getattr(self.script, field), getattr(self.candidate, field)
+        was, wanted = getattr(self.script.probed, field), getattr(self.candidate, field)
         if field == "micro_batch_size" and self.in_rows:
             wanted = 1
         return (was, wanted) if was and was != wanted else None
@@ -132,12 +132,17 @@ class ScriptContext:
         """Returns whether the candidate has a token budget: a framework packs the samples of a micro-batch into one row."""
         return self.candidate is not None and "token_budget" in self.candidate.data_changes
 
+    @property
+    def draw_sizes(self) -> tuple[int, int] | None:
+        """Returns the samples of a loader's batch in the untouched script and in the candidate, if the script cuts such batches up."""
+        return self.script.probed.draw_sizes(self.candidate) if self.candidate is not None else None
+
     def drawn(self) -> tuple[int, int] | None:
         """Returns the samples that a loader draws at once, in the untouched script and in the candidate; None if equal.
 
         That is a micro-batch, unless a framework splits batches between ranks, or the script cuts them up.
         """
-        change, sizes = self.value("micro_batch_size"), self.script.draw_sizes
+        change, sizes = self.value("micro_batch_size"), self.draw_sizes
         if sizes is not None and "micro_batch_size" not in self.script.carried:
             return sizes if sizes[0] != sizes[1] else None
         return (self.batch_factor * change[0], self.batch_factor * change[1]) if change else None
@@ -156,7 +161,7 @@ class ScriptContext:
             own: The script's configuration of that model.
             first: Its configuration of the first one.
         """
-        candidate, script = self.candidate, self.script
+        candidate, probed = self.candidate, self.script.probed
         if candidate is None:
             return own, []
         try:
@@ -166,8 +171,8 @@ class ScriptContext:
         paths = dict(candidate.config)
         theirs = Candidate.of(theirs.values() | theirs.stated(own, paths))
         was = mine.values() | mine.stated(first, paths) | {
-            "micro_batch_size": script.micro_batch_size, "gradient_accumulation_steps": script.gradient_accumulation_steps,
-            "precision": script.precision, "checkpoint_every": candidate.checkpoint_every,
+            "micro_batch_size": probed.micro_batch_size or 0, "precision": probed.precision,
+            "gradient_accumulation_steps": probed.gradient_accumulation_steps or 0, "checkpoint_every": candidate.checkpoint_every,
         }  # fmt: skip
         before = theirs.values()
         moved = {
@@ -192,7 +197,7 @@ class ScriptContext:
 
     def cast(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Returns the inputs in the type of the candidate's weights; None if the script's types will do."""
-        if self.candidate is None or not self.casts_inputs or self.candidate.precision == self.script.precision:
+        if self.candidate is None or not self.casts_inputs or self.candidate.precision == self.script.probed.precision:
             return None
         dtype = DTYPES.get(self.candidate.precision)
         others = {*DTYPES.values()} - {dtype}

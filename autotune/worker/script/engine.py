@@ -21,7 +21,7 @@ from torch.utils import checkpoint as checkpointing
 from autotune.errors import UserError
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DTYPES, RATE_KEYS, SIDE_EFFECT_KEYS, ZERO, DsConfig, at_path
-from autotune.trial.workload import Script, Workload
+from autotune.trial.workload import Probed, Workload
 from autotune.worker import project
 from autotune.worker.measure import experts, recompute
 from autotune.worker.measure.buffers import BufferWatch
@@ -275,7 +275,7 @@ class EngineHooks:
             self._widen(model)
         if request.weights is not None:
             weights.load(model, Path(request.weights))
-        if candidate is not None and candidate.checkpoint_every != self._context.script.checkpoint_every:
+        if candidate is not None and candidate.checkpoint_every != self._context.script.probed.checkpoint_every:
             self._recompute(model, blocks, candidate.checkpoint_every)
 
     def _widen(self, model: nn.Module) -> None:
@@ -289,7 +289,7 @@ class EngineHooks:
         """Recomputes every k-th block, and nothing else that the script recomputes."""
         if huggingface.recompute(model, every):
             return
-        self._script_recomputes = not self._context.script.checkpoint_every
+        self._script_recomputes = not self._context.script.probed.checkpoint_every
         if every:
             model_file.turn_off_cache(model)
             recompute.Checkpointer(blocks, every)
@@ -320,11 +320,11 @@ class EngineHooks:
         original(*bound.args, **bound.kwargs)
 
 
-def _splits_otherwise(candidate: Candidate | None, script: Script) -> bool:
+def _splits_otherwise(candidate: Candidate | None, own: Probed) -> bool:
     """Returns whether a trial cuts the script's own global batch into other micro-batches."""
-    if candidate is None or candidate.micro_batch_size == script.micro_batch_size:
+    if candidate is None or candidate.micro_batch_size == own.micro_batch_size:
         return False
-    return candidate.samples_per_rank == script.micro_batch_size * script.gradient_accumulation_steps
+    return candidate.samples_per_rank == (own.micro_batch_size or 0) * (own.gradient_accumulation_steps or 0)
 
 
 def _names_sharding() -> bool:
@@ -339,9 +339,9 @@ def follow_rate(context: ScriptContext, engine: Any, own_rates: Rates) -> float:
 
     Also where the global batch stays, and the script sets its rate by the micro-batch alone.
     """
-    optimizer, script = engine.basic_optimizer, context.script
+    optimizer = engine.basic_optimizer
     factor = context.request.learning_rate_factor
-    if factor == 1 and not _splits_otherwise(context.candidate, script):
+    if factor == 1 and not _splits_otherwise(context.candidate, context.script.probed):
         return 1.0
     if all(group.get("lr") is None for group in optimizer.param_groups):
         if factor != 1:
@@ -357,7 +357,7 @@ def follow_rate(context: ScriptContext, engine: Any, own_rates: Rates) -> float:
 
 def _corrected(context: ScriptContext, factor: float, own_rates: Rates) -> float:
     """Returns a factor on the script's rates without what the script has changed of them by itself at this batch."""
-    pairs = zip(own_rates, context.script.learning_rates, strict=False)
+    pairs = zip(own_rates, context.script.probed.learning_rates, strict=False)
     ratios = [now / was for now, was in pairs if now and was]
     if ratios and max(ratios) < 1.01 * min(ratios) and not math.isclose(ratios[0], 1, rel_tol=0.01):
         why = "the global batch stays" if factor == 1 else f"the rule asks for {factor:.3g}"

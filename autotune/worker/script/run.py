@@ -173,7 +173,7 @@ def _install_hooks(context: ScriptContext) -> StepHooks:
         context.changed(text)
     steps = StepHooks(context)
     attach = steps.attach if context.candidate is not None else ByHand(context).install(steps.attach)
-    if context.script.clips:
+    if context.script.probed.clips:
         leave_clipping_out(context)
     EngineHooks(context, attach, steps.others.attach).install()
     steps.install()

@@ -112,7 +112,7 @@ class StepHooks:
     def attach(self, engine: Any, prepared: PreparedModel) -> None:
         """Starts to measure an engine."""
         context, self._prepared = self._context, prepared
-        uneven = context.script.uneven or context.in_rows
+        uneven = context.script.probed.uneven is not None or context.in_rows
         batches = BatchObserver(engine, forgiving=not uneven, uneven=uneven, shards=sequence_size(engine))
         meter = context.meter = Meter(
             context.recorder, context.request, engine, batches, context.memory, prepared.watch, prepared.noise,
@@ -212,7 +212,7 @@ class StepHooks:
         if (gradients := self._meter.gradients) is not None:
             n_micro, summed = self._meter.engine.gradient_accumulation_steps(), self._context.sums_losses
             # A script that adds up states its gradients per micro-batch, as its losses.
-            gradients.divided_by = 1 / n_micro if self._context.script.adds_up else n_micro if summed else 1
+            gradients.divided_by = 1 / n_micro if self._context.script.probed.adds_up else n_micro if summed else 1
         self._meter.enter("backward")
 
     def _on_prologue(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -267,7 +267,7 @@ class StepHooks:
         assert window is not None
         if self._total is None:
             raise ScriptError(NO_LOSS)
-        summed = (self._summed or self._context.sums_losses) and not self._context.script.adds_up
+        summed = (self._summed or self._context.sums_losses) and not self._context.script.probed.adds_up
         n_micro = 1 if summed else max(1, min(self._n_backward, meter.batches.last.n_micro))
         window.add(self._total / n_micro, meter.batches.last)
         self._total, self._n_backward = None, 0

@@ -14,7 +14,7 @@ from autotune.space.candidate import Candidate
 from autotune.trial.folder import TrialDir
 from autotune.trial.request import TrialRequest, TrialToBeat
 from autotune.trial.result import Outcome
-from autotune.trial.workload import Script
+from autotune.trial.workload import Probed, Script
 from autotune.worker.measure.ledger import WINDOW_S, StepLedger
 from autotune.worker.measure.recorder import Recorder
 
@@ -53,7 +53,8 @@ def test_a_trial_that_may_still_win_runs_to_its_end(zoo):
 
 def test_a_script_is_stopped_in_the_middle_too(zoo):
     candidate = Candidate(micro_batch_size=8, gradient_accumulation_steps=2)
-    script = Script(working_dir=str(SCRIPTS), micro_batch_size=8, gradient_accumulation_steps=2)
+    probed = Probed(ds_config={}, micro_batch_size=8, gradient_accumulation_steps=2)
+    script = Script(working_dir=str(SCRIPTS), probed=probed)
     request = TrialRequest(
         target=str(SCRIPTS / "training_data.py"), candidate=candidate.values(), world_size=2,
         ds_config=candidate.to_deepspeed(ADAMW), budget_s=30.0, min_samples=10**9, deadline_s=60.0,

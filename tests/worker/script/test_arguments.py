@@ -22,7 +22,7 @@ def arguments_of(value, changes, flags, files, ds_config=None):
     return Arguments(SimpleNamespace(
         value=value, changed=changes.append, report=SimpleNamespace(flags=flags), left_out=[], json_flags=files,
         candidate=ds_config, recorder=SimpleNamespace(folder=SimpleNamespace(ds_config=ds_config)),
-        script=SimpleNamespace(draw_sizes=None),
+        draw_sizes=None,
     ))  # fmt: skip
 
 

@@ -15,12 +15,16 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from autotune.space.candidate import Candidate, from_deepspeed
-from autotune.trial.workload import Script
+from autotune.trial.workload import Probed, Script
 from autotune.worker import project
 from autotune.worker.measure import gradient_check
 from autotune.worker.script import context, engine, patching, run
 
 CALLER = "def run(checkpoint):\n    return checkpoint(lambda x: x + 1, 2, use_reentrant=False)\n"
+
+
+def _untouched(micro, steps, **what):
+    return Script(probed=Probed(ds_config={}, micro_batch_size=micro, gradient_accumulation_steps=steps, **what))
 
 
 @pytest.fixture
@@ -185,7 +189,7 @@ def test_a_model_beside_the_first_follows_a_trial_in_what_the_two_have_alike(own
     alike["gradient_clipping"] = 2
     first = {**alike, "zero_optimization": {"stage": own.get("zero_optimization", {"stage": 0})["stage"] % 3}}
     script = context.ScriptContext.__new__(context.ScriptContext)
-    script.script = Script(micro_batch_size=8, gradient_accumulation_steps=2, precision="fp32")
+    script.script = _untouched(8, 2)
     script.request = SimpleNamespace(world_size=2)
     script.candidate = Candidate.of({**from_deepspeed(first, 2).values(), **values})
     found, changes = script.config_beside({**alike, **own}, first)
@@ -199,7 +203,7 @@ def test_what_changes_in_the_configuration_of_another_model_is_told(monkeypatch)
     report = SimpleNamespace(side_changes=[], caveats=[], unreproducible=[])
     script = context.ScriptContext.__new__(context.ScriptContext)
     script.report, script.request = report, SimpleNamespace(world_size=2)
-    script.script = Script(micro_batch_size=8, gradient_accumulation_steps=1, precision="fp32")
+    script.script = _untouched(8, 1)
     script.candidate = Candidate.of({"micro_batch_size": 4, "gradient_accumulation_steps": 2})
     monkeypatch.setattr(engine, "users_caller", lambda: "gan.py:22")
     hooks = engine.EngineHooks(script, attach=lambda *_: None, beside=lambda _: None)
@@ -232,7 +236,7 @@ def test_what_a_loop_may_count_its_micro_batches_by_is_told(code, configured, na
     (tmp_path / "train.py").write_text(code)
     report = SimpleNamespace(side_changes=[])
     script = context.ScriptContext.__new__(context.ScriptContext)
-    script.report, script.script = report, Script(micro_batch_size=8, gradient_accumulation_steps=2)
+    script.report, script.script = report, _untouched(8, 2)
     script.request = SimpleNamespace(world_size=2)
     script.candidate = Candidate.of({"micro_batch_size": 16, "gradient_accumulation_steps": 1})
     frame = SimpleNamespace(f_code=SimpleNamespace(co_filename=str(tmp_path / "train.py")))
@@ -246,7 +250,7 @@ def test_what_a_loop_may_count_its_micro_batches_by_is_told(code, configured, na
 def test_a_batch_in_a_class_is_cast_and_a_cache_is_left_alone():
     """Each bf16 trial of a script with batches in a dataclass crashed for want of a cast."""
     script = context.ScriptContext.__new__(context.ScriptContext)
-    script.candidate, script.script = Candidate(micro_batch_size=2, precision="bf16"), SimpleNamespace(precision="fp32")
+    script.candidate, script.script = Candidate(micro_batch_size=2, precision="bf16"), _untouched(2, 1)
     script.casts_inputs, script.batch_classes = True, {SimpleNamespace}
     script.report = SimpleNamespace(side_changes=[], unreproducible=[])
     fields, cache = dataclasses.make_dataclass("Batch", ["x"])(torch.zeros(2)), nn.Module()
@@ -308,7 +312,7 @@ def test_a_rate_that_follows_the_micro_batch_is_the_scripts_own_where_the_global
     said, weight = [], torch.nn.Parameter(torch.ones(1))
     trial = SimpleNamespace(
         candidate=Candidate(micro_batch_size=micro, gradient_accumulation_steps=steps, config=config),
-        script=Script(micro_batch_size=16, gradient_accumulation_steps=1, learning_rates=(0.1,)),
+        script=_untouched(16, 1, learning_rates=(0.1,)),
         request=SimpleNamespace(learning_rate_factor=1.0), changed=said.append,
     )  # fmt: skip
     optimizer = torch.optim.SGD([weight], lr=set_rate)

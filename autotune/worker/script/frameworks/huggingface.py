@@ -166,7 +166,7 @@ class _Adapter:
                 setattr(arguments, name, name == wanted)
                 off = f"leave out `--{name}`" if _is_off(type(arguments), name) else f"`--{name} False`"
                 instead = f"add `--{name}`" if name == wanted else off
-                if name == wanted and self._context.memory.on_cpu and wanted != self._context.script.precision:
+                if name == wanted and self._context.memory.on_cpu and wanted != self._context.script.probed.precision:
                     refused = (
                         f"On a CPU transformers refuses `--{name}` beside DeepSpeed; the trial made it accept that."
                     )

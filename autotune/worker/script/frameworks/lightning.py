@@ -105,7 +105,7 @@ class _Adapter:
     def _precision(self, given: dict[str, Any]) -> None:
         """Sets the precision flag, and removes plugins that would set another precision."""
         assert self._context.candidate is not None
-        if self._context.candidate.precision == self._context.script.precision:
+        if self._context.candidate.precision == self._context.script.probed.precision:
             return
         precision = import_module(f"{self.package}.plugins.precision").Precision
         plugins = given.get("plugins")

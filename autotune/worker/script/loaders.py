@@ -1,9 +1,11 @@
 """DataLoaders in a trial: give them the trial's batch size, and count the samples of each batch they draw."""
 
+import ast
 import collections
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from autotune.worker.data import worst
 from autotune.worker.data.samples import fixed_sizes, is_map_style, samples_in
 from autotune.worker.data.witness import watch
 from autotune.worker.script.context import ScriptContext
-from autotune.worker.script.patching import patch, place_of, users_frame
+from autotune.worker.script.patching import patch, place_of, syntax_of, users_frame
 
 
 class Loaders:
@@ -111,7 +113,8 @@ class Loaders:
     def _init(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(original).bind(*args, **kwargs)
         # A library passes on what the user's code says, where a framework takes it from its configuration.
-        place, change = place_of(users_frame(through_libraries=True)), self._context.drawn()
+        frame, change = users_frame(through_libraries=True), self._context.drawn()
+        place = place_of(frame)
         said = self._changes.setdefault(id(bound.arguments["dataset"]), [])
         if place and change:
             was, wanted = change
@@ -126,7 +129,9 @@ class Loaders:
             elif sampler is None and bound.arguments.get("batch_size", 1) == was:
                 bound.arguments["batch_size"] = wanted
                 _tell_lightning(bound.arguments["self"], wanted)
-                said.append(f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}.")
+                said.append(
+                    f"Data: the DataLoader at {place} with `batch_size={wanted}` instead of {was}{_by_name(frame)}."
+                )
         changes = self._context.candidate.data_changes if self._context.candidate is not None else {}
         for name, value in changes.items():
             # A loader of the script's own does not look at what its framework was told.
@@ -191,6 +196,16 @@ class Loaders:
         for name in ("_autotune_draws", "_autotune_sizes"):  # of an epoch that was left early
             iterator.__dict__.pop(name, None)
         return original(iterator, *args, **kwargs)
+
+
+def _by_name(frame: FrameType | None) -> str:
+    """Returns in words what a call has its batch size from, as a flag of a name that tells nothing; empty for a number."""
+    line = frame.f_lineno if frame is not None else 0
+    calls = [node for node in ast.walk(syntax_of(frame)) if isinstance(node, ast.Call)]
+    calls = [call for call in calls if call.lineno <= line <= (call.end_lineno or 0)]
+    values = [word.value for call in calls for word in call.keywords if word.arg == "batch_size"]
+    found = {ast.unparse(value) for value in values if not isinstance(value, ast.Constant)}
+    return f", which is `{found.pop()}` there" if len(found) == 1 else ""
 
 
 def _vary(iterator: Any, n_samples: int | None) -> bool:

@@ -450,7 +450,7 @@ def test_what_carried_the_batch_is_told(bench):
     ):
         assert said in str(bench.applied(bench.plan(name), micro_batch_size=3).side_changes)
     changes = bench.applied(bench.plan("styles.py", "workers"), micro_batch_size=3).side_changes
-    assert "with `batch_size=3` instead of 8." in str(changes)
+    assert "with `batch_size=3` instead of 8, which is `batch` there." in str(changes)
 
 
 def test_a_loader_that_is_only_evaluated_is_no_change_to_make(bench):

@@ -9,7 +9,9 @@ import numpy as np
 from optuna.study import Study
 
 from autotune.report.data import quantity
-from autotune.scoring.metrics import GOODPUT, METRICS
+from autotune.scoring.estimates import TIMED
+from autotune.scoring.measured import improvement
+from autotune.scoring.metrics import METRICS
 from autotune.scoring.objective import Objective
 from autotune.scoring.quantiles import Z90
 from autotune.search.observation import Observation
@@ -21,6 +23,10 @@ from autotune.study.storage import analysed, records
 from autotune.study.storage.records import StoreError
 from autotune.system.units import format_bytes
 from autotune.trial.profile import Floats
+from autotune.trial.result import Outcome
+
+# What is predicted whatever the objectives are.
+ALWAYS = ("step_time_s", "samples_per_s", "peak_memory_bytes")
 
 
 class Expectations:
@@ -96,8 +102,7 @@ class Expectations:
         logs, total = self._logs(candidates), np.zeros(len(candidates))
         for objective in self.objectives:
             if objective.metric in logs:
-                sign = 1 if METRICS[objective.metric].direction == "maximize" else -1
-                total += sign * objective.weight * logs[objective.metric][0]
+                total += objective.weight * improvement(logs[objective.metric][0], objective.metric)
         return candidates[int(np.argmax(total))]
 
     def predicted(self, candidate: Candidate, reference: Mapping[str, float]) -> dict[str, dict[str, float]]:
@@ -125,18 +130,11 @@ class Expectations:
     def _logs(self, candidates: Sequence[Candidate]) -> dict[str, tuple[Floats, Floats]]:
         """Logarithms of the metrics of candidates, as means and standard deviations; objectives where a trial told them."""
         said = self._guide.beliefs(self.told, candidates)
-        batch = np.log([candidate.global_batch_size(self._setting.world_size) for candidate in candidates])
-        time, time_sd = said.log_step_time[0] + self._slower, said.log_step_time[1]
-        (samples, samples_sd), (useful, useful_sd) = map(said.log_count, ("time_to_loss_s", GOODPUT))
-        more = {
-            **{rate: (batch - time + math.log(each), time_sd) for rate, each in said.per_sample.items()},
-            "time_to_loss_s": (time + samples - batch, np.hypot(time_sd, samples_sd)),
-            GOODPUT: (batch - time - useful, np.hypot(time_sd, useful_sd)),
-            **said.log_extra,
-        }
-        wanted = [*(o.metric for o in self.objectives), *(metric for metric, _, _ in self._bounds)]
-        return {
-            "step_time_s": (time, time_sd),
-            "samples_per_s": (batch - time, time_sd),
-            "peak_memory_bytes": said.log_memory,
-        } | {name: more[name] for name in wanted if name in more and any(t.good(name) for t in self.told)}
+        named = [*(o.metric for o in self.objectives), *(metric for metric, _, _ in self._bounds)]
+        done = [t for t in self.told if t.outcome is Outcome.COMPLETE]
+        wanted = [*ALWAYS, *(name for name in named if any(t.good(name) for t in done))]
+        found = {}
+        for name in dict.fromkeys(wanted):
+            mean, sd = said.log(name)
+            found[name] = mean - improvement(self._slower, name) * (name in TIMED), sd
+        return found

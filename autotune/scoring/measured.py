@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE
@@ -13,7 +13,10 @@ from autotune.scoring.metrics import METRICS
 from autotune.scoring.objective import Objective
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig
+from autotune.trial.profile import Floats
 from autotune.trial.result import Outcome
+
+Value = TypeVar("Value", float, Floats)
 
 
 def unseen(settings: Sequence[str]) -> str:
@@ -175,6 +178,6 @@ def log_ratio(measured: Measured, reference: Measured, metric: str) -> float:
     return math.log(own / other) if own and other and own > 0 and other > 0 else 0.0
 
 
-def improvement(log_value: float, metric: str) -> float:
+def improvement(log_value: Value, metric: str) -> Value:
     """The logarithm of a metric's ratio, signed so that more is better."""
     return -log_value if METRICS[metric].direction == "minimize" else log_value

@@ -6,6 +6,7 @@ throughput and time to target follow from them exactly. Each is the prior times 
 learned as the samples to the target are: both are linear in the batch.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,8 @@ from autotune.forecast.regression import (
     fit,
     probability_below,
 )
-from autotune.scoring.metrics import METRICS, of_kind
+from autotune.scoring.measured import improvement
+from autotune.scoring.metrics import of_kind
 from autotune.search.observation import Observation
 from autotune.search.sample_counts import SampleCounts
 from autotune.space.candidate import Candidate
@@ -50,36 +52,10 @@ OPEN_SCALE = 2.0
 GUESSED_SCALE = 0.5
 # What fits by a larger chance, needs less than this share of the memory and runs out of it does so for another reason than its size.
 SURELY_FITS, ROOMY = 0.99, 0.5
+STEP, MEMORY = "step_time_s", "peak_memory_bytes"
 RATES, COUNTED, PER_SAMPLE = of_kind("rate"), of_kind("count"), of_kind("per_sample")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Beliefs:
-    """What is believed of candidates, one entry each.
-
-    Attributes:
-        samples: The counts of samples that the trials tell.
-        batches: What of the candidates they rest on.
-        log_step_time: Logarithm of the step time that a trial would measure, as (mean, standard deviation).
-        log_memory: The same for the peak memory.
-        per_sample: By rate what of it a sample holds, as tokens.
-        log_extra: By name the same for the metrics wanted that follow from none of these.
-        fits: Probability that it fits.
-        sized: Whether `fits` may exclude a candidate.
-    """
-
-    log_step_time: tuple[Floats, Floats]
-    log_memory: tuple[Floats, Floats]
-    per_sample: Mapping[str, float]
-    log_extra: Mapping[str, tuple[Floats, Floats]]
-    fits: Floats
-    sized: bool
-    samples: SampleCounts
-    batches: Design
-
-    def log_count(self, metric: str) -> tuple[Floats, Floats]:
-        """Logarithm of the samples that a metric counts, as (mean, standard deviation)."""
-        return self.samples.of(metric).predict(self.batches)
+# Metrics with a model of their own, and those of which a larger batch alone makes less.
+OWN, OF_A_SAMPLE = of_kind("per_step", "per_sample"), RATES | COUNTED | PER_SAMPLE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +64,7 @@ class CostModel:
 
     Attributes:
         catalogue: The candidates, which rows are numbers of.
+        shares: Weights of the objectives in the goal, which is the weighted mean of their costs.
         bounds: What a solution must keep.
         time: Log step time.
         memory: Log peak memory.
@@ -104,6 +81,7 @@ class CostModel:
 
     catalogue: FeatureTable
     metrics: Sequence[str]
+    shares: Floats
     world_size: int
     bounds: Sequence[Bound]
     time: CalibratedGP
@@ -135,102 +113,75 @@ class CostModel:
         if not len(self.rows):
             return chance
         for metric, end, amount in self.bounds:
-            if amount <= 0:
-                continue
-            mean, sd = self.cost(rows, metric)
-            sign = _sign(metric)
-            limit = sign * (math.log(amount) - math.log(self.per_sample.get(metric, 1.0)))
-            below = (end == "max") == (sign > 0)
-            z = (limit - mean) / sd
-            chance = chance * scipy.special.ndtr(z if below else -z)
+            if amount > 0:
+                mean, sd = self.log(rows, metric)
+                z = (math.log(amount) - mean) / sd
+                chance = chance * scipy.special.ndtr(z if end == "max" else -z)
         return np.maximum(chance, 1e-6)  # a bound that nothing seems to keep must not end the search
 
-    def step_time(self, rows: Rows, *, noise: bool = False) -> tuple[Floats, Floats]:
-        """Mean and standard deviation of the log step time; with `noise` of what a trial would measure."""
-        return self.time.predict(time_design(self.catalogue, self.memory, self.limit, rows), noise=noise)
+    def _model(self, part: str) -> CalibratedGP:
+        """The model of one of the `_parts` of a metric."""
+        return self.samples.of(part) if part in COUNTED else {STEP: self.time, MEMORY: self.memory, **self.extra}[part]
 
-    def log_extra(self, rows: Rows, metric: str, *, noise: bool = True) -> tuple[Floats, Floats]:
-        """The same for the logarithm of another metric."""
-        design = time_design(self.catalogue, self.memory, self.limit, rows)
-        mean, sd = self.extra[metric].predict(design, noise=noise)
-        return _sign(metric) * (mean - (metric in PER_SAMPLE) * self.log_batch(rows)), sd
+    def _design(self, part: str, rows: Rows, *, hinge: bool = True) -> Design:
+        """Rows as that model takes them; without the `hinge` at the memory limit it is cheap for very many."""
+        if part == MEMORY:
+            return self.catalogue.memory.take(rows)
+        if part in COUNTED:
+            return self.catalogue.samples.take(rows)
+        return time_design(self.catalogue, self.memory, self.limit if hinge else None, rows)
 
-    def log_batch(self, rows: Rows) -> Floats:
-        """Logarithm of the samples of a step."""
-        return np.asarray(np.log(self.catalogue.batch[rows] * self.world_size), dtype=float)
+    def log(self, rows: Rows, metric: str, *, noise: bool = False) -> tuple[Floats, Floats]:
+        """Mean and standard deviation of the logarithm of a metric; with `noise` of what a trial would measure."""
+        mean, sd = self.costs(rows, [metric], noise=noise)
+        return math.log(self.per_sample.get(metric, 1.0)) - improvement(mean[:, 0], metric), sd[:, 0]
 
-    def cost(self, rows: Rows, metric: str, step_time: tuple[Floats, Floats] | None = None) -> tuple[Floats, Floats]:
-        """Mean and standard deviation of the logarithm of a metric, signed so that less is better.
+    def costs(self, rows: Rows, metrics: Sequence[str] | None = None, *, noise: bool = False) -> tuple[Floats, Floats]:
+        """Means and standard deviations of the logarithms of metrics, signed so that less is better; a column each.
 
         Args:
-            step_time: Their `step_time`, where it was worked out before.
+            metrics: By default the objectives.
         """
-        log_batch = self.log_batch(rows)
-        if metric == "peak_memory_bytes":
-            return self.memory.predict(self.catalogue.memory.take(rows))
-        if metric in self.extra:
-            mean, sd = self.log_extra(rows, metric, noise=False)
-            return _sign(metric) * mean, sd
-        mean, sd = step_time or self.step_time(rows)
-        if metric in RATES:
-            return mean - log_batch, sd
-        if metric in COUNTED:
-            more, also = self.samples.of(metric).predict(self.catalogue.samples.take(rows))
-            return mean + more - log_batch, np.hypot(sd, also)
-        return mean, sd
+        metrics = self.metrics if metrics is None else metrics
+        # The samples that a trial counts have no noise but that of its step time.
+        found = {
+            part: self._model(part).predict(self._design(part, rows), noise=noise and part not in COUNTED)
+            for part in _all_parts(metrics)
+        }
+        sds = [functools.reduce(np.hypot, [found[part][1] for part in _parts(m)]) for m in metrics]
+        means = self._summed({part: mean for part, (mean, _) in found.items()}, rows, metrics)
+        return np.column_stack(means), np.column_stack(sds)
 
-    def costs(self, rows: Rows) -> tuple[Floats, Floats]:
-        """The same for all objectives, one column each."""
-        step_time = self.step_time(rows)  # most objectives follow from it
-        pairs = [self.cost(rows, metric, step_time) for metric in self.metrics]
-        return np.column_stack([mean for mean, _ in pairs]), np.column_stack([sd for _, sd in pairs])
+    def _summed(self, found: Mapping[str, Floats], rows: Rows, metrics: Sequence[str]) -> list[Floats]:
+        """Logarithms of the costs by each metric, from those of its parts."""
+        log_batch = np.log(self.catalogue.batch[rows] * self.world_size)
+        return [np.sum([found[part] for part in _parts(m)], axis=0) - log_batch * (m in OF_A_SAMPLE) for m in metrics]
 
     def sd_apart(self, rows: Rows, others: Rows) -> Floats:
         """Standard deviations of differences: a row for each of `rows`, a column for each of `others`, an entry an objective."""
-        pair, batches = (rows, others), self.catalogue.samples
-        designs = [time_design(self.catalogue, self.memory, self.limit, some) for some in pair]
-        time = self.time.sd_apart(*designs)
+        found = {
+            part: self._model(part).sd_apart(self._design(part, rows), self._design(part, others))
+            for part in _all_parts(self.metrics)
+        }
+        return np.stack([functools.reduce(np.hypot, [found[part] for part in _parts(m)]) for m in self.metrics], axis=2)
 
-        def of(metric: str) -> Floats:
-            if metric == "peak_memory_bytes":
-                return self.memory.sd_apart(*(self.catalogue.memory.take(some) for some in pair))
-            if metric in COUNTED:
-                more = self.samples.of(metric).sd_apart(*map(batches.take, pair))
-                return np.asarray(np.hypot(time, more), dtype=float)
-            return self.extra[metric].sd_apart(*designs) if metric in self.extra else time
-
-        return np.stack([of(metric) for metric in self.metrics], axis=2)
-
-    def goal(self, rows: Rows, shares: Floats) -> tuple[Floats, Floats]:
+    def goal(self, rows: Rows) -> tuple[Floats, Floats]:
         """Weighted mean of the objectives' costs, and its standard deviation if they err together."""
         mean, sd = self.costs(rows)
-        return mean @ shares, sd @ shares
+        return mean @ self.shares, sd @ self.shares
 
-    def draw_goal(self, rows: Rows, shares: Floats, rng: np.random.Generator, n: int) -> Floats:
+    def draw_goal(self, rows: Rows, rng: np.random.Generator, n: int) -> Floats:
         """Joint draws of that mean: `n` rows, a column for each candidate."""
-        design, batches = time_design(self.catalogue, self.memory, self.limit, rows), self.catalogue.samples.take(rows)
-        log_batch = self.log_batch(rows)
-        total, of_time = np.zeros((n, len(rows))), 0.0
-        for metric, share in zip(self.metrics, shares, strict=True):
-            if metric == "peak_memory_bytes":
-                total += share * self.memory.draw(self.catalogue.memory.take(rows), rng, n)
-            elif metric in self.extra:
-                total += share * self.extra[metric].draw(design, rng, n)
-                total -= share * log_batch * (metric in PER_SAMPLE)
-            else:
-                of_time += share
-                total -= share * log_batch * (metric != "step_time_s")
-                if metric in COUNTED:
-                    total += share * self.samples.of(metric).draw(batches, rng, n)
-        return total + of_time * self.time.draw(design, rng, n) if of_time else total
+        found = {part: self._model(part).draw(self._design(part, rows), rng, n) for part in _all_parts(self.metrics)}
+        drawn = self._summed(found, rows, self.metrics)
+        return np.asarray(np.tensordot(self.shares, drawn, axes=1), dtype=float)
 
     def carried(self, rows: Rows) -> "TransferredCorrections":
         """What the trials taught about candidates, apart from the machine's memory limit and the workload's own size."""
-        time = self.catalogue.time.take(rows)
-        none = np.zeros((len(rows), 2))  # how near the limit they are will be another matter
+        # How near the limit they are will be another matter.
         return TransferredCorrections(
             time_terms=np.exp(self.time.correction),
-            time=self.time.remainder(replace(time, linear=np.column_stack([time.linear, none]))),
+            time=self.time.remainder(self._design(STEP, rows, hinge=False)),
             memory_terms=np.exp(self.memory.correction),
             memory=self.memory.remainder(self.catalogue.memory.take(rows)),
             samples_terms=np.exp(self.samples.to_target.correction),
@@ -238,23 +189,45 @@ class CostModel:
 
     def rough_costs(self, rows: Rows | None = None) -> Floats:
         """Expected costs of some candidates; of all of them without the smooth remainder, which is cheap."""
-        catalogue, smooth = self.catalogue, rows is not None
-        rows = np.arange(len(catalogue.batch)) if rows is None else rows
-        log_batch, batches, plain = self.log_batch(rows), catalogue.samples.take(rows), catalogue.time.take(rows)
-        plain = replace(plain, linear=np.column_stack([plain.linear, np.zeros((len(rows), 2))]))
-        design = time_design(catalogue, self.memory, self.limit, rows) if smooth else plain
-        time = self.time.mean(design, smooth=smooth)
-        columns = []
-        for metric in self.metrics:
-            if metric == "peak_memory_bytes":
-                columns.append(self.memory.mean(catalogue.memory.take(rows)))
-            elif metric in RATES | PER_SAMPLE:
-                columns.append(time - log_batch)
-            elif metric in COUNTED:
-                columns.append(time + self.samples.of(metric).mean(batches, smooth=smooth) - log_batch)
-            else:
-                columns.append(time)
-        return np.column_stack(columns)
+        close = rows is not None
+        rows = np.arange(len(self.catalogue.batch)) if rows is None else rows
+        found = {
+            part: self._model(part).mean(self._design(part, rows, hinge=close), smooth=close)
+            for part in _all_parts(self.metrics)
+        }
+        return np.column_stack(self._summed(found, rows, self.metrics))
+
+
+@dataclass(frozen=True)
+class Beliefs:
+    """What is believed of candidates, one entry each."""
+
+    model: CostModel
+    rows: Rows
+
+    def log(self, metric: str) -> tuple[Floats, Floats]:
+        """Logarithm of a metric as a trial would measure it: mean and standard deviation."""
+        return self.model.log(self.rows, metric, noise=True)
+
+    @property
+    def log_step_time(self) -> tuple[Floats, Floats]:
+        """The same of the step time."""
+        return self.log(STEP)
+
+    @property
+    def log_memory(self) -> tuple[Floats, Floats]:
+        """The same of the peak memory."""
+        return self.log(MEMORY)
+
+    def log_count(self, metric: str) -> tuple[Floats, Floats]:
+        """Logarithm of the samples that a metric counts."""
+        model = self.model
+        return model.samples.of(metric).predict(model.catalogue.samples.take(self.rows))
+
+    @property
+    def fits(self) -> Floats:
+        """Probability that it fits the memory; it may exclude a candidate where the model is `sized`."""
+        return self.model.fits(self.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +251,7 @@ class TransferredCorrections:
 def learn(
     catalogue: FeatureTable,
     metrics: Sequence[str],
+    shares: Floats,
     world_size: int,
     limit: float | None,
     bounds: Sequence[Bound],
@@ -291,7 +265,6 @@ def learn(
         time_sd[0] = max(time_sd[0], OPEN_SCALE)
     done = [t for t in ran if t.outcome is Outcome.COMPLETE]
     wanted = dict.fromkeys([*metrics, *(metric for metric, _, _ in bounds)])
-    own = [m for m in wanted if m not in RATES | COUNTED | of_kind("time", "memory")]
     ratios = {
         rate: [t.metrics[rate] / t.metrics["samples_per_s"] for t in done if t.good(rate) and t.good("samples_per_s")]
         for rate in RATES
@@ -304,12 +277,13 @@ def learn(
         wide = time_sd.copy()
         wide[0] = 30.0  # another unit altogether
         samples = catalogue.batch[rows] * world_size if metric in PER_SAMPLE else 1.0
-        y = np.log(samples) + _sign(metric) * np.log([t.metrics[metric] for t in some])
+        y = np.log(samples) - improvement(np.log([t.metrics[metric] for t in some]), metric)
         return fit(Data.of(design, y), wide, catalogue.time_spread)
 
     return CostModel(
         catalogue=catalogue,
         metrics=metrics,
+        shares=shares,
         world_size=world_size,
         bounds=bounds,
         time=fit(
@@ -320,7 +294,7 @@ def learn(
         ),
         memory=memory,
         samples=SampleCounts(catalogue, world_size, done),
-        extra={metric: extra(metric) for metric in own},
+        extra={metric: extra(metric) for metric in wanted if metric in OWN},
         limit=limit,
         rows=_rows(catalogue, [t for t in done if t.eligible]),
         n_ran=len(ran),
@@ -329,6 +303,18 @@ def learn(
         per_sample={rate: float(np.median(some)) for rate, some in ratios.items() if some},
         sized=any(t.good("peak_memory_bytes") for t in ran) or bool(catalogue.memory_sd[0] < GUESSED_SCALE),
     )
+
+
+def _parts(metric: str) -> tuple[str, ...]:
+    """The quantities, each with a model, whose logarithms add up to that of a metric's cost, but for the batch."""
+    if metric in COUNTED:  # samples, and the step time
+        return metric, STEP
+    return (STEP,) if metric in RATES else (metric,)
+
+
+def _all_parts(metrics: Sequence[str]) -> list[str]:
+    """Those of several metrics, each once, the step time last."""
+    return sorted(dict.fromkeys(part for metric in metrics for part in _parts(metric)), key=lambda part: part == STEP)
 
 
 def timed(told: Sequence[Observation], world_size: int) -> list[Observation]:
@@ -444,7 +430,3 @@ def _distrust(catalogue: FeatureTable, told: Sequence[Observation], odd: Sequenc
     shared = (of_knob @ catalogue.setting_of.T) * (of_knob > 0).sum(axis=1, keepdims=True)
     bad = (suspects / np.maximum(shared, 1.0)).sum(axis=0)
     return np.asarray(bad / (bad + good + 0.25) * (good < bad), dtype=float)
-
-
-def _sign(metric: str) -> float:
-    return -1.0 if metric in METRICS and METRICS[metric].direction == "maximize" else 1.0

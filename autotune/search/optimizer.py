@@ -163,12 +163,12 @@ class CandidateOptimizer:
         open_rows = self._open(state, busy)
         if not open_rows.any():
             return None
-        untried = pool.untried_drop_ins(state, self.shares, open_rows, told, self.drops_in)
+        untried = pool.untried_drop_ins(state, open_rows, told, self.drops_in)
         if untried is not None:
             # One is tried however far it is behind: it is the answer where what is ahead fails its checks.
             open_rows = untried
         rng = np.random.default_rng(len(told))
-        rows = pool.pool(state, self.shares, open_rows, rng)
+        rows = pool.pool(state, open_rows, rng)
         rows = rows if untried is not None else _hopeful(state, rows)
         fits, least = state.fits(rows), chance_needed(told) if state.sized and self.cautious else 0.0
         if not (fits >= least).any():
@@ -208,16 +208,7 @@ class CandidateOptimizer:
         self._note(candidates)
         state = self._learn(told)
         rows = np.array([self.catalogue.row[c] for c in candidates], dtype=np.intp)
-        return Beliefs(
-            log_step_time=state.step_time(rows, noise=True),
-            log_memory=state.memory.predict(self.catalogue.memory.take(rows), noise=True),
-            samples=state.samples,
-            batches=self.catalogue.samples.take(rows),
-            per_sample=state.per_sample,
-            log_extra={metric: state.log_extra(rows, metric) for metric in state.extra},
-            fits=state.fits(rows),
-            sized=state.sized,
-        )
+        return Beliefs(state, rows)
 
     def foretold(self, told: Sequence[Observation]) -> list[Foretold | None]:
         """What the calibrated model foretells of each trial's log step time, but for what it read; None where it read none."""
@@ -257,7 +248,7 @@ class CandidateOptimizer:
         """
         state = self._learn(told)
         open_rows, held = self._open(state, busy), _held_rows(state)
-        untried = pool.untried_drop_ins(state, self.shares, open_rows, told, self.drops_in)
+        untried = pool.untried_drop_ins(state, open_rows, told, self.drops_in)
         found = Outlook(
             loss=0.0, next_gain=0.0, n_left=int(open_rows.sum()), explored=True, n_ran=state.n_ran, covered=state.time.covered,
             quick=self.quick, drop_in_open=untried is not None,
@@ -266,14 +257,14 @@ class CandidateOptimizer:
             return replace(found, loss=math.inf, next_gain=math.inf)
         rng = np.random.default_rng(len(told))
         # What is never proposed keeps no study from ending.
-        rows = _hopeful(state, pool.pool(state, self.shares, open_rows, rng))
+        rows = _hopeful(state, pool.pool(state, open_rows, rng))
         if not len(rows):
             return found
         fits = state.fits(rows)
         allowed = fits * state.held(rows) * state.completes(rows)
-        seen, unseen, hopeful = _draw(state, self.shares, rows, held, rng, priced=self.quick)
+        seen, unseen, hopeful = _draw(state, rows, held, rng, priced=self.quick)
         loss, next_gain = acquisition.loss_of_stopping(seen, unseen, allowed[hopeful], rng)
-        explored = not pool.needed(state, self.shares, rows, allowed, held).any()
+        explored = not pool.needed(state, rows, allowed, held).any()
         return replace(
             found, loss=loss, next_gain=next_gain, n_left=int((fits >= LAST_RESORT).sum()), explored=explored
         )
@@ -285,7 +276,7 @@ class CandidateOptimizer:
             if known == list(told):
                 return learned
         self._note(t.candidate for t in told)
-        learned = learn(self.catalogue, self.metrics, self.world_size, self.limit, self.bounds, told)
+        learned = learn(self.catalogue, self.metrics, self.shares, self.world_size, self.limit, self.bounds, told)
         self._learned = [(list(told), learned), *self._learned[:1]]
         return learned
 
@@ -315,7 +306,7 @@ class CandidateOptimizer:
         mean, seen = state.costs(rows)[0], state.costs(held)[0]
         if self.quick and n_told >= QUICK_TRIALS:
             # A study that goes on because of one candidate tries that one.
-            drawn, unseen, hopeful = _draw(state, self.shares, rows, held, np.random.default_rng(n_told), priced=True)
+            drawn, unseen, hopeful = _draw(state, rows, held, np.random.default_rng(n_told), priced=True)
             promised = np.zeros(len(rows))
             promised[hopeful] = acquisition.gains(drawn, unseen).mean(axis=0)
             return promised
@@ -324,20 +315,20 @@ class CandidateOptimizer:
             expected = mean @ self.shares + (pool.price(self.catalogue.candidates, rows) if self.quick else 0.0)
             return np.asarray(np.exp(expected.min() - expected), dtype=float)
         if self.goal_only:
-            return np.asarray(_gains(state, self.shares, rows, mean, held, seen)[-1], dtype=float)
+            return np.asarray(_gains(state, rows, mean, held, seen)[-1], dtype=float)
         if len(self.metrics) > 1 and n_told % 2:
             front = pareto.front(-seen)
             nearest = state.sd_apart(rows, held[front]).min(axis=1)
             gain = acquisition.hypervolume_improvement(mean, nearest, seen[front], np.random.default_rng(n_told))
             if gain.max() > 0:
                 return gain
-        gains = _gains(state, self.shares, rows, mean, held, seen)
+        gains = _gains(state, rows, mean, held, seen)
         promise = (gains * allowed).max(axis=1)
         for_goal = n_told % 4 == 0
         which = -1 if for_goal else int(np.argmax(promise[:-1]))
         # The first trials are for what the forecast holds to be best; what they show tells which levels may be as good.
         if n_told > 2 * len(self.metrics) and promise[which] < (EXPLORE_BELOW_GOAL if for_goal else EXPLORE_BELOW):
-            needed = pool.needed(state, self.shares, rows, allowed, held)
+            needed = pool.needed(state, rows, allowed, held)
             if needed.any():
                 return needed
         return np.asarray(gains[which], dtype=float)
@@ -364,12 +355,11 @@ def _regret(state: CostModel, rows: Rows) -> Floats:
 
 
 def _draw(
-    state: CostModel, shares: Floats, rows: Rows, held: Rows, rng: np.random.Generator, *, priced: bool
+    state: CostModel, rows: Rows, held: Rows, rng: np.random.Generator, *, priced: bool
 ) -> tuple[Floats, Floats, NDArray[np.intp]]:
     """Joint draws of the goal, a row each.
 
     Args:
-        shares: Weights of the objectives in the goal.
         rows: Candidates that may be run.
         held: The measured ones that keep the bounds.
         priced: Whether a candidate's price counts, as in a quick study.
@@ -378,30 +368,29 @@ def _draw(
         Draws of the measured ones, the best first; of the most hopeful of `rows`; and which of `rows` these are.
     """
     typical = replace(state, time=state.time.typical())
-    mean, sd = typical.goal(rows, shares)
+    mean, sd = typical.goal(rows)
     hopeful = np.argsort(mean - 2 * sd)[:MOST_DRAWN]
     measured = np.array(sorted(set(held)), dtype=np.intp)
-    measured = measured[np.argsort(typical.goal(measured, shares)[0])][:MOST_DRAWN]
+    measured = measured[np.argsort(typical.goal(measured)[0])][:MOST_DRAWN]
     both = np.concatenate([measured, rows[hopeful]])
-    drawn = typical.draw_goal(both, shares, rng, DRAWS)
+    drawn = typical.draw_goal(both, rng, DRAWS)
     if priced:
         drawn = drawn + pool.price(state.catalogue.candidates, both)
     return drawn[:, : len(measured)], drawn[:, len(measured) :], hopeful
 
 
-def _gains(state: CostModel, shares: Floats, rows: Rows, mean: Floats, held: Rows, seen: Floats) -> Floats:
+def _gains(state: CostModel, rows: Rows, mean: Floats, held: Rows, seen: Floats) -> Floats:
     """Expected improvement of each objective and, last, of the goal (summed over its objectives); one row for each.
 
     Each candidate is compared with the best measured one by how far the two may be apart: an error that both share, as in
     the scale of the step time, makes neither the better one.
 
     Args:
-        shares: Weights of the objectives in the goal.
         mean: Their expected costs.
         held: The measured ones that keep the bounds.
         seen: Expected costs of these.
     """
-    weightings = [*np.eye(len(shares)), shares]
+    weightings = [*np.eye(len(state.shares)), state.shares]
     best = [int(np.argmin(seen @ weights)) for weights in weightings]
     apart = state.sd_apart(rows, held[best])
     gains = [

@@ -123,17 +123,14 @@ class PhysicsSampler(LegalSampler):
         if not candidates:
             return []
         believed = self.guide.beliefs(told, candidates)
-        times, sizes = np.exp(believed.log_step_time[0]), np.exp(believed.log_memory[0])
-        found = []
-        for candidate, step_time_s, size in zip(candidates, times, sizes, strict=True):
-            rate = candidate.global_batch_size(self._setting.world_size) / step_time_s
-            metrics = {
-                "step_time_s": float(step_time_s),
-                "samples_per_s": float(rate),
-                "peak_memory_bytes": float(size),
-            }
-            found.append(Observation(candidate=candidate, metrics=metrics))
-        return found
+        values = {
+            metric: np.exp(believed.log(metric)[0]).tolist()
+            for metric in ("step_time_s", "samples_per_s", "peak_memory_bytes")
+        }
+        return [
+            Observation(candidate=candidate, metrics={metric: each[n] for metric, each in values.items()})
+            for n, candidate in enumerate(candidates)
+        ]
 
     def unfit(self, study: Study, candidate: Candidate) -> str | None:
         """Why a candidate would surely run out of memory; None where it may fit."""

@@ -36,11 +36,10 @@ CHANGE_PRICE = 0.005
 WORTH_DROPPING_IN = 0.01
 
 
-def pool(state: CostModel, shares: Floats, open_rows: NDArray[np.bool_], rng: np.random.Generator) -> Rows:
+def pool(state: CostModel, open_rows: NDArray[np.bool_], rng: np.random.Generator) -> Rows:
     """The rows to look at closely: near-optimal for several weightings, the best of each level, and random ones.
 
     Args:
-        shares: Weights of the objectives in the goal.
         open_rows: Which rows may be chosen.
     """
     rows = np.flatnonzero(open_rows)
@@ -54,7 +53,7 @@ def pool(state: CostModel, shares: Floats, open_rows: NDArray[np.bool_], rng: np
     leading = np.argpartition(lead, LEADING)[:LEADING] if len(rows) > LEADING else np.arange(len(rows))
     costs[leading] = state.rough_costs(rows[leading])
     scaled = _scaled(costs + penalty)
-    weights = np.vstack([np.eye(costs.shape[1]), shares, rng.dirichlet(np.ones(costs.shape[1]), WEIGHTINGS)])
+    weights = np.vstack([np.eye(costs.shape[1]), state.shares, rng.dirichlet(np.ones(costs.shape[1]), WEIGHTINGS)])
     chosen = [np.argpartition(scaled @ weight, TOP)[:TOP] for weight in weights]
     chosen.append(rng.integers(0, len(rows), RANDOM_ROWS))
     lead = scaled.min(axis=1)
@@ -77,22 +76,21 @@ def _best_of(lead: Floats, level: NDArray[np.bool_]) -> Rows:
     return rows if len(rows) <= OF_A_LEVEL else rows[np.argpartition(lead[rows], OF_A_LEVEL)[:OF_A_LEVEL]]
 
 
-def needed(state: CostModel, shares: Floats, rows: Rows, allowed: Floats, held: Rows) -> Floats:
+def needed(state: CostModel, rows: Rows, allowed: Floats, held: Rows) -> Floats:
     """How much each row is worth to try for what it shows; all 0 where the model may be believed.
 
     Args:
-        shares: Weights of the objectives in the goal.
         allowed: Probability of each that it runs and keeps the bounds.
         held: The measured ones that keep the bounds; at least one.
     """
-    mean, sd = state.goal(rows, shares)
+    mean, sd = state.goal(rows)
     likely = allowed >= LIKELY
     untried = _untried_levels(state, rows) * likely
     untried = untried * (mean - OPTIMISM * sd - mean.min() < math.log(COVERED_WITHIN))
     if untried.any():
         # A candidate with several of them saves trials, and one that is hopeful besides may be the answer.
         return np.asarray(untried * np.exp(mean.min() - mean), dtype=float)
-    lead = state.goal(held, shares)[0].min() - (mean - OPTIMISM * sd)
+    lead = state.goal(held)[0].min() - (mean - OPTIMISM * sd)
     return np.asarray(np.maximum(lead, 0.0) * (sd > UNKNOWN_SD) * likely, dtype=float)
 
 
@@ -105,7 +103,6 @@ def _untried_levels(state: CostModel, rows: Rows) -> Floats:
 
 def untried_drop_ins(
     state: CostModel,
-    shares: Floats,
     open_rows: NDArray[np.bool_],
     told: Sequence[Observation],
     drops_in: Callable[[Candidate], bool] | None,
@@ -122,7 +119,7 @@ def untried_drop_ins(
     rows = rows[state.fits(rows) >= LIKELY]
     if not len(rows):
         return None
-    best, own = (state.goal(each, shares)[0].min() for each in (rows, np.array([0])))
+    best, own = (state.goal(each)[0].min() for each in (rows, np.array([0])))
     found = np.zeros(len(open_rows), dtype=bool)
     found[rows] = True
     return found if best < own - WORTH_DROPPING_IN else None

@@ -30,7 +30,7 @@ def unfit(guide: CandidateOptimizer, told: Sequence[Observation], candidate: Can
     if guide.limit is None:
         return None
     believed = guide.beliefs(told, [candidate])
-    if not believed.sized or believed.fits[0] >= chance_needed(told):
+    if not believed.model.sized or believed.fits[0] >= chance_needed(told):
         return None
     mean, sd = float(believed.log_memory[0][0]), float(believed.log_memory[1][0])
     low, high = (math.exp(mean + sign * Z90 * sd) for sign in (-1, 1))

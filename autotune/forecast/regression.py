@@ -28,6 +28,8 @@ MEMORY_SMOOTH = 0.03
 GRID = np.array(list(itertools.product(WIDTH, SMOOTH_SD, NOISE_SD, PAIR_SD)))
 GRID_VARIANCES, GRID_LOGS = GRID**2, np.log(GRID)
 MOST_FOR_CHOICE = 60
+# Rows that are worked out at once: with the observations beside them very many take gigabytes.
+AT_ONCE = 4000
 ROUNDS, STEPS, IMPUTATIONS = 2, 8, 4
 LARGEST_CORRECTION = 4.0
 JITTER = 1e-9
@@ -64,7 +66,7 @@ class Design:
     smooth: Floats
     levels: Floats
 
-    def take(self, rows: NDArray[np.intp]) -> "Design":
+    def take(self, rows: NDArray[np.intp] | slice) -> "Design":
         """Some of the rows."""
         return Design(
             terms=self.terms[rows], linear=self.linear[rows], smooth=self.smooth[rows], levels=self.levels[rows]
@@ -282,10 +284,14 @@ class CalibratedGP:
 
     def predict(self, design: Design, *, noise: bool = False) -> tuple[Floats, Floats]:
         """Mean and standard deviation of the logarithm in each row; with `noise` of what a trial would measure."""
-        centre, features, explained = self._conditioned(design)
+        found = []
+        for start in range(0, max(1, len(design.terms)), AT_ONCE):
+            part = design.take(slice(start, start + AT_ONCE))
+            centre, features, explained = self._conditioned(part)
+            found.append((centre, np.maximum(self._variance(part, features, explained), 1e-8)))
+        mean, variance = (np.concatenate(each) for each in zip(*found, strict=True))
         more = self.noise_sd if noise else 0.0
-        variance = np.maximum(self._variance(design, features, explained), 1e-8)
-        return centre, np.asarray(np.hypot(self._wider * np.sqrt(variance), more), dtype=float)
+        return mean, np.asarray(np.hypot(self._wider * np.sqrt(variance), more), dtype=float)
 
     def sd_apart(self, design: Design, others: Design) -> Floats:
         """Standard deviation of the difference of each row from each of some others: what all have in common is no part of it.

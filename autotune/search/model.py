@@ -123,7 +123,7 @@ class CostModel:
         """The model of one of the `_parts` of a metric."""
         return self.samples.of(part) if part in COUNTED else {STEP: self.time, MEMORY: self.memory, **self.extra}[part]
 
-    def _design(self, part: str, rows: Rows, *, hinge: bool = True) -> Design:
+    def design(self, part: str, rows: Rows, *, hinge: bool = True) -> Design:
         """Rows as that model takes them; without the `hinge` at the memory limit it is cheap for very many."""
         if part == MEMORY:
             return self.catalogue.memory.take(rows)
@@ -145,7 +145,7 @@ class CostModel:
         metrics = self.metrics if metrics is None else metrics
         # The samples that a trial counts have no noise but that of its step time.
         found = {
-            part: self._model(part).predict(self._design(part, rows), noise=noise and part not in COUNTED)
+            part: self._model(part).predict(self.design(part, rows), noise=noise and part not in COUNTED)
             for part in _all_parts(metrics)
         }
         sds = [functools.reduce(np.hypot, [found[part][1] for part in _parts(m)]) for m in metrics]
@@ -160,7 +160,7 @@ class CostModel:
     def sd_apart(self, rows: Rows, others: Rows) -> Floats:
         """Standard deviations of differences: a row for each of `rows`, a column for each of `others`, an entry an objective."""
         found = {
-            part: self._model(part).sd_apart(self._design(part, rows), self._design(part, others))
+            part: self._model(part).sd_apart(self.design(part, rows), self.design(part, others))
             for part in _all_parts(self.metrics)
         }
         return np.stack([functools.reduce(np.hypot, [found[part] for part in _parts(m)]) for m in self.metrics], axis=2)
@@ -172,27 +172,16 @@ class CostModel:
 
     def draw_goal(self, rows: Rows, rng: np.random.Generator, n: int) -> Floats:
         """Joint draws of that mean: `n` rows, a column for each candidate."""
-        found = {part: self._model(part).draw(self._design(part, rows), rng, n) for part in _all_parts(self.metrics)}
+        found = {part: self._model(part).draw(self.design(part, rows), rng, n) for part in _all_parts(self.metrics)}
         drawn = self._summed(found, rows, self.metrics)
         return np.asarray(np.tensordot(self.shares, drawn, axes=1), dtype=float)
-
-    def carried(self, rows: Rows) -> "TransferredCorrections":
-        """What the trials taught about candidates, apart from the machine's memory limit and the workload's own size."""
-        # How near the limit they are will be another matter.
-        return TransferredCorrections(
-            time_terms=np.exp(self.time.correction),
-            time=self.time.remainder(self._design(STEP, rows, hinge=False)),
-            memory_terms=np.exp(self.memory.correction),
-            memory=self.memory.remainder(self.catalogue.memory.take(rows)),
-            samples_terms=np.exp(self.samples.to_target.correction),
-        )
 
     def rough_costs(self, rows: Rows | None = None) -> Floats:
         """Expected costs of some candidates; of all of them without the smooth remainder, which is cheap."""
         close = rows is not None
         rows = np.arange(len(self.catalogue.batch)) if rows is None else rows
         found = {
-            part: self._model(part).mean(self._design(part, rows, hinge=close), smooth=close)
+            part: self._model(part).mean(self.design(part, rows, hinge=close), smooth=close)
             for part in _all_parts(self.metrics)
         }
         return np.column_stack(self._summed(found, rows, self.metrics))
@@ -224,28 +213,18 @@ class Beliefs:
         model = self.model
         return model.samples.of(metric).predict(model.catalogue.samples.take(self.rows))
 
+    def added(self, metric: str) -> Floats:
+        """What step time or peak memory has beside the corrected terms of its forecast, as a logarithm.
+
+        How near the memory limit a candidate is does not count: elsewhere that is another matter.
+        """
+        model = self.model.time if metric == STEP else self.model.memory
+        return model.remainder(self.model.design(metric, self.rows, hinge=False))
+
     @property
     def fits(self) -> Floats:
         """Probability that it fits the memory; it may exclude a candidate where the model is `sized`."""
         return self.model.fits(self.rows)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransferredCorrections:
-    """What one set of trials taught, in the form in which it holds elsewhere too: as corrections of the formulas.
-
-    Attributes:
-        time_terms: Factor of each term of the step time.
-        time: What is added to its logarithm, one entry a candidate.
-        memory_terms: The same for the memory.
-        samples_terms: Factor of each term of the samples to the target.
-    """
-
-    time_terms: Floats
-    time: Floats
-    memory_terms: Floats
-    memory: Floats
-    samples_terms: Floats
 
 
 def learn(

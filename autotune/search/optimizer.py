@@ -16,14 +16,13 @@ from autotune.forecast.features import FeatureTable, Prior, knobs_of
 from autotune.scoring import pareto, posterior
 from autotune.scoring.measured import Foretold
 from autotune.search import acquisition, pool
-from autotune.search.model import Beliefs, Bound, CostModel, Rows, TransferredCorrections, learn, timed
+from autotune.search.model import MEMORY, Beliefs, Bound, CostModel, Rows, learn, timed
 from autotune.search.observation import Observation
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
 from autotune.trial.profile import Floats
 from autotune.trial.result import Outcome
 
-MEMORY = "peak_memory_bytes"
 FIRST_FITS, TINY = 0.9, 1e-12
 # Lowest chance to fit that is worth a trial when all remaining candidates may run out of memory; `chance_needed` is always more.
 LAST_RESORT = 0.3
@@ -175,7 +174,7 @@ class CandidateOptimizer:
             # The pool is a choice by means; nothing of it fits, so look at everything once.
             rows = np.flatnonzero(open_rows)
             rows = rows if untried is not None else _hopeful(state, rows)
-            fits = np.concatenate([np.zeros(0), *(state.fits(part) for part in _parts(rows))])
+            fits = state.fits(rows)
         if not (fits >= least).any():
             least = LAST_RESORT
         rows, fits = rows[fits >= least], np.maximum(fits[fits >= least], TINY)
@@ -197,11 +196,8 @@ class CandidateOptimizer:
         rows = np.flatnonzero(self._open(state, busy))
         if not len(rows) or state.limit is None:
             return RemainingCandidates(n_open=len(rows), n_fit=len(rows))
-        fits = np.concatenate([state.fits(part) for part in _parts(rows)])
-        least = min(float(state.memory.predict(self.catalogue.memory.take(part))[0].min()) for part in _parts(rows))
-        return RemainingCandidates(
-            n_open=len(rows), n_fit=int((fits >= LAST_RESORT).sum()), least_memory_bytes=math.exp(least)
-        )
+        n_fit, least = int((state.fits(rows) >= LAST_RESORT).sum()), float(state.log(rows, MEMORY)[0].min())
+        return RemainingCandidates(n_open=len(rows), n_fit=n_fit, least_memory_bytes=math.exp(least))
 
     def beliefs(self, told: Sequence[Observation], candidates: Sequence[Candidate]) -> Beliefs:
         """What the trials so far let one expect of candidates."""
@@ -219,14 +215,6 @@ class CandidateOptimizer:
         }
         found = {id(t): by_group.get(n) for n, t in enumerate(timed(told, self.world_size))}
         return [found.get(id(t)) for t in told]
-
-    def carried(self, told: Sequence[Observation], candidates: Sequence[Candidate]) -> TransferredCorrections:
-        """What the trials taught about candidates that holds elsewhere too."""
-        self._note(candidates)
-        rows = np.array([self.catalogue.row[c] for c in candidates], dtype=np.intp)
-        parts = [self._learn(told).carried(part) for part in _parts(rows)]
-        time, memory = (np.concatenate([getattr(part, name) for part in parts]) for name in ("time", "memory"))
-        return replace(parts[0], time=time, memory=memory)
 
     def best(self, told: Sequence[Observation]) -> dict[str, Candidate]:
         """For each objective the measured candidate with the best posterior mean, the best by the goal first.
@@ -337,10 +325,6 @@ class CandidateOptimizer:
 def chance_needed(told: Sequence[Observation]) -> float:
     """The lowest probability of fitting at which a candidate is run; it rises with each trial that ran out of memory."""
     return float(1.0 - RISK * LESS_RISK ** sum(t.outcome is Outcome.OOM for t in told))
-
-
-def _parts(rows: Rows, size: int = 4000) -> list[Rows]:
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def _held_rows(state: CostModel) -> Rows:

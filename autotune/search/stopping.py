@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import GOODPUT, of_kind
 from autotune.scoring.quantiles import Z90, Z95
+from autotune.search.model import MEMORY
 from autotune.search.observation import Observation
-from autotune.search.optimizer import HOPELESS, MEMORY, CandidateOptimizer, RemainingCandidates, chance_needed
+from autotune.search.optimizer import HOPELESS, CandidateOptimizer, RemainingCandidates, chance_needed
 from autotune.space.candidate import Candidate
 from autotune.space.space import EXHAUSTED
 from autotune.system.units import format_bytes

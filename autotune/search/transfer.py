@@ -6,9 +6,12 @@ from dataclasses import replace
 import numpy as np
 
 from autotune.forecast.features import Prior, PriorPrediction
+from autotune.forecast.regression import CalibratedGP
+from autotune.search.model import MEMORY, STEP
 from autotune.search.observation import Observation
 from autotune.search.optimizer import CandidateOptimizer
 from autotune.space.candidate import Candidate
+from autotune.trial.profile import Floats
 
 # What is still doubted of a correction that comes from the same model on other terms, and from another model or another
 # number of ranks on the same machine.
@@ -41,18 +44,14 @@ class Transferred:
 
     def __call__(self, candidates: Sequence[Candidate]) -> PriorPrediction:
         """The prediction, one row for each candidate."""
-        said, known = self.prior(candidates), self.guide.carried(self.told, candidates)
-        time, memory = np.exp(known.time)[:, None], np.exp(known.memory)[:, None]
-        if said.time_terms.shape[1] == len(known.time_terms):
-            time = time * known.time_terms
-        if said.memory_terms.shape[1] == len(known.memory_terms):
-            memory = memory * known.memory_terms
+        said, known = self.prior(candidates), self.guide.beliefs(self.told, candidates)
+        model = known.model
         seen = any(t.good("time_to_loss_s") for t in self.told)
-        constant, growing = known.samples_terms
+        constant, growing = np.exp(model.samples.to_target.correction)
         return replace(
             said,
-            time_terms=said.time_terms * time,
-            memory_terms=said.memory_terms * memory,
+            time_terms=_corrected(said.time_terms, model.time, known.added(STEP)),
+            memory_terms=_corrected(said.memory_terms, model.memory, known.added(MEMORY)),
             time_spread=said.time_spread * self.doubt,
             memory_spread=said.memory_spread * self.doubt,
             memory_scale_sd=min(said.memory_scale_sd, 0.3)
@@ -61,3 +60,11 @@ class Transferred:
             doubt=said.doubt * self.doubt,
             samples_scale=(float(constant), float(growing) * self.scale) if seen else said.samples_scale,
         )
+
+
+def _corrected(terms: Floats, model: CalibratedGP, added: Floats) -> Floats:
+    """The terms with what a model learned of them, a factor for each where it has the same, and with what it adds to their sum."""
+    factors = np.exp(model.correction)
+    return np.asarray(
+        terms * (factors if len(factors) == terms.shape[1] else 1.0) * np.exp(added)[:, None], dtype=float
+    )

@@ -8,7 +8,9 @@ import numpy as np
 
 from autotune.forecast.communication import in_groups_s, waiting_s
 from autotune.forecast.knobs import Knobs
+from autotune.forecast.memory import SPREADS as MEMORY_SPREADS
 from autotune.forecast.memory import at_peak, memory_phases
+from autotune.forecast.step_time import SPREADS as TIME_SPREADS
 from autotune.forecast.step_time import WITHIN_A_STEP, step_time_terms
 from autotune.space.candidate import Candidate
 from autotune.trial.profile import Floats, Machine, Pass, Profile
@@ -66,7 +68,8 @@ def cost_terms(
     by_degree: dict[Split, list[int]] = {}
     for row, candidate in enumerate(candidates):
         by_degree.setdefault(Split.of(candidate), []).append(row)
-    found: list[tuple[list[int], Terms, Terms]] = []
+    memory: Terms = {name: np.zeros(len(candidates)) for name in MEMORY_SPREADS}
+    time: Terms = {name: np.zeros(len(candidates)) for name in TIME_SPREADS}
     for split, own_rows in by_degree.items():
         knobs = Knobs.of([candidates[row] for row in own_rows], base)
         own, there = _of_a_rank(profile, machine, split)
@@ -79,13 +82,9 @@ def cost_terms(
         times |= {name: times[name] * turns for name in OF_MICRO_BATCHES}
         # A separate term: what trials show of ZeRO's messages says little of those within groups.
         times["groups"] = times["groups"] + _within_groups_s(knobs, profile, machine, split)
-        found.append((own_rows, held, times))
-    if len(found) == 1:
-        return found[0][1], found[0][2]
-    rows = np.concatenate([part[0] for part in found])
-    order = np.argsort(rows)
-    memory: Terms = {name: np.concatenate([part[1][name] for part in found])[order] for name in found[0][1]}
-    time: Terms = {name: np.concatenate([part[2][name] for part in found])[order] for name in found[0][2]}
+        for whole, part in ((memory, held), (time, times)):
+            for name, values in part.items():
+                whole[name][own_rows] = values
     return memory, time
 
 

@@ -1,7 +1,7 @@
 """Candidates as numeric columns for the cost models, and the interface `Prior` of a cost forecast."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -119,7 +119,7 @@ class FeatureTable:
         relative = batch / self.reference.samples_per_rank
         self.settings = np.vstack([self.settings, np.hstack([present.astype(np.uint8), self._number_columns(new)])])
         time = Design(terms=_positive(said.time_terms), linear=linear, smooth=smooth, levels=levels)
-        memory = Design(terms=_positive(said.memory_terms), linear=linear, smooth=smooth, levels=levels)
+        memory = replace(time, terms=_positive(said.memory_terms))
         # Samples to a target: E_min (1 + B / B_noise) (McCandlish et al., 1812.06162): two terms with free scales.
         samples = Design(
             terms=np.column_stack([one, relative]) * said.samples_scale,
@@ -131,9 +131,9 @@ class FeatureTable:
             self.time, self.memory, self.samples, self.batch, self.present = time, memory, samples, batch, present
             self._set_deviations(said, present.shape[1], slopes.shape[1])
             return
-        self.time, self.memory, self.samples = (
-            joined(pair) for pair in ((self.time, time), (self.memory, memory), (self.samples, samples))
-        )
+        self.time, self.samples = joined([self.time, time]), joined([self.samples, samples])
+        # Their features are the same ones, and of very many candidates large.
+        self.memory = replace(self.time, terms=np.vstack([self.memory.terms, memory.terms]))
         self.batch, self.present = np.concatenate([self.batch, batch]), np.vstack([self.present, present])
 
     def _set_deviations(self, said: PriorPrediction, n_levels: int, n_slopes: int) -> None:

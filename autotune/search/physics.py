@@ -5,9 +5,10 @@ candidates and reads every trial back from the storage, so that a resumed study 
 """
 
 import contextlib
+import functools
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,11 +47,9 @@ class PhysicsSampler(LegalSampler):
         bounds: Bounds on metrics that a solution must keep, as `objective.bounds` gives them.
 
     Attributes:
+        search: The search itself, which has no candidates before `guide` is asked for.
         proposes: Whether it is to propose candidates: one that is only asked about them need not look at the whole
             space.
-        cautious: Whether it passes by what surely does not fit the memory.
-        goal_only: Whether the goal alone is sought, not the front; see `CandidateOptimizer`.
-        quick: Whether few trials are wanted; see `CandidateOptimizer`.
     """
 
     def __init__(
@@ -66,31 +65,23 @@ class PhysicsSampler(LegalSampler):
         bounds: Iterable[Bound] = (),
     ) -> None:
         super().__init__("random", space, default, setting, seed)
-        self._metrics, self._prior, self._limit, self._bounds = metrics, prior, memory_limit_bytes, list(bounds)
-        self._guide: CandidateOptimizer | None = None
-        self.goal_only = self.quick = False
-        self.drops_in: Callable[[Candidate], bool] | None = None  # see `CandidateOptimizer`
+        self.search = CandidateOptimizer(
+            [], prior, metrics, world_size=setting.world_size, memory_limit_bytes=memory_limit_bytes, bounds=bounds,
+            reference=default, knobs={p.name: list(p.all_values()) for p in space.parameters},
+        )  # fmt: skip
         self.refused: Collection[int] = ()  # trials that a check has refused, by number
         self.later: Mapping[int, str] = {}  # what stands in place of a told trial's result, by number
-        self._whole = self.proposes = self.cautious = True
+        self._whole = self.proposes = True
 
-    @property
+    @functools.cached_property
     def guide(self) -> CandidateOptimizer:
-        """The `CandidateOptimizer`; made when it is first needed, since enumerating the space takes a second or two."""
-        if self._guide is None:
-            space, default, setting = self._space, self._default, self._setting
+        """`search` with the candidates; they join it when they are first needed, since enumerating the space takes a second or two."""
+        if self.proposes:
+            space, default = self._space, self._default
             self._whole = space.size(default) <= MOST_CANDIDATES
             drawn = space.candidates(default) if self._whole else space.draw(random.Random(0), default, DRAWN)
-            legal = list(dict.fromkeys(c for c in drawn if why_illegal(c, setting) is None)) if self.proposes else []
-            values = {p.name: list(p.all_values()) for p in space.parameters}
-            self._guide = CandidateOptimizer(
-                legal, self._prior, self._metrics, world_size=setting.world_size, memory_limit_bytes=self._limit,
-                bounds=self._bounds, reference=default, knobs=values,
-            )  # fmt: skip
-            self._guide.cautious, self._guide.goal_only = self.cautious, self.goal_only
-            self._guide.quick = self.quick
-        self._guide.drops_in = self.drops_in  # which a check that refused a trial calls for
-        return self._guide
+            self.search.add(list(dict.fromkeys(c for c in drawn if why_illegal(c, self._setting) is None)))
+        return self.search
 
     def _chosen(self, study: Study, trial: FrozenTrial) -> Candidate | None:
         """The legal new candidate that the guide expects most of; None, with `exhausted` set, when none is left or fits."""
@@ -151,7 +142,7 @@ class PhysicsSampler(LegalSampler):
         if trial.state is TrialState.PRUNED or trial.values is None:
             return Observation(candidate=candidate, outcome=Outcome(attrs.get("outcome", "oom")))
         metrics = {
-            name: value for name, value in zip(self._metrics, trial.values, strict=False) if math.isfinite(value)
+            name: value for name, value in zip(self.search.metrics, trial.values, strict=False) if math.isfinite(value)
         }
         metrics |= {
             name: value

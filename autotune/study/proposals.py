@@ -75,7 +75,7 @@ class Proposer:
         advisor.refused = self.refused()
         # A quick study with time for its checks tries the fewest trials that decide, until a check has refused one.
         if not spec.quick or spec.time_budget_s is not None or advisor.refused:
-            advisor.drops_in = plan.drops_in
+            advisor.search.drops_in = plan.drops_in
         if spec.sampler == "physics":
             self._sampler = advisor
         else:
@@ -102,9 +102,9 @@ class Proposer:
                 memory_limit_bytes=plan.memory_limit_bytes,
                 bounds=objective.bounds(self._state.objectives, spec.constraints).values(),
             )
-            self._physics.goal_only = warm is not None and warm.compromise
-            self._physics.quick = spec.quick
-            self._physics.proposes, self._physics.cautious = spec.sampler == "physics", spec.memory_filter
+            self._physics.proposes, search = spec.sampler == "physics", self._physics.search
+            search.goal_only = warm is not None and warm.compromise
+            search.quick, search.cautious = spec.quick, spec.memory_filter
         return self._physics
 
     def bounds_to_beat(self, candidate: Candidate) -> tuple[TrialToBeat, ...]:

@@ -12,7 +12,7 @@ from autotune.report.data import quantity
 from autotune.scoring.estimates import TIMED
 from autotune.scoring.measured import improvement
 from autotune.scoring.metrics import METRICS
-from autotune.scoring.objective import Objective
+from autotune.scoring.objective import Objective, beyond
 from autotune.scoring.quantiles import Z90
 from autotune.search.observation import Observation
 from autotune.search.optimizer import Outlook, chance_needed
@@ -117,14 +117,11 @@ class Expectations:
 
     def broken(self, metrics: Mapping[str, float]) -> list[str]:
         """The constraints that metrics of a configuration break, in words."""
-        over = [
-            (metric, "at most" if end == "max" else "at least", amount)
-            for metric, end, amount in self._bounds
-            if metric in metrics and (metrics[metric] > amount if end == "max" else metrics[metric] < amount)
-        ]
+        over = [bound for bound in self._bounds if bound[0] in metrics and beyond(metrics[bound[0]], bound) > 0]
         return [
-            f"{METRICS[metric].label} {quantity(metric, metrics[metric])}, {word} {quantity(metric, amount)} is allowed"
-            for metric, word, amount in over
+            f"{METRICS[metric].label} {quantity(metric, metrics[metric])}, {'at most' if end == 'max' else 'at least'}"
+            f" {quantity(metric, amount)} is allowed"
+            for metric, end, amount in over
         ]
 
     def _logs(self, candidates: Sequence[Candidate]) -> dict[str, tuple[Floats, Floats]]:

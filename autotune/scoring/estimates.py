@@ -16,7 +16,7 @@ from autotune.scoring import posterior, samples
 from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.measured import Foretold, Measured, baseline_of, improvement, log_ratio
 from autotune.scoring.metrics import GOODPUT, METRICS, of_kind
-from autotune.scoring.objective import Objective
+from autotune.scoring.objective import Objective, beyond
 from autotune.scoring.posterior import Posterior, Readings
 from autotune.scoring.quantiles import Z95, t95, t_quantile
 from autotune.scoring.shared_cores import SLOPE, SPREAD
@@ -271,12 +271,10 @@ def slowed(
 
 def _holds_bounds(m: Measured) -> bool:
     """Whether the estimates of a trial hold every constraint; as its own run did where one has no estimate."""
-    values = [(m.metrics.get(metric), end, amount) for metric, end, amount in m.bounds]
-    if m.outcome is not Outcome.COMPLETE or any(value is None for value, _, _ in values):
+    known = [(m.metrics[bound[0]], bound) for bound in m.bounds if bound[0] in m.metrics]
+    if m.outcome is not Outcome.COMPLETE or len(known) < len(m.bounds):
         return m.feasible
-    return all(
-        value is not None and (value <= amount if end == "max" else value >= amount) for value, end, amount in values
-    )
+    return all(beyond(value, bound) <= 0 for value, bound in known)
 
 
 def _with_pooled_samples(measured: Sequence[Measured]) -> list[Measured]:

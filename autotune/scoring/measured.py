@@ -10,7 +10,7 @@ from autotune.scoring.convergence.branch import Branch
 from autotune.scoring.convergence.first_losses import ANOTHER_OBJECTIVE
 from autotune.scoring.convergence.quality_gate import GateVerdict, numerics
 from autotune.scoring.metrics import METRICS
-from autotune.scoring.objective import Objective
+from autotune.scoring.objective import Bound, Objective
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig
 from autotune.trial.profile import Floats
@@ -56,7 +56,7 @@ class Measured:
         metrics: By metric what it yielded, or after `estimates.estimate` the estimate from all measurements.
         ci95: The 95 % interval, within that one run or of the estimate.
         feasible: Whether all constraints are held; after `estimates.estimate` by the estimates.
-        bounds: The constraints: metric, `min` or `max`, amount.
+        bounds: The constraints.
         repeats: Metrics of each re-measurement, by round; a round measures some finalists and the baseline in turn.
         forecast: What its study's model foretells of it.
         script_side_changes: What it takes besides the DeepSpeed JSON.
@@ -83,7 +83,7 @@ class Measured:
     metrics: Mapping[str, float]
     ci95: Mapping[str, tuple[float, float]]
     feasible: bool = True
-    bounds: Sequence[tuple[str, str, float]] = ()
+    bounds: Sequence[Bound] = ()
     repeats: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     forecast: Foretold | None = None
     script_side_changes: Sequence[str] = ()

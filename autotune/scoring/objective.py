@@ -13,6 +13,15 @@ from autotune.scoring.rates import Estimate
 from autotune.system.units import finite, parse_bytes, parse_seconds
 from autotune.trial.result import TrialResult
 
+# A bound on a metric: which end of what is allowed it is, and the amount.
+Bound = tuple[str, Literal["min", "max"], float]
+
+
+def beyond(value: float, bound: Bound) -> float:
+    """By how much a value of its metric is beyond a bound; 0 or less if it holds that."""
+    _, end, amount = bound
+    return value - amount if end == "max" else amount - value
+
 
 def parse_amount(value: Any, metric: str) -> float:
     """An amount of a metric, in the metric's unit; bytes and seconds may carry a unit (`4GiB`, `250ms`)."""
@@ -117,11 +126,9 @@ class Score:
         return all(violation <= 0 for violation in self.violations.values())
 
 
-def bounds(
-    objectives: Sequence[Objective], constraints: Sequence[Constraint]
-) -> dict[str, tuple[str, Literal["min", "max"], float]]:
-    """The bounds of a study by key (`peak_memory_bytes <= max`): metric, which end, and the tightest amount given."""
-    found: dict[str, tuple[str, Literal["min", "max"], float]] = {}
+def bounds(objectives: Sequence[Objective], constraints: Sequence[Constraint]) -> dict[str, Bound]:
+    """The bounds of a study by key (`peak_memory_bytes <= max`), each with the tightest amount given."""
+    found: dict[str, Bound] = {}
     for said in (*objectives, *constraints):
         if said.min is not None:
             key = f"{said.metric} >= min"
@@ -155,9 +162,7 @@ def score(
         values=tuple(estimates[objective.metric].value for objective in objectives) if complete else None,
         metrics={name: estimate.value for name, estimate in estimates.items()},
         ci95={name: (estimate.low, estimate.high) for name, estimate in estimates.items()},
-        violations={
-            key: _violation(estimates.get(metric), end, amount) for key, (metric, end, amount) in limits.items()
-        },
+        violations={key: _violation(estimates.get(bound[0]), bound) for key, bound in limits.items()},
         missing=missing,
         censored=tuple(name for name, estimate in estimates.items() if estimate.censored),
     )
@@ -185,8 +190,5 @@ def _why_missing(metric: str, reference: Reference | None) -> str:
     return METRICS[metric].why_missing
 
 
-def _violation(estimate: Estimate | None, end: Literal["min", "max"], amount: float) -> float:
-    if estimate is None:
-        return 1.0
-    over = estimate.value - amount if end == "max" else amount - estimate.value
-    return over / abs(amount) if amount else over
+def _violation(estimate: Estimate | None, bound: Bound) -> float:
+    return 1.0 if estimate is None else beyond(estimate.value, bound) / (abs(bound[2]) or 1.0)

@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import scipy
@@ -31,6 +30,7 @@ from autotune.forecast.regression import (
 )
 from autotune.scoring.measured import improvement
 from autotune.scoring.metrics import of_kind
+from autotune.scoring.objective import Bound
 from autotune.search.observation import Observation
 from autotune.search.sample_counts import SampleCounts
 from autotune.space.candidate import Candidate
@@ -38,7 +38,6 @@ from autotune.trial.profile import Floats
 from autotune.trial.result import FAILURES, RAN, Outcome
 
 Rows = NDArray[np.intp]
-Bound = tuple[str, Literal["min", "max"], float]
 
 HINGE_AT, HINGE_SD, HINGE_SQUARE_SD, HINGE_END = 0.85, 2.0, 10.0, 0.3
 # A value that followed from another accumulation's trial: besides that trial's noise, per doubling.

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from autotune.forecast.features import FeatureTable, Prior, knobs_of
 from autotune.scoring import pareto, posterior
 from autotune.scoring.measured import Foretold
+from autotune.scoring.objective import Bound
 from autotune.search import acquisition, pool
-from autotune.search.model import MEMORY, Beliefs, Bound, CostModel, Rows, learn, timed
+from autotune.search.model import MEMORY, Beliefs, CostModel, Rows, learn, timed
 from autotune.search.observation import Observation
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar

@@ -17,8 +17,8 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.forecast.features import Prior
+from autotune.scoring.objective import Bound
 from autotune.search import stopping
-from autotune.search.model import Bound
 from autotune.search.observation import MEASURED_ATTR, Observation, as_usual, observed, parsed
 from autotune.search.optimizer import CandidateOptimizer
 from autotune.search.samplers import DAMAGED, LegalSampler

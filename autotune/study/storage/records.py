@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import optuna
 from optuna.study import Study
@@ -21,7 +21,7 @@ from autotune.errors import UserError, nearest
 from autotune.scoring.convergence.learning_rate import LearningRate
 from autotune.scoring.convergence.time_to_loss import Reference
 from autotune.scoring.metrics import Direction
-from autotune.scoring.objective import Objective
+from autotune.scoring.objective import Bound, Objective
 from autotune.search.observation import MEASURED_ATTR, parsed
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.deepspeed import DsConfig
@@ -131,14 +131,14 @@ class SearchRecord:
         samples_per_rank: Samples per rank and step, where the global batch was fixed.
         setting: The machine and model that legality depended on.
         memory_limit_bytes: Memory available to a rank; None if unknown.
-        bounds: Constraints: metric, `min` or `max`, amount.
+        bounds: Constraints.
     """
 
     space: dict[str, Any]
     samples_per_rank: float | None
     setting: Setting
     memory_limit_bytes: float | None
-    bounds: list[tuple[str, Literal["min", "max"], float]]
+    bounds: list[Bound]
 
 
 @dataclass(frozen=True, kw_only=True)

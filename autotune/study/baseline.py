@@ -250,9 +250,10 @@ class BaselineTrial:
         self._events.say("measuring the gradient noise scale, which says what a larger global batch is worth")
         start = spec.from_checkpoint
         try:
-            result = self._measurer.execute(
+            result = self._measurer.execute_again(
                 candidate,
                 state.folder / "trials" / "noise",
+                what="the probe of the gradient noise scale",
                 role="noise",
                 weights=str(start) if start else None,
                 save_weights=str(records.warm_path(state.folder)) if spec.branch and start is None else None,

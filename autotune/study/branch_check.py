@@ -11,7 +11,7 @@ from autotune.scoring.metrics import GOODPUT
 from autotune.study.budget import Budget
 from autotune.study.events import EventSink
 from autotune.study.measure import ENDLESS_SAMPLES, TrialMeasurer
-from autotune.study.numerics_check import MIN_STEPS, training_budget_s, within_deadline_s
+from autotune.study.numerics_check import MIN_STEPS
 from autotune.study.state import StudyState
 from autotune.study.storage import records
 from autotune.system.units import format_duration
@@ -158,23 +158,16 @@ class BranchCheck:
         return verdict.confirmed is not None or cut or self._state.spec.branch_tokens is not None
 
     def _train(self, m: Measured, n_samples: int, weights: Path, first_sample: int) -> TrialResult:
-        path, spec = self._branch_of(m, n_samples), self._state.spec
-        if (kept := result_in(path)) is not None:
-            return kept
-        trained = self._measurer.execute_again(
+        return self._measurer.check(
             m.candidate,
-            path,
+            self._branch_of(m, n_samples),
             what=f"the branch of trial {m.trial}",
             role="branch",
+            needed_s=n_samples / (m.metrics.get("samples_per_s") or 1.0),
             max_steps=-(-n_samples // m.candidate.global_batch_size(self._state.plan.data_parallel)),
-            min_samples=ENDLESS_SAMPLES,
-            budget_s=training_budget_s(spec, self._budget, n_samples / (m.metrics.get("samples_per_s") or 1.0)),
             weights=str(weights),
             first_sample=first_sample,
-            deadline_s=spec.trial_deadline_s,
         )
-        self._budget.checked(trained.wall_s)
-        return trained
 
     def _start(self) -> tuple[Path, int] | None:
         """The weights that branches start from (the user's or warmed-up ones), and the samples that these have seen."""
@@ -182,9 +175,10 @@ class BranchCheck:
             return self._state.spec.from_checkpoint, 0
         path = records.warm_path(self._state.folder)
         if self._warmed() is None:
-            self._measurer.execute(
+            self._measurer.execute_again(
                 self._state.plan.baseline,
                 self._state.folder / "trials" / "warm",
+                what="the run that warms up weights for branches",
                 role="warm",
                 min_samples=ENDLESS_SAMPLES,
                 save_weights=str(path),
@@ -204,7 +198,7 @@ class BranchCheck:
     def _most_samples(self, m: Measured, baseline: Measured) -> float:
         """Samples that the slower side can train on within a trial's deadline."""
         rates = (each.metrics.get("samples_per_s") or 1.0 for each in (m, baseline))
-        return within_deadline_s(self._state.spec, self._budget) * min(rates)
+        return self._budget.within_deadline_s() * min(rates)
 
     def _n_samples(self, m: Measured, baseline: Measured) -> tuple[int, int]:
         """Samples of a branch, at least and wanted: as the user states, else enough steps, and a multiple of a trial's."""

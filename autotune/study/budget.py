@@ -30,6 +30,10 @@ CHECK_SHARE, DECIDING_FACTOR = 0.15, 2
 # A quick study has few trials, so its share is small, and without the check they were for nothing: the check that decides
 # may take this many times as long as all else.
 QUICK_FACTOR = 2.0
+# A check may train for this multiple of a trial's time, since slower numerics make longer curves; where that is too short for
+# the steps that are needed, for their time with the second factor to spare.
+MAX_TRIAL_BUDGETS, SPARE = 4, 1.5
+WITHIN_DEADLINE = 0.9  # at most this share of a trial's deadline without its startup
 # At most this many times the rounds that the user states, while it is not settled who is best.
 MOST_ROUNDS = 4
 # Rounds of re-measurement until it is settled who is best, over those that are stated: without noise, and for each unit
@@ -69,7 +73,6 @@ class Budget:
         self._earlier_s, self._n_earlier = 0.0, 0
         self._expected_s: float | None = None
         self._resumed = self._measures = False
-        self._checks_s: float | None = None
 
     def resume(self) -> None:
         """Adds the time that earlier runs took."""
@@ -223,15 +226,18 @@ class Budget:
         looks = self._n_earlier > 0 and len(self._state.told()) == self._n_earlier
         return self._earlier_s if looks else self.spent_s()
 
-    def checked(self, took_s: float) -> None:
-        """Counts the time of a check's run."""
-        self._checks_s = self._checked_s() + took_s
-
     def _checked_s(self) -> float:
-        if self._checks_s is None:  # those of earlier runs
-            results = map(result_in, records.check_paths(self._state.folder))
-            self._checks_s = sum(result.wall_s for result in results if result is not None)
-        return self._checks_s
+        """Seconds that the checks of all runs took."""
+        results = map(result_in, records.check_paths(self._state.folder))
+        return sum(result.wall_s for result in results if result is not None)
+
+    def check_trains_s(self, needed_s: float) -> float:
+        """Seconds that a check may train which needs `needed_s`."""
+        return min(max(MAX_TRIAL_BUDGETS * self.trial_s, SPARE * needed_s), self.within_deadline_s())
+
+    def within_deadline_s(self) -> float:
+        """Seconds that a check may train before a trial's deadline, which counts from the start of its ranks, ends it."""
+        return WITHIN_DEADLINE * max(0.0, self._state.spec.trial_deadline_s - self.startup_s())
 
     def left_s(self, *, decides: bool, noise_sd: float) -> float:
         """Estimated seconds until the end of the study, with repeats and checks.

@@ -100,6 +100,21 @@ class TrialMeasurer:
         self._events.say(f"{what} begins again: it crashed, which it did not before ({result.reason})")
         return self.execute(candidate, path, role=role, **fields)
 
+    def check(
+        self, candidate: Candidate, path: Path, *, what: str, role: str, needed_s: float, **fields: Any
+    ) -> TrialResult:
+        """Runs a check, which trains for as long as it needs; read from its folder if it has ended there.
+
+        Args:
+            needed_s: Seconds of training that it needs.
+        """
+        # A check that is made again may be at another global batch.
+        if (kept := result_in(path)) is not None and kept.candidate == candidate.values():
+            return kept
+        trains_s, deadline_s = self._budget.check_trains_s(needed_s), self._state.spec.trial_deadline_s
+        own = {"min_samples": ENDLESS_SAMPLES, "budget_s": trains_s, "deadline_s": deadline_s}
+        return self.execute_again(candidate, path, what=what, role=role, **own, **fields)
+
     def request(self, candidate: Candidate, role: str) -> TrialRequest:
         """Returns the request for a trial; DeepSpeed ops that it needs are compiled before."""
         plan, rate = self._state.plan, self._state.learning_rate

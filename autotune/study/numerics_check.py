@@ -12,8 +12,7 @@ from autotune.space import data
 from autotune.space.candidate import Candidate
 from autotune.study.budget import Budget
 from autotune.study.events import EventSink
-from autotune.study.measure import ENDLESS_SAMPLES, TrialMeasurer
-from autotune.study.spec.spec import StudySpec
+from autotune.study.measure import TrialMeasurer
 from autotune.study.state import StudyState
 from autotune.study.storage import records
 from autotune.trial.folder import result_in, write_record
@@ -22,10 +21,6 @@ from autotune.trial.result import Outcome, TrialResult
 # Steps of a reference's curve: fewer say little, more cost time.
 MIN_STEPS, MAX_STEPS = 12, 60
 REPLICATES = 2
-# A reference may train for this multiple of a trial's time, since slower numerics make longer curves; where that is too
-# short for the steps that are needed, for their time with the second factor to spare.
-MAX_TRIAL_BUDGETS, SPARE = 4, 1.5
-WITHIN_DEADLINE = 0.9  # at most this share of a trial's deadline without its startup
 
 
 class NumericsCheck:
@@ -240,38 +235,16 @@ class NumericsCheck:
         self, candidate: Candidate, path: Path, n_steps: int, step_s: float, *, replicate: int = 0
     ) -> TrialResult:
         """A loss curve of `n_steps` steps, each of about `step_s` seconds; read from the folder if it is there."""
-        # A check that is made again may be at another global batch.
-        if (kept := result_in(path)) is not None and kept.candidate == candidate.values():
-            return kept
-        spec = self._state.spec
-        result = self._measurer.execute_again(
-            candidate,
-            path,
-            what="a run of the quality gate",
-            role="gate",
-            max_steps=n_steps,
-            min_samples=ENDLESS_SAMPLES,
-            replicate=replicate,
-            budget_s=training_budget_s(spec, self._budget, min(n_steps, MIN_STEPS) * step_s),
-            deadline_s=spec.trial_deadline_s,
-        )
-        self._budget.checked(result.wall_s)
-        return result
+        needed_s = min(n_steps, MIN_STEPS) * step_s
+        return self._measurer.check(
+            candidate, path, what="a run of the quality gate", role="gate", needed_s=needed_s,
+            max_steps=n_steps, replicate=replicate,
+        )  # fmt: skip
 
 
 def _trials(numbers: Sequence[str]) -> str:
     """Some trials in words, as `trials 2, 5`."""
     return f"trial{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
-
-
-def training_budget_s(spec: StudySpec, budget: Budget, needed_s: float) -> float:
-    """Seconds that a check may train which needs `needed_s`, within a trial's deadline."""
-    return min(max(MAX_TRIAL_BUDGETS * budget.trial_s, SPARE * needed_s), within_deadline_s(spec, budget))
-
-
-def within_deadline_s(spec: StudySpec, budget: Budget) -> float:
-    """Seconds that a check may train before a trial's deadline, which counts from the start of its ranks, ends it."""
-    return WITHIN_DEADLINE * max(0.0, spec.trial_deadline_s - budget.startup_s())
 
 
 def with_batch(candidate: Candidate, batch: int, world_size: int, least: int = 1) -> Candidate:

@@ -76,6 +76,26 @@ def test_the_noise_scale_is_measured_once_and_tells_what_other_batches_are_worth
     assert again.state.reference == runner.state.reference and not any(request.noise for request in executor.requests)
 
 
+def test_a_probe_of_the_noise_scale_that_crashed_is_made_once_more(tmp_path):
+    """A study kept the baseline's global batch for good after one crash."""
+    executor = Instant()
+
+    def behaviour(candidate):
+        probes = sum(request.noise for request in executor.requests)
+        return (
+            failed(Outcome.CRASHED, "a link flapped")
+            if probes == 1 and executor.requests[-1].noise
+            else report(candidate)
+        )
+
+    executor.behaviour = behaviour
+    runner, _, watcher = run(tmp_path, executor, trials=1, finalists=0, objectives=["latency", "convergence"])
+    assert sum(request.noise for request in executor.requests) == 2 and runner.state.reference.noise is not None
+    assert any(
+        text.startswith("the probe of the gradient noise scale begins again: it crashed") for text in watcher.said
+    )
+
+
 def test_where_the_noise_scale_is_not_resolved_the_baselines_batch_is_kept_with_a_word(tmp_path):
     silent = functools.partial(report, noise=None)
     given = {"finalists": 0, "objectives": ["latency", "convergence"]}

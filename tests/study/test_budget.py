@@ -11,6 +11,14 @@ from autotune.study.budget import CHECK_BUDGETS, CHECK_SHARE, MOST_CLOSING_S, Bu
 from autotune.study.events import DECIDING_SHARE, UNFINISHED
 from autotune.study.runner import CUT
 from autotune.study.storage import records
+from autotune.trial.folder import TrialDir, write_record
+from autotune.trial.result import Outcome, TrialResult
+
+
+def check_took(folder, wall_s):
+    write_record(
+        TrialDir(folder / "trials" / "0001" / "gate").result, TrialResult(outcome=Outcome.COMPLETE, wall_s=wall_s)
+    )
 
 
 @pytest.mark.parametrize(
@@ -32,8 +40,19 @@ def test_checks_have_a_share_of_the_study_and_no_more_than_its_time_budget_leave
     clock.now_s = spent_s
     for decides, expected_s in ((False, room_s), (True, decisive_s)):
         assert budget.check_room_s(decides=decides) == pytest.approx(expected_s)
-    budget.checked(CHECK_SHARE * max(spent_s, time_budget_s or 0.0))
+    check_took(tmp_path, CHECK_SHARE * max(spent_s, time_budget_s or 0.0))
     assert budget.check_room_s() == 0.0
+
+
+@pytest.mark.parametrize(("startup_s", "trains_s"), [(0.0, 270.0), (200.0, 90.0), (400.0, 0.0)])
+def test_a_check_trains_no_longer_than_a_trials_deadline_leaves_after_its_startup(
+    monkeypatch, tmp_path, startup_s, trains_s
+):
+    """A model that takes minutes to load was killed in each of its checks."""
+    spec = spec_of(trial_deadline_s=300.0, trial_budget_s=10.0)
+    budget = Budget(SimpleNamespace(spec=spec, plan=plan_of(spec), exists=False, folder=tmp_path))
+    monkeypatch.setattr(budget, "startup_s", lambda: startup_s)
+    assert budget.check_trains_s(1e3) == pytest.approx(trains_s)
 
 
 def test_a_finished_study_that_is_run_again_is_checked_no_further_however_old_the_command_is(tmp_path, monkeypatch):
@@ -170,7 +189,7 @@ def test_the_checks_of_a_quick_study_buy_no_further_ones(tmp_path, monkeypatch):
     clock.now_s = 30.0
     assert budget.check_room_s(decides=True) == pytest.approx(60.0)
     clock.now_s = 80.0
-    budget.checked(50.0)
+    check_took(tmp_path, 50.0)
     assert budget.check_room_s(decides=True) == pytest.approx(10.0)
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.instant import WORKLOAD, Instant, Watcher, failed, report, spec_of
+from support.instant import WORKLOAD, Instant, Watcher, failed, report, runner_of, spec_of
 from support.paths import MODELS
 from support.studies import run
 
@@ -19,8 +19,8 @@ from autotune.scoring.convergence.quality_gate import LEAST_STEPS
 from autotune.scoring.estimates import estimate
 from autotune.space.candidate import Candidate
 from autotune.space.rule import Setting
-from autotune.study.numerics_check import NumericsCheck, training_budget_s, with_batch
-from autotune.trial.folder import TrialDir, read_record, write_record
+from autotune.study.numerics_check import NumericsCheck, with_batch
+from autotune.trial.folder import read_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import GradientCheck, Outcome, TrialResult
 
@@ -376,13 +376,6 @@ def test_what_ends_the_run_during_a_check_leaves_it_to_the_next_one(tmp_path, un
     assert again.gated and all(m.verdict is None or m.verdict.passed for m in runner.state.measured())
 
 
-@pytest.mark.parametrize(("startup_s", "trains_s"), [(0.0, 270.0), (200.0, 90.0), (400.0, 0.0)])
-def test_a_check_trains_no_longer_than_a_trials_deadline_leaves_after_its_startup(startup_s, trains_s):
-    """A model that takes minutes to load was killed in each of its checks."""
-    budget = SimpleNamespace(trial_s=10.0, startup_s=lambda: startup_s)
-    assert training_budget_s(spec_of(trial_deadline_s=300.0), budget, 1e3) == pytest.approx(trains_s)
-
-
 def test_a_gradient_that_is_not_what_was_computed_is_refused_whatever_its_losses(tmp_path):
     def lossy(candidate):
         error = 0.008 if candidate.precision == "bf16" and candidate.gradient_accumulation_steps > 1 else 0.0019
@@ -515,24 +508,12 @@ def test_a_curve_at_another_batch_is_as_long_as_what_it_is_compared_with(tmp_pat
 
 def test_a_curve_that_is_kept_of_another_batch_is_not_taken_for_it(tmp_path):
     """A check that stayed undecided may be made again at another global batch."""
-    measured = []
-
-    def execute(candidate, path, **_):
-        measured.append(candidate.micro_batch_size)
-        result = TrialResult(outcome=Outcome.COMPLETE, candidate=candidate.values())
-        write_record(TrialDir(path).result, result)
-        return result
-
-    state = SimpleNamespace(
-        plan=SimpleNamespace(baseline=Candidate(micro_batch_size=8), data_parallel=1),
-        spec=SimpleNamespace(trial_deadline_s=60.0),
-    )
-    budget = SimpleNamespace(trial_s=1.0, startup_s=lambda: 0.0, checked=lambda _: None)
-    check = NumericsCheck(state, SimpleNamespace(execute_again=execute), budget, None)
+    executor = Instant()
+    check = runner_of(tmp_path, executor)._finalists._numerics
     for micro_batch_size in (32, 8, 8):
         curve = check._curve(Candidate(micro_batch_size=micro_batch_size), tmp_path / "0003" / "gate", 12, 0.1)
         assert curve.candidate["micro_batch_size"] == micro_batch_size
-    assert measured == [32, 8]
+    assert [request.candidate["micro_batch_size"] for request in executor.gated] == [32, 8]
 
 
 @pytest.mark.system

@@ -29,7 +29,6 @@ from support.instant import Instant, Watcher, plan_of, recorded, report, spec_of
 from autotune.forecast.predictor import AnalyticPrior
 from autotune.report import files, load
 from autotune.retune.decision import RetuneVerdict
-from autotune.retune.fingerprint import PARTS, narrowed
 from autotune.retune.retuning import RetuneRequest, Retuning
 from autotune.scoring import pareto
 from autotune.search.observation import Observation
@@ -37,6 +36,7 @@ from autotune.search.optimizer import CandidateOptimizer
 from autotune.search.transfer import Transferred
 from autotune.session import open_study
 from autotune.space.candidate import Candidate
+from autotune.study.fingerprint import PARTS, narrowed
 from autotune.study.storage import records
 from autotune.trial.profile import Profile
 from autotune.trial.result import Outcome

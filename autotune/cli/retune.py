@@ -41,9 +41,9 @@ def changes(
 ) -> None:
     """Print what has changed since the study found its answer."""
     from autotune.report.progress import ProgressView
-    from autotune.retune import fingerprint
-    from autotune.retune.fingerprint import Fingerprint
     from autotune.session import open_study
+    from autotune.study import fingerprint
+    from autotune.study.fingerprint import Fingerprint
     from autotune.study.setup.engine import executor_for
     from autotune.study.setup.plan import plan
 
@@ -199,8 +199,9 @@ def _decided(run: Retuning, wanted: StudySpec, due: list[Schedule], view: EventS
 
 def _due(opened: OpenStudy) -> list[Schedule] | None:
     """The schedules that are due; empty to continue an interrupted re-tuning; None if there is nothing to do."""
-    from autotune.retune import fingerprint, retuning, schedule
+    from autotune.retune import retuning, schedule
     from autotune.retune.schedule import Schedule
+    from autotune.study import fingerprint
 
     history, study = opened.history, opened.name
     found = schedule.due(history, study)

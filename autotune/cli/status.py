@@ -156,7 +156,8 @@ def status(
 
 def _changed(opened: OpenStudy) -> tuple[list[str], bool]:
     """What has changed since the study, or a re-tuning of it, was last looked at; and whether the target was edited since the study."""
-    from autotune.retune import fingerprint, retuning
+    from autotune.retune import retuning
+    from autotune.study import fingerprint
 
     was = fingerprint.Fingerprint.of(opened.record)
     now = fingerprint.here(opened.record, opened.target, opened.folder)

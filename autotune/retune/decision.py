@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from autotune.report.series import level_text
-from autotune.retune import fingerprint
 from autotune.retune.comparison import Comparison, DriftCheck
-from autotune.retune.fingerprint import Change
+from autotune.study import fingerprint
+from autotune.study.fingerprint import Change
 from autotune.trial.folder import adapter
 
 

@@ -19,10 +19,9 @@ from autotune.executors.base import Executor
 from autotune.report import files, load
 from autotune.report.data import differences
 from autotune.report.readme import recommended_words
-from autotune.retune import comparison, fingerprint
+from autotune.retune import comparison
 from autotune.retune.comparison import Comparison, DriftCheck, Reading
 from autotune.retune.decision import Decision, Difference, RetuneVerdict, explain
-from autotune.retune.fingerprint import Change, Fingerprint
 from autotune.scoring.convergence.noise_scale import NoiseScale
 from autotune.scoring.estimates import slowed
 from autotune.scoring.metrics import remeasured
@@ -30,8 +29,9 @@ from autotune.scoring.shared_cores import SLOPE
 from autotune.session import OpenStudy
 from autotune.space.candidate import Candidate
 from autotune.space.legality import why_illegal
-from autotune.study import warm_start
+from autotune.study import fingerprint, warm_start
 from autotune.study.events import EventSink
+from autotune.study.fingerprint import Change, Fingerprint
 from autotune.study.runner import Runner
 from autotune.study.setup.plan import Plan
 from autotune.study.state import forget_runs

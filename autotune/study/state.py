@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from autotune.scoring.metrics import METRICS
 from autotune.scoring.objective import Objective
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.space import SearchSpace
+from autotune.study.fingerprint import Fingerprint, changes
 from autotune.study.setup.plan import Plan, target_digest
 from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import analysed, project, records
@@ -39,12 +40,11 @@ from autotune.system import files
 from autotune.trial.folder import TrialDir, record_in, result_in
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
-from autotune.trial.workload import DataShape, Environment, Workload
 
-# A data set that grew by less is the same one.
-DATA_GREW = 0.02
-# Of fewer samples than this, sizes may have been alike by chance.
-ENOUGH_SAMPLES = 100
+# Parts of a fingerprint in which two runs of one study must be alike, beside its settings: model and data may come from other files.
+FOUND = ("model", "parameters", "samples", "data size")
+# Those that times depend on, and that no user configures.
+MACHINE = ("device", "cores", "threads", "torch", "deepspeed")
 # A file that is being saved may be empty, or away, for a moment.
 SAVED_S = 0.3
 
@@ -123,7 +123,7 @@ class StudyState:
         That is settings, the text of the target, and what was found in it: model and data may come from other files.
         """
         named = [f"the text of {self.spec.target.name}" if name == "target" else name for name in self._stated(kept)]
-        return [*named, *_found_otherwise(kept.workload, self.plan.workload)]
+        return [*named, *_changed(kept, self.plan, FOUND)]
 
     def _stated(self, kept: StudyRecord) -> list[str]:
         """The settings, and `target` for its text, that a study that was kept has other than this one."""
@@ -132,7 +132,7 @@ class StudyState:
     def changed_machine(self) -> list[str]:
         """What times depend on and is not as when the study began: device, threads, torch, DeepSpeed."""
         kept = records.record(self.study)
-        return list(_machine_changes(kept.workload.environment, self.plan.workload.environment)) if kept else []
+        return _changed(kept, self.plan, MACHINE) if kept else []
 
     def check_unedited(self) -> None:
         """Refuses to go on with another text of the target than the run began with, which would not compare."""
@@ -326,6 +326,11 @@ def _deadline_of(path: Path) -> float | None:
     return had.deadline_s if had is not None else None
 
 
+def _changed(kept: StudyRecord, plan: Plan, parts: Sequence[str]) -> list[str]:
+    found = changes(Fingerprint.of(kept), Fingerprint.now(plan))
+    return [each.named for each in found if each.part in parts]
+
+
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> Iterator[str]:
     for key in {**before, **now}:
         old, new = before.get(key), now.get(key)
@@ -340,36 +345,3 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], above: str =
             yield f"objectives ({asked} instead of {had})" if asked != had else "objectives (their weights or bounds)"
         else:
             yield f"{above}{key}"
-
-
-def _found_otherwise(before: Workload, now: Workload) -> Iterator[str]:
-    """What a target's model and data were found to be, where they are no longer that; what was not looked at is left out."""
-    if before.n_parameters != now.n_parameters:
-        yield f"the model ({now.n_parameters:,} parameters instead of {before.n_parameters:,})"
-    elif before.structure and now.structure and before.structure != now.structure:
-        yield "the structure of the model"
-    if before.data and now.data and _comparable(before, before.data) != _comparable(now, now.data):
-        yield f"the samples ({'; '.join(now.data.fields)} instead of {'; '.join(before.data.fields)})"
-    sizes = before.n_samples, now.n_samples
-    if sizes[0] and sizes[1] and abs(sizes[1] - sizes[0]) > DATA_GREW * sizes[0]:
-        yield f"the number of samples ({sizes[1]:,} instead of {sizes[0]:,})"
-
-
-def _comparable(workload: Workload, data: DataShape) -> tuple[str, ...]:
-    """The tensors of a sample as any run of the same target finds them: without sizes where only a few samples or batches were seen."""
-    surely = workload.script is None and data.n_seen >= min(ENOUGH_SAMPLES, data.n_samples or ENOUGH_SAMPLES)
-    return data.fields if surely else tuple(field.partition("[")[0] for field in data.fields)
-
-
-def _machine_changes(before: Environment, now: Environment) -> Iterator[str]:
-    """Words for what differs between two environments, as far as it changes times and is not the user's configuration."""
-    pairs = [
-        ("device", before.device_name, now.device_name),
-        ("OMP_NUM_THREADS", before.omp_num_threads, now.omp_num_threads),
-        *((name, before.versions.get(name), now.versions.get(name)) for name in ("torch", "deepspeed")),
-    ]
-    if before.accelerator == "cpu":
-        pairs.append(("processor cores", str(before.n_cores), str(now.n_cores)))
-    for name, old, new in pairs:
-        if old != new:
-            yield f"{name} {new or 'not set'} instead of {old or 'not set'}"

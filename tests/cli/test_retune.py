@@ -23,9 +23,10 @@ from autotune.cli.status import status
 from autotune.errors import Unavailable, UserError
 from autotune.report import load
 from autotune.report.next_steps import reproduce
-from autotune.retune import fingerprint, schedule
+from autotune.retune import schedule
 from autotune.retune.decision import Decision, RetuneVerdict
 from autotune.retune.retuning import ASKED, CommandError, RetuneRequest
+from autotune.study import fingerprint
 from autotune.study.events import Broadcast
 from autotune.study.lock import study_lock
 from autotune.study.runner import Runner

@@ -30,19 +30,19 @@ from autotune import session
 from autotune.errors import UserError
 from autotune.report import files, load
 from autotune.report.results import StudyResult
-from autotune.retune import comparison, fingerprint
+from autotune.retune import comparison
 from autotune.retune import retuning as retuning_module
 from autotune.retune.comparison import Comparison, EarlierRatio, Reading
 from autotune.retune.decision import Decision, Difference, RetuneVerdict
-from autotune.retune.fingerprint import Change, Fingerprint
 from autotune.retune.retuning import CommandError, RetuneRequest, Retuning, last_looked_at
 from autotune.scoring.measured import Measured
 from autotune.scoring.objective import Objective
 from autotune.session import open_study
 from autotune.space.candidate import Candidate
 from autotune.space.parameter import SpaceError
-from autotune.study import warm_start
+from autotune.study import fingerprint, warm_start
 from autotune.study.events import Kind
+from autotune.study.fingerprint import Change, Fingerprint
 from autotune.study.storage import analysed, records
 from autotune.study.storage.history import GoneError, History
 from autotune.study.storage.tables import DECISION, RECOMMENDATION

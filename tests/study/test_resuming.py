@@ -171,13 +171,13 @@ def test_a_target_that_is_edited_while_its_study_runs_ends_it_and_it_goes_on_wit
 @pytest.mark.parametrize(
     ("before", "now", "named"),
     [
-        ({}, {"n_parameters": 5}, r"the model \(5 parameters instead of "),
-        ({"structure": "a"}, {"structure": "b"}, "the structure of the model"),
-        ({"n_samples": 512}, {"n_samples": 300}, r"the number of samples \(300 instead of 512\)"),
+        ({}, {"n_parameters": 5}, r"parameters \(5 instead of 1,000\)"),
+        ({"structure": "a"}, {"structure": "b"}, "structure of the model"),
+        ({"n_samples": 512}, {"n_samples": 300}, r"samples in the data set \(300 instead of 512\)"),
         (
             {"data": DataShape(fields=("0 int64[32]",), n_seen=300)},
             {"data": DataShape(fields=("0 int64[48]",), n_seen=300)},
-            r"the samples \(0 int64\[48\] instead of 0 int64\[32\]\)",
+            r"shape of the samples \(0 int64\[48\] instead of 0 int64\[32\]\)",
         ),
     ],
 )
@@ -207,8 +207,8 @@ def test_a_machine_that_is_not_what_it_was_is_said_where_a_study_goes_on(tmp_pat
         runner_of(tmp_path, Instant(), watcher=watcher, planned=planned).run()
         told.append([line for line in watcher.said if "not as when the study began" in line])
     assert [len(lines) for lines in told] == [0, 0, 1]
-    assert "OMP_NUM_THREADS 2 instead of not set" in told[2][0]
-    assert "torch 9.9 instead of" in told[2][0]
+    assert "OMP_NUM_THREADS (2 instead of not set)" in told[2][0]
+    assert "torch (9.9 instead of" in told[2][0]
 
 
 def test_a_re_tuning_that_is_taken_up_on_another_machine_names_no_command_that_there_is_not(tmp_path):

@@ -24,12 +24,14 @@ from autotune.system import device
 from autotune.system.machine import n_cores, processor_name
 from autotune.system.units import format_bytes
 from autotune.trial.lengths import shares
-from autotune.trial.workload import Workload
+from autotune.trial.workload import DataShape, Workload
 
 # Share of samples in another class of lengths from which the lengths count as changed.
 LENGTHS_MOVED = 0.1
-# A machine reports slightly different sizes of memory from boot to boot.
-MEMORY_MOVED = 0.02
+# Share by which memory, which a machine reports slightly differently from boot to boot, and data sets may grow and count as the same.
+SIZE_MOVED = 0.02
+# Of fewer samples than this, sizes may have been alike by chance.
+ENOUGH_SAMPLES = 100
 BATCH = ("micro_batch_size", "gradient_accumulation_steps")
 SHARDING = ("zero_stage", "zero_optimization.", "offload_", "communication_data_type")
 NUMERICS = ("precision", "bf16.", "fp16.", "data_types.", "torch_autocast.")
@@ -64,7 +66,7 @@ def _lengths_differ(old: Mapping[str, float], new: Mapping[str, float]) -> bool:
 
 
 def _size_differs(old: float, new: float) -> bool:
-    return abs(new - old) > MEMORY_MOVED * max(old, new)
+    return abs(new - old) > SIZE_MOVED * max(old, new)
 
 
 def _version_differs(old: str, new: str) -> bool:
@@ -136,6 +138,12 @@ class Change:
             case "base configuration":
                 return f"{label}: {_settings_words(_flat(self.before), _flat(self.after))}"
         return f"{label}: {_said(self.before)}, now {_said(self.after)}"
+
+    @property
+    def named(self) -> str:
+        """What has changed, in a list, with both values where these are short."""
+        label = PARTS[self.part].label
+        return label if self.part == "model" else f"{label} ({_said(self.after)} instead of {_said(self.before)})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,8 +270,14 @@ def _known(workload: Workload, world_size: int, asked: Mapping[str, Any]) -> dic
         values["learning rate"] = list(rates)
     if workload.data is not None:
         lengths = {str(edge): share for edge, share in shares(workload.data.table).items()}
-        values |= {"samples": list(workload.data.fields), "lengths": lengths}
+        values |= {"samples": _comparable(workload, workload.data), "lengths": lengths}
     return {name: value for name, value in values.items() if value is not None or name == "threads"}
+
+
+def _comparable(workload: Workload, data: DataShape) -> list[str]:
+    """The tensors of a sample as any run of the same target finds them: without sizes where only a few samples or batches were seen."""
+    surely = workload.script is None and data.n_seen >= min(ENOUGH_SAMPLES, data.n_samples or ENOUGH_SAMPLES)
+    return [field if surely else field.partition("[")[0] for field in data.fields]
 
 
 def _base_config(asked: Mapping[str, Any]) -> DsConfig:

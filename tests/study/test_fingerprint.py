@@ -7,10 +7,10 @@ import pytest
 from support.instant import ENVIRONMENT, SPACE, WORKLOAD, plan_of, spec_of
 
 from autotune.report.export import deepspeed_config
-from autotune.retune import fingerprint
-from autotune.retune.fingerprint import Fingerprint, changes, narrowed, opened, touched
 from autotune.space.candidate import Candidate
 from autotune.space.space import SearchSpace
+from autotune.study import fingerprint
+from autotune.study.fingerprint import Fingerprint, changes, narrowed, opened, touched
 from autotune.system.device import Device, Devices
 from autotune.system.machine import processor_name
 from autotune.trial.command import Invocation
@@ -95,6 +95,20 @@ def test_cores_and_threads_of_a_host_are_no_part_of_a_study_on_devices():
 
 def test_nothing_changed_is_nothing_to_say():
     assert changes(of(), of()) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "n_seen"),
+    [(None, 2), (Probed(ds_config={}, micro_batch_size=8, gradient_accumulation_steps=1), 900)],
+    ids=["few samples", "padded batches of a script"],
+)
+def test_sizes_of_samples_that_may_be_alike_by_chance_are_no_change(script, n_seen):
+    """Each re-tuning of a script whose batches are padded searched anew, for samples of another shape."""
+    padded, other = (
+        of(replace(BEFORE, script=script, data=DataShape(fields=(field,), n_seen=n_seen)))
+        for field in ("0 int64[2, 57]", "0 int64[2, *]")
+    )
+    assert changes(padded, other) == []
 
 
 @pytest.mark.parametrize(

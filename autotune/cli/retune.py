@@ -198,22 +198,20 @@ def _decided(run: Retuning, wanted: StudySpec, due: list[Schedule], view: EventS
 
 
 def _due(opened: OpenStudy) -> list[Schedule] | None:
-    """The schedules that are due; empty to continue an interrupted re-tuning; None if there is nothing to do."""
+    """The schedules that are due; None if there is nothing to do."""
     from autotune.retune import retuning, schedule
     from autotune.retune.schedule import Schedule
     from autotune.study import fingerprint
 
     history, study = opened.history, opened.name
     found = schedule.due(history, study)
+    if found and all(each.on_change for each in found) and history.interrupted(study) is None:
+        now = fingerprint.here(opened.record, opened.target, opened.folder)
+        if not fingerprint.changes(retuning.last_looked_at(history, study, opened.record), now):
+            schedule.started(history, found)
+            print(f"study {study!r} was due, but nothing has changed since", file=sys.stderr)
+            found = []
     if found:
-        changed = [each for each in found if each.on_change]
-        if len(changed) == len(found):
-            now = fingerprint.here(opened.record, opened.target, opened.folder)
-            if not fingerprint.changes(retuning.last_looked_at(history, study, opened.record), now):
-                schedule.started(history, found)
-                print(f"study {study!r} was due, but nothing has changed since", file=sys.stderr)
-                found = []
-    if found or history.interrupted(study) is not None:
         return found
     soonest = min((Schedule.of(row) for row in history.schedules(study)), key=lambda each: each.next_run_at)
     print(f"study {study!r} is not due; next: {schedule.moment(soonest.next_run_at)} ({soonest.when})", file=sys.stderr)

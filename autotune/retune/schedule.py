@@ -102,7 +102,12 @@ class Schedule:
         return cls(number=row["id"], cron=cron, **{name: row[name] for name in names})
 
     def after(self, now: float) -> float:
-        """The first run after a moment, in Unix time; of an interval, on the grid of the runs before, without drift."""
+        """The next run once one has begun, in Unix time: as it was where that took up an interrupted re-tuning before its time.
+
+        Of an interval, it is on the grid of the runs before, without drift.
+        """
+        if self.due_at(now) > now:
+            return self.next_run_at
         if self.every_s is None or self.next_run_at > now:
             return next_after(self.every_s, self.cron, now)
         missed = (now - self.next_run_at) // self.every_s
@@ -203,14 +208,15 @@ def weekdays(cron: str) -> list[int]:
 
 
 def due(history: History, study: str, now: float | None = None) -> list[Schedule]:
-    """The schedules of a study that are due; a `ScheduleError` if it has none."""
+    """The schedules of a study that are due, all while a re-tuning of it is interrupted; a `ScheduleError` if it has none."""
     now = time.time() if now is None else now
     found = [Schedule.of(row) for row in history.schedules(study)]
     if not found:
         raise ScheduleError(
             f"study {study!r} has no schedule, so it is never due; `autotune schedule add {study} --every 7d` makes one"
         )
-    return [schedule for schedule in found if schedule.due_at(now) <= now]
+    left = history.interrupted(study) is not None
+    return [schedule for schedule in found if left or schedule.due_at(now) <= now]
 
 
 def started(history: History, schedules: Sequence[Schedule], now: float | None = None) -> None:
@@ -240,7 +246,7 @@ class Daemon:
         # Until when, by a monotonic clock, a schedule is not started again.
         self._held_until: dict[int, float] = {}
         self._skipped = set[str]()  # what was said of schedules that cannot be read
-        self._took_up_at = -RETRY_S
+        self._looked_for_left_at = -RETRY_S
         self._away = False  # whether the last look found no database
 
     def run(self) -> None:
@@ -266,11 +272,10 @@ class Daemon:
             self.leases.look()
             leads = self.leases.acquire(self.lease)
             if leads != self.leads:
-                self._took_up_at = -RETRY_S
+                self._looked_for_left_at = -RETRY_S
                 self.say("this daemon leads" if leads else "another daemon leads; standing by")
             self.leads = leads
             if leads:
-                self._take_up()
                 self._start_due()
             self._away = False
         except (SQLAlchemyError, StorageInternalError, records.StoreError) as error:
@@ -281,6 +286,8 @@ class Daemon:
 
     def _start_due(self) -> None:
         now, steady = time.time(), time.monotonic()
+        if looks_for_left := steady - self._looked_for_left_at >= RETRY_S:
+            self._looked_for_left_at = steady
         for row in self.history.schedules():
             if row["id"] in self._children or self._held_until.get(row["id"], 0.0) > steady:
                 continue
@@ -292,8 +299,13 @@ class Daemon:
                     self._skipped.add(said)
                     self.say(f"skipped: {said}")
                 continue
-            if schedule.due_at(now) <= now and self._is_own(schedule):
+            is_due = schedule.due_at(now) <= now or (looks_for_left and self._is_left(schedule.study))
+            if is_due and self._is_own(schedule):
                 self.start(schedule)
+
+    def _is_left(self, study: str) -> bool:
+        """Whether the process of a re-tuning was killed; one that outlived its daemon goes on."""
+        return run_under_way(self.studies / study) is None and self.history.interrupted(study) is not None
 
     def _is_own(self, schedule: Schedule) -> bool:
         """Whether a schedule is this project's; that of a study which is gone is, so that its run says so."""
@@ -325,26 +337,6 @@ class Daemon:
                 said = EXITS.get(status, f"ended with status {status}")
                 began = schedule.last_run_at != self._last_run_at[number]
                 self.say(f"{schedule.study}: {said if status or began else NOT_BEGUN}")
-
-    def _take_up(self) -> None:
-        """Make a re-tuning due again whose process was killed; one whose process outlived its daemon goes on."""
-        if time.monotonic() - self._took_up_at < RETRY_S:
-            return
-        self._took_up_at = time.monotonic()
-        for row in self.history.schedules():
-            with contextlib.suppress(ScheduleError):
-                schedule = Schedule.of(row)
-                free = run_under_way(self.studies / schedule.study) is None
-                ahead = schedule.next_run_at - time.time()
-                if (
-                    free
-                    and ahead > 0
-                    and self._is_own(schedule)
-                    and self.history.interrupted(schedule.study) is not None
-                ):
-                    step = schedule.every_s or ahead  # an interval's runs stay on its grid
-                    due_at = schedule.next_run_at - math.ceil(ahead / step) * step
-                    self.history.update_schedule(schedule.number, next_run_at=due_at)
 
 
 def moment(at: float | None) -> str:

@@ -199,23 +199,30 @@ def _known(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workload, 
         found = profile_cache.known(workload, target.path, completed(spec, target, workload), _ranks(spec, workload)[1])
         if found.profile is not None and found.machine is not None:
             return found, list(found.profile.caveats)
-    view.doing(f"{'running' if script else 'profiling'} {target.path.name}, once")
-    found, notes = _profiled(spec, target, view)
+    found, notes = _profiled(spec, target, view, workload)
     if script:
         profile_cache.save(replace(found, machine=None), key)
     return found, notes
 
 
-def _profiled(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workload, list[str]]:
-    """Returns the workload with profile and rates, from ranks on this machine, as which the cache keeps them, and notes."""
+def _profiled(
+    spec: StudySpec, target: Target, view: EventSink, workload: Workload | None
+) -> tuple[Workload, list[str]]:
+    """Returns the workload with profile and rates, from ranks on this machine, as which the cache keeps them, and notes.
+
+    Args:
+        workload: What the cache knows of the target; None if nothing.
+    """
     here = spec.model_copy(update={"executor": "local", "executor_options": {}, "hostfile": None, "nodes": None})
     with temporary.folder("autotune-predict") as folder:
         with executor_for(here, folder, view.waits) as executor:
             most = len(device.here().each) or max(2, n_cores())
             script, trials = target.kind == "script", folder / "trials"
             ranks = min(spec.ranks or 1, most) if script else 1
-            with executor.turn(view.waiting):  # as for a study's plan
-                workload = inspect_workload(here, executor, trials / "inspect", ranks, view.doing)
+            if workload is None or (script and workload.profile is None):
+                view.doing(f"{'running' if script else 'profiling'} {target.path.name}, once")
+                with executor.turn(view.waiting):  # as for a study's plan
+                    workload = inspect_workload(here, executor, trials / "inspect", ranks, view.doing)
             config, local = completed(spec, target, workload), _ranks(spec, workload)[1]
             found, notes = profile_cache.measure_missing(workload, target.path, config, local, executor, trials, view)
         return found, notes

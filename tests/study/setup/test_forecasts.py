@@ -30,7 +30,7 @@ from autotune.trial.folder import write_record
 from autotune.trial.profile import Machine, Pass, Profile
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome, TrialResult
-from autotune.trial.workload import Probed, Workload
+from autotune.trial.workload import Probed, Splitting, Workload
 
 P = 10_000_000
 TARGET = MODELS / "ok.py"
@@ -475,7 +475,20 @@ def test_a_script_is_run_for_a_forecast_when_no_study_measures(tmp_path, monkeyp
     monkeypatch.setattr(forecasts, "inspect_workload", lambda *_: held[0] and WORKLOAD)
     monkeypatch.setattr(profile_cache, "measure_missing", lambda found, *_: (found, held))
     spec = StudySpec.of(MODELS / "ok.py", {"executor": "slurm"})
-    assert forecasts._profiled(spec, spec.inspected, SILENT) == (WORKLOAD, []) and engines == ["local"]
+    assert forecasts._profiled(spec, spec.inspected, SILENT, None) == (WORKLOAD, []) and engines == ["local"]
+
+
+@pytest.mark.usefixtures("known")
+def test_a_forecast_that_profiles_anew_forgets_nothing_that_was_found_of_the_model(monkeypatch):
+    """Beside another optimizer the model was loaded anew, and each degree compared once more in the next study."""
+    key = profile_cache.workload_key(TARGET, True)
+    whole = replace(WORKLOAD, splitting=Splitting(heads=4, kv_heads=4, compared={"tensor": ""}))
+    profile_cache.save(whole, key)
+    monkeypatch.setattr(forecasts, "executor_for", lambda *_: nullcontext(Instant()))
+    monkeypatch.setattr(profile_cache.base, "run", lambda *_: TrialResult(outcome=Outcome.CRASHED))
+    spec = StudySpec.of_target(TARGET, {"base_config": {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}})
+    forecasts._known(spec, spec.inspected, SILENT)
+    assert profile_cache.load(Workload, key).splitting == whole.splitting
 
 
 @pytest.mark.process

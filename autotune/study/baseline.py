@@ -73,7 +73,7 @@ class BaselineTrial:
         complete = result.outcome is Outcome.COMPLETE
         dropped = self._unmeasurable(result) if complete else self._without_baseline(result)
         objectives = [o for o in self._state.objectives if o not in dropped]
-        self._state.settle(self._state.reference, [*objectives, *self._scarce(result)])
+        self._state.objectives = [*objectives, *self._scarce(result)]
         return result
 
     def _scarce(self, result: TrialResult) -> list[Objective]:
@@ -95,7 +95,7 @@ class BaselineTrial:
     def _unmeasurable(self, result: TrialResult) -> list[Objective]:
         """The objectives that a complete baseline does not measure; measures the noise scale on the way."""
         state = self._state
-        state.settle(Reference.of(result), state.objectives)
+        state.reference = Reference.of(result)
         self._measure_noise()
         found = objective.score(result, state.objectives, state.spec.constraints, state.reference)
         dropped = [o for o in state.objectives if o.metric in found.missing]
@@ -219,7 +219,7 @@ class BaselineTrial:
         if not problem:
             return
         noise = self._known_noise
-        state.settle(replace(reference, noise_problem=problem, noise=noise), state.objectives)
+        state.reference = replace(reference, noise_problem=problem, noise=noise)
         if noise is None:
             self._keep_batch(problem)
         else:
@@ -266,7 +266,7 @@ class BaselineTrial:
         if not noise.compares:
             return self._with_more_time(str(noise))
         self._events.say(str(noise))
-        state.settle(replace(reference, noise=noise), state.objectives)
+        state.reference = replace(reference, noise=noise)
         return ""
 
     def _with_more_time(self, problem: str, *, ended: bool = False) -> str:

@@ -43,14 +43,14 @@ def _replaces(decision: Path) -> bool:
     return False
 
 
-def restore(state: StudyState, proposer: Proposer, teller: Teller, last: Callable[[], None] = lambda: None) -> int:
+def restore(state: StudyState, proposer: Proposer, teller: Teller, besides: Callable[[], None] = lambda: None) -> int:
     """Tells the finished trials of the folder to a database that lacks the study, or some of its trials.
 
-    A number without a result becomes a failed trial, since a trial's folder has its number. A run that was killed
-    while it restored leaves a mark in the study, and the next run restores the rest.
+    A number without a result becomes a failed trial, since a trial's folder has its number. What a run that is killed
+    meanwhile leaves, the next one restores.
 
     Args:
-        last: Restores what belongs to the study besides.
+        besides: Restores what else belongs to the study; before its trials, by which a later run sees that all is done.
 
     Returns:
         How many finished trials the folder holds; 0 if it has no record, or a different re-tuning left it.
@@ -67,18 +67,15 @@ def restore(state: StudyState, proposer: Proposer, teller: Teller, last: Callabl
         )
     found = results_in(state) if kept is not None and not changed else {}
     if kept is not None and found:
-        state.settle(kept.reference, kept.objectives, kept.learning_rate)
+        state.take_over(kept)
         if not state.exists:
             state.create()
-            records.note_restoring(state.study, restoring=True)
+        besides()
         runs = filter(None, map(ran, ended_in(state.folder / "trials")))
         records.note_time(state.study, wall_s=apart_s(runs, LONGEST_PAUSE_S), ends_s=time.time())
         for number, asked in _unfinished(state, max(found) + 1):
             with undisturbed():
                 _tell(state, proposer, teller, asked or state.leases.claim(state.study), found.get(number))
-        last()
-    if state.exists:
-        records.note_restoring(state.study, restoring=False)
     return len(found)
 
 

@@ -27,7 +27,7 @@ from autotune.study.parallel import ClaimedTrial, TrialPool
 from autotune.study.proposals import Proposer
 from autotune.study.restore import last_replacement, restore
 from autotune.study.setup.plan import Plan
-from autotune.study.state import StudyState, forget_runs
+from autotune.study.state import StudyState, forget_runs, lacks_trials
 from autotune.study.storage import records
 from autotune.study.storage.generations import generation_name, generation_of
 from autotune.study.storage.leases import StudyLeases, TurnLost
@@ -135,7 +135,7 @@ class Runner:
         if self.state.exists:
             return
         found = self.state.load(delete_empty=self._leads)
-        if self._leads and (not found or records.is_restoring(self.state.study)):
+        if self._leads and (not found or lacks_trials(self.state.study, self.state.folder)):
             found = self._restore() or found
         if not found:
             return
@@ -170,8 +170,8 @@ class Runner:
         if n := restore(self.state, self.proposer, self._teller, lambda: _restore_replacement(self)):
             trials, them = ("1 finished trial: it is", "it") if n == 1 else (f"{n} finished trials: they are", "them")
             self._events.say(
-                f"the database has no study {self.state.plan.spec.name!r}, but its folder holds {trials} taken up again (--fresh"
-                f" forgets {them})"
+                f"the database lacks trials of study {self.state.plan.spec.name!r}, whose folder holds {trials} taken up again"
+                f" (--fresh forgets {them})"
             )
         return bool(n)
 

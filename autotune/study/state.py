@@ -110,11 +110,11 @@ class StudyState:
             if delete_empty:
                 records.delete_study(self.storage, name)
             return False
-        if records.is_restoring(study) and not delete_empty:  # its numbers are not settled yet
+        if not delete_empty and lacks_trials(study, self.folder):  # its numbers are not settled yet
             return False
         self._check_same(kept)
         self._study = study
-        self.settle(kept.reference, kept.objectives, kept.learning_rate)
+        self.take_over(kept)
         return True
 
     def differences(self, kept: StudyRecord) -> list[str]:
@@ -162,12 +162,9 @@ class StudyState:
                 f" compared with new ones. Choose another --study name, or start over with --fresh{retuned * edited}"
             )
 
-    def settle(
-        self, reference: Reference | None, objectives: list[Objective], learning_rate: LearningRate | None = None
-    ) -> None:
-        """Takes over what the baseline decided."""
-        self.reference, self.objectives = reference, objectives
-        self.learning_rate = learning_rate or self.learning_rate
+    def take_over(self, kept: StudyRecord) -> None:
+        """Takes over what the baseline decided in an earlier run."""
+        self.reference, self.objectives, self.learning_rate = kept.reference, kept.objectives, kept.learning_rate
 
     def create(self) -> None:
         """Creates the study in the database, with its record."""
@@ -185,7 +182,7 @@ class StudyState:
 
     def keep_reference(self, reference: Reference) -> None:
         """Takes over and stores the loss curve of a baseline that completed after the study had begun."""
-        self.settle(reference, self.objectives)
+        self.reference = reference
         if (kept := records.record(self.study)) is not None:
             records.keep(self.study, replace(kept, reference=reference), self.folder)
 
@@ -303,6 +300,19 @@ class StudyState:
     def trial_path(self, number: int) -> Path:
         """The folder of a trial."""
         return records.trial_path(self.folder, number)
+
+
+def lacks_trials(study: Study, folder: Path) -> bool:
+    """Whether a study's folder holds results of trials that the database has not: it was lost, or it is an earlier copy."""
+    # The folder first: a trial has a row before it has a result.
+    numbers = [int(path.name) for path in (folder / "trials").glob("[0-9]*") if path.name.isdigit()]
+    # A run that is killed while it takes results up leaves a row that says nothing.
+    begun = {
+        trial.number
+        for trial in study.get_trials(deepcopy=False)
+        if trial.state is not TrialState.RUNNING or CANDIDATE_ATTR in trial.user_attrs
+    }
+    return any(n not in begun and result_in(records.trial_path(folder, n)) is not None for n in numbers)
 
 
 def forget_runs(executor: Executor, folder: Path, kept: Path | None = None) -> None:

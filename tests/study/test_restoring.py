@@ -1,6 +1,7 @@
 """A study whose database is gone is taken up again from its folder, also where that was itself interrupted."""
 
 import json
+import shutil
 from datetime import datetime
 
 import pytest
@@ -10,6 +11,7 @@ from autotune.errors import UserError
 from autotune.study import restore
 from autotune.study.proposals import Proposer
 from autotune.study.runner import Runner
+from autotune.study.state import lacks_trials
 from autotune.study.storage import records
 from autotune.study.storage.leases import StudyLeases
 from autotune.study.tell import Teller
@@ -57,8 +59,27 @@ def test_a_run_that_is_killed_while_it_restores_loses_nothing(tmp_path, monkeypa
     again = runner_of(tmp_path, executor, watcher=watcher, trials=5, finalists=0)
     again.run()
     assert executor.ran == [] and [(m.trial, m.candidate) for m in again.state.measured()] == told
-    assert not records.is_restoring(again.study) and not records.running(again.study)
+    assert not lacks_trials(again.study, tmp_path / "s") and not records.running(again.study)
     assert any("are taken up again" in text for text in watcher.said)
+
+
+def test_trials_that_an_earlier_copy_of_the_database_lacks_are_taken_up(tmp_path):
+    """A further run began at the numbers of the copy, and overwrote what it did not know of."""
+    first = runner_of(tmp_path, Instant(), trials=3, finalists=0)
+    first.run()
+    first.storage.engine.dispose()
+    shutil.copy(tmp_path / "autotune.db", tmp_path / "copy")
+    later = runner_of(tmp_path, Instant(), trials=5, finalists=0)
+    later.run()
+    told = [(m.trial, m.candidate) for m in later.state.measured()]
+    later.storage.engine.dispose()
+    for path in tmp_path.glob("autotune.db*"):
+        path.unlink()
+    (tmp_path / "copy").rename(tmp_path / "autotune.db")
+    executor = Instant()
+    again = runner_of(tmp_path, executor, trials=5, finalists=0)
+    again.run()
+    assert executor.ran == [] and [(m.trial, m.candidate) for m in again.state.measured()] == told
 
 
 @pytest.mark.parametrize("there", ["", "restoring"], ids=["deleted", "being restored"])
@@ -67,7 +88,7 @@ def test_a_worker_that_comes_in_between_says_so(tmp_path, there):
     if there:
         first = runner_of(tmp_path, Instant(), trials=2, finalists=0)
         first.run()
-        records.note_restoring(first.study, restoring=True)
+        shutil.copytree(records.trial_path(tmp_path / "s", 1), records.trial_path(tmp_path / "s", 2))
     plan = plan_of(spec_of(trials=2))
     worker = Runner(plan, Instant(), tmp_path / "s", records.default_url(tmp_path), Watcher(), leads=False)
     with pytest.raises(UserError, match=r"study 's' was deleted, begun anew or taken up .* start the worker again"):

@@ -449,7 +449,7 @@ def test_a_study_whose_database_is_gone_is_had_back_from_its_folder(tmp_path):
     second.run()
     assert [m.trial for m in second.state.measured()] == [0, 1, 2, 4, 5, 6]
     assert [(m.candidate.key, m.outcome, m.metrics, m.repeats) for m in second.state.measured()][:3] == before[:3]
-    assert "its folder holds 5 finished trials: they are taken up again" in " ".join(watcher.said)
+    assert "whose folder holds 5 finished trials: they are taken up again" in " ".join(watcher.said)
     assert sum(each.check_gradient and not each.noise for each in again.requests) == 1  # only the one that is missing
 
 

@@ -58,7 +58,7 @@ WATCHED = ("time_budget_s", "max_length", "device_memory_bytes", "quick", "at_on
 SUCCESSOR_ATTR = "successor"
 # Fields of a told trial's result without which it cannot be read.
 TOLD_FIELDS = set("outcome reason phase wall_s metrics ci95 censored feasible caveats".split())
-RESTORING_ATTR, BASELINE_ATTR = "autotune:restoring", "autotune:baseline"
+BASELINE_ATTR = "autotune:baseline"
 
 
 def default_url(studies: Path) -> str:
@@ -437,13 +437,3 @@ def current(study: Study) -> str:
 def succeed(study: Study, later: str) -> None:
     """Make a re-tuning's study the holder of a study's answer."""
     study.set_user_attr(SUCCESSOR_ATTR, later)
-
-
-def note_restoring(study: Study, *, restoring: bool) -> None:
-    """Store whether results of the study's folder are still to be told to a new database."""
-    set_study_attr(study, RESTORING_ATTR, restoring)
-
-
-def is_restoring(study: Study) -> bool:
-    """Whether a run has begun to tell the results of the study's folder to a new database, and has not ended it."""
-    return bool(study_attr(study, RESTORING_ATTR))

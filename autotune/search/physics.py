@@ -83,14 +83,20 @@ class PhysicsSampler(LegalSampler):
             self.search.add(list(dict.fromkeys(c for c in drawn if why_illegal(c, self._setting) is None)))
         return self.search
 
-    def _chosen(self, study: Study, trial: FrozenTrial) -> Candidate | None:
+    def choose(self, study: Study) -> bool:
+        """Chooses the next candidate before there is a trial of it; False if none is left."""
+        self.forced = self.forced or self._chosen(study)
+        return self.forced is not None
+
+    def _chosen(self, study: Study, trial: FrozenTrial | None = None) -> Candidate | None:
         """The legal new candidate that the guide expects most of; None, with `exhausted` set, when none is left or fits."""
         busy, told, guide = list(self._known(study)), self.told(study), self.guide
         if not self._whole:
             self._refine(told)
         proposed = guide.suggest([*told, *self._imagined(study, told)], busy)
-        if proposed is None:
-            self.exhausted, self.why_exhausted = True, stopping.nothing_left(guide.left(told, busy), guide.limit)
+        self.exhausted = proposed is None
+        if self.exhausted:
+            self.why_exhausted = stopping.nothing_left(guide.left(told, busy), guide.limit)
         return proposed
 
     def told(self, study: Study) -> list[Observation]:

@@ -59,6 +59,10 @@ class LegalSampler(BaseSampler):
         """Makes the next trial have this candidate: the baseline, or one whose trial was lost."""
         self.forced = candidate
 
+    def choose(self, study: Study) -> bool:
+        """Chooses the next candidate before there is a trial of it; False if none is left. Optuna's samplers need a trial first."""
+        return True
+
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """All knobs: conditions are this sampler's business."""
         return {parameter.optuna_name: parameter.distribution() for parameter in self._space.parameters}

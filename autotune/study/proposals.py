@@ -186,16 +186,16 @@ class Proposer:
         if claim := self.claim():
             return claim
         n_unfit = sum(outcome is Outcome.PREDICTED_OOM for outcome in state.outcomes())
-        return sampler.why_exhausted + (
-            f", or is predicted not to fit the device memory ({n_unfit})" if n_unfit else ""
-        )
+        unfit = f", or is predicted not to fit the device memory ({n_unfit})" if n_unfit else ""
+        return sampler.why_exhausted + unfit
 
     def claim(self) -> ClaimedTrial | None:
         """Begins the next trial; None if the sampler has nothing left."""
         state, sampler = self._state, self._sampler
         assert sampler is not None
+        if not sampler.choose(state.study):
+            return None
         forced, candidate, unfit = sampler.forced, None, None
-        sampler.exhausted = False
         with undisturbed():
             asked = state.leases.claim(state.study)
         try:

@@ -62,6 +62,7 @@ def test_a_study_that_is_complete_runs_nothing_when_it_is_run_again(tmp_path, fi
     assert len(executor.ran) == n_told or first.get("finalists") != 0
     runner, executor, _ = run(tmp_path, **first | again)
     assert executor.ran == [] and len(candidates(runner)) == n_told
+    assert len(runner.state.trials()) == n_told  # each run of an exhausted study left an empty one that failed
 
 
 @pytest.mark.system

@@ -128,13 +128,12 @@ class Rounds:
 
     def _reading(self, result: TrialResult, beside: float | None) -> Reading:
         """The reading of a trial as beside the load by other processes that the last side of the round had."""
-        metrics, own = self._metrics(result), result.log_slowdown
+        if result.outcome is not Outcome.COMPLETE:
+            return Reading(outcome=result.outcome, reason=result.reason)
+        metrics, own = remeasured(result, self.runner.state.reference), result.log_slowdown
         if own is not None and beside is not None:
             metrics, _ = slowed(metrics, {}, SLOPE * (beside - own))
-        return Reading(outcome=result.outcome, reason=result.reason, metrics=metrics)
-
-    def _metrics(self, result: TrialResult) -> dict[str, float]:
-        return remeasured(result, self.runner.state.reference) if result.outcome is Outcome.COMPLETE else {}
+        return Reading(outcome=result.outcome, metrics=metrics)
 
 
 class Retuning:
@@ -340,7 +339,7 @@ class Retuning:
         sides = {"incumbent": self.incumbent, "baseline": plan.baseline}
         beside = "again: it is the baseline" if self.incumbent == plan.baseline else "and the baseline again, in turns"
         self.observer.say(f"measuring what is in use ({self.incumbent.describe()}) {beside}")
-        return comparison.check_drift(then, self._rounds(runner, "check", sides))
+        return comparison.check_drift(then, Rounds(self.path / "check", sides, runner))
 
     def _duel(self, runner: Runner, challenger: Candidate) -> Comparison:
         self.observer.say(f"measuring {challenger.describe()} against what is in use, in turns")
@@ -348,10 +347,9 @@ class Retuning:
         measured = {m.candidate: m for m in runner.state.measured()}
         both = measured.get(challenger), measured.get(self.incumbent)
         sides = {"challenger": challenger, "incumbent": self.incumbent}
-        return comparison.compare(runner.state.objectives, both, self.min_gain, self._rounds(runner, "duel", sides))
-
-    def _rounds(self, runner: Runner, what: str, sides: Mapping[str, Candidate]) -> Rounds:
-        return Rounds(self.path / what, sides, runner)
+        return comparison.compare(
+            runner.state.objectives, both, self.min_gain, Rounds(self.path / "duel", sides, runner)
+        )
 
     # What is kept
 

@@ -128,7 +128,7 @@ class Runner:
 
     def measure_again(self, candidate: Candidate, path: Path) -> TrialResult:
         """Measures a configuration without telling a trial, to compare it with others measured in turns with it."""
-        return self._measurer.execute(candidate, path, role="round")
+        return self._measurer.execute_again(candidate, path, what=candidate.describe(), role="round")
 
     def open(self) -> None:
         """Opens the study if a run has begun it."""

@@ -212,6 +212,14 @@ def test_a_configuration_that_became_slower_is_replaced_and_the_previous_one_kep
     assert len(history(replaced.studies).recommendations("s")) == 2
 
 
+def test_one_crash_of_what_is_in_use_starts_no_search(tmp_path):
+    """A link that flapped once cost a search, as if the configuration did not run any more."""
+    executor = Instant()
+    executor.behaviour = lambda c: report(c) if len(executor.ran) > 1 else failed(Outcome.CRASHED, "a link flapped")
+    decision = retune(tmp_path, executor)
+    assert decision.verdict is RetuneVerdict.UNCHANGED and decision.n_trials == 0 and decision.check is not None
+
+
 @pytest.mark.system
 def test_the_search_takes_a_fifth_of_the_trials_but_no_fewer_than_six_and_no_time_budget_of_the_study_ends_it(
     tmp_path, replaced

@@ -1,6 +1,5 @@
 """Tables that autotune keeps beside Optuna's in the study database, and the migrations that create them."""
 
-import contextlib
 import time
 from collections.abc import Callable
 
@@ -79,8 +78,12 @@ MIGRATIONS: dict[str, Callable[[sql.Connection], None]] = {
 
 def migrate(engine: sql.Engine) -> None:
     """Bring the tables up to date; several processes may do so at once."""
-    with contextlib.suppress(DBAPIError), engine.begin() as connection:  # another process is creating it
-        MIGRATION.create(connection, checkfirst=True)
+    try:
+        with engine.begin() as connection:
+            MIGRATION.create(connection, checkfirst=True)
+    except DBAPIError:
+        if not sql.inspect(engine).has_table(MIGRATION.name):  # else another process has created it meanwhile
+            raise
     with engine.connect() as connection:
         applied = set(connection.scalars(sql.select(MIGRATION.c.name)))
     for name, apply in MIGRATIONS.items():

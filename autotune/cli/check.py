@@ -77,6 +77,8 @@ def check(target: Target, settings: Mapping[str, Any], *, as_json: AsJson = Fals
 
 def lines(data: Mapping[str, Any]) -> Iterator[str]:
     """The findings of `check` for people."""
+    from autotune.report.trial_notes import ended
+
     workload = data["workload"]
     trainable = (
         "" if workload["n_trainable"] == workload["n_parameters"] else f" ({workload['n_trainable']:,} trainable)"
@@ -101,7 +103,7 @@ def lines(data: Mapping[str, Any]) -> Iterator[str]:
         else ""
     )
     reason = f"; {baseline['reason']}" if baseline["reason"] else ""
-    yield f"baseline   {baseline['description']}: {baseline['outcome'].replace('_', ' ')}{peak}{reason}"
+    yield f"baseline   {baseline['description']}: {ended(baseline['outcome'])}{peak}{reason}"
     if baseline["log"]:
         yield f"           see {baseline['log']}"
     about = "" if data["exact"] else "about "

@@ -113,6 +113,7 @@ def delete(
 
 def _history_lines(what: str, rows: Sequence[Row]) -> Iterator[tuple[float, str]]:
     """For each row its Unix time, and the line for people."""
+    from autotune.report.trial_notes import ended
     from autotune.retune import schedule
 
     for row in rows:
@@ -125,7 +126,7 @@ def _history_lines(what: str, rows: Sequence[Row]) -> Iterator[tuple[float, str]
             where = (
                 f"{row['world_size']} rank{'s' * (row['world_size'] != 1)}, {row['environment'].get('device_name', '')}"
             )
-            text = f"trial {row['trial']} {row['role']}: {row['outcome'].replace('_', ' ')}{step}; {where}"
+            text = f"trial {row['trial']} {row['role']}: {ended(row['outcome'])}{step}; {where}"
         elif what == "recommendations":
             text = f"{'' if row['withdrawn'] else 'recommends '}trial {row['trial']}, {answer_words(row)}"
         else:

@@ -78,7 +78,9 @@ def follow(folder: Path, pid: int, sink: EventSink) -> None:
 
 def lines(data: Mapping[str, Any]) -> str:
     """The state of a study in one line."""
-    outcomes = ", ".join(f"{count} {outcome.replace('_', ' ')}" for outcome, count in data["outcomes"].items())
+    from autotune.report.trial_notes import ended
+
+    outcomes = ", ".join(f"{count} {ended(outcome)}" for outcome, count in data["outcomes"].items())
     does = "re-tunes" if data.get("retuned") else "runs"
     process = f"; process {data['process']} {does} it now" if data["process"] else ""
     left = ""

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from autotune.errors import wrapped
 from autotune.report.console import ProgressConsole
+from autotune.report.trial_notes import ended
 from autotune.study.events import Event, EventSink, Kind, Progress
 from autotune.system import redaction
 from autotune.system.units import format_quantity
@@ -139,7 +140,7 @@ class ProgressView(EventSink):
             self._headed = True
             heads = "".join(f"  {head:>{width}}" for _, _, head, width in COLUMNS) + "  configuration" * (not below)
             self._print(Text(f"{'trial':>{TRIAL}}{heads}", style="bold"))
-        words, end = progress.candidate.describe(), str(progress.outcome).replace("_", " ")
+        words, end = progress.candidate.describe(), ended(progress.outcome)
         if progress.outcome is Outcome.COMPLETE:
             figures = "".join(f"  {_figure(progress.metrics, *column)}" for column in COLUMNS)
             words += " (baseline)" if progress.role == "baseline" else ""

@@ -284,15 +284,16 @@ def measurements(storage: Storage, study: str | None = None) -> list[dict[str, A
             "study": base, "generation": generation, "environment": asdict(kept.workload.environment), "world_size": kept.world_size,
             "structure": kept.workload.structure, "n_parameters": kept.workload.n_parameters,
         }  # fmt: skip
-        for told in told_trials(load_study(storage, name)):
-            data, ended = told_data(told), told.datetime_complete
-            own = {
-                "trial": told.number,
-                "role": told.user_attrs.get(ROLE_ATTR, "search"),
-                "candidate": told.user_attrs[CANDIDATE_ATTR],
-            }
-            own |= {key: data[key] for key in ("outcome", "metrics", "wall_s")}
-            rows.append({"at": ended.timestamp() if ended is not None else 0.0, **shared, **own})
+        with contextlib.suppress(database.StoreMissing, KeyError):  # another process deletes it now
+            for told in told_trials(load_study(storage, name)):
+                data, ended = told_data(told), told.datetime_complete
+                own = {
+                    "trial": told.number,
+                    "role": told.user_attrs.get(ROLE_ATTR, "search"),
+                    "candidate": told.user_attrs[CANDIDATE_ATTR],
+                }
+                own |= {key: data[key] for key in ("outcome", "metrics", "wall_s")}
+                rows.append({"at": ended.timestamp() if ended is not None else 0.0, **shared, **own})
     return sorted(rows, key=lambda row: -row["at"])
 
 

@@ -345,7 +345,9 @@ def test_a_record_of_another_version_is_refused_with_what_to_do(tmp_path, url):
 # Trials.
 
 
-def test_of_all_studies_the_one_that_ran_last_comes_first_and_those_without_a_record_are_left_out(tmp_path, url):
+def test_of_all_studies_the_one_that_ran_last_comes_first_and_those_without_a_record_are_left_out(
+    tmp_path, url, monkeypatch
+):
     for name, ends_s in (("a", 1.0), ("b", 3.0), ("c", 2.0), ("strange", 4.0)):
         study = begin(url, name, n=1)
         records.note_time(study, wall_s=1.0, ends_s=ends_s)
@@ -355,6 +357,9 @@ def test_of_all_studies_the_one_that_ran_last_comes_first_and_those_without_a_re
     storage = records.open_storage(url)
     assert [(name, kept.target) for name, kept in records.kept_records(storage)] == [("b", "b"), ("a", "a")]
     assert [(row["study"], row["trial"]) for row in records.measurements(storage, "a")] == [("a", 0)]
+    there = list(records.kept_records(storage))
+    monkeypatch.setattr(records, "kept_records", lambda _: [("deleted meanwhile", RECORD), *there])
+    assert [row["study"] for row in records.measurements(storage)] == ["b", "a"]  # it ended with `no study`
 
 
 def test_a_lost_trial_is_not_told_and_a_failed_one_is(url):

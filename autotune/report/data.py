@@ -13,6 +13,7 @@ from autotune.report.timeline import Run
 from autotune.scoring.effects import Effects, effects
 from autotune.scoring.estimates import Gain
 from autotune.scoring.metrics import METRICS
+from autotune.scoring.reasons import READS_BETTER, WITHIN_NOISE
 from autotune.scoring.recommend import PICKS
 from autotune.space.candidate import Candidate, differing
 from autotune.study.events import n_spent
@@ -344,7 +345,7 @@ class Stated(NamedTuple):
         metric: Label of the metric that it is stated by; empty where there is nothing to state.
         ratio: That metric over the baseline's.
         span: Its 95 % interval in words; empty where none can be seen.
-        untold: That it cannot be told from the baseline's.
+        noise: That the difference is within noise.
         price: What it costs.
         unsure: What keeps it from being a result.
     """
@@ -352,7 +353,7 @@ class Stated(NamedTuple):
     metric: str
     ratio: float
     span: str
-    untold: list[str]
+    noise: list[str]
     price: list[str]
     unsure: list[str]
 
@@ -371,7 +372,7 @@ def stated(report: StudyReport, names: Sequence[str], pick: Data) -> Stated:
             ratio, *ends = (_ratio(name, each) for each in gain)
             low, high = (f"{end:.2f}" for end in sorted(ends))
             span, price = f"{low} to {high}" * (low != high), price_words(report, pick, name)
-            return Stated(METRICS[name].label, ratio, span, _untold(pick, name), price, unsure)
+            return Stated(METRICS[name].label, ratio, span, _noise(pick, name), price, unsure)
     return Stated("", 1.0, "", [], [], unsure)
 
 
@@ -383,7 +384,7 @@ def pick_words(report: StudyReport, names: Sequence[str], pick: Data) -> str:
     if not said.metric:
         return ", ".join([NO_SPEEDUP, *said.unsure])
     whole = f"{times(said.ratio)}{f' ({said.span})' if said.span else ''} the baseline's {said.metric}"
-    return ", ".join([whole, *said.untold, *said.price, *said.unsure])
+    return ", ".join([whole, *said.noise, *said.price, *said.unsure])
 
 
 def price_words(report: StudyReport, pick: Data, lead: str) -> list[str]:
@@ -401,7 +402,7 @@ def price_words(report: StudyReport, pick: Data, lead: str) -> list[str]:
     other = THROUGHPUT if lead != THROUGHPUT else _heaviest(report)
     price = worse or {n: ratio for n, ratio in ratios.items() if n == other and times(ratio) != times(ratios.get(lead))}
     said = [
-        f"{times(ratio)} the {METRICS[name].label}{' (within noise)' * bool(_untold(pick, name))}"
+        f"{times(ratio)} the {METRICS[name].label}{f' ({WITHIN_NOISE})' * bool(_noise(pick, name))}"
         for name, ratio in price.items()
     ]
     said += [f"no comparable {METRICS[name].label}" for name in vague[:1]]
@@ -413,10 +414,10 @@ def _ratio(metric: str, gain: float) -> float:
     return 1 / gain if METRICS[metric].direction == "minimize" else gain
 
 
-def _untold(pick: Data, metric: str) -> list[str]:
-    luck = " (the best of equal trials reads so by luck)" if metric in (pick.get("luck") or ()) else ""
+def _noise(pick: Data, metric: str) -> list[str]:
+    luck = f" (the best of many trials {READS_BETTER})" if metric in (pick.get("luck") or ()) else ""
     found = change(pick, metric)  # what is equal, as memory on a device, is told
-    return [f"not to be told from 1.00x{luck}"] if found and not found.told and found.factor != 1 else []
+    return [f"{WITHIN_NOISE}{luck}"] if found and not found.told and found.factor != 1 else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -438,7 +439,7 @@ class Change:
         if times(self.factor, sign) == times(1.0, sign):
             return "equal"
         how = "better" if self.better else "worse"
-        return f"{times(self.factor, sign)} {how}{'' if self.told else ', within noise'}"
+        return f"{times(self.factor, sign)} {how}{'' if self.told else f', {WITHIN_NOISE}'}"
 
 
 def change(point: Data, metric: str) -> Change | None:

@@ -15,6 +15,7 @@ from autotune.report.expectations import Expectations
 from autotune.report.trial_notes import ended
 from autotune.scoring.measured import improvement, weighted_gain
 from autotune.scoring.metrics import METRICS
+from autotune.scoring.reasons import WITHIN_NOISE
 from autotune.scoring.recommend import PICKS
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
@@ -24,7 +25,6 @@ from autotune.trial.result import RAN, Outcome
 NEAREST = 3  # trials shown beside a configuration that was not run
 NOTHING = 0.01  # a predicted gain of 1 % is no reason for anything
 SURE = 0.99
-WITHIN_NOISE = ", within noise: not to be told apart"
 SHOWN = tuple(dict.fromkeys(PICKS.values()))  # metrics of a trial that are shown, in order, after those predicted
 # What an explanation takes from a trial's row; the last ones say why it may not be recommended, or is no better.
 OF_TRIAL = "trial outcome reason metrics measurements feasible doubt gate unreproducible tied".split()
@@ -245,7 +245,7 @@ class Evidence:
         worse = [METRICS[metric].label for metric, gain in gains.items() if gain < -NOTHING]
         parts = [f"{word} {' and '.join(names)}" for names, word in ((better, "better"), (worse, "worse")) if names]
         factor, said = times(math.exp(self._compromise(ratios))), parts or ["all about equal"]
-        noise = WITHIN_NOISE if tied else ""
+        noise = f", {WITHIN_NOISE}" if tied else ""
         whole = ", ".join([*said, *([without] if unknown else [])])
         by = " as a compromise of the objectives" if len(self.expected.objectives) > 1 else ""
         return f"{factor} the recommended one{by}{noise} ({whole})"
@@ -268,7 +268,7 @@ class Evidence:
         ran = (each for each in self.trials if each["outcome"] == Outcome.COMPLETE)
         if own := next((each for each in ran if Candidate.of(each["candidate"]) == other), None):
             ratios = {name: ratio for name, ratio in self._measured_ratios(own).items() if name in predicted}
-            how, tied = f"it was measured in trial {own['trial']}", WITHIN_NOISE if own.get("tied") else ""
+            how, tied = f"it was measured in trial {own['trial']}", f", {WITHIN_NOISE}" if own.get("tied") else ""
         gain = self._compromise(ratios)
         good = "as good" if abs(gain) < NOTHING else f"{times(math.exp(gain))} as good"
         moved = [

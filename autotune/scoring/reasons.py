@@ -9,6 +9,8 @@ from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
 
 # Why the user's own configuration is recommended: see `kept`.
+# What is said of a difference that the scatter of the measurements may make, and of the best of several trials, which it favours.
+WITHIN_NOISE, READS_BETTER = "within noise", "reads better than it is"
 KEPT, ALONE = "no trial that passed its checks is measurably better", "nothing else was measured"
 # The noise scale grows over a training (McCandlish et al., 1812.06162).
 SMALLER = (
@@ -59,8 +61,8 @@ def _gain(measured: Measured, estimates: Estimates, metric: str) -> str:
         return "equal"
     said = f"{times} {'better' if gain.factor >= 1 else 'worse'}"
     if not estimates.told(measured, metric):
-        luck = f": the best of {estimates.n_looked_at} trials reads better than it is" if gain.told else ""
-        return f"{said} (not to be told from equal{luck})"
+        luck = f": the best of {estimates.n_looked_at} trials {READS_BETTER}" if gain.told else ""
+        return f"{said} ({WITHIN_NOISE}{luck})"
     if metric != GOODPUT:
         return said
     # Goodput read as the time to any target, relative to the baseline's.

@@ -10,7 +10,18 @@ from autotune.scoring.estimates import Estimates
 from autotune.scoring.measured import Measured, improvement, log_gain, log_ratio
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
-from autotune.scoring.reasons import KEPT, checked, drift, kept, named, once, passed_by, words
+from autotune.scoring.reasons import (
+    KEPT,
+    READS_BETTER,
+    WITHIN_NOISE,
+    checked,
+    drift,
+    kept,
+    named,
+    once,
+    passed_by,
+    words,
+)
 from autotune.space.candidate import differing
 from autotune.trial.result import Outcome
 
@@ -299,11 +310,11 @@ def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence
             why += f" ({f'{mean} of the gains: ' if len(objectives) > 1 else ''}{gain:.2f}x)"
     others = [m for m in confirmed if m is not chosen and tied(m, chosen, estimates, objectives)]
     if others:
-        why += f"; not to be told from {', '.join(f'trial {m.trial}' for m in others)} within the noise"
+        why += f"; {WITHIN_NOISE} of {', '.join(f'trial {m.trial}' for m in others)}"
         if any(
             abs(log_gain(m, chosen, objectives)) > estimates.reach(m, chosen, objectives, alone=True) for m in others
         ):
-            why += f" (the best of {estimates.n_looked_at} trials reads better than it is)"  # though its own interval does not hold 1
+            why += f" (the best of {estimates.n_looked_at} trials {READS_BETTER})"  # though its own interval does not hold 1
     return chosen, why
 
 

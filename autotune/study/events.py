@@ -82,7 +82,7 @@ class Progress:
         n_told: Trials told so far.
         best_gain: Its gain over the baseline by the goal: the weighted geometric mean over the objectives; None where that
             says nothing.
-        best_open: What may keep it from being the answer: `unchecked`, `not yet shown to be better`.
+        best_open: What may keep it from being the answer: `unchecked`, `within noise`.
         left_s: Estimated seconds until the end of the study.
     """
 

@@ -28,6 +28,7 @@ from autotune.scoring.convergence.first_losses import (
 from autotune.scoring.estimates import Estimates
 from autotune.scoring.measured import Measured, set_apart
 from autotune.scoring.objective import Objective, Score
+from autotune.scoring.reasons import WITHIN_NOISE
 from autotune.search.observation import MEASURED_ATTR, observed
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.study import autocast, placement
@@ -286,7 +287,7 @@ def why_stopped(error: BaseException) -> str:
 def _left_open(best: Measured, estimates: Estimates, objectives: Sequence[Objective]) -> str:
     """What may keep the best trial so far from being the answer; empty if nothing does."""
     shown = recommend.shown_better(best, estimates, objectives)
-    return ", ".join([*(["unchecked"] if best.doubt else []), *([] if shown else ["not yet shown to be better"])])
+    return ", ".join([*(["unchecked"] if best.doubt else []), *([] if shown else [WITHIN_NOISE])])
 
 
 def _unwitnessed(result: TrialResult) -> list[str]:

@@ -156,13 +156,9 @@ def test_the_time_left_is_a_bound_while_the_search_may_end_by_itself():
     assert again.left_words(90.0) == "about 1 min 30 s left"
 
 
-@pytest.mark.parametrize(
-    ("width", "said"), [(40, "(unchecked, not"), (120, "(unchecked, not yet shown to be better), 1.05x the")]
-)
+@pytest.mark.parametrize(("width", "said"), [(40, "(unchecked, with"), (120, "(unchecked, within noise), 1.05x the")])
 def test_the_best_so_far_says_first_what_keeps_it_from_being_the_answer(width, said):
-    open_end = replace(
-        ended(5), best=Leader(5, CANDIDATE), best_gain=1.05, best_open="unchecked, not yet shown to be better"
-    )
+    open_end = replace(ended(5), best=Leader(5, CANDIDATE), best_gain=1.05, best_open="unchecked, within noise")
     assert f"best so far: trial 5 {said}" in shown(open_end, width=width, terminal=True)
 
 
@@ -182,7 +178,7 @@ def test_among_equal_trials_the_best_so_far_is_not_yet_shown_to_be_better(tmp_pa
     runner_of(tmp_path, Instant(machine), watcher=watcher, **given).run()
     found = load.load("s", records.default_url(tmp_path), tmp_path / "s").picks["recommended"]
     words = [each.best_words() for each in watcher.ended_with if each.best is not None and each.best.trial]
-    assert found["trial"] == 0 and words and all("(not yet shown to be better), 1." in said for said in words)
+    assert found["trial"] == 0 and words and all("(within noise), 1." in said for said in words)
 
 
 def test_the_best_so_far_is_unchecked_until_its_numerics_are_checked(tmp_path, monkeypatch):

@@ -197,10 +197,10 @@ def test_the_best_of_many_must_be_further_ahead_than_an_only_one():
     others = [measured(n, 0.1 * math.exp(noise.gauss(0, 0.02)), checkpoint_every=n) for n in range(2, 32)]
     assert chosen(recommend([base, ahead], [THROUGHPUT])) == 1
     found = recommend([base, ahead, *others], [THROUGHPUT])
-    assert chosen(found) == 0 and "not to be told from trial 1 within the noise" in reasons(found)
+    assert chosen(found) == 0 and "within noise of trial 1" in reasons(found)
     # Nor is it said to be faster as the pick of the highest throughput, by its own interval.
     assert chosen(found, "highest_throughput") == 1 and gained(found, "highest_throughput").told
-    assert "1.04x better (not to be told from equal: the best of 32 trials reads better than it is)" in reasons(
+    assert "1.04x better (within noise: the best of 32 trials reads better than it is)" in reasons(
         found, "highest_throughput"
     )
     assert {"samples_per_s", "step_time_s"} <= set(found.picks["highest_throughput"].to_data()["luck"])
@@ -225,7 +225,7 @@ def test_of_two_within_one_percent_the_one_that_changes_least_is_recommended_and
     little = measured(1, 0.0502, rounds=[0.0502, 0.0512, 0.05], precision="bf16")
     much = measured(2, 0.05, rounds=[0.05, 0.051, 0.0499], precision="bf16", zero_stage=1, checkpoint_every=1)
     found = recommend([base, little, much], [LATENCY, THROUGHPUT])
-    assert chosen(found) == 1 and "not to be told from trial 2 within the noise" in reasons(found)
+    assert chosen(found) == 1 and "within noise of trial 2" in reasons(found)
     # Of two that change as much, the better one.
     alike = measured(3, 0.05, rounds=[0.05, 0.051, 0.0499], precision="torch_autocast")
     assert chosen(recommend([base, little, alike], [LATENCY, THROUGHPUT])) == 3
@@ -249,14 +249,14 @@ def test_one_that_left_the_race_as_beaten_is_no_tie_whatever_the_baseline_did_in
     best = measured(1, 0.07, rounds=[0.07, 0.07, 0.07, 0.07], precision="bf16", zero_stage=1)
     beaten = measured(2, 0.1, rounds=[0.1], precision="bf16")
     found = recommend([base, best, beaten], [LATENCY, THROUGHPUT])
-    assert chosen(found) == 1 and "told from" not in found.picks["recommended"].reasons[0]
+    assert chosen(found) == 1 and "within noise" not in found.picks["recommended"].reasons[0]
 
 
 def test_what_is_clearly_better_is_no_tie():
     base, little = measured(0, 0.1, rounds=[0.1, 0.101]), measured(1, 0.07, rounds=[0.07, 0.071], precision="bf16")
     much = measured(2, 0.05, rounds=[0.05, 0.0505], precision="bf16", zero_stage=1)
     found = recommend([base, little, much], [LATENCY])
-    assert chosen(found) == 2 and "told from" not in found.picks["recommended"].reasons[0]
+    assert chosen(found) == 2 and "within noise" not in found.picks["recommended"].reasons[0]
 
 
 def test_the_baseline_is_recommended_where_nothing_is_measurably_better():
@@ -265,7 +265,7 @@ def test_the_baseline_is_recommended_where_nothing_is_measurably_better():
     pick = found.picks["recommended"]
     assert chosen(found) == 0 and gained(found) == (1.0, 1.0, 1.0)
     why, *others = pick.reasons
-    assert why.startswith("the baseline: no trial") and "not to be told from trial 1" in why  # not "the best, 1.00x"
+    assert why.startswith("the baseline: no trial") and "within noise of trial 1" in why  # not "the best, 1.00x"
     assert "measurably better by the compromise of" in why  # a trial of 5x the throughput may stand beside it
     assert not any("is the baseline" in reason for reason in others)
     assert reasons(recommend([base], [LATENCY])) == "the baseline: nothing else was measured"
@@ -317,7 +317,7 @@ def test_a_bit_less_memory_is_no_pick_that_costs_throughput():
 
 
 def test_a_gain_that_reads_as_one_is_said_to_be_equal():
-    """As the tables do; it was `1.00x better (not to be told from equal)`."""
+    """As the tables do; it was `1.00x better (within noise)`."""
     found = recommend([measured(0, 0.1), measured(1, 0.05, 100.1e6, micro=16)], [THROUGHPUT, MEMORY])
     assert chosen(found) == 1 and "peak memory equal" in reasons(found)
 

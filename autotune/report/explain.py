@@ -178,7 +178,7 @@ class Evidence:
         predicted, words = self.expected.predicted(candidate, self.predicted_best), candidate.describe()
         exact = next((m for m in near if not m["differs"]), None)
         if exact is not None and exact["outcome"] not in RAN:
-            answer = f"was tried in trial {exact['trial']} and ended with {ended(exact['outcome'])}: {_barred(exact)}"
+            answer = f"was tried in trial {exact['trial']} and ended with {ended(exact['outcome'])}: {_speaks_against(exact)}"
         elif exact is not None:
             answer = f"was measured in trial {exact['trial']}{self._compared(exact)}"
         elif fits < self.expected.least_chance:
@@ -206,7 +206,7 @@ class Evidence:
     def _compared(self, trial: Data) -> str:
         """A trial that ran against the recommended one, in words: first what keeps it from being recommended."""
         own, ratios = trial["metrics"], self._measured_ratios(trial)
-        said, why = self._verdict(ratios, "measured", tied=bool(trial.get("tied"))), _barred(trial)
+        said, why = self._verdict(ratios, "measured", tied=bool(trial.get("tied"))), _speaks_against(trial)
         if trial.get("feasible") is False and (over := self.expected.broken(own)):
             why += f" ({', '.join(over)})"
         elif not why and not trial.get("tied") and self._compromise(ratios) > 0 and self._only_once(trial):
@@ -282,7 +282,7 @@ class Evidence:
     def _but(self, candidate: Candidate, predicted: Mapping[str, Mapping[str, float]]) -> str:
         """What keeps a configuration from being the answer, however good it is predicted to be; empty if nothing does."""
         own = [trial for trial in self.trials if Candidate.of(trial["candidate"]) == candidate]
-        if own and (why := _barred(own[0])):
+        if own and (why := _speaks_against(own[0])):
             return f", but trial {own[0]['trial']} of it cannot be recommended: {why}"
         if not own and self.expected.fits(candidate) < self.expected.least_chance:
             return ", but not to fit the memory"
@@ -319,11 +319,11 @@ def _ratios(predicted: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 def _end(trial: Data) -> str:
     """How a trial ended, with the reason where it did not run to the end or may not be recommended."""
-    end, why = ended(trial["outcome"]), _barred(trial)
+    end, why = ended(trial["outcome"]), _speaks_against(trial)
     return f"{end} ({why})" if why else end
 
 
-def _barred(trial: Data) -> str:
+def _speaks_against(trial: Data) -> str:
     """Why a trial may not be recommended, whatever it measured; empty if it may."""
     if trial["outcome"] != Outcome.COMPLETE:
         return printable(trial["reason"])

@@ -53,7 +53,7 @@ def _out_of_memory(trials: Sequence[Data]) -> list[str]:
 
 def checks(point: Data) -> str:
     """What is said of a trial that may not be recommended: that a check has refused it, or that none was made."""
-    return "checks not passed" if point.get("refused") else "not checked"
+    return "checks not passed" if point.get("barred") else "not checked"
 
 
 def ended(outcome: str) -> str:

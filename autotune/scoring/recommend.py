@@ -98,7 +98,7 @@ def figures(measured: Measured, estimates: Estimates) -> dict[str, Any]:
 
     `gains` are over the baseline, by metric: factor and both ends; `luck` lists those that the best of as many equal trials would
     read, too, though their own interval does not hold 1. `measurements` counts the trial and its
-    re-measurements. `doubt` says why the trial must not be recommended, empty if nothing is left open; `refused` whether a check
+    re-measurements. `doubt` says why the trial must not be recommended, empty if nothing is left open; `barred` whether a check
     has been made that it did not pass.
     """
     speedup, gains = estimates.speedup(measured), estimates.gains(measured)
@@ -111,7 +111,7 @@ def figures(measured: Measured, estimates: Estimates) -> dict[str, Any]:
         "speedup_ci95": [speedup.low, speedup.high] if speedup else None,
         "measurements": 1 + len(measured.repeats),
         "doubt": "" if _sound(measured, estimates.baseline) else measured.doubt,
-        "refused": measured.barred,
+        "barred": measured.barred,
     }
 
 

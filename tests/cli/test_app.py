@@ -127,7 +127,7 @@ def test_a_study_ends_with_an_answer_and_its_files(finished):
     found = json.loads((study / "recommended.json").read_text())
     pick = found["picks"]["recommended"]
     point = set(
-        "trial candidate ds_config metrics ci95 gains luck speedup speedup_ci95 measurements doubt refused".split()
+        "trial candidate ds_config metrics ci95 gains luck speedup speedup_ci95 measurements doubt barred".split()
     )
     keys = point | {"reasons", "script_side_changes", "unchecked"}
     assert set(pick) == keys and "drop_in" in found["picks"] and set(found["baseline"]) == keys

@@ -376,7 +376,7 @@ def test_a_trial_of_the_front_that_did_not_pass_its_checks_is_marked(report):
     one = next(point for point in report.front if point["trial"] not in report.marks)
     for refused, said in ((True, "checks not passed"), (False, "not checked")):
         doubted = replace(
-            report, front=[*report.front[1:], one | {"doubt": "its branch ended early", "refused": refused}]
+            report, front=[*report.front[1:], one | {"doubt": "its branch ended early", "barred": refused}]
         )
         assert f"<- {said}" in printed(doubted, 160) and said in render(doubted)
         assert said not in printed(report, 160)

@@ -483,7 +483,7 @@ def test_a_pick_stands_in_the_file_as_the_design_says():
     assert data["speedup"] == about(2.0) and 1.7 < low < data["speedup"] < high < 2.3
     assert data["gains"]["samples_per_s"] == [data["speedup"], low, high] and data["measurements"] == 2
     figures = ["trial", "candidate", "ds_config", "metrics", "ci95", "gains", "luck", "speedup", "speedup_ci95"]
-    figures += ["measurements", "doubt", "refused"]
+    figures += ["measurements", "doubt", "barred"]
     assert list(data) == [*figures, "reasons", "script_side_changes", "unchecked"]
     assert list(point(found.front[0], found.picks["recommended"].estimates)) == figures
 
@@ -591,7 +591,7 @@ def test_other_numerics_are_picked_only_once_the_gate_has_passed_them():
     better = "trial 1 reads better, but how it trains with other numerics than the baseline's was not checked"
     assert found(open_).front[0].trial == 1
     shown = point(found(open_).front[0], found(open_).picks["recommended"].estimates)
-    assert shown["doubt"] and not shown["refused"]
+    assert shown["doubt"] and not shown["barred"]
     slow = measured(3, 0.2, precision="bf16", micro=32)
     by_one = recommend([base, replace(slow, numerics_kept=False), kept], [LATENCY])
     assert chosen(by_one) == 2 and "trial 3 reads better by throughput, but" in reasons(by_one)
@@ -600,7 +600,7 @@ def test_other_numerics_are_picked_only_once_the_gate_has_passed_them():
     assert {m.trial for m in found(open_).unchecked} == {1} and 1 in [m.trial for m in found(open_).front]
     failed = found(replace(open_, verdict=GateVerdict(passed=False, reason="trains worse")))
     assert chosen(failed, "lowest_latency") == 2 and "but trains worse" in reasons(failed) and not failed.unchecked
-    assert point(failed.front[0], failed.picks["recommended"].estimates)["refused"]
+    assert point(failed.front[0], failed.picks["recommended"].estimates)["barred"]
     passed = found(replace(open_, verdict=PASSED))
     assert chosen(passed) == 1 and not passed.unchecked
     told = "over 40 steps the loss is 0.001 above the reference's; up to 0.02 either way could not have been told from chance"

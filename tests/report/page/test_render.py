@@ -102,7 +102,7 @@ def test_only_what_a_trial_was_picked_for_looks_like_a_pick(report):
     point = {
         **next(point for point in report.front if point["trial"] not in picked),
         "doubt": "diverged",
-        "refused": True,
+        "barred": True,
     }
     page = report_page.render(replace(report, front=[*report.front, point]))
     assert (

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autotune.cli.options import AsJson, option, read_settings
+from autotune.cli.options import AsJson, check_free, option, read_settings
 from autotune.cli.terminal import fitted
 from autotune.errors import UserError, nearest
 
@@ -98,6 +98,8 @@ def advise(
     as_json: AsJson = False,
 ) -> int:
     """Advise a configuration before the first run: fit, speed, cost. Exit status: 0, or 1 if nothing surely fits."""
+    if output is not None:
+        check_free("advise", output)
     how = {"method": method, "attention": attention, "optimizer": optimizer, "loss": loss}
     name = " ".join(model)
     goal, how = _checked(goal, how, {"seq": seq, "global-batch": global_batch, "lora-rank": lora_rank})

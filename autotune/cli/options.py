@@ -235,6 +235,12 @@ def same_command(*left_out: str) -> str:
     return shlex.join(["autotune", *redaction.redact(arguments)])
 
 
+def check_free(command: str, file: Path) -> None:
+    """Refuse to write over a file of the user's; a device or a pipe is written to."""
+    if file.is_file():
+        raise UserError(f"{command}: {file} exists; name another file, or remove it")
+
+
 def read_settings(settings: Sequence[str]) -> dict[str, str | int | float | bool | None]:
     """Knobs from KEY=VALUE texts, each at most once."""
     from autotune.study.spec.yaml_file import read_setting

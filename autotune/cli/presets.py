@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autotune.cli.options import AsJson, Storage
+from autotune.cli.options import AsJson, Storage, check_free
 from autotune.errors import UserError, nearest
 from autotune.system import files
 
@@ -111,8 +111,7 @@ def cp(
         raise UserError(f"cp: unknown preset {preset!r}.{nearest(preset, every)} Known: {', '.join(every)}")
     if file.is_dir():
         file = file / f"{preset}.yaml"
-    if file.exists():
-        raise UserError(f"cp: {file} exists; name another file, or remove it")
+    check_free("cp", file)
     files.write_text(file, every[preset].read_text())
     flag = "--space" if preset in presets.presets("search_spaces") else "--objective"
     print(f"wrote {file}; use it with {flag} {shlex.quote(str(file))}")

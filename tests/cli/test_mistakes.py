@@ -144,6 +144,7 @@ MISTAKES = {
     "nothing to tell of": (["explain", "x", "--storage", "sqlite:///none.db"], ["no database at none.db: nothing has been tuned"]),
     "a study that is not there": (["explain", "smal"], ["no study 'smal'", "Known: s."]),
     "the same in the history": (["history", "smal"], ["no study 'smal'", "Known: s."]),
+    "advice into a file of the user's": (["advise", "7B", "--gpus", "A100-80", "-o", "model.py"], ["model.py exists; name another"]),
     "files of a report that is printed": (["report", "s", "--json", "-o", "rep"], ["--json prints", "leave out"]),
     "the same to export": (["export", "smal"], ["no study 'smal'", "Known: s."]),
     "a pick that is none": (["export", "s", "--pick", "best"], ["has no pick 'best'", "Known: recommended"]),

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from optuna.trial import FrozenTrial, Trial, TrialState
 
@@ -60,13 +60,31 @@ READABLE = (
 )  # fmt: skip
 
 
+class _Standing(NamedTuple):
+    """Where a study stands.
+
+    Attributes:
+        best: The best trial so far.
+        gain: Its gain over the baseline.
+        lacks: What it lacks to be the answer.
+        noise_sd: The noise of one reading.
+        metrics: What all measurements together say of each trial, by number, as the answer's tables do.
+    """
+
+    best: Measured | None = None
+    gain: float | None = None
+    lacks: str = ""
+    noise_sd: float = 0.0
+    metrics: Mapping[int, Mapping[str, float]] = {}
+
+
 class Teller:
     """Ends the trials of a study."""
 
     def __init__(self, state: StudyState, budget: Budget, events: EventSink) -> None:
         self._state, self._budget, self._events = state, budget, events
         self._learned: set[int] = set()
-        self._stood: tuple[Measured | None, float | None, str, float] = None, None, "", 0.0
+        self._stood = _Standing()
         self._stands_until_s = 0.0
 
     def tell(
@@ -168,9 +186,10 @@ class Teller:
         self, number: int, role: str, candidate: Candidate, result: TrialResult, metrics: Mapping[str, float]
     ) -> None:
         """Emits that a trial ended, and the state of the study."""
-        best, gain, left_open, noise_sd = self._standing()
+        stands = self._standing()
+        best, estimated = stands.best, {} if role == "repeat" else stands.metrics.get(number, {})
         decides = best is not None and best.trial != 0 and bool(best.doubt)
-        left_s = self._budget.left_s(decides=decides, noise_sd=noise_sd)
+        left_s = self._budget.left_s(decides=decides, noise_sd=stands.noise_sd)
         self._budget.keep(left_s)
         event = Progress(
             number=number,
@@ -178,12 +197,12 @@ class Teller:
             candidate=candidate,
             outcome=result.outcome,
             reason=result.reason or ("" if role == "repeat" else self._set_apart(result)),
-            metrics=dict(metrics),
+            metrics={**metrics, **estimated},
             n_told=self._budget.n_spent(),
             n_trials=self._state.spec.trials,
             best=Leader(best.trial, best.candidate) if best else None,
-            best_gain=gain,
-            best_open=left_open,
+            best_gain=stands.gain,
+            best_open=stands.lacks,
             left_s=left_s,
         )
         self._events.ended(event)
@@ -191,7 +210,7 @@ class Teller:
     @property
     def noise_sd(self) -> float:
         """Standard deviation of the logarithm of one reading of a step time, as of the last trial that was told."""
-        return self._stood[3] or self._standing()[3]
+        return self._stood.noise_sd or self._standing().noise_sd
 
     def _set_apart(self, result: TrialResult) -> str:
         """Says of a complete trial that it cannot be recommended, whatever it measured; empty if it can."""
@@ -200,11 +219,8 @@ class Teller:
         own = result_in(self._state.trial_path(0)) if result.unreproducible else None
         return set_apart(_unwitnessed(result), set(result.unreproducible) - set(own.unreproducible if own else ()))
 
-    def _standing(self) -> tuple[Measured | None, float | None, str, float]:
-        """The best trial so far, its gain over the baseline, what it lacks to be the answer, and the noise.
-
-        In a large study as of some trials ago.
-        """
+    def _standing(self) -> _Standing:
+        """Where the study stands, in a large one as of some trials ago."""
         if time.monotonic() < self._stands_until_s:
             return self._stood
         began_s = time.thread_time()
@@ -213,7 +229,7 @@ class Teller:
         baseline = estimates.baseline
         gain = recommend.goal_gain(best, baseline, estimates, objectives) if best and baseline else None
         lacks = _left_open(best, estimates, objectives) if best and baseline and best.trial != baseline.trial else ""
-        self._stood = best, gain, lacks, estimates.noise_sd
+        self._stood = _Standing(best, gain, lacks, estimates.noise_sd, {m.trial: m.metrics for m in estimates.measured})
         took_s = time.thread_time() - began_s
         self._stands_until_s = time.monotonic() + took_s / STANDING_SHARE if took_s > CHEAP_S else 0.0
         return self._stood

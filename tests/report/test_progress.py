@@ -182,12 +182,16 @@ def test_among_equal_trials_the_best_so_far_is_not_yet_shown_to_be_better(tmp_pa
 
 
 def test_the_best_so_far_is_unchecked_until_its_numerics_are_checked(tmp_path, monkeypatch):
+    """And the line of a trial, of which the best so far is one, states the figures of the answer's tables; it stated its own reading."""
     monkeypatch.setattr(tell, "CHEAP_S", math.inf)
 
     def machine(candidate):
-        return report(candidate, step_times_s=[0.01 if candidate.precision == "bf16" else 0.02] * STEPS)
+        step_s = (0.01 if candidate.precision == "bf16" else 0.02) * random.Random(candidate.key).uniform(0.9, 1.1)
+        return report(candidate, step_times_s=[step_s] * STEPS)
 
     watcher, space = Watcher(), [{"precision": ["fp32", "bf16"]}]
     given = {"trials": 2, "finalists": 0, "objectives": ["throughput"], "space": space}
     runner_of(tmp_path, Instant(machine), watcher=watcher, **given).run()
     assert "trial 1 (unchecked" in watcher.ended_with[-1].best_words()
+    row = load.load("s", records.default_url(tmp_path), tmp_path / "s").trials[-1]
+    assert watcher.ended_with[-1].metrics == row["metrics"] and row["metrics"]["step_time_s"] != row["readings_s"][0]

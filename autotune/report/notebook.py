@@ -6,15 +6,15 @@ from collections import deque
 from types import TracebackType
 from typing import Any, Self
 
-from autotune.errors import shortened
 from autotune.report import progress, tables
 from autotune.report.data import StudyReport, pick_words, titles, words
 from autotune.report.next_steps import next_steps
 from autotune.report.page.render import notebook
+from autotune.report.progress import COLUMNS
 from autotune.report.readme import extent, machine, subject
-from autotune.report.trial_notes import end_words
-from autotune.study.events import Event, EventSink, Kind, Progress
-from autotune.system import redaction
+from autotune.report.run_view import RunView, reason_words, trials_words
+from autotune.report.trial_notes import ended
+from autotune.study.events import Progress
 from autotune.system.units import format_duration, format_quantity
 from autotune.trial.result import Outcome
 
@@ -57,21 +57,19 @@ def headline(report: StudyReport) -> str:
     return f"{head[0].upper()}{head[1:]}: trial {pick['trial']}, {words(pick['candidate'])}; {said}.{later}"
 
 
-class NotebookView(EventSink):
-    """One display below the cell, which is redrawn while a study runs."""
+class NotebookView(RunView):
+    """One display below the cell, which is redrawn while a study runs, at most twice a second."""
 
     def __init__(self) -> None:
         from IPython.display import display
 
+        super().__init__()
         self._display: Any = display
         self._handle: Any = None
-        self._began = self._since = time.monotonic()
         self._drawn = 0.0
         self._doing = "starting"
-        self._under_way: dict[int, str] = {}
         self._ends: deque[dict[str, Any]] = deque(maxlen=MOST_ENDS)
         self._notes: deque[str] = deque(maxlen=MOST_NOTES)
-        self._progress: Progress | None = None
 
     def __enter__(self) -> Self:
         self._handle = self._display(self, display_id=True)
@@ -83,37 +81,25 @@ class NotebookView(EventSink):
         self._doing = ""
         self._draw()
 
-    def emit(self, event: Event) -> None:
-        """Takes an event in; draws at most twice a second."""
-        match event.kind:
-            case Kind.NOTE | Kind.WAIT:
-                self._notes.append(redaction.redact(event.text))
-            case Kind.PHASE:
-                self._doing, self._since = redaction.redact(event.text), time.monotonic()
-            case Kind.TRIAL_STARTED:
-                event.note_under_way(self._under_way)
-                self._doing, self._since = "; ".join(self._under_way.values()), time.monotonic()
-            case Kind.TRIAL_ENDED if event.progress is not None:
-                self._end(event.progress)
+    def _show_note(self, text: str) -> None:
+        self._notes.append(text)
+
+    def _show_end(self, progress: Progress) -> None:
+        measured = [
+            format_quantity(progress.metrics[name], unit)
+            for name, unit, *_ in COLUMNS
+            if name in progress.metrics and progress.outcome is Outcome.COMPLETE
+        ]
+        reason = reason_words(progress)
+        self._ends.append({
+            "trial": f"{progress.number}{' again' if progress.role == 'repeat' else ''}",
+            "configuration": progress.candidate.describe(), "outcome": ended(progress.outcome),
+            "measured": ", ".join([*measured, *([reason] if reason else [])]),
+        })  # fmt: skip
+
+    def _refresh(self) -> None:
         if time.monotonic() - self._drawn >= LEAST_S:
             self._draw()
-
-    def _end(self, ended: Progress) -> None:
-        self._under_way.pop(ended.number, None)
-        self._doing = "; ".join(self._under_way.values()) or self._doing
-        self._progress = ended
-        outcome, why = end_words({"outcome": str(ended.outcome), "reason": ended.reason})
-        figures = (
-            format_quantity(ended.metrics[name], unit) for name, unit, *_ in progress.COLUMNS if name in ended.metrics
-        )
-        complete = ended.outcome is Outcome.COMPLETE
-        measured = ", ".join(
-            [*(figures if complete else ()), *([shortened(redaction.redact(why), 160)] if why else [])]
-        )
-        self._ends.append({
-            "trial": f"{ended.number}{' again' if ended.role == 'repeat' else ''}",
-            "configuration": ended.candidate.describe(), "outcome": outcome, "measured": measured,
-        })  # fmt: skip
 
     def _draw(self) -> None:
         self._drawn = time.monotonic()
@@ -121,23 +107,23 @@ class NotebookView(EventSink):
             self._handle.update(self)
 
     def _standing(self) -> str:
-        now = self._progress
-        took = format_duration(time.monotonic() - self._began)
-        if now is None:
-            return took
-        left = "" if not self._doing else f", {now.left_words(now.left_s)}"
-        best = f"; {now.best_words()}" if now.best else ""
-        return f"{now.n_told} of {now.n_trials} trials in {took}{left}{best}"
+        took_s, left_s = self._times_s()
+        if self._latest is None:
+            return format_duration(took_s)
+        now = self._latest[0]
+        far = trials_words(now, left_s) if self._doing else f"{now.n_told} of {now.n_trials} trials"
+        return f"{far}; {format_duration(took_s)} so far" + (f"; {now.best_words()}" if now.best else "")
 
     def _repr_html_(self) -> str:
         doing = f"{self._doing} ({time.monotonic() - self._since:.0f} s)" if self._doing else ""
-        now = self._progress
         found = {
-            "n_told": now.n_told if now else 0,
-            "n_trials": now.n_trials if now else 1,
+            "n_told": self._latest[0].n_told if self._latest else 0,
+            "n_trials": self._latest[0].n_trials if self._latest else 1,
             "standing": self._standing(),
+            "doing": doing,
+            "notes": list(self._notes),
+            "ends": list(reversed(self._ends)),
         }
-        found |= {"doing": doing, "notes": list(self._notes), "ends": list(reversed(self._ends))}
         return notebook("progress", found)
 
     def __repr__(self) -> str:

@@ -15,8 +15,9 @@ from rich.text import Text
 
 from autotune.errors import wrapped
 from autotune.report.console import ProgressConsole
+from autotune.report.run_view import RunView, reason_words, trials_words
 from autotune.report.trial_notes import ended
-from autotune.study.events import Event, EventSink, Kind, Progress
+from autotune.study.events import Event, Kind, Progress
 from autotune.system import redaction
 from autotune.system.units import format_quantity
 from autotune.trial.result import Outcome
@@ -36,10 +37,9 @@ LEAST_WORDS = 30  # columns; with less room a configuration stands on the next l
 LEAST_ROOM = 10  # columns of a text, also in a terminal that has fewer, which breaks its lines itself
 BAR = 28
 ECHOED = 3  # columns that the last live line leaves free: a terminal shows a Ctrl-C there as ^C, which would begin another line
-LONGEST_REASON = 160
 
 
-class ProgressView(EventSink):
+class ProgressView(RunView):
     """Prints a line for each trial and, in a terminal that can move its cursor, keeps lines about the running trial and the time left.
 
     Trials that are measured again share one line.
@@ -50,13 +50,9 @@ class ProgressView(EventSink):
     """
 
     def __init__(self, console: Console | None = None, *, after_s: float = 0.0) -> None:
+        super().__init__()
         self.console = console or ProgressConsole()
-        self._doing = ""
-        self._since = time.monotonic()
         self._shown_from = self._since + after_s
-        self._began_s: float | None = None
-        self._under_way: dict[int, str] = {}
-        self._latest: tuple[Progress, float] | None = None
         self._again: Counter[int] = Counter()
         self._headed = False
         # It redraws itself, so that seconds pass also where nothing emits ticks.
@@ -75,63 +71,39 @@ class ProgressView(EventSink):
         if self._live is not None:
             self._live.stop()
 
-    def emit(self, event: Event) -> None:
-        """Shows an event."""
-        self._began_s = event.time_s if self._began_s is None else self._began_s
-        match event.kind:
-            case Kind.NOTE:
-                self._print_note(redaction.redact(event.text))
-            case Kind.WAIT:
-                self._print_note(f"waiting: {redaction.redact(event.text)}")
-            case Kind.PHASE:
-                self._start_clock(redaction.redact(event.text), event)
-                if self._live is None:
-                    self._print_note(self._doing)
-            case Kind.TRIAL_STARTED:
-                event.note_under_way(self._under_way)
-                self._start_clock("; ".join(self._under_way.values()), event)
-            case Kind.TRIAL_ENDED if event.progress is not None:
-                self._show_end(event.progress, event.time_s)
-        if self._live is not None and self._live.is_started:
-            self._live.refresh()
-
     def opening(self, target: str) -> None:
         """Shows at once, in a terminal, that a target is being read; called before slow imports."""
         self._start_clock(f"reading {redaction.redact(target)}", Event(kind=Kind.PHASE))
+        self._refresh()
+
+    def _refresh(self) -> None:
         if self._live is not None and self._live.is_started:
             self._live.refresh()
 
-    def _start_clock(self, text: str, event: Event) -> None:
-        self._doing = text
-        self._since = time.monotonic() - max(0.0, time.time() - event.time_s)
+    def _show_phase(self) -> None:
+        if self._live is None:
+            self._show_note(self._doing)
 
     def _drawn(self) -> Group:
         if not self._doing or time.monotonic() < self._shown_from:
             return Group()
         doing = _row(f"{time.monotonic() - self._since:>4.0f} s  {self._doing}", "bold")
         doing.truncate(max(1, self.console.width - ECHOED), overflow="ellipsis")
-        if self._latest is None or self._began_s is None:
+        if self._latest is None:
             return Group(doing)
-        progress, ended_s = self._latest
-        left_s = max(0.0, progress.left_s - (time.time() - ended_s))
-        gone_s = max(0.0, time.time() - self._began_s)
+        progress, (gone_s, left_s) = self._latest[0], self._times_s()
         bar = Table.grid(padding=(0, 2))
-        bar.add_row(
-            "", ProgressBar(1.0, gone_s / max(gone_s + left_s, 1.0), width=BAR), _trials_words(progress, left_s)
-        )
+        bar.add_row("", ProgressBar(1.0, gone_s / max(gone_s + left_s, 1.0), width=BAR), trials_words(progress, left_s))
         return Group(bar, _row(progress.best_words(), "dim"), doing)
 
-    def _show_end(self, progress: Progress, ended_s: float) -> None:
-        self._under_way.pop(progress.number, None)
-        self._doing = "; ".join(self._under_way.values()) or self._doing
-        self._latest = progress, ended_s
+    def _show_end(self, progress: Progress) -> None:
         if progress.role == "repeat" and progress.outcome is Outcome.COMPLETE:
             self._again[progress.number] += 1
             return
         self._show_again()
         self._print_trial(progress)
         if self._live is None and progress.role != "repeat" and progress.n_told % 5 == 0:
-            self._print_note(f"{_trials_words(progress, progress.left_s)}; {progress.best_words()}")
+            self._show_note(f"{trials_words(progress, progress.left_s)}; {progress.best_words()}")
 
     def _print_trial(self, progress: Progress) -> None:
         room = self.console.width - INDENT - 2
@@ -146,7 +118,7 @@ class ProgressView(EventSink):
             words += " (baseline)" if progress.role == "baseline" else ""
         else:
             figures = f"  {end:>{FIGURES - 2}}"
-        words += f": {textwrap.shorten(progress.reason, LONGEST_REASON, placeholder=' ...')}" if progress.reason else ""
+        words += f": {reason}" if (reason := reason_words(progress)) else ""
         line = Text(f"{progress.number:>{TRIAL}}").append(figures, style=STYLES.get(progress.outcome, "red"))
         if self._live is None:
             self._print(line.append(f"  {words}"))
@@ -162,9 +134,9 @@ class ProgressView(EventSink):
         if self._again:
             each = ", ".join(f"trial {number} {n} x" for number, n in sorted(self._again.items()))
             self._again.clear()
-            self._print_note(f"measured again: {each}")
+            self._show_note(f"measured again: {each}")
 
-    def _print_note(self, text: str) -> None:
+    def _show_note(self, text: str) -> None:
         room = max(LEAST_ROOM, self.console.width)
         lines = [f"- {text}"] if self._live is None else wrapped(text, room, "- ", "  ") or ["- "]
         self._print(*map(Text, lines))
@@ -188,9 +160,3 @@ def viewer(show: bool, *, after_s: float = 0.0) -> ProgressView:
 def _figure(metrics: dict[str, float], metric: str, unit: str, _head: str, width: int) -> str:
     text = format_quantity(metrics[metric], unit).removesuffix(" samples/s") if metric in metrics else ""
     return f"{text:>{width}}"
-
-
-def _trials_words(progress: Progress, left_s: float) -> str:
-    """How far a study is."""
-    left = progress.left_words(left_s) if left_s >= 1 else "taking longer than estimated"
-    return f"{progress.n_told} of at most {progress.n_trials} trials, {left}"

@@ -60,7 +60,7 @@ READABLE = (
 )  # fmt: skip
 
 
-class _Standing(NamedTuple):
+class _Snapshot(NamedTuple):
     """Where a study stands.
 
     Attributes:
@@ -84,7 +84,7 @@ class Teller:
     def __init__(self, state: StudyState, budget: Budget, events: EventSink) -> None:
         self._state, self._budget, self._events = state, budget, events
         self._learned: set[int] = set()
-        self._stood = _Standing()
+        self._stood = _Snapshot()
         self._stands_until_s = 0.0
 
     def tell(
@@ -219,7 +219,7 @@ class Teller:
         own = result_in(self._state.trial_path(0)) if result.unreproducible else None
         return set_apart(_unwitnessed(result), set(result.unreproducible) - set(own.unreproducible if own else ()))
 
-    def _standing(self) -> _Standing:
+    def _standing(self) -> _Snapshot:
         """Where the study stands, in a large one as of some trials ago."""
         if time.monotonic() < self._stands_until_s:
             return self._stood
@@ -229,7 +229,7 @@ class Teller:
         baseline = estimates.baseline
         gain = recommend.goal_gain(best, baseline, estimates, objectives) if best and baseline else None
         lacks = _left_open(best, estimates, objectives) if best and baseline and best.trial != baseline.trial else ""
-        self._stood = _Standing(best, gain, lacks, estimates.noise_sd, {m.trial: m.metrics for m in estimates.measured})
+        self._stood = _Snapshot(best, gain, lacks, estimates.noise_sd, {m.trial: m.metrics for m in estimates.measured})
         took_s = time.thread_time() - began_s
         self._stands_until_s = time.monotonic() + took_s / STANDING_SHARE if took_s > CHEAP_S else 0.0
         return self._stood

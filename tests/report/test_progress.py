@@ -62,6 +62,8 @@ def test_a_long_reason_is_cut_between_words_and_shows_that_it_was():
     reason = f"AssertionError: The parameter\n        {'was already reduced ' * 20}"
     line = shown(ended(1, outcome=Outcome.CRASHED, reason=reason), width=400).splitlines()[-1]
     assert "AssertionError: The parameter was already reduced was" in line and line.endswith(" ...")
+    path = f"/{'long/' * 50}"  # of which nothing was left
+    assert "ZeRO 1: /long/long" in shown(ended(1, outcome=Outcome.CRASHED, reason=path), width=400)
 
 
 def test_a_trial_that_can_be_no_pick_says_so_where_it_ends(tmp_path):

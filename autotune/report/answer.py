@@ -10,7 +10,8 @@ from rich.text import Text
 
 from autotune.errors import wrapped
 from autotune.report import tables
-from autotune.report.data import Data, StudyReport, pick_words, titles
+from autotune.report.data import Data, StudyReport, titles
+from autotune.report.gains import pick_words
 from autotune.report.next_steps import next_steps
 from autotune.report.readme import extent, machine, subject
 

@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from autotune.report.data import StudyReport, pick_words
+from autotune.report.data import StudyReport
+from autotune.report.gains import pick_words
 from autotune.report.started import started
 from autotune.search.stopping import ALL_SLOW, NONE_FITS
 from autotune.space.space import EXHAUSTED

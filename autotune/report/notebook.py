@@ -7,7 +7,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from autotune.report import progress, tables
-from autotune.report.data import StudyReport, pick_words, titles, words
+from autotune.report.data import StudyReport, titles, words
+from autotune.report.gains import pick_words
 from autotune.report.next_steps import next_steps
 from autotune.report.page.render import notebook
 from autotune.report.progress import COLUMNS

@@ -9,7 +9,8 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from autotune.report import attempts, tables
-from autotune.report.data import NO_SPEEDUP, Data, StudyReport, measured, pick_words, title, titles, words
+from autotune.report.data import Data, StudyReport, measured, title, titles, words
+from autotune.report.gains import NO_SPEEDUP, pick_words
 from autotune.report.next_steps import next_steps, reproduce
 from autotune.report.started import CONFIG_PARAMETERS, started
 from autotune.report.trial_notes import end_words

@@ -4,7 +4,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.report.data import Change, Data, StudyReport, change, interval, measured, metric_scale, times, words
+from autotune.report.data import Data, StudyReport, interval, measured, metric_scale, times, words
+from autotune.report.gains import Change, change
 from autotune.scoring.metrics import METRICS
 from autotune.system.units import Scale
 

@@ -12,7 +12,8 @@ from support.study_report import EVIL, MIB, OBJECTIVES, study_report, with_picks
 
 from autotune.report import load
 from autotune.report.answer import Answer
-from autotune.report.data import StudyReport, change, leading_metric, metric_scale, pick_words, title
+from autotune.report.data import StudyReport, metric_scale, title
+from autotune.report.gains import change, leading_metric, pick_words
 from autotune.report.next_steps import next_steps
 from autotune.report.page import render as report_page
 from autotune.report.readme import render

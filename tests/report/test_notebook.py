@@ -11,7 +11,7 @@ from support.study_report import EVIL, Tags, study_report
 
 from autotune.errors import UserError
 from autotune.report import notebook
-from autotune.report.data import pick_words
+from autotune.report.gains import pick_words
 from autotune.report.progress import ProgressView
 from autotune.report.results import StudyResult
 from autotune.study.events import EventSink, Kind

@@ -13,8 +13,9 @@ from support.instant import STEPS, Instant, report, runner_of
 from autotune.cli.presets import answer_words
 from autotune.report import load, readme
 from autotune.report.dashboard.overlay import _trial_attrs, _values
-from autotune.report.data import measured, pick_words, stated, times
+from autotune.report.data import measured, times
 from autotune.report.files import write_answer, write_report
+from autotune.report.gains import pick_words, stated
 from autotune.report.notebook import headline, lead
 from autotune.report.page.render import studies
 from autotune.report.readme import store_notes

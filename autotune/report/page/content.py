@@ -8,21 +8,9 @@ from pathlib import PurePath
 from typing import Any
 
 from autotune.report import attempts, samples, series, tables
-from autotune.report.data import (
-    NO_SPEEDUP,
-    THROUGHPUT,
-    Change,
-    Data,
-    StudyReport,
-    differences,
-    pick_words,
-    stated,
-    times,
-    title,
-    titles,
-    words,
-)
+from autotune.report.data import THROUGHPUT, Data, StudyReport, differences, times, title, titles, words
 from autotune.report.figures import LEAST_EXPLAINED
+from autotune.report.gains import NO_SPEEDUP, Change, pick_words, stated
 from autotune.report.next_steps import next_steps, reproduce
 from autotune.report.readme import extent, machine, measured_on, no_speedup_words, subject
 from autotune.report.series import level_text

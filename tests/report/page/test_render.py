@@ -15,7 +15,8 @@ from support.study_report import ENVIRONMENT, EVIL, OBJECTIVES, Tags, study_repo
 
 from autotune.errors import UserError
 from autotune.report import figures, fronts, plots, series
-from autotune.report.data import StudyReport, price_words
+from autotune.report.data import StudyReport
+from autotune.report.gains import price_words
 from autotune.report.next_steps import next_steps
 from autotune.report.page import content
 from autotune.report.page import render as report_page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -96,14 +97,15 @@ def report(
 ) -> None:
     """Write the page, JSON, CSV and PNG of a study's findings, or print the JSON."""
     from autotune.report.files import as_data, draw, write_report
-    from autotune.report.progress import viewer
+    from autotune.report.progress import ProgressView
     from autotune.session import open_study
+    from autotune.study.events import SILENT
 
     if as_json and (output is not None or png is not None or open_it or single_file):
         raise UserError("report: --json prints the JSON and writes no file; leave out the other options, or --json")
     opened = open_study(study, storage)
     # Outside a terminal a command of some seconds shows no progress.
-    with viewer(sys.stderr.isatty(), after_s=QUICK_S) as view:
+    with ProgressView(after_s=QUICK_S) if sys.stderr.isatty() else contextlib.nullcontext(SILENT) as view:
         view.doing(f"reading the trials of {study}")
         found = opened.report
         view.doing(f"working out the report of {len(found.trials)} trials")

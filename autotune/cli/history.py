@@ -50,15 +50,16 @@ def history(
     known = open_history(url, database)
     known.drop_orphans()
     read: dict[str, Callable[[], Sequence[Row]]] = {
-        "measurements": lambda: records.measurements(database, study)[:limit],
-        "recommendations": lambda: known.recommendations(study)[:limit],
-        "decisions": lambda: known.decisions(study)[:limit],
+        "measurements": lambda: records.measurements(database, study),
+        "recommendations": lambda: known.recommendations(study),
+        "decisions": lambda: known.decisions(study),
     }
     if what is not None and what not in read:
         raise UserError(f"history: unknown {what!r}. Known: {', '.join(read)}")
     # Both kinds for people, since a study that was never re-tuned has no decisions; programs get one kind of row.
     rows = {
-        kind: read[kind]() for kind in ([what or "decisions"] if what or as_json else ["recommendations", "decisions"])
+        kind: read[kind]()[:limit]
+        for kind in ([what or "decisions"] if what or as_json else ["recommendations", "decisions"])
     }
     if study is not None and not any(rows.values()):
         _ = open_study(study, storage).study  # raises for one that is not known, and lists the studies

@@ -13,9 +13,9 @@ from autotune.errors import printable
 from autotune.report.data import Data, StudyReport, differences, metric_scale, quantity, times
 from autotune.report.expectations import Expectations
 from autotune.report.trial_notes import ended
+from autotune.scoring.estimates import WITHIN_NOISE
 from autotune.scoring.measured import improvement, weighted_gain
 from autotune.scoring.metrics import METRICS
-from autotune.scoring.reasons import WITHIN_NOISE
 from autotune.scoring.recommend import PICKS
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar

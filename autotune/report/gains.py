@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from autotune.report import trial_notes
 from autotune.report.data import THROUGHPUT, Data, StudyReport, times
-from autotune.scoring.estimates import Gain
+from autotune.scoring.estimates import READS_BETTER, WITHIN_NOISE, Gain
 from autotune.scoring.metrics import METRICS
-from autotune.scoring.reasons import READS_BETTER, WITHIN_NOISE
 from autotune.scoring.recommend import PICKS
 
 NO_SPEEDUP = "no speed-up to state"

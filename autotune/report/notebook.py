@@ -3,19 +3,20 @@
 import sys
 import time
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
-from autotune.report import progress, tables
+from autotune.report import tables
 from autotune.report.data import StudyReport, titles, words
 from autotune.report.gains import pick_words
 from autotune.report.next_steps import next_steps
 from autotune.report.page.render import notebook
-from autotune.report.progress import COLUMNS
+from autotune.report.progress import COLUMNS, ProgressView
 from autotune.report.readme import extent, machine, subject
 from autotune.report.run_view import RunView, reason_words, trials_words
 from autotune.report.trial_notes import ended
-from autotune.study.events import Progress
+from autotune.study.events import SILENT, EventSink, Progress
 from autotune.system.units import format_duration, format_quantity
 from autotune.trial.result import Outcome
 
@@ -112,8 +113,13 @@ class NotebookView(RunView):
         if self._latest is None:
             return format_duration(took_s)
         now = self._latest[0]
-        far = trials_words(now, left_s) if self._doing else f"{now.n_told} of {now.n_trials} trials"
-        return f"{far}; {format_duration(took_s)} so far" + (f"; {now.best_words()}" if now.best else "")
+        took, best = format_duration(took_s), f"; {now.best_words()}" if now.best else ""
+        far = (
+            f"{trials_words(now, left_s)}; {took} so far"
+            if self._doing
+            else f"{now.n_told} of {now.n_trials} trials in {took}"
+        )
+        return far + best
 
     def _repr_html_(self) -> str:
         doing = f"{self._doing} ({time.monotonic() - self._since:.0f} s)" if self._doing else ""
@@ -137,6 +143,6 @@ def in_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-def viewer(show: bool) -> NotebookView | progress.ProgressView:
+def viewer(show: bool) -> AbstractContextManager[EventSink]:
     """Returns a view of a run: in a notebook below its cell, else on standard error; or one that shows nothing."""
-    return NotebookView() if show and in_notebook() else progress.viewer(show)
+    return nullcontext(SILENT) if not show else NotebookView() if in_notebook() else ProgressView()

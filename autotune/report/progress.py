@@ -1,6 +1,5 @@
 """The live view of a running study: a line for each trial, a bar and the running trial; all on standard error."""
 
-import io
 import textwrap
 import time
 from collections import Counter
@@ -149,12 +148,6 @@ class ProgressView(RunView):
 def _row(text: str, style: str) -> Text:
     """A live line; what does not fit is cut, so that the lines below it stay where they are."""
     return Text(f"  {text}", style=style, no_wrap=True, overflow="ellipsis")
-
-
-def viewer(show: bool, *, after_s: float = 0.0) -> ProgressView:
-    """Returns a view for the terminal, or one that shows nothing."""
-    hidden = Console(file=io.StringIO(), quiet=True, force_terminal=False)
-    return ProgressView(None if show else hidden, after_s=after_s)
 
 
 def _figure(metrics: dict[str, float], metric: str, unit: str, _head: str, width: int) -> str:

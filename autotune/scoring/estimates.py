@@ -22,6 +22,8 @@ from autotune.scoring.quantiles import Z95, t95, t_quantile
 from autotune.scoring.shared_cores import SLOPE, SPREAD
 from autotune.trial.result import RAN, Outcome
 
+# What is said of a difference that the scatter of the measurements may make, and of the best of several trials, which it favours.
+WITHIN_NOISE, READS_BETTER = "within noise", "reads better than it is"
 STEP, RATE, TO_TARGET, PEAK = "step_time_s", "samples_per_s", "time_to_loss_s", "peak_memory_bytes"
 # Metrics that are a constant, the trial's own, times or over its step time.
 TIMED = of_kind("time", "rate", "count")

@@ -3,14 +3,12 @@
 import math
 from collections.abc import Sequence
 
-from autotune.scoring.estimates import TO_TARGET, Estimates
+from autotune.scoring.estimates import READS_BETTER, TO_TARGET, WITHIN_NOISE, Estimates
 from autotune.scoring.measured import Measured
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
 
 # Why the user's own configuration is recommended: see `kept`.
-# What is said of a difference that the scatter of the measurements may make, and of the best of several trials, which it favours.
-WITHIN_NOISE, READS_BETTER = "within noise", "reads better than it is"
 KEPT, ALONE = "no trial that passed its checks is measurably better", "nothing else was measured"
 # The noise scale grows over a training (McCandlish et al., 1812.06162).
 SMALLER = (

@@ -6,22 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.scoring import pareto
-from autotune.scoring.estimates import Estimates
+from autotune.scoring.estimates import READS_BETTER, WITHIN_NOISE, Estimates
 from autotune.scoring.measured import Measured, improvement, log_gain, log_ratio
 from autotune.scoring.metrics import GOODPUT, METRICS
 from autotune.scoring.objective import Objective
-from autotune.scoring.reasons import (
-    KEPT,
-    READS_BETTER,
-    WITHIN_NOISE,
-    checked,
-    drift,
-    kept,
-    named,
-    once,
-    passed_by,
-    words,
-)
+from autotune.scoring.reasons import KEPT, checked, drift, kept, named, once, passed_by, words
 from autotune.space.candidate import differing
 from autotune.trial.result import Outcome
 

@@ -25,10 +25,9 @@ from autotune.scoring.convergence.first_losses import (
     off_at_another_batch,
     sums_samples,
 )
-from autotune.scoring.estimates import Estimates
+from autotune.scoring.estimates import WITHIN_NOISE, Estimates
 from autotune.scoring.measured import Measured, set_apart
 from autotune.scoring.objective import Objective, Score
-from autotune.scoring.reasons import WITHIN_NOISE
 from autotune.search.observation import MEASURED_ATTR, observed
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.study import autocast, placement

@@ -78,16 +78,15 @@ def follow(folder: Path, pid: int, sink: EventSink) -> None:
 
 def lines(data: Mapping[str, Any]) -> str:
     """The state of a study in one line."""
-    from autotune.report.trial_notes import ended
+    from autotune.report.trial_notes import counted
 
-    outcomes = ", ".join(f"{count} {ended(outcome)}" for outcome, count in data["outcomes"].items())
     does = "re-tunes" if data.get("retuned") else "runs"
     process = f"; process {data['process']} {does} it now" if data["process"] else ""
     left = ""
     if data["running"] and not data["process"]:
         left = f"; {data['running']} begun and not told: the next run takes it up, unless another machine runs it now"
     n = data["n_trials"]
-    return f"study {data['name']}: {n} trial{'s' * (n != 1)} ({outcomes}){process}{left}"
+    return f"study {data['name']}: {n} trial{'s' * (n != 1)} ({counted(data['outcomes'])}){process}{left}"
 
 
 def _holder(lease: Lease) -> str:

@@ -1,7 +1,6 @@
 """The evidence for a study's answer in words: measurements near it, predictions, and the effect of single changes."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from optuna.study import Study
 from autotune.errors import printable
 from autotune.report.data import Data, StudyReport, differences, metric_scale, quantity, times
 from autotune.report.expectations import Expectations
-from autotune.report.trial_notes import ended
+from autotune.report.trial_notes import counted, ended
 from autotune.scoring.estimates import WITHIN_NOISE
 from autotune.scoring.measured import improvement, weighted_gain
 from autotune.scoring.metrics import METRICS
@@ -295,8 +294,7 @@ class Evidence:
     def _scope(self) -> list[str]:
         """The number of trials behind the answer, and how well they predict each other."""
         outlook, n_seen = self.expected.outlook, len(self.expected.candidates)
-        ends = Counter(ended(trial["outcome"]) for trial in self.trials)
-        tried = ", ".join(f"{n} {end}" for end, n in ends.most_common())
+        tried = counted(trial["outcome"] for trial in self.trials)
         said = [f"{len(self.trials)} of {n_seen:,} configurations were tried: {tried}"]
         if outlook.covered > 0 and outlook.n_ran > 1:
             where = "within the 90 % interval that the other trials predict for them"
@@ -305,10 +303,10 @@ class Evidence:
         if "expected to improve" in reason:  # by the search, which left things out and may have known other studies
             said.append(reason)
         elif math.isfinite(outlook.loss) and outlook.n_left:
-            counted = "; what the run leaves out counts here" if self.report.study.get("left_out") else ""
+            left_out = "; what the run leaves out counts here" if self.report.study.get("left_out") else ""
             said.append(
                 f"the best of all that was not measured, whichever it is, is expected to be {outlook.loss:.1%} better; one more trial is"
-                f" expected to gain {outlook.next_gain:.2%}{counted}"
+                f" expected to gain {outlook.next_gain:.2%}{left_out}"
             )
         return said
 

@@ -3,7 +3,7 @@
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from autotune.errors import printable
@@ -59,6 +59,11 @@ def checks(point: Data) -> str:
 def ended(outcome: str) -> str:
     """How a trial ended, in words: `too_few_steps` is `too few steps`."""
     return str(outcome).replace("_", " ")
+
+
+def counted(outcomes: Iterable[str] | Mapping[str, int]) -> str:
+    """How many trials ended how, the most frequent outcome first: `12 complete, 3 too few steps`."""
+    return ", ".join(f"{n} {ended(outcome)}" for outcome, n in Counter(outcomes).most_common())
 
 
 def end_words(trial: Data) -> tuple[str, str]:

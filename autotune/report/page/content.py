@@ -14,7 +14,7 @@ from autotune.report.gains import NO_SPEEDUP, Change, pick_words, stated
 from autotune.report.next_steps import next_steps, reproduce
 from autotune.report.readme import extent, machine, measured_on, no_speedup_words, subject
 from autotune.report.series import level_text
-from autotune.report.trial_notes import end_words
+from autotune.report.trial_notes import counted, end_words
 from autotune.scoring.convergence.quality_gate import GateVerdict
 from autotune.scoring.effects import Effect, Effects
 from autotune.scoring.metrics import METRICS
@@ -85,7 +85,7 @@ def page(report: StudyReport, drawn: Mapping[str, Any]) -> Context:
 def _answer(report: StudyReport) -> Context:
     pick, caveats = report.picks.get("recommended"), report.caveats()
     if pick is None:
-        return {"pick": None, "why_nothing": report.why_nothing, "ends": _ends(report), "caveats": caveats}
+        return {"pick": None, "why_nothing": report.why_nothing, "ends": counted(report.outcomes), "caveats": caveats}
     names, metrics = report.picked_for(pick), report.metric_names()
     said, text = pick_words(report, names, pick), ""
     if report.is_baseline(pick):
@@ -203,19 +203,18 @@ def _left_out(report: StudyReport) -> str:
     return f"Left out, since nothing compares with them: {said}." if said else ""
 
 
-def _ends(report: StudyReport) -> str:
-    """The number of trials by outcome, in words."""
-    ends = Counter(end_words(trial)[0] for trial in report.trials)
-    return ", ".join(f"{n} {outcome}" for outcome, n in ends.items())
-
-
 def _table(report: StudyReport) -> Context:
     """Every trial with its configuration, its end, its metrics and why it failed."""
     scales = tables.scales_of(list(report.points.values()), report.metric_names())
     heads = [("trial", "", "n"), ("speed-up", "", "n"), ("configuration", "", ""), ("outcome", "", "")]
     heads += [(METRICS[name].label, scale.unit, "n") for name, scale in scales.items()]
     rows = [_row(report, trial, scales) for trial in report.trials]
-    return {"ends": _ends(report), "heads": [*heads, ("wall", "s", "n")], "rows": rows, "style": _columns(scales)}
+    return {
+        "ends": counted(report.outcomes),
+        "heads": [*heads, ("wall", "s", "n")],
+        "rows": rows,
+        "style": _columns(scales),
+    }
 
 
 def _columns(names: Iterable[str]) -> str:

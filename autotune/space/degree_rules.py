@@ -20,6 +20,7 @@ from autotune.space.rule import Rule, Setting, older
 
 HPZ = f"{ZERO}zero_hpz_partition_size"
 QUANTISED = tuple(f"{ZERO}zero_quantized_{name}" for name in ("weights", "gradients", "nontrainable_weights"))
+QGZ = f"{ZERO}zero_quantized_gradients"
 # Modules whose parameters ZeRO-3 gathers at once, as it must where each step runs other experts of a mixture.
 LEAVES = f"{ZERO}leaf_module.classes"
 
@@ -27,7 +28,7 @@ LEAVES = f"{ZERO}leaf_module.classes"
 def hpz(config: Mapping[str, Scalar]) -> int:
     """Ranks that share a second copy of the weights; 1 without."""
     value = config.get(HPZ)
-    return value if isinstance(value, int) else 1
+    return max(1, value) if isinstance(value, int) else 1
 
 
 def base_stage(setting: Setting) -> Scalar:
@@ -129,7 +130,8 @@ DEGREE_RULES: tuple[Rule, ...] = (
          " so a script that splits its sequences does not move to or from it", ("zero_stage",)),
     Rule(lambda c, k, s: c.sequence_degree > 1 and bool(s.no_sequence), "{no_sequence}", (SEQUENCE_DEGREE,)),
     Rule(lambda c, k, s: c.ranks_per_replica > 1 and (hpz(k) > 1 or any(k.get(path) for path in QUANTISED)),
-         "ZeRO++ beside tensor or sequence groups: its groups know nothing of theirs", (*REPLICA_DEGREES, HPZ, *QUANTISED)),
+         "ZeRO++ beside tensor or sequence groups: its groups know nothing of theirs",
+         ("zero_stage", *REPLICA_DEGREES, HPZ, *QUANTISED)),
     Rule(lambda c, k, s: c.sequence_degree > 1 and bool(k.get("data.packing")),
          "data.packing: samples that share a row cannot be told apart where sequences are split over ranks",
          (SEQUENCE_DEGREE, "data.packing")),
@@ -145,7 +147,8 @@ DEGREE_RULES: tuple[Rule, ...] = (
     Rule(lambda c, k, s: c.expert_degree > 1 and c.ranks_per_replica > 1,
          "expert groups beside tensor, sequence or pipeline groups are not tuned; leave one of them out", DEGREES),
     Rule(lambda c, k, s: c.expert_degree > 1 and (hpz(k) > 1 or any(k.get(path) for path in QUANTISED)),
-         "ZeRO++ beside expert groups: DeepSpeed does not train them together", (EXPERT_DEGREE, HPZ, *QUANTISED)),
+         "ZeRO++ beside expert groups: DeepSpeed does not train them together",
+         ("zero_stage", EXPERT_DEGREE, HPZ, *QUANTISED)),
     # Layers of deepspeed.moe have such a group in any script that trains them under ZeRO.
     Rule(lambda c, k, s: c.expert_degree > 1 and c.zero_stage > 0 and s.own_optimizer and not s.own_experts,
          "the target's own optimizer has no group for experts, which DeepSpeed needs from ZeRO stage 1 on; state an"

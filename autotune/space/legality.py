@@ -20,7 +20,7 @@ from autotune.space.deepspeed import (
     ops_needed,
 )
 from autotune.space.degree import DEGREES, EXPERTS_SPLIT, PIPELINE_DEGREE, REPLICA_DEGREES, TENSOR_DEGREE
-from autotune.space.degree_rules import DEGREE_RULES, HPZ, QUANTISED, base_stage, hpz, why_unfit, why_unlike
+from autotune.space.degree_rules import DEGREE_RULES, HPZ, QGZ, QUANTISED, base_stage, hpz, why_unfit, why_unlike
 from autotune.space.ineffective import NO_EFFECT, STAGE_3, STAGES_1_AND_2, UNREAD_BY_BF16_OPTIMIZER, why_no_effect
 from autotune.space.rule import Rule, Setting, older, range_words
 from autotune.space.torch_settings import TF32
@@ -84,10 +84,8 @@ OPS = {"fused_adam": _TORCH_ADAM, "cpu_adam": _TORCH_ADAM} | dict.fromkeys(
 def _lacks_op(op: str, candidate: Candidate, config: Mapping[str, Scalar], setting: Setting) -> bool:
     if op not in dict(setting.missing_ops):
         return False
-    held = {path: value for path, value in setting.base if candidate.zero_stage == 3 or path not in QUANTISED}
-    held |= config
-    offloads = {"offload_optimizer": candidate.offload_optimizer, "offload_param": candidate.offload_param}
-    held |= {f"{ZERO}{name}.device": where for name, where in offloads.items()}
+    held = dict(setting.base) | {path: config.get(path) for path in QUANTISED} | dict(config)
+    held |= {f"{ZERO}{name}.device": getattr(candidate, name) for name in NVME_PATHS}
     return op in ops_needed(held.get)
 
 
@@ -323,27 +321,28 @@ RULES: tuple[Rule, ...] = (
          "one rank sends no messages, so neither their overlap nor their size matters",
          ("zero_stage", "offload_optimizer", "offload_param", *MESSAGES)),
     Rule(lambda c, k, s: any(k.get(path) for path in QUANTISED) and s.accelerator != "cuda",
-         "ZeRO++ quantisation needs a CUDA op of DeepSpeed", QUANTISED),
-    Rule(lambda c, k, s: bool(k.get(f"{ZERO}zero_quantized_gradients")) and s.world_size <= s.ranks_per_node,
-         "zero_quantized_gradients has no effect on one node", (f"{ZERO}zero_quantized_gradients",)),
+         "ZeRO++ quantisation needs a CUDA op of DeepSpeed", ("zero_stage", *QUANTISED)),
+    Rule(lambda c, k, s: bool(dict(c.config).get(QGZ)) and s.world_size <= s.ranks_per_node,
+         "zero_quantized_gradients has no effect on one node", (QGZ,)),
     # all_to_all_quant_reduce (runtime/comm/coalesced_collectives.py) hands any gradient to `ds_swizzle_quant`, which reads fp16
     # (csrc/quantization/pt_binding.cpp); for weights CUDAQuantizer casts.
-    Rule(lambda c, k, s: bool(k.get(f"{ZERO}zero_quantized_gradients")) and not _travel_in_fp16(c, k, s),
+    Rule(lambda c, k, s: bool(k.get(QGZ)) and s.world_size > s.ranks_per_node and not _travel_in_fp16(c, k, s),
          "zero_quantized_gradients: DeepSpeed's kernel takes the bits of every gradient for fp16, which ruins other types; use"
-         " precision fp16, or communication_data_type fp16 with fp32 or bf16", (f"{ZERO}zero_quantized_gradients", "precision", WIRE)),
+         " precision fp16, or communication_data_type fp16 with fp32 or bf16", ("zero_stage", QGZ, "precision", WIRE)),
     Rule(lambda c, k, s: c.zero_stage == 3 and c.precision.startswith("torch_autocast")
-         and bool(_held(f"{ZERO}zero_quantized_weights", k, s)),
+         and bool(k.get(f"{ZERO}zero_quantized_weights")),
          "{precision}: DeepSpeed refuses zero_quantized_weights under it; use bf16 or fp16",
          (f"{ZERO}zero_quantized_weights", "precision", "zero_stage")),
-    Rule(lambda c, k, s: bool(k.get(f"{ZERO}zero_quantized_gradients")) and s.idle_devices > 0,
+    Rule(lambda c, k, s: bool(k.get(QGZ)) and s.world_size > s.ranks_per_node and s.idle_devices > 0,
          "zero_quantized_gradients: DeepSpeed takes each visible device for a rank (coalesced_collectives.py), and {idle_devices} of a"
-         " machine have none: leave those out by CUDA_VISIBLE_DEVICES", (f"{ZERO}zero_quantized_gradients",)),
-    Rule(lambda c, k, s: hpz(k) > 1 and (s.world_size % hpz(k) != 0 or hpz(k) >= s.world_size),
-         "zero_hpz_partition_size must divide the {world_size} ranks and be smaller", (HPZ,)),
+         " machine have none: leave those out by CUDA_VISIBLE_DEVICES", ("zero_stage", QGZ)),
+    # DeepSpeed takes a larger one for all ranks (utils/groups.py), so that of a user's configuration does no harm.
+    Rule(lambda c, k, s: hpz(dict(c.config)) >= max(2, s.world_size) or s.world_size % min(hpz(k), s.world_size) != 0,
+         "zero_hpz_partition_size must divide the {world_size} ranks and be smaller", ("zero_stage", HPZ)),
     # It asks torch for the second copy on a device "nvme" (zero/partition_parameters.py, `_partition_param_sec`).
     Rule(lambda c, k, s: hpz(k) > 1 and c.offload_param == "nvme",
          "zero_hpz_partition_size: DeepSpeed cannot make its second copy of parameters on nvme; offload them to the CPU, or not",
-         (HPZ, "offload_param")),
+         ("zero_stage", HPZ, "offload_param")),
     Rule(lambda c, k, s: s.own_optimizer and any(name.startswith("optimizer.params.") for name in k),
          "optimizer.params settings are for an optimizer of the configuration, and the target makes its own: leave them"
          " out of the space, or take the target's away and state one in the base config", ("optimizer.params.*",)),
@@ -414,4 +413,5 @@ def _inherited(candidate: Candidate, setting: Setting) -> dict[str, Scalar]:
         if path.startswith(f"{candidate.precision}.")
         or (path.startswith("data_types.") and candidate.precision in DTYPES)
         or (path.endswith("nvme_path") and candidate.zero_stage > 0)
+        or (path in (HPZ, *QUANTISED) and candidate.zero_stage == 3)
     }

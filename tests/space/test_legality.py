@@ -67,7 +67,8 @@ LAYERS = replace(
 ACCUMULATED, WIRE = {"data_types.grad_accum_dtype": "fp32"}, "communication_data_type"
 RATIO = f"{ZERO}offload_optimizer.ratio"
 OFFLOADED, PIN = {"zero_stage": 2, "offload_optimizer": "cpu"}, f"{ZERO}offload_optimizer.pin_memory"
-QGZ = {"zero_stage": 3, "precision": "fp16", f"{ZERO}zero_quantized_gradients": True}
+QGZ_SET, HPZ = ((f"{ZERO}zero_quantized_gradients", True),), f"{ZERO}zero_hpz_partition_size"
+QGZ = {"zero_stage": 3, "precision": "fp16", **dict(QGZ_SET)}
 ILLEGAL = [
     ({"timers.throughput.synchronized": False}, CPU, "no device to wait for"),
     ({"torch.allow_tf32": True}, Setting(accelerator="cuda"), "has no TensorFloat-32"),
@@ -206,6 +207,11 @@ ILLEGAL = [
     ({f"{ZERO}zero_quantized_weights": True, "zero_stage": 3}, CPU, "CUDA"),
     (QGZ, NODE, "one node"),
     (QGZ, replace(GPUS, idle_devices=4), "4 of a machine have none"),
+    ({"zero_stage": 3}, replace(CPU, base=QUANTISED), "CUDA"),
+    ({"zero_stage": 3, "precision": "bf16"}, replace(GPUS, base=QGZ_SET), "takes the bits of every gradient for fp16"),
+    ({"zero_stage": 3, "precision": "fp16"}, replace(GPUS, base=QGZ_SET, idle_devices=4), "4 of a machine have none"),
+    ({"zero_stage": 3, TENSOR: 2}, replace(LLAMA, accelerator="cuda", base=QUANTISED), "ZeRO++ beside"),
+    ({"zero_stage": 3}, replace(GPUS, base=((HPZ, 3),)), "16 ranks"),
     ({**QGZ, "precision": "bf16"}, GPUS, "takes the bits of every gradient for fp16"),
     ({**QGZ, "precision": "fp32"}, GPUS, "takes the bits of every gradient for fp16"),
     ({**QGZ, WIRE: "bf16"}, GPUS, "takes the bits of every gradient for fp16"),
@@ -221,7 +227,7 @@ ILLEGAL = [
         "refuses zero_quantized_weights under it",
     ),
     ({WIRE: "bf16", "precision": "torch_autocast", "zero_stage": 1}, GPUS, "in the type of its layer"),
-    ({f"{ZERO}zero_hpz_partition_size": 3, "zero_stage": 3}, GPUS, "16 ranks"),
+    ({HPZ: 3, "zero_stage": 3}, GPUS, "16 ranks"),
     (
         {f"{ZERO}zero_hpz_partition_size": 2, "zero_stage": 3, "offload_param": "nvme"},
         replace(GPUS, base=((f"{ZERO}offload_param.nvme_path", "/fast"),)),
@@ -310,6 +316,8 @@ LEGAL = [
     ({"micro_batch_size": 32}, Setting(global_batch=(32, 32), n_samples=32)),
     ({"micro_batch_size": 4}, Setting(only_micro_batch=4)),
     ({**QGZ, "offload_param": "cpu", "offload_optimizer": "cpu"}, GPUS),
+    ({"zero_stage": 3, "precision": "bf16"}, replace(NODE, base=(*QGZ_SET, (HPZ, 8)), idle_devices=4)),
+    ({"zero_stage": 1, TENSOR: 2}, replace(LLAMA, base=(*QUANTISED, (HPZ, 3)))),
     ({**QGZ, "precision": "fp32", WIRE: "fp16"}, GPUS),
     ({**QGZ, "precision": "bf16"}, replace(GPUS, base=((WIRE, "fp16"),))),
     ({f"{ZERO}zero_quantized_weights": True, "zero_stage": 3, "precision": "bf16"}, GPUS),

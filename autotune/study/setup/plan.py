@@ -62,8 +62,7 @@ class Plan:
     Attributes:
         spec: The user's request.
         workload: Findings about the target, by one rank.
-        base_config: The user's DeepSpeed configuration, completed by an optimizer if the target defines none, without the settings that
-            the baseline carries.
+        base_config: The user's DeepSpeed configuration, completed by an optimizer if the target defines none, without what is tuned.
         baseline: Its candidate, with the values of the settings that are tuned.
         space: The search space without dead values.
         full_space: The search space with them.
@@ -358,12 +357,15 @@ def _carried(
 ) -> tuple[DsConfig, Candidate, Setting]:
     """Returns the three with the tuned settings moved from the configuration to the baseline.
 
-    A candidate that leaves one to DeepSpeed's default would inherit it from the configuration. One that no candidate may have, as it
-    acts on nothing here, stays there.
+    A candidate that leaves one to DeepSpeed's default would inherit it from the configuration, also what does not act with the baseline.
+    One that no candidate may have, as it acts on nothing here, stays there.
     """
     config, anywhere = copy.deepcopy(base_config), replace(setting, global_batch=None)
-    for path, value in baseline.stated(base_config, (parameter.name for parameter in space.parameters)).items():
-        carrying = Candidate.of(baseline.values() | {path: space[path].spelt(value)})
+    tuned = [parameter.name for parameter in space.parameters if at_path(base_config, parameter.name) != "auto"]
+    acting = baseline.stated(base_config, tuned)
+    for path in tuned:
+        own = {path: space[path].spelt(acting[path])} if path in acting else {}
+        carrying = Candidate.of(baseline.values() | own)
         if why_illegal(carrying, anywhere) is None:
             baseline = carrying
             drop_path(config, path)

@@ -10,6 +10,7 @@ from support.paths import MODELS
 
 from autotune.errors import UserError
 from autotune.space.candidate import Candidate
+from autotune.space.legality import why_illegal
 from autotune.study.setup import plan as planning
 from autotune.study.setup import profile_cache
 from autotune.study.spec.spec import StudySpec
@@ -94,19 +95,28 @@ def test_a_candidate_at_deepspeeds_default_does_not_inherit_the_users_value(plan
 
 
 @pytest.mark.parametrize(
-    ("base", "space"),
+    ("base", "space", "kept"),
     [
         # A CPU has no streams, so that no candidate may state it.
-        ({"zero_optimization": {"stage": 2, "overlap_comm": True}}, {"zero_optimization.overlap_comm": [None, True]}),
-        # Without ZeRO nobody reads it, and it stays for candidates that do.
-        ({"zero_optimization": {"reduce_bucket_size": 9}}, {"zero_optimization.reduce_bucket_size": [None, 9]}),
-        ({"bf16": {"enabled": False, "immediate_grad_update": False}}, {"bf16.immediate_grad_update": [None, False]}),
+        (
+            {"zero_optimization": {"stage": 2, "overlap_comm": True}},
+            {"zero_optimization.overlap_comm": [None, True]},
+            True,
+        ),
+        # Without ZeRO nobody reads it; a candidate that does would inherit it where it leaves it to DeepSpeed.
+        ({"zero_optimization": {"reduce_bucket_size": 9}}, {"zero_optimization.reduce_bucket_size": [None, 9]}, False),
+        ({"bf16": {"immediate_grad_update": False}}, {"bf16.immediate_grad_update": [None, False]}, False),
     ],
 )
-def test_a_setting_without_effect_in_the_users_configuration_does_not_refuse_it(planned, base, space):
+def test_a_setting_without_effect_in_the_users_configuration_neither_refuses_it_nor_is_measured_twice(
+    planned, base, space, kept
+):
     found = planned(base, {"zero_stage": [0, 2], "precision": ["fp32", "bf16"], **space})
     assert found.baseline.config == ()
-    assert found.base_config == found.spec.base_config
+    assert (found.base_config == found.spec.base_config) is kept
+    drawn = list(found.space.candidates(found.baseline))
+    configs = [found.ds_config(each) for each in drawn if why_illegal(each, found.setting) is None]
+    assert all(configs.count(config) == 1 for config in configs)
 
 
 def test_where_the_kept_global_batch_leaves_nothing_to_tune_what_frees_it_is_said(planned):

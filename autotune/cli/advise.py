@@ -16,7 +16,7 @@ from autotune.cli.terminal import fitted
 from autotune.errors import UserError, nearest
 
 LARGE = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-AMOUNT = re.compile(r"([0-9][0-9_,]*\.?[0-9]*(?:e[0-9]+)?)\s*([kmbgt]?)", re.IGNORECASE)
+AMOUNT = re.compile(r"([0-9]+(?:[_,][0-9]{3})*\.?[0-9]*(?:e[0-9]+)?)\s*([kmbgt]?)", re.IGNORECASE)
 PRICE = re.compile(r"\s*[$€£]?\s*([0-9]+\.?[0-9]*)\s*(?:[A-Z]{3}|[$€£])?\s*(?:/\s*h(?:our)?)?")
 # A device that is stated to be one, as in 1xH100 or H100:1.
 ONE = re.compile(r"^\s*1\s*[x*]|\bx\s*1\s*$|[*:]\s*1\s*$", re.IGNORECASE)

@@ -106,6 +106,7 @@ WRONG = {
     "7B --gpus 8xH100 --set micro_batch_size=7 --global-batch 64": "no such micro-batch gives a global batch of 64",
     "7B --gpus H100 --set micro_batch_size=1 --set data.max_length=100": "a model by name comes without data; --seq says",
     "7B --gpus H100 --tokens many": "as in 10B",
+    "7B --gpus H100 --tokens 1,5B": "as in 10B",  # was 15B
     "7B --gpus H100 --price -3": "as in 2.10/h",
     "7B --gpus H100 --peak-flops -1": "as in 400T",
     "7B --gpus H100 --device-memory zz": "--device-memory",

@@ -393,7 +393,7 @@ def check_setting(path: str, value: Any, where: str) -> None:
 
     Kinds are those of the settings that the tuner calculates with; names and bounds are the installed DeepSpeed's.
     """
-    if value is None or path.startswith(("data.", "torch.")):  # none of DeepSpeed's
+    if value is None:
         return
     if path in DEGREES and not is_degree(value):
         raise ConfigError(f"{where}: {value!r} is no degree: a whole number of ranks, 1 (or null) for none")

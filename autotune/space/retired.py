@@ -43,5 +43,6 @@ def renamed(config: dict[str, Any]) -> dict[str, Any]:
     zero = config.get("zero_optimization")
     if not isinstance(zero, dict) or not zero.keys() & RETIRED:
         return config
-    moved = {new: {"device": "cpu"} | (zero.get(new) or {}) for old, new in OFFLOADS.items() if zero.get(old)}
+    moved = {new: zero.get(new) or {} for old, new in OFFLOADS.items() if zero.get(old)}
+    moved = {new: {"device": "cpu"} | own if isinstance(own, dict) else own for new, own in moved.items()}
     return config | {"zero_optimization": {key: zero[key] for key in zero if key not in RETIRED} | moved}

@@ -27,6 +27,7 @@ REFUSED = [
     ('{"zero_optimization": {"stage": "two"}}', "zero_optimization.stage: 'two' is not one of 0, 1, 2, 3"),
     ('{"zero_optimization": 2}', "'zero_optimization' is a section"),
     ('{"zero_optimization": "auto"}', "'zero_optimization' is a section"),
+    ('{"zero_optimization": {"cpu_offload": true, "offload_optimizer": true}}', "'zero_optimization.offload_optimizer' is a section"),
     ('{"optimizer": "Adam"}', "'optimizer' is a section"),
     ('{"optimizer": {"type": "Adam", "params": [1]}}', "'optimizer.params' is a section"),
     ('{"bf16": {"enabled": true}, "fp16": {"enabled": true}}', "bf16.enabled and fp16.enabled are both true"),

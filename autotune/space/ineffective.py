@@ -1,6 +1,6 @@
 """DeepSpeed settings that cannot change how a trial trains, each with the reason."""
 
-from autotune.space.deepspeed import ZERO
+from autotune.space.deepspeed import STAGE_3_PREFIXES, ZERO
 
 # By path; one that ends with a dot stands for a whole section. Read in deepspeed 0.15 to 0.19.
 NO_EFFECT: dict[str, str] = {
@@ -32,12 +32,12 @@ NO_EFFECT: dict[str, str] = {
     }.items()
     for path in paths.split()
 }
-# Settings of ZeRO that one kind of its optimizers reads: stages 1 and 2 share one, stage 3 has its own.
+# Settings of ZeRO that one kind of its optimizers reads: stages 1 and 2 share one, stage 3 has its own, whose paths begin as here.
 STAGES_1_AND_2 = frozenset(
     f"{ZERO}{name}"
     for name in "round_robin_gradients use_multi_rank_bucket_allreduce parameter_alignment compute_grad_norm".split()
 )
-STAGE_3 = frozenset(
+STAGE_3 = tuple(f"{ZERO}{name}" for name in STAGE_3_PREFIXES) + tuple(
     f"{ZERO}{name}"
     for name in """
     sub_group_size memory_efficient_linear override_module_apply enable_sanity_checks

@@ -13,7 +13,6 @@ from autotune.space.deepspeed import (
     LOSSY_STAGES,
     RETIRED_KEYS,
     RETIRED_SINCE,
-    STAGE_3_PREFIXES,
     ZERO,
     Scalar,
     at_path,
@@ -70,7 +69,6 @@ OPTIMIZER_STATES = "bf16.bf16_optimizer_states"
 GRAD_ACCUM_DTYPE = "data_types.grad_accum_dtype"
 GRANULARITY = f"{ZERO}stage3_module_granularity_threshold"
 NVME_PATHS = {name: f"{ZERO}{name}.nvme_path" for name in ("offload_optimizer", "offload_param")}
-STAGE_3_SETTINGS = tuple(f"{ZERO}{prefix}" for prefix in STAGE_3_PREFIXES)
 
 
 OPTIMIZER = ("optimizer.type", "optimizer.params.torch_adam")
@@ -119,6 +117,14 @@ def _reads(name: str) -> str:
 def _ineffective(candidate: Candidate) -> list[str]:
     """Why settings of a candidate cannot have an effect, each with its path."""
     return [f"{path} has no effect: {why}" for path, _ in candidate.config if (why := why_no_effect(path))]
+
+
+def _of_other_stages(candidate: Candidate) -> list[str]:
+    """Settings of a candidate that ZeRO reads at other stages than its own alone."""
+    paths = [path for path, _ in candidate.config]
+    if candidate.zero_stage == 3:
+        return [path for path in paths if path in STAGES_1_AND_2]
+    return [path for path in paths if path.startswith(STAGE_3)]
 
 
 def _unread_in_bf16(candidate: Candidate) -> list[str]:
@@ -234,12 +240,10 @@ RULES: tuple[Rule, ...] = (
          "overlap_comm: a CPU has no streams, so nothing can overlap", (f"{ZERO}overlap_comm",)),
     Rule(lambda c, k, s: c.zero_stage == 0 and any(name.startswith(ZERO) for name in dict(c.config)),
          "zero_optimization settings have no effect at ZeRO stage 0", ("zero_stage", f"{ZERO}*")),
-    Rule(lambda c, k, s: c.zero_stage != 3 and any(name.startswith(STAGE_3_SETTINGS) for name in k),
-         "stage-3 settings need ZeRO stage 3", ("zero_stage", *(f"{name}*" for name in STAGE_3_SETTINGS))),
-    Rule(lambda c, k, s: c.zero_stage != 3 and any(name in STAGE_3 for name, _ in c.config),
-         "{of_stages}: only ZeRO stage 3 reads it", ("zero_stage", *sorted(STAGE_3))),
-    Rule(lambda c, k, s: c.zero_stage == 3 and any(name in STAGES_1_AND_2 for name, _ in c.config),
-         "{of_stages}: ZeRO stage 3 does not read it", ("zero_stage", *sorted(STAGES_1_AND_2))),
+    Rule(lambda c, k, s: c.zero_stage != 3 and bool(_of_other_stages(c)),
+         "{of_other_stages}: only ZeRO stage 3 reads it", ("zero_stage", *(f"{name}*" for name in STAGE_3))),
+    Rule(lambda c, k, s: c.zero_stage == 3 and bool(_of_other_stages(c)),
+         "{of_other_stages}: ZeRO stage 3 does not read it", ("zero_stage", *sorted(STAGES_1_AND_2))),
     Rule(lambda c, k, s: any(getattr(c, of) == "none" and any(name.startswith(at) for name, _ in c.config)
                              for at, of in OFFLOAD_PATHS.items()),
          "settings of an offload have no effect without it", (*OFFLOAD_PATHS.values(), *map(_reads, OFFLOAD_PATHS))),
@@ -389,7 +393,7 @@ def in_words(rule: Rule, candidate: Candidate, setting: Setting) -> str:
         "module_classes_named": ", ".join(setting.module_classes),
         "other_partitions": ", ".join(partitions) or "none",
         "why_unfit": why_unfit(candidate, config, setting),
-        "of_stages": ", ".join(path for path in config if path in STAGE_3 | STAGES_1_AND_2),
+        "of_other_stages": ", ".join(_of_other_stages(candidate)),
         "unread_in_bf16": ", ".join(_unread_in_bf16(candidate)),
         "ineffective": "; ".join(_ineffective(candidate)),
         "retired": ", ".join(_retired(candidate, setting)),

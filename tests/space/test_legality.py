@@ -318,6 +318,7 @@ LEGAL = [
     ({**QGZ, "offload_param": "cpu", "offload_optimizer": "cpu"}, GPUS),
     ({"zero_stage": 3, "precision": "bf16"}, replace(NODE, base=(*QGZ_SET, (HPZ, 8)), idle_devices=4)),
     ({"zero_stage": 1, TENSOR: 2}, replace(LLAMA, base=(*QUANTISED, (HPZ, 3)))),
+    (OFFLOADED, replace(GPUS, base=((f"{ZERO}offload_param.nvme_path", "/fast"),))),
     ({**QGZ, "precision": "fp32", WIRE: "fp16"}, GPUS),
     ({**QGZ, "precision": "bf16"}, replace(GPUS, base=((WIRE, "fp16"),))),
     ({f"{ZERO}zero_quantized_weights": True, "zero_stage": 3, "precision": "bf16"}, GPUS),

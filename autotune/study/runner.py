@@ -338,11 +338,12 @@ class Runner:
 
 
 def _restore_replacement(runner: Runner) -> None:
-    """Takes up the re-tuning, too, that last replaced the answer of a study whose database is gone."""
+    """Takes up the re-tuning, too, that last replaced the answer of a study, where the database does not know of it."""
     state, plan, folder = runner.state, runner.state.plan, runner.state.folder
-    if not (generation := last_replacement(folder)):
-        return
+    generation = last_replacement(folder)
     name, path = generation_name(plan.spec.name, generation), records.retuning_path(folder, generation)
+    if not generation or records.current(state.study) == name:
+        return
     later = replace(plan, spec=plan.spec.model_copy(update={"name": name}))
     again = Runner(later, runner._measurer.executor, path, StudyLeases(state.storage, name), runner._events)
     again.open()

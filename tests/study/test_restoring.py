@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
@@ -80,6 +81,21 @@ def test_trials_that_an_earlier_copy_of_the_database_lacks_are_taken_up(tmp_path
     again = runner_of(tmp_path, executor, trials=5, finalists=0)
     again.run()
     assert executor.ran == [] and [(m.trial, m.candidate) for m in again.state.measured()] == told
+
+
+def test_a_re_tuning_on_other_terms_keeps_no_trials_from_being_taken_up(tmp_path):
+    """As one from a checkpoint; the study whose answer it had replaced could not be run: it "exists, but differs in"."""
+    study, name = runner_of(tmp_path, Instant(), trials=2, finalists=0), "s.retune-1"
+    study.run()
+    other, folder = plan_of(spec_of(trials=1, finalists=0, seed=7)), records.retuning_path(tmp_path / "s", 1)
+    other = replace(other, spec=other.spec.model_copy(update={"name": name}))
+    Runner(other, Instant(), folder, StudyLeases(study.storage, name), Watcher()).run()
+    (folder / "decision.json").write_text('{"verdict": "improved"}')
+    records.succeed(study.study, name)
+    shutil.copytree(records.trial_path(tmp_path / "s", 1), records.trial_path(tmp_path / "s", 2))
+    later = runner_of(tmp_path, Instant(), trials=3, finalists=0)
+    later.open()
+    assert len(later.state.told()) == 3 and records.current(later.study) == name
 
 
 @pytest.mark.parametrize("there", ["", "restoring"], ids=["deleted", "being restored"])

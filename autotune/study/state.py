@@ -44,7 +44,7 @@ from autotune.trial.result import Outcome
 # Parts of a fingerprint in which two runs of one study must be alike, beside its settings: model and data may come from other files.
 FOUND = ("model", "parameters", "samples", "data size")
 # Those that times depend on, and that no user configures.
-MACHINE = ("device", "cores", "threads", "torch", "deepspeed")
+MACHINE = ("device", "cores", "threads", "torch", "cuda", "rocm", "deepspeed")
 # A file that is being saved may be empty, or away, for a moment.
 SAVED_S = 0.3
 
@@ -130,7 +130,7 @@ class StudyState:
         return list(_differences(kept.fingerprint, json.loads(json.dumps(self._fingerprint))))
 
     def changed_machine(self) -> list[str]:
-        """What times depend on and is not as when the study began: device, threads, torch, DeepSpeed."""
+        """What times depend on and is not as when the study began: device, threads of a CPU, libraries."""
         kept = records.record(self.study)
         return _changed(kept, self.plan, MACHINE) if kept else []
 

@@ -199,8 +199,11 @@ def test_a_model_or_data_that_other_files_changed_is_another_study(tmp_path, bef
 
 @pytest.mark.system
 def test_a_machine_that_is_not_what_it_was_is_said_where_a_study_goes_on(tmp_path):
-    environment = WORKLOAD.environment
-    upgraded = replace(environment, omp_num_threads="2", versions={**environment.versions, "torch": "9.9"})
+    environment = replace(
+        WORKLOAD.environment, versions={"torch": "2.9.0+cu126", "cuda": "12.6", "deepspeed": "0.19.8"}
+    )
+    versions = {"torch": "2.9.0+cu130", "cuda": "13.0", "deepspeed": "9.9"}
+    upgraded = replace(environment, omp_num_threads="2", versions=versions)
     told = []
     for trials, found in ((2, environment), (3, environment), (4, upgraded)):
         planned = {"workload": replace(WORKLOAD, environment=found), "spec": spec_of(trials=trials, finalists=0)}
@@ -209,7 +212,7 @@ def test_a_machine_that_is_not_what_it_was_is_said_where_a_study_goes_on(tmp_pat
         told.append([line for line in watcher.said if "not as when the study began" in line])
     assert [len(lines) for lines in told] == [0, 0, 1]
     assert "OMP_NUM_THREADS (2 instead of not set)" in told[2][0]
-    assert "torch (9.9 instead of" in told[2][0]
+    assert "CUDA (13.0 instead of 12.6), DeepSpeed (9.9 instead of 0.19.8)" in told[2][0]
 
 
 def test_a_re_tuning_that_is_taken_up_on_another_machine_names_no_command_that_there_is_not(tmp_path):

@@ -60,8 +60,9 @@ class LegalSampler(BaseSampler):
         self.forced = candidate
 
     def choose(self, study: Study) -> bool:
-        """Chooses the next candidate before there is a trial of it; False if none is left. Optuna's samplers need a trial first."""
-        return True
+        """Chooses the next candidate before there is a trial of it; False if none is left. Optuna's samplers need a trial to choose one."""
+        known = self._known(study)
+        return self.forced is not None or any(self._fits(c, known) for c in self._space.candidates(self._default))
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """All knobs: conditions are this sampler's business."""

@@ -121,7 +121,7 @@ def _ratio(metric: str, gain: float) -> float:
 
 
 def _noise(pick: Data, metric: str) -> list[str]:
-    luck = f" (the best of many trials {READS_BETTER})" if metric in (pick.get("luck") or ()) else ""
+    luck = f" (the best of several trials {READS_BETTER})" if metric in (pick.get("luck") or ()) else ""
     found = change(pick, metric)  # what is equal, as memory on a device, is told
     return [f"{WITHIN_NOISE}{luck}"] if found and not found.told and found.factor != 1 else []
 

@@ -140,7 +140,7 @@ class Comparison:
         if self.failed:
             return f"the best that was found did not hold: {self.failed}"
         if not self.sure:
-            return f"the gain of what was found is within noise: {self.words}"
+            return f"what was found is not better beyond noise: {self.words}"
         return f"what was found is better, but by less than --min-gain {min_gain:.3g}: {self.words}"
 
     def lines(self) -> list[str]:

@@ -301,8 +301,9 @@ def why_stopped(error: BaseException) -> str:
 
 def _left_open(best: Measured, estimates: Estimates, objectives: Sequence[Objective]) -> str:
     """What may keep the best trial so far from being the answer; empty if nothing does."""
-    shown = recommend.shown_better(best, estimates, objectives)
-    return ", ".join([*(["unchecked"] if best.doubt else []), *([] if shown else [WITHIN_NOISE])])
+    assert estimates.baseline is not None
+    tied = recommend.tied(best, estimates.baseline, estimates, objectives)
+    return ", ".join(["unchecked"] * bool(best.doubt) + [WITHIN_NOISE] * tied)
 
 
 def _unwitnessed(result: TrialResult) -> list[str]:

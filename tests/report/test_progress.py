@@ -183,6 +183,27 @@ def test_among_equal_trials_the_best_so_far_is_not_yet_shown_to_be_better(tmp_pa
     assert found["trial"] == 0 and words and all("(within noise), 1." in said for said in words)
 
 
+def test_the_best_so_far_of_those_that_hold_a_constraint_may_be_worse_than_the_baseline_beyond_noise(
+    tmp_path, monkeypatch
+):
+    """It was said to be within noise, at `0.66x the baseline`."""
+    monkeypatch.setattr(tell, "CHEAP_S", math.inf)
+
+    def machine(candidate):
+        step_s, peak = (0.03, 10**8) if candidate.checkpoint_every else (0.02, 10**9)
+        return report(candidate, step_times_s=[step_s] * STEPS, peak_memory_bytes={"steady": peak})
+
+    watcher, space = Watcher(), [{"checkpoint_every": [0, 1]}]
+    given = {
+        "trials": 2,
+        "finalists": 0,
+        "objectives": ["throughput"],
+        "constraints": {"peak_memory_bytes": {"max": "256MiB"}},
+    }
+    runner_of(tmp_path, Instant(machine), watcher=watcher, space=space, **given).run()
+    assert "best so far: trial 1, 0.6" in watcher.ended_with[-1].best_words()
+
+
 def test_the_best_so_far_is_unchecked_until_its_numerics_are_checked(tmp_path, monkeypatch):
     """And the line of a trial, of which the best so far is one, states the figures of the answer's tables; it stated its own reading."""
     monkeypatch.setattr(tell, "CHEAP_S", math.inf)

@@ -284,6 +284,9 @@ def test_one_failure_of_what_is_in_use_does_not_have_the_challenger_win():
         objectives, (None, None), 0.03, lambda n: {"challenger": reading(1.2), "incumbent": reading(n != 3 and 1.0)}
     )
     assert not once.decides(0.03) and once.gain < 0
+    assert once.why_not(0.03).startswith(
+        "what was found is not better beyond noise: -"
+    )  # not "its gain is within noise"
     always = comparison.compare(
         objectives, (None, None), 0.03, lambda n: {"challenger": reading(1.2), "incumbent": reading(0)}
     )

@@ -60,7 +60,10 @@ def load(path: Path, join: Callable[[], None] = lambda: None) -> ModelFile:
             join()
 
     dist.init_process_group = joined
-    module, own = _execute(path), defined_names(path)
+    try:
+        module, own = _execute(path), defined_names(path)
+    finally:
+        dist.init_process_group = original
     joined()
     # A library's `loss` that came with `import *` is none of the target's.
     functions = {

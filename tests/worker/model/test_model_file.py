@@ -65,6 +65,14 @@ def test_a_target_without_a_required_function_is_refused(target, text, message):
         target(text)
 
 
+def test_a_target_that_raises_leaves_torch_as_it_is(target):
+    """Whoever joined the ranks next in that process joined none."""
+    join = torch.distributed.init_process_group
+    with pytest.raises(ZeroDivisionError):
+        target("1 / 0")
+    assert torch.distributed.init_process_group is join
+
+
 def test_a_function_counts_only_where_the_file_names_it(target, tmp_path):
     (tmp_path / "library_of_losses.py").write_text("def loss(*_): ...\ndef collate(*_): ...\nblocks = ['Other']\n")
     sys.path.insert(0, str(tmp_path))

@@ -112,7 +112,7 @@ def cp(
     if file.is_dir():
         file = file / f"{preset}.yaml"
     check_free("cp", file)
-    files.write_text(file, every[preset].read_text())
+    files.write_text(file, every[preset].read_text(), named=True)
     flag = "--space" if preset in presets.presets("search_spaces") else "--objective"
     print(f"wrote {file}; use it with {flag} {shlex.quote(str(file))}")
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, BeforeValidator, Field
@@ -216,9 +217,9 @@ class Probed:
             return None
         return self.draw_size, candidate.micro_batch_size * parts
 
-    @property
+    @cached_property
     def precision(self) -> str:
-        """Returns the precision of its configuration."""
+        """The precision of its configuration, which a trial asks for at each forward pass."""
         return precision_of(without_auto(self.ds_config))
 
     @property

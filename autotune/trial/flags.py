@@ -11,10 +11,10 @@ DESTINATIONS = {
     "gradient_accumulation_steps": """gradient_accumulation_steps accumulation_steps grad_accumulation_steps
         grad_accum_steps grad_acc_steps accum_steps gradient_accumulation grad_accum accum gas""".split(),
 }
-# Further flags whose names say that they hold samples of a micro-batch, such as `--batch` and `--images_per_gpu`.
+# Further flags whose names say that they hold samples of a micro-batch, such as `--batch`, `--images_per_gpu` and `-b`.
 BATCH = re.compile(
     r"^(?!(.*_)?(eval|valid|validation|val|test|dev|global|total|effective|max|min|num|n|log|save|workers)(_|$))"
-    r"((.*_)?((micro|mini)?batch|bsz|bs|mbs)(_.*)?|(.*_)?per_(gpu|device|rank)|(.*_)?micro)$"
+    r"((.*_)?((micro|mini)?batch|bsz|bs|mbs)(_.*)?|(.*_)?per_(gpu|device|rank)|(.*_)?micro|b)$"
 )
 # Further flags whose names say that they count micro-batches, such as `--accum-iter`, `--acc_steps` and fairseq's `--update-freq`.
 ACCUMULATION = re.compile(

@@ -18,6 +18,8 @@ from autotune.trial.flags import word_that_holds
         ("--micro=4 --lr=4", "--micro"),
         ("--num-minibatches=4 --minibatch-size=4 --num-envs=4", "--minibatch-size"),  # of PPO
         ("--micro_steps=4", ""),
+        ("-b 4", "-b"),  # it was said that no flag moves the batch
+        ("-b 4 --bs 4", "--bs"),
         ("batch_size 4 --fast 4", ""),
         ("--batch_size", ""),
     ],

@@ -106,7 +106,7 @@ def price_words(report: StudyReport, pick: Data, lead: str) -> list[str]:
         f"{times(ratio)} the {METRICS[name].label}{f' ({WITHIN_NOISE})' * bool(_noise(pick, name))}"
         for name, ratio in price.items()
     ]
-    said += [f"no comparable {METRICS[name].label}" for name in vague[:1]]
+    said += [f"an unknown {METRICS[name].label}" for name in vague[:1]]
     return [f"at {' and '.join(said)}"] * bool(said)
 
 

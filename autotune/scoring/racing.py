@@ -10,7 +10,7 @@ from autotune.scoring import posterior
 from autotune.scoring.estimates import Estimates, timed_share
 from autotune.scoring.measured import Measured, log_gain
 from autotune.scoring.objective import Objective
-from autotune.scoring.recommend import TIE, drops_in, goal_gain, rank, shown_better
+from autotune.scoring.recommend import TIE, drops_in, rank, shown_better
 
 # The race is settled when naming the best now is expected to lose less than this share of the gain, 1 %, and loses more
 # than that with a chance below `UNSURE`: an expectation below 1 % still lets every tenth answer be 5 % behind.
@@ -113,13 +113,9 @@ def _may_be_shown(
 def _may_be_luck(
     leader: Measured, baseline: Measured, estimates: Estimates, objectives: Sequence[Objective], luck: float
 ) -> bool:
-    """Whether a leader is shown to be better by a gain below `luck`, in the share of the goal that step times decide.
-
-    Or by one whose interval says nothing, so that no figure of it could be stated.
-    """
+    """Whether a leader is shown to be better by a gain below `luck`, in the share of the goal that step times decide."""
     small = log_gain(leader, baseline, objectives) < timed_share(objectives) * luck
-    unstated = goal_gain(leader, baseline, estimates, objectives) is None
-    return (small or unstated) and shown_better(leader, estimates, objectives)
+    return small and shown_better(leader, estimates, objectives)
 
 
 def _is_lucky(m: Measured, estimates: Estimates) -> bool:

@@ -293,6 +293,9 @@ def _best(ranked: Sequence[Measured], estimates: Estimates, objectives: Sequence
     if chosen is baseline:
         why = f"the baseline: {kept(sum(bool(m.metrics) for m in estimates.measured))}"
         why += f" by the {named(objectives)}" * (len(objectives) > 1 and why.endswith(KEPT))
+        reads = max(confirmed, key=lambda m: log_gain(m, chosen, objectives))
+        if not tied(reads, chosen, estimates, objectives) and goal_gain(reads, chosen, estimates, objectives) is None:
+            why += f"; whether trial {reads.trial} is better cannot be told: the machine's speed varies too much"
     elif baseline is not None:
         mean = "weighted geometric mean" if len({o.weight for o in objectives}) > 1 else "geometric mean"
         if (gain := goal_gain(chosen, baseline, estimates, objectives)) is not None:
@@ -317,10 +320,14 @@ def goal_gain(
 
 
 def shown_better(measured: Measured, estimates: Estimates, objectives: Sequence[Objective]) -> bool:
-    """Whether a trial is a better compromise than the baseline beyond noise."""
+    """Whether a trial is a better compromise than the baseline beyond noise, by a factor that can be stated.
+
+    Readings that scatter more than that scatter in ways that the interval does not know.
+    """
     assert estimates.baseline is not None
     gain = log_gain(measured, estimates.baseline, objectives)
-    return gain > estimates.reach(measured, estimates.baseline, objectives)
+    stated = goal_gain(measured, estimates.baseline, estimates, objectives) is not None
+    return stated and gain > estimates.reach(measured, estimates.baseline, objectives)
 
 
 def tied(one: Measured, other: Measured, estimates: Estimates, objectives: Sequence[Objective]) -> bool:

@@ -100,9 +100,9 @@ def test_a_gain_that_more_noise_than_is_known_may_read_is_measured_again_once():
         assert trials(turn) == wanted
 
 
-def test_a_gain_whose_interval_says_nothing_is_measured_again_once():
-    """The answer recommended a trial with `no speed-up to state`, and the baseline as the fastest."""
-    for n_rounds, wanted in ((0, [1]), (1, [])):
+def test_a_gain_whose_interval_says_nothing_is_measured_again_until_it_says_something():
+    """The answer recommended a trial with `no speed-up to state`: it is not shown to be better."""
+    for n_rounds, wanted in ((0, [1]), (1, [1]), (2, [])):
         again = [measured(0, 0.1, rounds=[0.1] * n_rounds), measured(1, 0.01, rounds=[0.01] * n_rounds)]
         found = [
             replace(m, ci95={"step_time_s": (m.metrics["step_time_s"] / 2, m.metrics["step_time_s"] * 2)})
@@ -110,8 +110,8 @@ def test_a_gain_whose_interval_says_nothing_is_measured_again_once():
         ]
         estimates, tried = estimate(found), dict.fromkeys((0, 1), n_rounds)
         base, leader = estimates.measured
-        assert recommend.shown_better(leader, estimates, [LATENCY])
-        assert n_rounds or recommend.goal_gain(leader, base, estimates, [LATENCY]) is None
+        assert recommend.shown_better(leader, estimates, [LATENCY]) == (not wanted)
+        assert not wanted or recommend.goal_gain(leader, base, estimates, [LATENCY]) is None
         assert trials(next_round(estimates, [LATENCY], (1,), 1, 1, tried=tried, rounds=UNSTATED)) == wanted
 
 

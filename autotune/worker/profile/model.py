@@ -30,8 +30,9 @@ from autotune.worker.profile import op_counter
 
 # Every k-th block recomputed, as the presets propose; forecasts interpolate other values.
 EVERY = (1, 2, 4)
-# Two micro-batches, on fake and on real tensors; many operations treat a batch of one as a special case.
-FAKE_SIZES, REAL_SIZES = (2, 4), (1, 2)
+# Two micro-batches, on fake and on real tensors. Many operations treat a batch of one as a special case, and batch norms refuse it.
+SIZES, SMALL_SIZES = (2, 4), (1, 2)
+ATTEMPTS = ((True, SIZES), (False, SMALL_SIZES), (False, SIZES))
 DRAWS = 4
 # State bytes per parameter (fp32) of DeepSpeed's fused optimizers, which need no scratch; torch's are run.
 FUSED_STATES = {
@@ -227,20 +228,20 @@ def _autocast(model: Any, device: torch.device) -> Iterator[None]:
 def _subject(target: model_file.ModelFile, loader: Loader, device: torch.device) -> _Subject:
     """Returns the model on fake tensors, or on real ones if that fails."""
     torch.manual_seed(0)
-    why = ""
-    for fake, sizes in ((True, FAKE_SIZES), (False, REAL_SIZES)):
+    whys: list[str] = []
+    for fake, sizes in ATTEMPTS:
         few = loader.n_samples is not None and loader.n_samples < sizes[1]
-        drawn = _batches(loader, REAL_SIZES if few else sizes)
+        drawn = _batches(loader, SMALL_SIZES if few else sizes)
         try:
             found = _Subject(target, drawn, device, fake=fake)
         except UserError:
             raise
         except Exception as error:
-            why = _first_line(error)
-            if not fake:
-                raise model_file.WorkloadError(f"{target.path.name}: no forward and backward: {why}") from error
+            whys.append(_first_line(error))
+            if len(whys) == len(ATTEMPTS):
+                raise model_file.WorkloadError(f"{target.path.name}: no forward and backward: {whys[-1]}") from error
             continue
-        found.caveats += [f"profiled by real steps, not on fake tensors: {why}"] if why else []
+        found.caveats += [f"profiled by real steps, not on fake tensors: {whys[0]}"] if whys else []
         return found
     raise AssertionError
 

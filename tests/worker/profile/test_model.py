@@ -127,17 +127,19 @@ def test_pictures_of_several_sizes_are_as_long_as_what_their_lengths_count(zoo, 
     assert found.sequence == found.longest == 55 and len(found.lengths) == 40
 
 
-def test_a_model_that_looks_at_its_values_is_profiled_by_real_steps(zoo, write_model):
-    target = write_model("""
+@pytest.mark.parametrize("norm", ["LayerNorm", "BatchNorm1d"])  # which takes no batch of one
+def test_a_model_that_looks_at_its_values_is_profiled_by_real_steps(zoo, write_model, norm):
+    target = write_model(
+        """
         import torch
 
         class Gated(torch.nn.Module):
             def __init__(self):
                 super().__init__()
-                self.layer = torch.nn.Linear(8, 8)
+                self.layer, self.norm = torch.nn.Linear(8, 8), torch.nn.NORM(8)
 
             def forward(self, x):
-                y = self.layer(x)
+                y = self.norm(self.layer(x))
                 return y * 2 if y.abs().max().item() > 1e9 else y
 
         def model():
@@ -145,7 +147,8 @@ def test_a_model_that_looks_at_its_values_is_profiled_by_real_steps(zoo, write_m
 
         def batch(n):
             return torch.ones(n, 8), torch.zeros(n, 8)
-    """)
+    """.replace("NORM", norm)
+    )
     found = profile_of(zoo, target)
     assert "real steps" in found.caveats[0] and found.passes["fp32/0"].flops[1] == 2 * 2 * 8 * 8
 

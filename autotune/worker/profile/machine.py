@@ -175,6 +175,8 @@ def _products(device: torch.device, caveats: list[str], *, at_length: bool) -> d
             try:
                 rate = _product(device, name, n)
             except RuntimeError as error:
+                if name == "fp32" and name not in found:
+                    raise  # a device that multiplies in no fp32 trains nothing
                 if n == sizes[0]:
                     caveats.append(f"no matrix product in {name}: {str(error).splitlines()[0]}")
                 break

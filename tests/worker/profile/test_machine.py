@@ -48,6 +48,17 @@ def test_a_device_that_multiplies_in_no_bf16_has_all_other_rates(alone, monkeypa
         assert probe.machine.flops["torch_autocast"] > 0 and "no matrix product in bf16" in probe.caveats[0]
 
 
+def test_a_device_that_multiplies_in_no_fp32_is_told_by_its_own_error(alone, monkeypatch, tmp_path):
+    """It was a KeyError: 'fp32'."""
+
+    def full(*_):
+        raise RuntimeError("CUDA error: the device is full")
+
+    monkeypatch.setattr(machine, "_product", full)
+    with pytest.raises(RuntimeError, match="the device is full"):
+        machine.measure_machine(Recorder(TrialDir(tmp_path), 0), TrialRequest(target="", world_size=1, mode="rates"))
+
+
 def test_a_probe_holds_every_rate_and_names_the_processor(alone, tmp_path):
     request = TrialRequest(target="", world_size=1, mode="machine")
     machine.measure_machine(Recorder(TrialDir(tmp_path), 0), request)

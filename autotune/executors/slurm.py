@@ -166,8 +166,9 @@ class Slurm(Engine):
     def _gpus_per_node(self) -> int:
         """Returns the GPUs that a node's ranks need; without a number of ranks, all GPUs of the partition's nodes."""
         partition = self.options.get("partition")
-        if self.ranks_per_node and "gpus_per_rank" in self.options:
-            return self.ranks_per_node * whole(self.options, "gpus_per_rank")
+        per_rank = whole(self.options, "gpus_per_rank")
+        if not per_rank or (self.ranks_per_node and "gpus_per_rank" in self.options):
+            return (self.ranks_per_node or 0) * per_rank
         done = _call("sinfo", "--noheader", "--format=%P %G", *(["--partition", partition] if partition else []))
         # An asterisk marks the default partition.
         lines = [line for line in done.stdout.splitlines() if partition or line.partition(" ")[0].endswith("*")]

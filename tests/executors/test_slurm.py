@@ -37,7 +37,8 @@ class Trials:
     def executor(self, nodes: int = 2, **options: str) -> ClusterExecutor:
         engine = Slurm({"python": str(STAND_IN), **options}, 1, "autotune-tests")
         settings = settings_for([], {}, 600.0)
-        self.executors.append(ClusterExecutor(engine, self.root / "agents", settings, nodes, self.said.append))
+        self.executors.append(ClusterExecutor(engine, self.root / "agents", settings, nodes))
+        self.executors[-1].on_queue = self.said.append
         return self.executors[-1]
 
     def submit(self, **options: str) -> base.Job:
@@ -194,6 +195,7 @@ def test_all_gpus_of_a_node_are_asked_for(sbatch: Path, gres: str, n: int) -> No
     """One without a type was read as a type, and one GPU a node was used."""
     (sbatch.parent / "bin" / "sinfo").write_text(f'#!/bin/sh\necho "gpu* {gres}"\n')
     assert Slurm({}, None, "x")._gpus_per_node() == n
+    assert Slurm({"gpus_per_rank": "0"}, None, "x")._gpus_per_node() == 0  # all of them were asked for
 
 
 @pytest.mark.process

@@ -124,6 +124,11 @@ class Allocation:
         """Returns whether it has at least `nodes` machines and has not ended."""
         return nodes <= self.nodes and self.standing(now=True).status in UNDER_WAY
 
+    def end(self) -> None:
+        """Gives the machines back; the variables that their agents have read do not stay."""
+        self.engine.end(self.job)
+        self.spool.forget()
+
     def touch(self) -> None:
         """Tells the agents that a coordinator lives."""
         if time.monotonic() - self._touched > ALIVE_S:
@@ -144,16 +149,8 @@ class ClusterExecutor(base.Executor):
         root: Folder for the spools, shared with the machines.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        root: Path,
-        settings: Settings,
-        nodes: int,
-        on_queue: Callable[[str], None] = lambda _: None,
-        patience_s: float = 0.0,
-    ) -> None:
-        self.engine, self.root, self.settings, self.nodes, self.on_queue = engine, root, settings, nodes, on_queue
+    def __init__(self, engine: Engine, root: Path, settings: Settings, nodes: int, patience_s: float = 0.0) -> None:
+        self.engine, self.root, self.settings, self.nodes = engine, root, settings, nodes
         self.patience_s, self.turns, self._said = patience_s, engine.turns, ""
         self._held: list[Allocation] = []
         self._own: list[Allocation] = []
@@ -243,14 +240,14 @@ class ClusterExecutor(base.Executor):
     def close(self) -> None:
         """Gives the machines back, also those beside one that went away, whose agents may wait still."""
         for allocation in (*self._own, *self._held):
-            self.engine.end(allocation.job)
+            allocation.end()
         self._own, self._held = [], []
 
     def _allocation(self, nodes: int) -> Allocation:
         for held in [each for each in self._held if not each.is_busy()]:
             if held.is_usable(nodes):
                 return held
-            self.engine.end(held.job)
+            held.end()
             self._held.remove(held)
         wanted = self.nodes if self.engine.hold else nodes
         spool = Spool(self.root / uuid.uuid4().hex[:12])
@@ -277,7 +274,7 @@ class ClusterExecutor(base.Executor):
         allocation = Allocation(self.engine, spool, said["id"], said["nodes"])
         if not allocation.is_usable(1):
             return
-        same = said.get("options") == self.engine.options and read_record(spool.settings, Settings) == self.settings
+        same = said.get("options") == self.engine.options and record_in(spool.settings, Settings) == self.settings
         if self.engine.hold and same and allocation.nodes >= self.nodes:
             allocation.touch()
             write_record(path, said | self._owner())
@@ -336,7 +333,7 @@ class ClusterJob:
         if time.monotonic() - self._queued_at < SETTLE_S:  # agents may be a moment ahead of the engine's word
             return Status.RUNNING
         self.reason = f"{standing.reason}, after its machines were taken away"
-        self._allocation.engine.end(self._allocation.job)  # its agents would find old orders
+        self._allocation.end()  # its agents would find old orders
         self._executor.waits(self.reason)
         return Status.TAKEN
 
@@ -362,7 +359,7 @@ class ClusterJob:
             return
         self._cancelled = True
         if self._status is Status.QUEUED and not self._allocation.engine.hold:
-            self._allocation.engine.end(self._allocation.job)
+            self._allocation.end()
         self._folder.cancel.touch()
         if self._status is Status.QUEUED:
             self._folder.job.unlink(missing_ok=True)  # no agent runs a trial without it
@@ -370,7 +367,7 @@ class ClusterJob:
         until = time.monotonic() + CANCEL_TIMEOUT_S
         while self.poll() is Status.RUNNING:
             if time.monotonic() > until:
-                self._allocation.engine.end(self._allocation.job)
+                self._allocation.end()
                 return
             time.sleep(LOOK_S)
 

@@ -60,6 +60,15 @@ class Spool:
         self.orders = path / "orders.json"
         self.alive = path / "alive"
 
+    def start(self, node: int) -> Path:
+        """Returns the script that starts the agent of a machine, where a command line cannot hold its variables."""
+        return self.path / f"start-{node}.sh"
+
+    def forget(self) -> None:
+        """Removes what holds the user's variables, which may be tokens."""
+        for path in (self.settings, *self.path.glob("start-*.sh")):
+            path.unlink(missing_ok=True)
+
     def node(self, node: int) -> Path:
         """Returns the file in which the agent of a machine describes itself."""
         return self.path / f"node-{node}.json"

@@ -62,7 +62,7 @@ class Hosts(Engine):
         processes = []
         for node, host in enumerate(self.hosts[:nodes]):
             # A file, because the remote shell would interpret quotation marks in an argument in its own way.
-            script = spool.path / f"start-{node}.sh"
+            script = spool.start(node)
             agent = spool.agent("--node", str(node), "--address", address, "--lifeline", python=python)
             variables = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in exported.items())
             # Private, since variables may hold tokens.

@@ -166,10 +166,9 @@ def executors_for(found: Plan, executor: Executor, folder: Path, view: EventSink
     elif found.spec.executor != "local":
         # Each asks the engine for its own machines, and waits in the engine's queue until there are some.
         with contextlib.ExitStack() as stack:
-            others = [
-                engine.executor_of(found.spec, folder / "trials" / f"slot-{n}", view.waits, n) for n in range(1, wanted)
-            ]
+            others = [engine.executor_of(found.spec, folder / "trials" / f"slot-{n}", n) for n in range(1, wanted)]
             for other in reversed(others):  # inside an allocation the last one says how many nodes all of them need
+                other.on_queue = view.waits
                 stack.callback(other.close)
                 other.start()
             yield [executor, *others]

@@ -84,6 +84,24 @@ def executor_on(engine: Machines, folder: Path, patience_s: float = 60.0) -> Clu
     return ClusterExecutor(engine, folder / "agents", settings_for([], {}, 1.0), 1, patience_s=patience_s)
 
 
+def test_the_variables_that_agents_read_do_not_stay_when_the_run_ends(tmp_path: Path) -> None:
+    """Tokens lay in the study's folder for good; a job that still ends when the next run begins is not taken over."""
+    engine = Machines(RUNS)
+    executor = executor_on(engine, tmp_path)
+    base.run(executor, tmp_path / "0000", REQUEST)
+    engine.spool.start(0).touch()
+    executor.close()
+    assert {path.name for path in engine.spool.path.iterdir()} == {"alive", "allocation.json", "orders.json"}
+    engine.states = [Status.RUNNING]
+    files.write_text(
+        engine.spool.path / "allocation.json", '{"engine": "stand-in", "id": "1", "nodes": 1, "options": {}}'
+    )
+    os.utime(engine.spool.alive, (0, 0))
+    again = executor_on(engine, tmp_path)
+    again.start()
+    assert again._held == []
+
+
 RUNS, TAKEN, LOST, STILLBORN, NEVER = (
     [Status.RUNNING] * 3,
     [Status.RUNNING, Status.RUNNING, Status.TAKEN],

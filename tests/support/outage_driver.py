@@ -71,9 +71,9 @@ def run(folder: Path, given: dict[str, Any]) -> None:
     held = StudyLeases(records.open_storage(given["url"]), spec.name)
     held.storage.patience_s = PATIENCE_S
     settings, said = settings_for([], {}, 60.0), Said()
-    executor = ClusterExecutor(
-        engine_of(given), folder / "s" / "trials" / "agents", settings, given["nodes"], said.say, patience_s=PATIENCE_S
-    )
+    agents = folder / "s" / "trials" / "agents"
+    executor = ClusterExecutor(engine_of(given), agents, settings, given["nodes"], patience_s=PATIENCE_S)
+    executor.on_queue = said.say
     try:
         executor.start()
         with held.leading(said.say):

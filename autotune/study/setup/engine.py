@@ -20,14 +20,11 @@ def own_variables(spec: StudySpec) -> dict[str, str]:
     return dict(spec.how().fixed_environment) if spec.inspected.kind == "script" else {}
 
 
-def executor_of(
-    spec: StudySpec, folder: Path, on_queue: Callable[[str], None] = lambda _: None, slot: int = 0
-) -> Executor:
+def executor_of(spec: StudySpec, folder: Path, slot: int = 0) -> Executor:
     """Returns the executor of a study, not yet started.
 
     Args:
         folder: The study's folder; other machines must see it under the same path.
-        on_queue: Called with the reason why a trial waits for machines.
         slot: Which of the trials at once it runs, counted from 0.
     """
     target, environment, nodes = spec.inspected, own_variables(spec), spec.n_nodes
@@ -65,7 +62,7 @@ def executor_of(
             return LocalExecutor(target.imports, folder / "trials" / "server.log", environment)
     idle_s = number(options, "idle", 600.0, cluster.LEAST_IDLE_S)
     return ClusterExecutor(
-        engine, folder / "trials" / "agents", cluster.settings_for(target.imports, environment, idle_s), nodes, on_queue,
+        engine, folder / "trials" / "agents", cluster.settings_for(target.imports, environment, idle_s), nodes,
         patience_s=spec.patience_s,
     )  # fmt: skip
 
@@ -77,11 +74,12 @@ def executor_for(
     """Starts the executor of a study and closes it in the end.
 
     Args:
-        on_queue: Called with the reason why a trial waits for machines.
+        on_queue: As of `Executor`.
         wait: True waits until the executor is ready. False leaves that to its `start`; a server on this machine is
             launched at once, so that it can begin with its imports.
     """
-    executor = executor_of(spec, folder, on_queue)
+    executor = executor_of(spec, folder)
+    executor.on_queue = on_queue
     try:
         if wait:
             executor.start()

@@ -72,7 +72,7 @@ def requested(target: str, overrides: Mapping[str, Any], view: EventSink = SILEN
     spec, notes = wanted_study(target, overrides, view)
     folder = studies_folder(Path(target)) / spec.name
     _check_not_renamed(Path(target), folder)
-    with terminable(), study_lock(folder), executor_for(spec, folder, view.waits, wait=False) as executor:
+    with terminable(), study_lock(folder), executor_for(spec, folder, wait=False) as executor:
         yield StudyRequest(
             spec=spec, target=Path(target), overrides=overrides, folder=folder, executor=executor, notes=notes,
         )  # fmt: skip

@@ -221,7 +221,7 @@ def _rate_changes(measured: Measured, baseline: Candidate, kept: StudyRecord) ->
 def _states_rate(config: DsConfig) -> bool:
     """Whether a DeepSpeed configuration says what the learning rate is."""
     params = [(config.get(section) or {}).get("params") or {} for section in ("optimizer", "scheduler")]
-    return any(isinstance(found.get(key), int | float) and found[key] for found in params for key in RATE_KEYS)
+    return any(isinstance(found.get(key), int | float | list) and found[key] for found in params for key in RATE_KEYS)
 
 
 def _as_seen_outside(candidate: Candidate, kept: StudyRecord) -> Candidate:

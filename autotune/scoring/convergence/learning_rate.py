@@ -43,11 +43,15 @@ class LearningRate:
     def scaled(self, config: Mapping[str, Any], batch: int) -> dict[str, Any]:
         """A copy of a DeepSpeed configuration with every learning rate that it states multiplied."""
         scaled, factor = copy.deepcopy(dict(config)), self.factor(batch)
+
+        def times(rate: Any) -> Any:  # of a schedule one for each group of parameters, if it is a list
+            if isinstance(rate, list):
+                return [times(each) for each in rate]
+            return float(f"{rate * factor:.6g}") if isinstance(rate, int | float) else rate
+
         for section in ("optimizer", "scheduler"):
             params = (scaled.get(section) or {}).get("params") or {}
-            for key in RATE_KEYS:
-                if factor != 1 and isinstance(params.get(key), int | float):
-                    params[key] = float(f"{params[key] * factor:.6g}")
+            params.update({key: times(params[key]) for key in RATE_KEYS if factor != 1 and key in params})
         return scaled
 
 

@@ -107,6 +107,9 @@ def test_every_learning_rate_of_a_configuration_follows_the_batch() -> None:
             "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": 10},
         },
     }
+    of_groups = {
+        "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": [0.0, 1e-4], "cycle_max_lr": [1e-3, 3e-3]}}
+    }
     rate = LearningRate(rule="sqrt", baseline_batch=8)
     assert rate.scaled(config, 8) == config
     scaled = rate.scaled(config, 32)
@@ -114,6 +117,8 @@ def test_every_learning_rate_of_a_configuration_follows_the_batch() -> None:
     assert scaled["scheduler"] == config["scheduler"]  # "auto" is filled in from the optimizer's, and 0 stays
     assert config["optimizer"]["params"]["lr"] == 1e-3
     assert rate.scaled({}, 32) == {}
+    params = rate.scaled(of_groups, 32)["scheduler"]["params"]  # lists stayed as they were
+    assert params == {"cycle_min_lr": [0.0, 2e-4], "cycle_max_lr": [2e-3, 6e-3]}
 
 
 def test_a_noise_scale_that_still_grows_is_said_to_and_one_that_stands_is_not() -> None:

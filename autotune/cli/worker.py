@@ -60,7 +60,8 @@ def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
             ):
                 runner = session.opened_runner(there, executor, folder, ledger, view, at_once, learn=False, leads=False)
                 view.say(f"helping {study}, led by {leader.shown if (leader := ledger.leader()) else 'nobody now'}")
-                view.say(f"nothing left to start: {runner.help()}")
+                runner.help()
+                view.say("nothing is left to start")
         except KeyboardInterrupt as stop:
             print("autotune: stopped; the trial under way is given back, to be run by another", file=sys.stderr)
             return status_of(stop)

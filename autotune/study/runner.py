@@ -227,13 +227,13 @@ class Runner:
             self._cut = True
             self._events.say(CUT)
 
-    def help(self) -> str:
-        """Runs trials of a study that another coordinator leads; returns why there is none left to start."""
+    def help(self) -> None:
+        """Runs trials of a study that another coordinator leads, until there is none left to start."""
         with _at_work(self.leases, leads=self._leads):
             self.open()
             if not self.state.exists:
                 raise UserError(BEGUN_ANEW.format(self.state.plan.spec.name))
-            return self._search() or f"the budget of {self.state.plan.spec.trials} trials is spent"
+            self._search()
 
     def _begin(self) -> None:
         """Measures the baseline, which decides what can be measured at all, and begins the study with it."""

@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import platform
+import re
 import resource
 import stat
 from collections.abc import Iterator, Sequence
@@ -118,12 +119,22 @@ def memory_bytes(groups: Path = GROUPS, mounted: Path = MOUNTED) -> int:
     return min([physical, *(limit for (limit,) in stated)])
 
 
+def memory_left(groups: Path = GROUPS, mounted: Path = MOUNTED) -> int:
+    """Returns the memory that can still be taken here, of a limit without what the kernel cannot take back: all but cached files."""
+    import psutil
+
+    old = "memory.limit_in_bytes", "memory.stat total_rss", "memory.stat total_shmem"
+    new = "memory.max", "memory.stat anon", "memory.stat shmem"
+    left = (limit - sum(used) for limit, *used in _stated("memory", old, new, groups, mounted))
+    return max(0, min([psutil.virtual_memory().available, memory_bytes(groups, mounted), *left]))
+
+
 def _stated(
     controller: str, old: Sequence[str], new: Sequence[str], groups: Path, mounted: Path
 ) -> Iterator[list[int]]:
     """Yields the numbers in files of this process's control groups of either version and of those around them, where there are any.
 
-    A container's are mounted without the path that the host knows them by.
+    A container's are mounted without the path that the host knows them by. Some files have several numbers, each behind its key.
     """
     with contextlib.suppress(OSError):
         for _, controllers, path in (line.split(":", 2) for line in groups.read_text().splitlines()):
@@ -132,7 +143,12 @@ def _stated(
             own, names = mounted / (controllers and controller) / path.strip("/"), old if controllers else new
             for folder in (own, *own.parents):
                 with contextlib.suppress(OSError, ValueError):  # `max`
-                    yield [int(word) for name in names for word in (folder / name).read_text().split()]
+                    yield [int(word) for name in names for word in _words(folder, *name.split())]
+
+
+def _words(folder: Path, name: str, key: str = "") -> list[str]:
+    text = (folder / name).read_text()
+    return re.findall(rf"^{key} (\d+)$", text, re.MULTILINE) if key else text.split()
 
 
 def load_per_core() -> float:

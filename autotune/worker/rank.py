@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 
 from autotune.errors import LONGEST_REASON, UserError, shortened
 from autotune.space import torch_settings
 from autotune.system.device import stated_choice
-from autotune.system.machine import memory_bytes, n_cores, processor_name
+from autotune.system.machine import memory_left, n_cores, processor_name
 from autotune.trial import workload
 from autotune.trial.failures import FULL_FREE_SHARE, headline, means_out_of_memory
 from autotune.trial.request import TrialRequest
@@ -127,8 +126,7 @@ def watch_memory(recorder: Recorder, request: TrialRequest) -> None:
         return  # `prepare_device` does so, once it has looked at the device
     limit = request.device_memory_bytes
     stated = limit is not None
-    free = min(psutil.virtual_memory().available, memory_bytes())
-    share = limit if limit is not None else int(0.9 * free / request.ranks_per_node)
+    share = limit if limit is not None else int(0.9 * memory_left() / request.ranks_per_node)
     start = resident_bytes()
 
     def on_excess(growth: int) -> None:

@@ -87,6 +87,23 @@ def test_memory_is_what_a_container_may_take_of_it(tmp_path, group, name, text, 
     assert machine.memory_bytes(tmp_path / "groups", tmp_path) == (limit or physical)
 
 
+@pytest.mark.parametrize(
+    ("group", "limit", "stat"),
+    [
+        ("0::/", "memory.max", "anon 90000000\nfile 9000000000\nshmem 10000000\n"),
+        ("8:memory:/", "memory/memory.limit_in_bytes", "rss 5\ntotal_cache 9000000000\ntotal_rss 90000000\ntotal_shmem 10000000\n"),
+        ("0::/", "memory.max", ""),
+    ],
+)  # fmt: skip
+def test_what_is_left_of_a_container_s_memory_is_without_what_processes_in_it_use(tmp_path, group, limit, stat):
+    """Ranks could take 0.9 of the limit beside driver and server; at its end Kubernetes kills the container with all in it."""
+    (tmp_path / "groups").write_text(f"{group}\n")
+    (tmp_path / limit).parent.mkdir(exist_ok=True)
+    (tmp_path / limit).write_text("300000000\n")
+    (tmp_path / limit).with_name("memory.stat").write_text(stat)
+    assert machine.memory_left(tmp_path / "groups", tmp_path) == (200_000_000 if stat else 300_000_000)
+
+
 @pytest.mark.parametrize(("limit", "cores"), [(math.inf, 64), (4.0, 4), (2.5, 2), (0.5, 1), (96.0, 64)])
 def test_cores_are_those_that_a_container_s_limit_lets_it_keep_busy(monkeypatch, limit, cores):
     """A rank in a container of 4 of 64 cores computed on 64 threads, which the kernel held up together for most of the time."""

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
@@ -206,7 +207,10 @@ def device_shares(found: Plan, n: int) -> list[list[str]]:
     _, named = device.chosen(
         environment.accelerator, environment.n_devices, {**os.environ, **engine.own_variables(found.spec)}
     )
-    units = list(map(str, sorted(os.sched_getaffinity(0))[: n_cores()])) if on_cpu else named
+    cores, n_usable = sorted(os.sched_getaffinity(0)), n_cores()
+    # Any cores in a row: the first ones would also be those of the next container with a limit.
+    first = random.SystemRandom().randrange(len(cores) - n_usable + 1)
+    units = list(map(str, cores[first : first + n_usable])) if on_cpu else named
     each = len(units) // n if on_cpu else found.world_size
     if not each or each * n > len(units):
         what = "cores" if on_cpu else "devices"

@@ -21,6 +21,18 @@ _DRIVERS = {
 }
 
 
+def accelerator() -> Any:
+    """Returns DeepSpeed's layer over the devices; outside of a rank its import takes seconds."""
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()
+
+
+def kind() -> str:
+    """Returns DeepSpeed's name of the devices that this process computes on: `cpu`, `cuda` and others."""
+    return str(accelerator().device_name())
+
+
 def main() -> int:
     """Prints the devices as one line of JSON; returns an exit status."""
     answers = os.dup(1)
@@ -39,26 +51,20 @@ def found_devices() -> Devices:
     Raises:
         UserError: DeepSpeed is to compute on devices of which none is visible, or that torch cannot use.
     """
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-    kind = str(accelerator.device_name())
-    if kind == "cpu":
+    if (here := kind()) == "cpu":
         return Devices(problem=_why_cpu())
-    each = tuple(device_of(kind, index) for index in range(accelerator.device_count()))
+    each = tuple(device_of(here, index) for index in range(accelerator().device_count()))
     if not each:
         why = f" ({choice})" if (choice := stated_choice(os.environ)) else ""
-        raise UserError(f"DeepSpeed is to compute on {kind!r}, but no such device is visible{why}; {MEAN_CPU}")
+        raise UserError(f"DeepSpeed is to compute on {here!r}, but no such device is visible{why}; {MEAN_CPU}")
     # The management library, by which devices are counted, does not look at the driver's version.
-    if kind == "cuda" and (why := _why_unusable()):
+    if here == "cuda" and (why := _why_unusable()):
         raise UserError(f"this machine has {unused_device() or 'a GPU'}, but {why}; or {MEAN_CPU}")
-    return Devices(accelerator=kind, each=each, driver=driver_version(), platform=_platform())
+    return Devices(accelerator=here, each=each, driver=driver_version(), platform=_platform())
 
 
 def device_of(kind: str, index: int) -> Device:
     """Returns one device of DeepSpeed's accelerator; what its library does not state stays empty."""
-    from deepspeed.accelerator import get_accelerator
-
     properties: Any = None
     with contextlib.suppress(Exception):
         properties = getattr(torch, kind).get_device_properties(index)
@@ -70,7 +76,7 @@ def device_of(kind: str, index: int) -> Device:
     memory = getattr(properties, "total_memory", 0)
     if not memory:
         with contextlib.suppress(Exception):
-            memory = get_accelerator().total_memory(index)
+            memory = accelerator().total_memory(index)
     return Device(name=name, uuid=uuid_of(properties), capability=capability, memory_bytes=int(memory or 0))
 
 

@@ -25,7 +25,7 @@ from autotune.trial.failures import FULL_FREE_SHARE, headline, means_out_of_memo
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import OOM_EXIT_CODE, Outcome, RankReport
 from autotune.worker.agent import network, temporary
-from autotune.worker.device import device_of, driver_version
+from autotune.worker.device import accelerator, device_of, driver_version, kind
 from autotune.worker.measure.device_load import DeviceWatch
 from autotune.worker.measure.ledger import Diverged, NotApplied, TooFewSteps
 from autotune.worker.measure.memory import Memory, limit_host_memory, resident_bytes
@@ -120,9 +120,7 @@ def _free_share() -> float | None:
 
 def watch_memory(recorder: Recorder, request: TrialRequest) -> None:
     """Limits the rank's memory on a CPU to the stated size, otherwise to its share of the free memory."""
-    from deepspeed.accelerator import get_accelerator
-
-    if get_accelerator().device_name() != "cpu":
+    if kind() != "cpu":
         return  # `prepare_device` does so, once it has looked at the device
     limit = request.device_memory_bytes
     stated = limit is not None
@@ -142,40 +140,35 @@ def watch_memory(recorder: Recorder, request: TrialRequest) -> None:
 
 def device_name() -> str:
     """Returns the model of this rank's device, or of the processor if there is none."""
-    from deepspeed.accelerator import get_accelerator
-
-    kind = get_accelerator().device_name()
-    return processor_name() if kind == "cpu" else device_of(kind, get_accelerator().current_device()).name
+    here = kind()
+    return processor_name() if here == "cpu" else device_of(here, accelerator().current_device()).name
 
 
-def versions(*, cuda: bool) -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Returns the libraries that a measurement depends on, and the driver."""
     import deepspeed
 
     found = {"python": platform.python_version(), "torch": torch.__version__, "deepspeed": deepspeed.__version__}
-    if cuda:
+    if kind() == "cuda":
         name, version = ("rocm", torch.version.hip) if torch.version.hip else ("cuda", torch.version.cuda)
         found |= {name: str(version), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
         found |= {"driver": driver} if (driver := driver_version()) else {}
     return found
 
 
-def _identify(report: RankReport, memory: Memory) -> None:
+def _identify(report: RankReport) -> None:
     """Notes on which machine, device and libraries a rank runs."""
-    libraries = ", ".join(f"{name} {version}" for name, version in versions(cuda=memory.cuda).items())
-    cores = f", {n_cores()} cores" if memory.on_cpu else ""
+    libraries = ", ".join(f"{name} {version}" for name, version in versions().items())
+    cores = f", {n_cores()} cores" if kind() == "cpu" else ""
     report.host, report.machine = socket.gethostname(), f"{device_name()}{cores}, {libraries}"
 
 
 def prepare_device(request: TrialRequest, report: RankReport) -> Memory:
     """Gives the rank its GPU and its share of the cores, notes in its report where it runs, and starts to measure its memory."""
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-    kind = accelerator.device_name()
-    watch = DeviceWatch() if kind == "cuda" else None  # before this rank is on the device
-    if kind != "cpu":
-        _take_device(accelerator, request.device_memory_bytes)
+    here = kind()
+    watch = DeviceWatch() if here == "cuda" else None  # before this rank is on the device
+    if here != "cpu":
+        _take_device(request.device_memory_bytes)
     if any(name.startswith("activation_checkpointing.") for name in request.changed_from):
         from deepspeed.runtime.activation_checkpointing import checkpointing
 
@@ -186,28 +179,28 @@ def prepare_device(request: TrialRequest, report: RankReport) -> Memory:
     torch.set_num_threads(
         workload.threads_per_rank(n_cores(), request.ranks_per_node, os.environ.get("OMP_NUM_THREADS"))
     )
-    memory = Memory(kind, watch)
-    _identify(report, memory)
+    memory = Memory(here, watch)
+    _identify(report)
     return memory
 
 
-def _take_device(accelerator: Any, limit_bytes: int | None) -> None:
+def _take_device(limit_bytes: int | None) -> None:
     """Makes the rank's device the current one, and limits what its allocator may take of it."""
-    device, n_devices = int(os.environ["LOCAL_RANK"]), accelerator.device_count()
+    device, n_devices = int(os.environ["LOCAL_RANK"]), accelerator().device_count()
     if device >= n_devices:
         choice = f" ({stated})" if (stated := stated_choice(os.environ)) else ""
         raise UserError(
             f"{os.environ['LOCAL_WORLD_SIZE']} ranks on a machine with {n_devices} visible devices{choice}: start fewer ranks,"
             " or make more devices visible"
         )
-    accelerator.set_device(device)
-    cap = getattr(getattr(torch, accelerator.device_name(), None), "set_per_process_memory_fraction", None)
+    accelerator().set_device(device)
+    cap = getattr(getattr(torch, kind(), None), "set_per_process_memory_fraction", None)
     if limit_bytes is not None and cap is not None:
-        cap(min(1.0, limit_bytes / accelerator.total_memory(device)), device)
+        cap(min(1.0, limit_bytes / accelerator().total_memory(device)), device)
 
 
-def connect(request: TrialRequest, *, cuda: bool) -> None:
-    """Joins the other ranks, over NCCL if `cuda`, else over gloo."""
+def connect(request: TrialRequest) -> None:
+    """Joins the other ranks, over NCCL on CUDA devices, over gloo on the CPU."""
     rank, listener = int(os.environ["RANK"]), int(os.environ.pop(network.LISTENER, "-1"))
     timeout = timedelta(seconds=request.deadline_s + 60)  # the supervisor's deadline comes first
     # DeepSpeed's own groups do not take init_distributed's time-out; NCCL's default is another one, of ten minutes.
@@ -220,9 +213,10 @@ def connect(request: TrialRequest, *, cuda: bool) -> None:
     store = dist.TCPStore(
         host, port, request.world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False, **own
     )
-    backend = "nccl" if cuda else _backend()
-    options: dict[str, Any] = {"device_id": _bound_device(request.world_size)} if cuda else {}
-    dist.init_process_group(backend, store=store, rank=rank, world_size=request.world_size, timeout=timeout, **options)
+    options: dict[str, Any] = {"device_id": _bound_device(request.world_size)} if kind() == "cuda" else {}
+    dist.init_process_group(
+        _backend(), store=store, rank=rank, world_size=request.world_size, timeout=timeout, **options
+    )
 
 
 def join_on_host() -> None:
@@ -253,21 +247,16 @@ def _bound_device(world_size: int) -> torch.device | None:
 
 
 def _backend() -> str:
-    """The backend of an accelerator other than CUDA; DeepSpeed's for the CPU, ccl, is seldom there."""
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-    return "gloo" if accelerator.device_name() == "cpu" else str(accelerator.communication_backend_name())
+    """The backend of the accelerator; DeepSpeed's for the CPU, ccl, is seldom there."""
+    return "gloo" if kind() == "cpu" else str(accelerator().communication_backend_name())
 
 
 def set_seed(seed: int) -> None:
     """Seeds the generators of Python, NumPy and torch."""
-    from deepspeed.accelerator import get_accelerator
-
     random.seed(seed)
     np.random.seed(seed % 2**32)
     # DeepSpeed is asked, since torch 2.6 may start CUDA to tell whether it is there, also in a trial on the CPU.
-    if get_accelerator().device_name() != "cpu":
+    if kind() != "cpu":
         torch.manual_seed(seed)
     else:  # which would note the stack, with its source lines, for each kind of accelerator that may yet appear: 15 ms
         torch.default_generator.manual_seed(seed)

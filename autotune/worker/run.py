@@ -9,6 +9,7 @@ from autotune.trial.folder import TrialDir, read_record, write_record
 from autotune.trial.request import TrialRequest
 from autotune.worker import project, random_fills
 from autotune.worker.agent import stacks
+from autotune.worker.device import kind
 from autotune.worker.measure.recorder import Recorder
 from autotune.worker.model.inspect import inspect_model
 from autotune.worker.model.loop import train_and_measure
@@ -37,11 +38,9 @@ def main(trial_dir: str) -> NoReturn:
         elif request.mode == "split":
             compare_split(recorder, request)
         elif request.mode == "profile":
-            from deepspeed.accelerator import get_accelerator
-
             from autotune.worker.profile.model import profile
 
-            write_record(recorder.folder.profile, profile(request, get_accelerator().device_name()))
+            write_record(recorder.folder.profile, profile(request, kind()))
         elif request.mode in ("rates", "machine"):
             from autotune.worker.profile.machine import measure_machine
 

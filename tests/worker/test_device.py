@@ -145,12 +145,13 @@ def test_amds_architecture_stands_for_a_capability(accelerator, monkeypatch):
 
 
 @pytest.mark.parametrize(("hip", "named"), [("6.2.41133", {"rocm": "6.2.41133"}), (None, {"cuda": "12.8"})])
-def test_a_result_names_the_platform_that_torch_was_built_for(monkeypatch, hip, named):
+def test_a_result_names_the_platform_that_torch_was_built_for(monkeypatch, accelerator, hip, named):
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.version, "cuda", None if hip else "12.8")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
     monkeypatch.setattr(rank, "driver_version", lambda: "570.86")
-    found = rank.versions(cuda=True)
+    accelerator("cuda", 1)
+    found = rank.versions()
     assert (
         found.items() >= (named | {"nccl": "2.27.3", "driver": "570.86"}).items()
         and len({"rocm", "cuda"} & set(found)) == 1

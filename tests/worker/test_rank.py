@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.comm.torch import TorchBackend
 
 from autotune import errors
@@ -40,7 +41,7 @@ def test_the_store_stands_on_the_agents_socket_in_a_way_that_torch_2_6_knows(mon
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: given.update(options))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         monkeypatch.setenv(network.LISTENER, str(listener.fileno()))
-        rank.connect(TrialRequest(target="model.py", world_size=1), cuda=False)
+        rank.connect(TrialRequest(target="model.py", world_size=1))
         assert given["master_listen_fd"] == listener.fileno() and given["use_libuv"] is False
     assert given["world_size"] == 1
 
@@ -60,7 +61,8 @@ def test_nccl_is_told_the_ranks_device_and_does_not_guess_it(monkeypatch, versio
     monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: None)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.update(more, backend=backend))
     asked = TrialRequest(target="model.py", world_size=world_size, deadline_s=3600)
-    rank.connect(asked, cuda=True)
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", CUDA_Accelerator)
+    rank.connect(asked)
     assert (given["backend"], given["device_id"]) == ("nccl", bound)
     # Groups that DeepSpeed makes wait as long as the trial may take.
     assert dist.distributed_c10d._get_default_timeout("nccl").total_seconds() == asked.deadline_s + 60

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from autotune.worker.device import accelerator
+
 
 def synchronize(device: torch.device) -> None:
     """Waits for a device, of whatever kind."""
     if device.type != "cpu":
-        from deepspeed.accelerator import get_accelerator
-
-        get_accelerator().synchronize()
+        accelerator().synchronize()
 
 
 class Laps:

@@ -10,7 +10,7 @@ from autotune.space.deepspeed import SECTION_KEYS, ZERO, Scalar
 from autotune.space.degree import EXPERT_DEGREE, PARTITION, PIPELINE_DEGREE, TENSOR_DEGREE
 from autotune.worker.containers import DTYPES
 from autotune.worker.data import witness as loading
-from autotune.worker.device import multiplies_in_tf32
+from autotune.worker.device import accelerator, multiplies_in_tf32
 from autotune.worker.measure import groups, sizes
 from autotune.worker.measure.stages import stages
 from autotune.worker.measure.wire import Calls, wire
@@ -167,13 +167,11 @@ def _reduce_bucket(engine: Any, value: Scalar) -> str | None:
 
 
 def _overlap(engine: Any, value: Scalar) -> str | None:
-    from deepspeed.accelerator import get_accelerator
-
-    if get_accelerator().is_synchronized_device():
+    if accelerator().is_synchronized_device():
         why = "this device has no streams, so nothing can overlap"
         return why if value else Idle(why)
     if engine.zero_optimization_stage() == 3:
-        stream, own = engine.optimizer.reduce_and_partition_stream, get_accelerator().default_stream()
+        stream, own = engine.optimizer.reduce_and_partition_stream, accelerator().default_stream()
         return None if (stream != own) == value else "gradients are reduced in the stream of the computation"
     return _equal(_zero("overlap_comm"))(engine, value)
 

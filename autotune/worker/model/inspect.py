@@ -17,7 +17,7 @@ from autotune.trial.workload import Environment, Workload
 from autotune.worker.containers import n_elements
 from autotune.worker.data import samples
 from autotune.worker.data.loader import Loader
-from autotune.worker.device import found_devices, free_bytes
+from autotune.worker.device import accelerator, found_devices, free_bytes, kind
 from autotune.worker.measure import experts
 from autotune.worker.measure.stages import join
 from autotune.worker.model import model_file, staged
@@ -31,9 +31,7 @@ EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 def inspect_model(request: TrialRequest) -> Workload:
     """Loads and describes the target of a request, without allocating its weights if the model permits."""
-    from deepspeed.accelerator import get_accelerator
-
-    on_cuda = get_accelerator().device_name() == "cuda"  # which the user may not want, though it is here
+    on_cuda = kind() == "cuda"  # which the user may not want, though it is here
     free = free_bytes(range(torch.cuda.device_count())) if on_cuda else ()  # the model may be made on a device
     target, replaced = model_file.load(Path(request.target), join), list[str]()
     if target.optimizer is not None and "optimizer" in request.ds_config:
@@ -171,22 +169,20 @@ def _has_float_buffers(model: torch.nn.Module) -> bool:
 
 
 def _environment() -> Environment:
-    from deepspeed.accelerator import get_accelerator
-
     from autotune.worker.agent import ops
 
-    accelerator, devices = get_accelerator(), found_devices()
+    devices = found_devices()
     first = devices.each[0] if devices.each else None  # `of_ranks` looks at those of a trial
     return Environment(
         accelerator=devices.accelerator,
         device_name=first.name if first else processor_name(),
         n_devices=len(devices.each) or 1,
         device_memory_bytes=first.memory_bytes if first else memory_bytes(),
-        bf16=bool(accelerator.is_bf16_supported()),
-        fp16=bool(accelerator.is_fp16_supported()),
+        bf16=bool(accelerator().is_bf16_supported()),
+        fp16=bool(accelerator().is_fp16_supported()),
         n_cores=n_cores(),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
-        versions=versions(cuda=devices.accelerator == "cuda"),
+        versions=versions(),
         capability=first.capability if first else "",
         each=devices.each,
         missing_ops=ops.missing(),

@@ -33,7 +33,7 @@ def train_and_measure(recorder: Recorder, request: TrialRequest) -> None:
     """Trains the model of a request as its candidate says, and measures it."""
     candidate, rank = Candidate.of(request.candidate), recorder.report.rank
     memory = prepare_device(request, recorder.report)
-    target = model_file.load(Path(request.target), functools.partial(connect, request, cuda=memory.cuda))
+    target = model_file.load(Path(request.target), functools.partial(connect, request))
     recorder.enter("build")
     set_seed(request.seed)
     model, checkpointer = _built(request, target, candidate)

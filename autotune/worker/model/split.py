@@ -13,6 +13,7 @@ from autotune.trial.request import TrialRequest
 from autotune.trial.workload import Splitting
 from autotune.worker.containers import to_device
 from autotune.worker.data.loader import Loader
+from autotune.worker.device import accelerator
 from autotune.worker.measure import experts, groups
 from autotune.worker.measure.ledger import NotApplied
 from autotune.worker.measure.recorder import Recorder
@@ -77,8 +78,8 @@ def compare_split(recorder: Recorder, request: TrialRequest) -> None:
         NotApplied: The split model computes something else, or nothing was split.
     """
     candidate = Candidate.of(request.candidate)
-    memory = prepare_device(request, recorder.report)
-    target = model_file.load(Path(request.target), functools.partial(connect, request, cuda=memory.cuda))
+    prepare_device(request, recorder.report)
+    target = model_file.load(Path(request.target), functools.partial(connect, request))
     set_seed(request.seed)
     model = model_file.build_model(target, seed=request.seed)
     _without_dropout()
@@ -128,9 +129,7 @@ def _compare(what: str, split: float, whole: float, most: float) -> None:
 
 def _whole(model: nn.Module, loss_of: Any, batch: Any, seed: int) -> tuple[float, float]:
     """Returns loss and gradient norm of the model before anything is split, on the device that it is trained on."""
-    from deepspeed.accelerator import get_accelerator
-
-    before, device = next(model.parameters()).device, torch.device(get_accelerator().current_device_name())
+    before, device = next(model.parameters()).device, torch.device(accelerator().current_device_name())
     model.to(device)
     set_seed(seed)
     loss = loss_of(model, to_device(batch, device, None))

@@ -58,7 +58,7 @@ def measure_machine(recorder: "Recorder", request: TrialRequest) -> None:
     """Measures in every rank of the request; rank 0 writes the means."""
     memory, rank = prepare_device(request, recorder.report), recorder.report.rank
     recorder.enter("build")
-    connect(request, cuda=memory.cuda)
+    connect(request)
     device = torch.device(memory.accelerator)
     at_length = request.mode == "machine"
     # First, since its memory is counted from the rank's start.

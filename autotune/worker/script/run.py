@@ -55,7 +55,7 @@ def run_script(recorder: Recorder, request: TrialRequest) -> None:
     # To ask about another rank's device starts a context there, and NCCL takes memory of each.
     probes = memory.cuda and not request.candidate
     own = free_bytes([torch.cuda.current_device()]) if probes else ()
-    connect(request, cuda=memory.cuda)
+    connect(request)
     if probes:
         rows: list[tuple[int, ...]] = [()] * request.world_size
         dist.all_gather_object(rows, own)

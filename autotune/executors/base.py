@@ -326,12 +326,13 @@ def conclude(folder: TrialDir, request: TrialRequest, lost: str = "") -> TrialRe
         lost: Why the engine gave the trial up, if it did; the result is `lost` unless all ranks had reported.
     """
     if request.nodes > 1:
-        end = joined(ends(folder, request.nodes), request.nodes, lost)
-        write_record(folder.exit, end)
+        end = joined(ends(folder, request.nodes), request.nodes)
     else:
         end = record_in(folder.exit, Exit) or Exit(codes={}, killed="lost")
     if lost:
         end = replace(end, killed="lost", note=lost)
+    if request.nodes > 1:
+        write_record(folder.exit, end)
     found = reports(folder, request.world_size)
     result = merge(request, found, end, phases(folder))
     rank = result.failed_rank

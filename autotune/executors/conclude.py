@@ -13,7 +13,7 @@ from autotune.trial.request import TrialRequest
 from autotune.trial.result import OOM_EXIT_CODE, PHASES, TAIL_PHASES, DeviceLoad, Exit, Outcome, RankReport, TrialResult
 
 
-def joined(found: Mapping[int, Exit], nodes: int, note: str = "") -> Exit:
+def joined(found: Mapping[int, Exit], nodes: int) -> Exit:
     """Returns one exit from those of all machines; `lost` if one of them is missing."""
     missing = [node for node in range(nodes) if node not in found]
     # The first failure on any machine is the cause; the others only lost a peer.
@@ -27,7 +27,7 @@ def joined(found: Mapping[int, Exit], nodes: int, note: str = "") -> Exit:
         first_failed=first.first_failed if first else None,
         failed_at=first.failed_at if first else None,
         killed=next((why for why in ("lost", "cancel", "processes", "deadline", "peer") if why in whys), None),
-        note=note or next((end.note for end in found.values() if end.note), silent),
+        note=next((end.note for end in found.values() if end.note), silent),
         kernel_oom=any(end.kernel_oom for end in found.values()),
         wall_s=max((end.wall_s for end in found.values()), default=0.0),
         swept=sorted({line for end in found.values() for line in end.swept}),

@@ -106,41 +106,39 @@ def n_cores() -> int:
     return max(1, int(min(len(os.sched_getaffinity(0)), cpu_limit())))
 
 
-def cpu_limit(groups: Path = GROUPS, mounted: Path = MOUNTED) -> float:
+def cpu_limit() -> float:
     """Returns the cores that this container or service may use at once, whatever others leave; infinite without a limit."""
-    stated = _stated("cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us"), ("cpu.max",), groups, mounted)
+    stated = _stated("cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us"), ("cpu.max",))
     return min((quota / period for quota, period in stated if quota > 0), default=math.inf)
 
 
-def memory_bytes(groups: Path = GROUPS, mounted: Path = MOUNTED) -> int:
+def memory_bytes() -> int:
     """Returns the machine's memory, or what this container or service may take of it."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    stated = _stated("memory", ("memory.limit_in_bytes",), ("memory.max",), groups, mounted)
+    stated = _stated("memory", ("memory.limit_in_bytes",), ("memory.max",))
     return min([physical, *(limit for (limit,) in stated)])
 
 
-def memory_left(groups: Path = GROUPS, mounted: Path = MOUNTED) -> int:
+def memory_left() -> int:
     """Returns the memory that can still be taken here, of a limit without what the kernel cannot take back: all but cached files."""
     import psutil
 
     old = "memory.limit_in_bytes", "memory.stat total_rss", "memory.stat total_shmem"
     new = "memory.max", "memory.stat anon", "memory.stat shmem"
-    left = (limit - sum(used) for limit, *used in _stated("memory", old, new, groups, mounted))
-    return max(0, min([psutil.virtual_memory().available, memory_bytes(groups, mounted), *left]))
+    left = (limit - sum(used) for limit, *used in _stated("memory", old, new))
+    return max(0, min([psutil.virtual_memory().available, memory_bytes(), *left]))
 
 
-def _stated(
-    controller: str, old: Sequence[str], new: Sequence[str], groups: Path, mounted: Path
-) -> Iterator[list[int]]:
+def _stated(controller: str, old: Sequence[str], new: Sequence[str]) -> Iterator[list[int]]:
     """Yields the numbers in files of this process's control groups of either version and of those around them, where there are any.
 
     A container's are mounted without the path that the host knows them by. Some files have several numbers, each behind its key.
     """
     with contextlib.suppress(OSError):
-        for _, controllers, path in (line.split(":", 2) for line in groups.read_text().splitlines()):
+        for _, controllers, path in (line.split(":", 2) for line in GROUPS.read_text().splitlines()):
             if controllers and controller not in controllers.split(","):
                 continue
-            own, names = mounted / (controllers and controller) / path.strip("/"), old if controllers else new
+            own, names = MOUNTED / (controllers and controller) / path.strip("/"), old if controllers else new
             for folder in (own, *own.parents):
                 with contextlib.suppress(OSError, ValueError):  # `max`
                     yield [int(word) for name in names for word in _words(folder, *name.split())]

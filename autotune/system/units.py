@@ -73,11 +73,11 @@ def format_quantity(value: float, unit: str) -> str:
     return scale_for(unit, [value]).quantity(value)
 
 
-def rounded(value: float, decimals: int = 2) -> float:
-    """Returns a number rounded to `decimals`, a small one to three significant digits, for pages that print all digits."""
+def rounded(value: float) -> float:
+    """Returns a number rounded to two decimals, a small one to three significant digits, for pages that print all digits."""
     if not value or not math.isfinite(value):
         return value
-    return round(value, max(decimals, 2 - math.floor(math.log10(abs(value)))))
+    return round(value, max(2, 2 - math.floor(math.log10(abs(value)))))
 
 
 def format_bytes(n_bytes: float) -> str:

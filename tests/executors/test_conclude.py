@@ -241,13 +241,13 @@ def test_one_end_from_those_of_all_machines(
     ends: list[Exit], reports: tuple[RankReport, ...], verdict: tuple[Any, ...]
 ) -> None:
     request = TrialRequest(target="m.py", world_size=2, nodes=2)
-    found = conclude.joined(dict(enumerate(ends)), 2, "")
+    found = conclude.joined(dict(enumerate(ends)), 2)
     result = conclude.merge(request, {r.rank: r for r in reports}, found)
     assert (result.outcome, result.reason) == (verdict[0], verdict[2])
     assert result.outcome is LOST or result.failed_rank == verdict[1]
     assert result.wall_s == max(end.wall_s for end in ends)
     if result.outcome is LOST:  # the engine's word goes before that
-        said = conclude.merge(request, {}, conclude.joined(dict(enumerate(ends)), 2, "slurm: a node failed"))
+        said = conclude.merge(request, {}, replace(found, note="slurm: a node failed"))
         assert said.reason == "slurm: a node failed"
 
 

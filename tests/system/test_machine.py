@@ -48,6 +48,13 @@ def test_a_user_without_a_home_folder_is_told_to_name_a_cache(monkeypatch, tmp_p
     assert machine.cache_dir() == tmp_path / "autotune"
 
 
+@pytest.fixture
+def within(monkeypatch, tmp_path):
+    """Has control groups be those that a test writes."""
+    monkeypatch.setattr(machine, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(machine, "MOUNTED", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("groups", "files", "cores"),
     [
@@ -59,14 +66,14 @@ def test_a_user_without_a_home_folder_is_told_to_name_a_cache(monkeypatch, tmp_p
         (None, {}, math.inf),
     ],
 )
-def test_a_limit_on_cores_is_that_of_all_control_groups_around(tmp_path, groups, files, cores):
+def test_a_limit_on_cores_is_that_of_all_control_groups_around(within, tmp_path, groups, files, cores):
     """In a container of 8 of 64 cores, which others leave it anyway, equal trials were told apart by the load on the others."""
     if groups is not None:
         (tmp_path / "groups").write_text(f"{groups}\n")
     for name, text in files.items():
-        (tmp_path / "mounted" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "mounted" / name).write_text(f"{text}\n")
-    assert machine.cpu_limit(tmp_path / "groups", tmp_path / "mounted") == cores
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert machine.cpu_limit() == cores
 
 
 @pytest.mark.parametrize(
@@ -78,13 +85,13 @@ def test_a_limit_on_cores_is_that_of_all_control_groups_around(tmp_path, groups,
         ("8:memory:/pod", "memory/memory.limit_in_bytes", "9223372036854771712", None),  # what version 1 calls none
     ],
 )
-def test_memory_is_what_a_container_may_take_of_it(tmp_path, group, name, text, limit):
+def test_memory_is_what_a_container_may_take_of_it(within, tmp_path, group, name, text, limit):
     """Trials in a container of 16 of 256 GiB were chosen for 256, and the kernel ended them, or the container with all in it."""
     (tmp_path / "groups").write_text(f"{group}\n")
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(f"{text}\n")
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert machine.memory_bytes(tmp_path / "groups", tmp_path) == (limit or physical)
+    assert machine.memory_bytes() == (limit or physical)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +102,13 @@ def test_memory_is_what_a_container_may_take_of_it(tmp_path, group, name, text, 
         ("0::/", "memory.max", ""),
     ],
 )  # fmt: skip
-def test_what_is_left_of_a_container_s_memory_is_without_what_processes_in_it_use(tmp_path, group, limit, stat):
+def test_what_is_left_of_a_container_s_memory_is_without_what_processes_in_it_use(within, tmp_path, group, limit, stat):
     """Ranks could take 0.9 of the limit beside driver and server; at its end Kubernetes kills the container with all in it."""
     (tmp_path / "groups").write_text(f"{group}\n")
     (tmp_path / limit).parent.mkdir(exist_ok=True)
     (tmp_path / limit).write_text("300000000\n")
     (tmp_path / limit).with_name("memory.stat").write_text(stat)
-    assert machine.memory_left(tmp_path / "groups", tmp_path) == (200_000_000 if stat else 300_000_000)
+    assert machine.memory_left() == (200_000_000 if stat else 300_000_000)
 
 
 @pytest.mark.parametrize(("limit", "cores"), [(math.inf, 64), (4.0, 4), (2.5, 2), (0.5, 1), (96.0, 64)])

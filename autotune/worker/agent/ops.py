@@ -89,9 +89,9 @@ def _why_no_cuda() -> str:
     return ""
 
 
-def remove_stale_locks(folder: Path | None = None) -> list[str]:
+def remove_stale_locks() -> list[str]:
     """Removes torch's build locks whose builder is dead, and returns their paths; a living one keeps its file open."""
-    place = folder or os.environ.get("TORCH_EXTENSIONS_DIR")
+    place = os.environ.get("TORCH_EXTENSIONS_DIR")
     locks = [lock for lock in Path(place).glob("**/lock") if lock.is_file()] if place else []
     held = _open_files() if locks else set()
     removed = []

@@ -8,11 +8,17 @@ from autotune.errors import UserError
 from autotune.worker.agent import ops
 
 
+@pytest.fixture(autouse=True)
+def built_here(monkeypatch, tmp_path):
+    """Has ops be built in the test's folder."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+
+
 def test_a_lock_that_nobody_holds_is_removed(tmp_path):
     lock = tmp_path / "py311_cpu" / "fused_adam" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    assert ops.remove_stale_locks(tmp_path) == [str(lock)]
+    assert ops.remove_stale_locks() == [str(lock)]
     assert not lock.exists()
 
 
@@ -20,16 +26,17 @@ def test_a_lock_whose_builder_lives_is_kept(tmp_path):
     lock = tmp_path / "fused_adam" / "lock"
     lock.parent.mkdir()
     with open(lock, "x"):  # as torch's FileBaton holds it
-        assert ops.remove_stale_locks(tmp_path) == []
+        assert ops.remove_stale_locks() == []
         assert lock.exists()
-    assert ops.remove_stale_locks(tmp_path) == [str(lock)]
+    assert ops.remove_stale_locks() == [str(lock)]
 
 
-def test_what_is_no_lock_is_left_alone(tmp_path):
+def test_what_is_no_lock_is_left_alone(tmp_path, monkeypatch):
     (tmp_path / "lock").mkdir()
     (tmp_path / "lock.py").touch()
-    assert ops.remove_stale_locks(tmp_path) == []
-    assert ops.remove_stale_locks(tmp_path / "missing") == []
+    assert ops.remove_stale_locks() == []
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "missing"))
+    assert ops.remove_stale_locks() == []
 
 
 def test_an_op_is_built_by_its_name(tmp_path, monkeypatch):

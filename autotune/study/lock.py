@@ -13,7 +13,8 @@ from typing import IO
 
 from autotune.errors import UserError
 from autotune.system import files, shared_memory, temporary
-from autotune.system.processes import identity, is_alive, run_mark, sweep
+from autotune.system.owner import Owner
+from autotune.system.processes import run_mark, sweep
 
 LOCK_TRIES = 25  # processes that only check whether a study runs hold its lock for a moment
 
@@ -40,9 +41,9 @@ def study_lock(folder: Path, name: str | None = None) -> Iterator[None]:
                 if tries_left:
                     time.sleep(0.01)
                     continue
-                name = name or folder.name
+                name, by = name or folder.name, holder.shown if (holder := _holder(file)) else "a process"
                 raise UserError(
-                    f"study {name!r} is being run by process {_pid(file) or '?'}; `autotune status {name}` shows how far it is"
+                    f"study {name!r} is being run by {by}; `autotune status {name}` shows how far it is"
                 ) from None
             except OSError as error:  # Lustre mounted without `-o flock`
                 raise UserError(
@@ -53,7 +54,7 @@ def study_lock(folder: Path, name: str | None = None) -> Iterator[None]:
         with files.naming(path):
             os.ftruncate(file.fileno(), 0)
             # The file is opened to append, so this writes at its new end, the beginning.
-            os.write(file.fileno(), json.dumps({"process": identity(), "agent": run_mark()}).encode())
+            os.write(file.fileno(), json.dumps({"process": str(Owner.here()), "agent": run_mark()}).encode())
         try:
             yield
         finally:
@@ -73,9 +74,9 @@ def _opened(path: Path) -> IO[str]:
 
 def _clear_away(folder: Path, file: IO[str]) -> None:
     """Ends and removes what the last run left, if it was killed: any other run erases its mark."""
-    kept = _kept(file)
+    holder = _holder(file)
     # With a process that lives the folder is a copy of one whose study runs.
-    if (mark := kept.get("agent")) and not is_alive(kept.get("process", "")):
+    if (mark := _kept(file).get("agent")) and not (holder and holder.lives()):
         sweep(mark)
         temporary.remove_left(mark)
         for path in shared_memory.abandoned(since=os.fstat(file.fileno()).st_mtime):
@@ -93,10 +94,11 @@ def _kept(file: IO[str]) -> dict[str, str]:
         return {}
 
 
-def _pid(file: IO[str]) -> int:
-    """The PID of the process that holds a lock; 0 if it has not written it yet."""
-    pid = _kept(file).get("process", "").partition(":")[0]
-    return int(pid) if pid.isdecimal() else 0
+def _holder(file: IO[str]) -> Owner | None:
+    """The process that holds a lock, or held it and was killed; None if it has not written who it is yet."""
+    with contextlib.suppress(ValueError):
+        return Owner.read(_kept(file).get("process", ""))
+    return None
 
 
 def run_under_way(folder: Path) -> int | None:
@@ -106,7 +108,7 @@ def run_under_way(folder: Path) -> int | None:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                return _pid(file)
+                return holder.pid if (holder := _holder(file)) else 0
     except OSError:  # there is no such file, or its file system locks none: then no run could begin
         pass
     return None

@@ -1,4 +1,4 @@
-"""Processes: check that one is alive, find its descendants, end it, kill those with a mark in their environment."""
+"""Processes: tell when one started, find its descendants, end it, kill those with a mark in their environment."""
 
 import contextlib
 import os
@@ -36,17 +36,6 @@ def age_s() -> float:
     if since is None:
         return 0.0
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(since) / os.sysconf("SC_CLK_TCK"))
-
-
-def identity() -> str:
-    """Returns `PID:START` of this process; other processes of the machine pass it to `is_alive`."""
-    return f"{os.getpid()}:{started(os.getpid()) or ''}"
-
-
-def is_alive(process: str) -> bool:
-    """Checks that an `identity` still refers to the same process (PIDs are reused; start times differ)."""
-    pid, _, since = process.partition(":")
-    return pid.isdigit() and since != "" and started(int(pid)) == since
 
 
 def stop(process: subprocess.Popen[bytes], timeout_s: float) -> None:

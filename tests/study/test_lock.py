@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,8 @@ from autotune.errors import UserError
 from autotune.study import lock
 from autotune.study.lock import run_under_way, study_lock
 from autotune.system import signals, temporary
-from autotune.system.processes import MARK, identity, new_mark, run_mark
+from autotune.system.owner import Owner
+from autotune.system.processes import MARK, new_mark, run_mark
 from autotune.system.signals import Terminated, status_of, undisturbed
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
@@ -62,7 +64,11 @@ def test_every_process_of_a_killed_run_is_ended_whichever_of_its_servers_began_i
 def test_a_run_that_ends_by_itself_takes_its_mark_back(tmp_path):
     with study_lock(tmp_path):
         said = json.loads((tmp_path / ".lock").read_text())
-        assert said == {"process": identity(), "agent": run_mark()} and run_under_way(tmp_path) == os.getpid()
+        assert (
+            Owner.read(said["process"]).lives()
+            and said["agent"] == run_mark()
+            and run_under_way(tmp_path) == os.getpid()
+        )
     assert (tmp_path / ".lock").read_text() == ""
     with pytest.raises(RuntimeError), study_lock(tmp_path):
         raise RuntimeError
@@ -135,7 +141,7 @@ def test_sigterm_comes_as_an_interrupt():
 def test_a_second_run_of_a_study_is_refused_with_the_number_of_the_first(tmp_path):
     with (
         study_lock(tmp_path / "s"),
-        pytest.raises(UserError, match=rf"study 's' is being run by process {os.getpid()}"),
+        pytest.raises(UserError, match=rf"study 's' is being run by process {os.getpid()} on {platform.node()}"),
         study_lock(tmp_path / "s"),
     ):
         pass

@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from support.zoo import wait_until
 
 from autotune.system import processes
-from autotune.system.processes import descendants, is_alive
+from autotune.system.owner import Owner
+from autotune.system.processes import descendants
 
 # A child that forks a grandchild in a session of its own, says its number, and waits.
 FAMILY = """
@@ -64,21 +66,9 @@ def test_more_may_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.process
 def test_a_process_lives_until_it_ends_though_nobody_has_waited_for_it() -> None:
     child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
-    mark = f"{child.pid}:{processes.started(child.pid)}"
-    assert is_alive(mark) and is_alive(processes.identity())
+    owner = replace(Owner.here(), pid=child.pid, started=str(processes.started(child.pid)))
+    assert owner.lives() and Owner.here().lives()
     child.kill()
-    assert wait_until(lambda: not is_alive(mark))
+    assert wait_until(lambda: owner.lives() is False)
     child.communicate()
     assert processes.started(child.pid) is None
-
-
-def test_a_number_that_is_used_again_is_another_process() -> None:
-    wrong = (f"{os.getpid()}:1", f"{os.getpid()}:", "", ":", "x:1")
-    assert not any(map(is_alive, wrong))
-
-
-def test_a_clock_that_is_set_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The moment of the boot moves with the clock, and with it whatever is counted from there."""
-    before = processes.identity()
-    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: 0.0)
-    assert processes.identity() == before and is_alive(before)

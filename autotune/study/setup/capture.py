@@ -198,7 +198,7 @@ class _Running:
             **functions,
             "PYTHONPATH": os.pathsep.join(paths),
             CAPTURE: str(self.folder),
-            f"{CAPTURE}_BY": processes.identity(),
+            f"{CAPTURE}_BY": f"{os.getpid()}:{processes.started(os.getpid()) or ''}",
             MARK: self.mark,
             "TMPDIR": str(scratch / "tmp"),
             # `python` and `torchrun` of this environment, even if it is not activated.

@@ -169,7 +169,7 @@ def wait(path: str) -> bool:
 
 
 def lives(process: str) -> bool:
-    """Returns whether a process is alive; see `system.processes.is_alive`."""
+    """Returns whether a process is alive, by its PID and start time; as `system.owner.Owner` does."""
     pid, _, since = process.partition(":")
     if not since:
         return True

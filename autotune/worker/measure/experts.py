@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autotune.space.candidate import Candidate
 from autotune.trial.workload import Experts
 from autotune.worker.containers import n_elements
-from autotune.worker.measure.wire import Calls
+from autotune.worker.measure.wire import CallCount
 from autotune.worker.script.patching import patch
 
 # The list of experts of a layer of deepspeed.moe, within the names of its parameters.
@@ -59,7 +59,7 @@ class Layers:
 # Of this process, which trains one engine.
 layers = Layers()
 # Exchanges of tokens with the ranks of their experts.
-sent = Calls()
+sent = CallCount()
 
 
 def watch(model: nn.Module) -> None:

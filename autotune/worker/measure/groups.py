@@ -10,7 +10,7 @@ from torch import nn
 from autotune.trial.groups import Groups
 from autotune.worker.containers import n_elements
 from autotune.worker.measure import experts
-from autotune.worker.measure.wire import Calls
+from autotune.worker.measure.wire import CallCount
 
 # Two sums of equal parameters are equal; a gradient that is not summed over the group moves them apart by a step.
 MOST_DRIFT = 1e-6
@@ -93,4 +93,4 @@ def drifted(engine: Any) -> str:
 
 
 # Exchanges of heads for positions in attention.
-exchanges = Calls()
+exchanges = CallCount()

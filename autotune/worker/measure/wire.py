@@ -36,7 +36,7 @@ class Wire:
 wire = Wire()
 
 
-class Calls:
+class CallCount:
     """Number of calls of a function of DeepSpeed, once `watch` was called. Of this rank; a process trains one engine."""
 
     def __init__(self) -> None:

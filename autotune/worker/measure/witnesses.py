@@ -13,7 +13,7 @@ from autotune.worker.data import witness as loading
 from autotune.worker.device import accelerator, multiplies_in_tf32
 from autotune.worker.measure import groups, sizes
 from autotune.worker.measure.stages import stages
-from autotune.worker.measure.wire import Calls, wire
+from autotune.worker.measure.wire import CallCount, wire
 
 # Says why a setting did not act, or nothing where it did. It raises AttributeError, KeyError or IndexError where this
 # release of DeepSpeed, or this stage, does not show what it asks for.
@@ -295,7 +295,7 @@ def _recomputing(name: str) -> Witness:
 
 
 # DeepSpeed's own checkpointing.
-recomputations = Calls()
+recomputations = CallCount()
 
 
 def _names(types: Iterable[Any]) -> str:

@@ -26,6 +26,7 @@ from autotune.report.readme import recommended_words, store_notes
 from autotune.study import parallel, warm_start
 from autotune.study.budget import closing_s
 from autotune.study.events import SILENT, Broadcast, EventSink, Journal
+from autotune.study.folder import RECORD_FILE, trial_path
 from autotune.study.listeners import Callback, CallbackSink
 from autotune.study.lock import run_under_way
 from autotune.study.runner import Runner
@@ -277,7 +278,7 @@ def _too_little_time(budget_s: float, folder: Path, began_at: float, *, fresh: b
         fresh: Whether earlier runs do not count, and are not forgotten yet.
     """
     unit = f" (a number is seconds: {budget_s:.0f}m are minutes)" if budget_s < LEAST_SENSIBLE_S else ""
-    if not fresh and result_in(records.trial_path(folder, 0)) is not None:
+    if not fresh and result_in(trial_path(folder, 0)) is not None:
         return f"the time budget of {budget_s:.0f} s{unit}, in which earlier runs count, is spent; a larger --time-budget goes on"
     said = f"the time budget of {budget_s:.0f} s{unit} ended before the baseline was measured"
     signs = [path for pattern in ("events.jsonl", "rank-*.log") for path in folder.glob(f"trials/*/{pattern}")]
@@ -328,7 +329,7 @@ def _forget(name: str, storage: Storage, folder: Path, executor: Executor) -> No
     if name in records.study_names(storage):
         project.check_own(records.load_study(storage, name), folder.parent)
     records.delete_study(storage, name)
-    (folder / records.RECORD_FILE).unlink(missing_ok=True)
+    (folder / RECORD_FILE).unlink(missing_ok=True)
     for each in (folder, *folder.glob("retunes/*")):
         forget_runs(executor, each)
     shutil.rmtree(folder / "retunes", ignore_errors=True)  # or a lost database would be had back with their answer

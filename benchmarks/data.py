@@ -24,7 +24,7 @@ from autotune.report import diagnosis
 from autotune.scoring import step_times
 from autotune.scoring.rates import rate_of
 from autotune.session import open_study
-from autotune.study.storage import records
+from autotune.study.folder import trial_path
 from autotune.trial.folder import TrialDir, events
 from autotune.trial.result import Outcome, TrialResult
 from autotune.worker.data import padding, samples
@@ -197,7 +197,7 @@ def write_tail(folder: Path) -> None:
         finalists=finalists,
         repeats=1,
     )
-    tails = [tail_s(TrialDir(records.trial_path(where, row["trial"]))) for row in report.trials]
+    tails = [tail_s(TrialDir(trial_path(where, row["trial"]))) for row in report.trials]
     walls = [row["wall_s"] for row in report.trials]
     write("data_tail", {
         "trials": len(walls), "finalists": finalists, "tail_s": tails, "wall_s": walls,

@@ -16,6 +16,7 @@ from autotune.cli.options import AsJson, OnlyStudy, Storage, StudyName, option
 from autotune.cli.presets import answer_words
 from autotune.cli.status import SCALING
 from autotune.errors import UserError
+from autotune.study.folder import RECORD_FILE
 from autotune.study.lock import study_lock
 from autotune.system.files import shown
 from autotune.system.units import format_seconds
@@ -101,7 +102,7 @@ def delete(
                 f" {shlex.join(['autotune', 'delete', study, '--yes'])}"
             )
         # The database last: until then the same command finds the study, and removes the rest.
-        for name in (records.RECORD_FILE, "report.html", "scaling.html"):
+        for name in (RECORD_FILE, "report.html", "scaling.html"):
             (folder / name).unlink(missing_ok=True)
         for path in (folder / name for name in ("trials", "retunes", "scaling")):
             if path.is_symlink():

@@ -15,6 +15,7 @@ from autotune.cli.answer import print_answer
 from autotune.cli.options import AsJson, Storage
 from autotune.cli.terminal import fitted
 from autotune.errors import UserError
+from autotune.study.folder import RECORD_FILE
 from autotune.study.lock import run_under_way
 from autotune.system import device
 from autotune.system.files import shown
@@ -46,8 +47,6 @@ def only_running(studies: Path) -> str:
     if running:
         names, example = ", ".join(running), next(iter(running))
         raise UserError(f"status: {len(running)} studies run now: {names}. Name one: autotune status {example}")
-    from autotune.study.storage.records import RECORD_FILE
-
     # Of a study that was deleted study.yaml and the answer stay.
     there = sorted(path.parent.name for path in studies.glob(f"*/{RECORD_FILE}"))
     if not there:

@@ -17,8 +17,8 @@ from autotune.scoring.effects import effects
 from autotune.scoring.step_parts import Advice, Diagnosis, Evidence, Part, StepObservation
 from autotune.space.candidate import Candidate
 from autotune.study import tracing
+from autotune.study.folder import repeat_paths, trial_path
 from autotune.study.setup import profile_cache
-from autotune.study.storage import records
 from autotune.trial.folder import TrialDir, adapter, reports, result_in
 from autotune.trial.links import Probe
 from autotune.trial.result import Outcome, Traced, TrialResult
@@ -29,9 +29,9 @@ def of_trial(report: StudyReport, folder: Path, number: int) -> Diagnosis:
     """Diagnoses a completed trial of a study."""
     rows = {row["trial"]: row for row in report.trials}
     seen, own = {each: _seen(row) for each, row in rows.items()}, measured(rows[number])
-    path = records.trial_path(folder, number)
+    path = trial_path(folder, number)
     result, again = result_in(path), result_in(tracing.path_in(folder, number))
-    paths, beside_s = [path, *records.repeat_paths(folder, number).values()], None
+    paths, beside_s = [path, *repeat_paths(folder, number).values()], None
     if again is not None and again.outcome is Outcome.COMPLETE and again.candidate == rows[number]["candidate"]:
         # Several steps, taken apart without the memory counters, which cost time.
         paths, beside_s = [tracing.path_in(folder, number)], again.steps.median_s if again.steps else None

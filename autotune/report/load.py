@@ -19,6 +19,7 @@ from autotune.scoring.estimates import Estimates, estimate
 from autotune.scoring.measured import Measured
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import RATE_KEYS, DsConfig
+from autotune.study.folder import retuning_path, trial_path
 from autotune.study.lock import run_under_way
 from autotune.study.storage import analysed, records
 from autotune.study.storage.database import Storage
@@ -61,7 +62,7 @@ def from_storage(storage: Storage, name: str, folder: Path, *, today: bool = Tru
     if later == name:
         found = read(study, folder)
     else:
-        where = records.retuning_path(folder, generation_of(later)[1])
+        where = retuning_path(folder, generation_of(later)[1])
         found = read(records.load_study(storage, later), where)
     under_way = _is_under_way(folder)
     retuned = under_way and History(storage.engine).interrupted(name) is not None
@@ -236,7 +237,7 @@ def _trials(study: Study, estimates: Estimates, folder: Path, *, series: bool) -
     rows = []
     for told, seen in zip(records.told_trials(study), estimates.measured, strict=True):
         data, verdict = records.told_data(told), seen.verdict
-        path = records.trial_path(folder, told.number)
+        path = trial_path(folder, told.number)
         result = result_in(path) if series else None
         row: dict[str, Any] = {"trial": told.number, "role": told.user_attrs.get(records.ROLE_ATTR, "search")}
         row |= {"outcome": str(seen.outcome), "candidate": seen.candidate.values(), "ds_config": seen.ds_config}

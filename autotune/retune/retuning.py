@@ -32,6 +32,7 @@ from autotune.space.legality import why_illegal
 from autotune.study import fingerprint, warm_start
 from autotune.study.events import EventSink
 from autotune.study.fingerprint import Change, Fingerprint
+from autotune.study.folder import retuning_of, retuning_path
 from autotune.study.runner import Runner
 from autotune.study.setup.plan import Plan
 from autotune.study.state import forget_runs
@@ -154,7 +155,7 @@ class Retuning:
     @property
     def path(self) -> Path:
         """Folder of this re-tuning's files."""
-        return records.retuning_path(self.folder, self.generation)
+        return retuning_path(self.folder, self.generation)
 
     @property
     def _current_folder(self) -> Path:
@@ -179,7 +180,7 @@ class Retuning:
             self.excuse()  # it is counted now; a full disk may end this attempt before it begins
         else:
             # A database that was lost no longer knows of those whose folders are there.
-            there = max(map(records.retuning_of, (self.folder / "retunes").glob("*")), default=0)
+            there = max(map(retuning_of, (self.folder / "retunes").glob("*")), default=0)
             self.number = self.history.begin(self.name, self.asked.cause, there)
             self.generation = self.history.decisions(self.name)[0]["generation"]  # the newest
             shutil.rmtree(self.path, ignore_errors=True)

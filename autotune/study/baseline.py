@@ -19,6 +19,7 @@ from autotune.space.space import global_batches
 from autotune.study.branch_check import largest_batch
 from autotune.study.budget import PROBE_SHARE, Budget
 from autotune.study.events import EventSink
+from autotune.study.folder import warm_path
 from autotune.study.measure import TrialMeasurer
 from autotune.study.setup.plan import Plan
 from autotune.study.spec.presets import DEFAULT_GOAL, SCARCE
@@ -256,7 +257,7 @@ class BaselineTrial:
                 what="the probe of the gradient noise scale",
                 role="noise",
                 weights=str(start) if start else None,
-                save_weights=str(records.warm_path(state.folder)) if spec.branch and start is None else None,
+                save_weights=str(warm_path(state.folder)) if spec.branch and start is None else None,
             )
         except TimeOver:
             return self._with_more_time("the time budget ended in the probe of the gradient noise scale", ended=True)

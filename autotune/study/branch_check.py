@@ -10,10 +10,10 @@ from autotune.scoring.measured import Measured, baseline_of
 from autotune.scoring.metrics import GOODPUT
 from autotune.study.budget import Budget
 from autotune.study.events import EventSink
+from autotune.study.folder import branch_path, warm_path
 from autotune.study.measure import ENDLESS_SAMPLES, TrialMeasurer
 from autotune.study.numerics_check import MIN_STEPS
 from autotune.study.state import StudyState
-from autotune.study.storage import records
 from autotune.system.units import format_duration
 from autotune.trial.folder import result_in, write_record
 from autotune.trial.result import Outcome, TrialResult
@@ -56,7 +56,7 @@ class BranchCheck:
             return False
         best = next(unchecked[m.trial] for m in found if m.trial in unchecked)
         if (known := _known(best, measured)) is not None:
-            write_record(records.branch_path(self._state.folder, best.trial), known)
+            write_record(branch_path(self._state.folder, best.trial), known)
             self._events.say(f"trial {best.trial}: {known.reason}")
             return True
         return self._train_until_decided(best, baseline, decides=best.trial == found[0].trial)
@@ -133,7 +133,7 @@ class BranchCheck:
             f"branch: training trial {m.trial} and the baseline from one state on the same data, to see what its global"
             " batch is worth"
         )
-        path = records.branch_path(self._state.folder, m.trial)
+        path = branch_path(self._state.folder, m.trial)
         world = self._state.plan.data_parallel
         runs = []
         for each in (baseline, m):
@@ -173,7 +173,7 @@ class BranchCheck:
         """The weights that branches start from (the user's or warmed-up ones), and the samples that these have seen."""
         if self._state.spec.from_checkpoint is not None:
             return self._state.spec.from_checkpoint, 0
-        path = records.warm_path(self._state.folder)
+        path = warm_path(self._state.folder)
         if self._warmed() is None:
             self._measurer.execute_again(
                 self._state.plan.baseline,
@@ -190,7 +190,7 @@ class BranchCheck:
 
     def _warmed(self) -> TrialResult | None:
         """The run that saved weights for branches, which the noise probe does, too; None where it was cut, or there is none."""
-        if not records.warm_path(self._state.folder).exists():
+        if not warm_path(self._state.folder).exists():
             return None
         trials = self._state.folder / "trials"
         return next((found for name in ("warm", "noise") if (found := result_in(trials / name)) is not None), None)

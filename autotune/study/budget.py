@@ -11,6 +11,7 @@ from autotune.errors import UserError
 from autotune.scoring import recommend
 from autotune.scoring.estimates import Estimates
 from autotune.study.events import DECIDING_SHARE, OUT_OF_TIME, n_spent
+from autotune.study.folder import check_paths
 from autotune.study.spec.settings import SETTINGS
 from autotune.study.state import StudyState
 from autotune.study.storage import records
@@ -228,7 +229,7 @@ class Budget:
 
     def _checked_s(self) -> float:
         """Seconds that the checks of all runs took."""
-        results = map(result_in, records.check_paths(self._state.folder))
+        results = map(result_in, check_paths(self._state.folder))
         return sum(result.wall_s for result in results if result is not None)
 
     def check_trains_s(self, needed_s: float) -> float:

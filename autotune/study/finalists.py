@@ -10,10 +10,10 @@ from autotune.scoring.metrics import remeasured
 from autotune.study.branch_check import BranchCheck
 from autotune.study.budget import MOST_ROUNDS, Budget
 from autotune.study.events import EventSink
+from autotune.study.folder import repeat_path, repeat_paths
 from autotune.study.measure import TrialMeasurer
 from autotune.study.numerics_check import NumericsCheck
 from autotune.study.state import StudyState
-from autotune.study.storage import records
 from autotune.study.tell import Teller
 from autotune.trial.folder import result_in
 
@@ -119,9 +119,9 @@ class Finalists:
     def _round(self, turn: Sequence[Measured]) -> None:
         """Measures each of these trials once."""
         folder = self._state.folder
-        number = 1 + max((n for m in self._state.measured() for n in records.repeat_paths(folder, m.trial)), default=0)
+        number = 1 + max((n for m in self._state.measured() for n in repeat_paths(folder, m.trial)), default=0)
         for m in turn:
-            path = records.repeat_path(folder, m.trial, number)
+            path = repeat_path(folder, m.trial, number)
             if m.failed_again or not self._budget.affords(2 * self._budget.again_s([m.trial])):
                 result = self._measurer.execute(m.candidate, path, role="repeat")
             else:
@@ -132,6 +132,6 @@ class Finalists:
         """The re-measurements that have ended, by trial."""
         folder = self._state.folder
         return {
-            m.trial: sum(result_in(path) is not None for path in records.repeat_paths(folder, m.trial).values())
+            m.trial: sum(result_in(path) is not None for path in repeat_paths(folder, m.trial).values())
             for m in self._state.measured()
         }

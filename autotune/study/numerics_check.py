@@ -12,9 +12,9 @@ from autotune.space import data
 from autotune.space.candidate import Candidate
 from autotune.study.budget import Budget
 from autotune.study.events import EventSink
+from autotune.study.folder import gate_path, reference_path
 from autotune.study.measure import TrialMeasurer
 from autotune.study.state import StudyState
-from autotune.study.storage import records
 from autotune.trial.folder import result_in, write_record
 from autotune.trial.result import Outcome, TrialResult
 
@@ -67,7 +67,7 @@ class NumericsCheck:
             reference, *replicates = self._references(at, baseline)
             for m in group:
                 verdict = self._verdict(m, baseline, at, reference, replicates)
-                write_record(records.gate_path(self._state.folder, m.trial), verdict)
+                write_record(gate_path(self._state.folder, m.trial), verdict)
                 if not verdict.passed:
                     failed = True
                     self._events.say(f"trial {m.trial}{':' * (verdict.passed is None)} {verdict.reason}")
@@ -115,7 +115,7 @@ class NumericsCheck:
         batch = m.candidate.global_batch_size(self._world)
         verdict = quality_gate.judge_sum(own.gradient if own is not None else None, batch)
         if verdict is not None:
-            write_record(records.gate_path(self._state.folder, m.trial), verdict)
+            write_record(gate_path(self._state.folder, m.trial), verdict)
         return verdict is not None
 
     def refuse_other_losses(self) -> None:
@@ -125,7 +125,7 @@ class NumericsCheck:
             if not m.usable or m.verdict is not None or abs(m.loss_off) < ANOTHER_OBJECTIVE:
                 continue
             verdict = GateVerdict(passed=False, reason=reason, batch=m.candidate.global_batch_size(self._world))
-            write_record(records.gate_path(self._state.folder, m.trial), verdict)
+            write_record(gate_path(self._state.folder, m.trial), verdict)
             self._events.say(f"trial {m.trial} {reason}")
 
     def _verdict(
@@ -195,7 +195,7 @@ class NumericsCheck:
 
     def _needed_s(self, batch: int, baseline: Measured) -> float:
         """Seconds that the references at a batch and a curve of their length take at least."""
-        if result_in(records.reference_path(self._state.folder, batch) / str(REPLICATES)) is not None:
+        if result_in(reference_path(self._state.folder, batch) / str(REPLICATES)) is not None:
             return 0.0
         return (REPLICATES + 1) * self._curve_s(batch, baseline)
 
@@ -218,7 +218,7 @@ class NumericsCheck:
         candidate = with_batch(self._baseline, batch, self._world)
         first = result_in(self._state.trial_path(baseline.trial))
         own = first if candidate == self._baseline and first is not None and len(first.losses) >= MIN_STEPS else None
-        folder = records.reference_path(self._state.folder, batch)
+        folder = reference_path(self._state.folder, batch)
         # Half of the time that is left, so that another batch can follow.
         left_s = self._budget.check_room_s() / 2
         step_s = self._step_s(batch, baseline)

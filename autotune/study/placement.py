@@ -11,7 +11,7 @@ from typing import NamedTuple
 from sqlalchemy.exc import SQLAlchemyError
 
 from autotune.executors.base import Executor
-from autotune.study.storage import records
+from autotune.study.folder import trial_path
 from autotune.study.storage.leases import StudyLeases
 from autotune.trial.folder import result_in
 from autotune.trial.request import TrialToBeat
@@ -63,7 +63,7 @@ class Turns:
 
 def is_elsewhere(folder: Path, place: str) -> bool:
     """Whether a place is one of other machines, or another driver or other libraries, than the study's baseline ran on."""
-    home = result_in(records.trial_path(folder, 0))
+    home = result_in(trial_path(folder, 0))
     return home is not None and bool(home.place and place) and home.place != place
 
 
@@ -82,7 +82,7 @@ class _Pace(NamedTuple):
 
 def _pace(folder: Path, place: str) -> _Pace | None:
     """The baseline's pace at a place; None where it was not measured there."""
-    home, there = result_in(records.trial_path(folder, 0)), result_in(baseline_path(folder, place))
+    home, there = result_in(trial_path(folder, 0)), result_in(baseline_path(folder, place))
     if home is None or there is None or {home.outcome, there.outcome} != {Outcome.COMPLETE} or there.place != place:
         return None
     if home.steps is None or there.steps is None:

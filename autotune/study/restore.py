@@ -10,6 +10,7 @@ from optuna.trial import Trial, TrialState
 from autotune.errors import UserError
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.study.budget import apart_s
+from autotune.study.folder import retuning_of
 from autotune.study.proposals import Proposer
 from autotune.study.state import StudyState
 from autotune.study.storage import records
@@ -33,7 +34,7 @@ def results_in(state: StudyState) -> dict[int, TrialResult]:
 
 def last_replacement(folder: Path) -> int:
     """The number of the last re-tuning that replaced the answer of a study, by its folder; 0 where none did."""
-    decided = {records.retuning_of(path.parent): path for path in folder.glob("retunes/*/decision.json")}
+    decided = {retuning_of(path.parent): path for path in folder.glob("retunes/*/decision.json")}
     return max((n for n, path in decided.items() if _replaces(path)), default=0)
 
 

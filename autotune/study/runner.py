@@ -22,6 +22,7 @@ from autotune.study.baseline import BaselineTrial
 from autotune.study.budget import Budget
 from autotune.study.events import ENDED_BY_CALLBACK, OUT_OF_TIME, STOPPED, UNFINISHED, EventSink
 from autotune.study.finalists import Finalists
+from autotune.study.folder import retuning_path
 from autotune.study.measure import TrialMeasurer
 from autotune.study.parallel import ClaimedTrial, TrialPool
 from autotune.study.proposals import Proposer
@@ -341,7 +342,7 @@ def _restore_replacement(runner: Runner) -> None:
     """Takes up the re-tuning, too, that last replaced the answer of a study, where the database does not know of it."""
     state, plan, folder = runner.state, runner.state.plan, runner.state.folder
     generation = last_replacement(folder)
-    name, path = generation_name(plan.spec.name, generation), records.retuning_path(folder, generation)
+    name, path = generation_name(plan.spec.name, generation), retuning_path(folder, generation)
     if not generation or records.current(state.study) == name:
         return
     later = replace(plan, spec=plan.spec.model_copy(update={"name": name}))

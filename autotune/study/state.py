@@ -28,6 +28,7 @@ from autotune.scoring.objective import Objective
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.space import SearchSpace
 from autotune.study.fingerprint import Fingerprint, changes
+from autotune.study.folder import check_paths, studies_of, trial_path, warm_path
 from autotune.study.setup.plan import Plan, target_digest
 from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import analysed, project, records
@@ -102,7 +103,7 @@ class StudyState:
             study = records.load_study(self.storage, name)
         except StoreMissing:
             return False
-        project.check_own(study, records.studies_of(name, self.folder))
+        project.check_own(study, studies_of(name, self.folder))
         kept = records.record(study)
         if kept is None and study.get_trials(deepcopy=False):
             raise UserError(f"study {name!r} in this database was not made by autotune; choose another --study name")
@@ -172,7 +173,7 @@ class StudyState:
         directions = [o.direction for o in self.objectives]
         self._study = records.create_study(self.storage, self.spec.name, directions, names)
         records.keep(self._study, self.record(), self.folder)
-        project.mark(self._study, records.studies_of(self.spec.name, self.folder))
+        project.mark(self._study, studies_of(self.spec.name, self.folder))
 
     def keep_branches(self) -> None:
         """Stores whether this run wants branches, which decides what the report of the study bars."""
@@ -212,7 +213,7 @@ class StudyState:
 
     def retry_checks(self) -> None:
         """Forgets the checks that timed out in less time than they have now, and what stayed undecided."""
-        late = [path for path in records.check_paths(self.folder) if self._timed_out_sooner(path)]
+        late = [path for path in check_paths(self.folder) if self._timed_out_sooner(path)]
         # All that is undecided: what had the time that it needed is judged alike again.
         for path in self.folder.glob("trials/*/*.json") if late else ():
             verdict = record_in(path, GateVerdict) if path.name == "verdict.json" else None
@@ -299,7 +300,7 @@ class StudyState:
 
     def trial_path(self, number: int) -> Path:
         """The folder of a trial."""
-        return records.trial_path(self.folder, number)
+        return trial_path(self.folder, number)
 
 
 def lacks_trials(study: Study, folder: Path) -> bool:
@@ -312,7 +313,7 @@ def lacks_trials(study: Study, folder: Path) -> bool:
         for trial in study.get_trials(deepcopy=False)
         if trial.state is not TrialState.RUNNING or CANDIDATE_ATTR in trial.user_attrs
     }
-    return any(n not in begun and result_in(records.trial_path(folder, n)) is not None for n in numbers)
+    return any(n not in begun and result_in(trial_path(folder, n)) is not None for n in numbers)
 
 
 def forget_runs(executor: Executor, folder: Path, kept: Path | None = None) -> None:
@@ -325,7 +326,7 @@ def forget_runs(executor: Executor, folder: Path, kept: Path | None = None) -> N
         for path in (folder / "trials").glob(pattern):
             if path != kept:
                 base.forget(executor, path)
-    warm = records.warm_path(folder)
+    warm = warm_path(folder)
     for path in warm.parent.glob(f"*{warm.name}*"):  # drafts of it, too, which are as large
         path.unlink(missing_ok=True)
 

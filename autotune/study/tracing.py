@@ -8,8 +8,8 @@ from pathlib import Path
 from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
+from autotune.study.folder import trial_path
 from autotune.study.spec.yaml_file import elsewhere
-from autotune.study.storage import records
 from autotune.trial.folder import TrialDir, record_in
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome
@@ -22,7 +22,7 @@ BUDGET_S = 5.0  # enough for the step time that the trace is compared with
 
 def path_in(folder: Path, number: int) -> Path:
     """The folder of the traced run of a trial."""
-    return records.trial_path(folder, number) / "profile"
+    return trial_path(folder, number) / "profile"
 
 
 def run(
@@ -36,7 +36,7 @@ def run(
     Raises:
         UserError: The trial cannot be run again, or did not complete; the message says why.
     """
-    source = TrialDir(records.trial_path(folder, number))
+    source = TrialDir(trial_path(folder, number))
     request = record_in(source.request, TrialRequest)
     if request is None:
         raise UserError(

@@ -28,6 +28,7 @@ from autotune.retune.decision import Decision, RetuneVerdict
 from autotune.retune.retuning import ASKED, CommandError, RetuneRequest
 from autotune.study import fingerprint
 from autotune.study.events import Broadcast
+from autotune.study.folder import retuning_path
 from autotune.study.lock import study_lock
 from autotune.study.runner import Runner
 from autotune.study.setup import engine
@@ -319,12 +320,12 @@ def test_retune_takes_the_ranks_to_tune_for(studies, monkeypatch, capsys):
     with pytest.raises(UserError, match="far enough"):
         retune("s", ranks=3)
     known(studies).begin("s", "asked")
-    write_record(records.retuning_path(studies / "s", 1) / ASKED, RetuneRequest(ranks=4))
+    write_record(retuning_path(studies / "s", 1) / ASKED, RetuneRequest(ranks=4))
     with pytest.raises(UserError, match="far enough"):
         retune("s")  # which takes that one up
     assert asked == [{"ranks": ranks, "from_checkpoint": None} for ranks in (3, 4)]
     # Each later one, of a schedule, too, ended with "there is no such folder".
-    write_record(records.retuning_path(studies / "s", 1) / ASKED, RetuneRequest(checkpoint="/checkpoint-500"))
+    write_record(retuning_path(studies / "s", 1) / ASKED, RetuneRequest(checkpoint="/checkpoint-500"))
     assert retune("s") == 1 and "/checkpoint-500, with which it was begun, is gone" in capsys.readouterr().out
     assert known(studies).interrupted("s") is None
 

@@ -10,7 +10,7 @@ from autotune.cli.app import app
 from autotune.executors.base import MachinesGone
 from autotune.report import attempts, load, readme
 from autotune.report.page.render import render
-from autotune.study.storage import records
+from autotune.study.folder import trial_path
 from autotune.trial.folder import TrialDir, read_record, result_in, write_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import RankReport
@@ -84,7 +84,7 @@ def test_the_dashboards_note_tells_machines_and_waits_as_the_stored_one_does(tmp
     runner.run()
     folder = runner.state.folder
     for n in range(3):
-        path = records.trial_path(folder, n)
+        path = trial_path(folder, n)
         found = dataclasses.replace(result_in(path), hosts=["ab"[n % 2]], machine="cpu", waited_s=60.0 * n)
         write_record(path / "result.json", dataclasses.replace(found, lost_attempts=[WHY] * n))
     shown, whole = (attempts.lines(load.read(runner.study, folder, series=series)) for series in (False, True))

@@ -11,6 +11,7 @@ from support.instant import STEPS, Instant, Watcher, report, runner_of
 from autotune.scoring import recommend, step_times
 from autotune.scoring.estimates import estimate
 from autotune.study import placement
+from autotune.study.folder import trial_path
 from autotune.study.storage import records
 from autotune.study.storage.leases import StudyLeases
 from autotune.trial.folder import result_in, write_record
@@ -63,18 +64,18 @@ def test_a_result_from_machines_without_the_baseline_says_that_it_does_not_compa
     steps = step_times.summarise([1.0] * 20)
     for number, host in ((0, "a"), (1, "b")):
         result = TrialResult(outcome=Outcome.COMPLETE, steps=steps, hosts=[host], machine="cpu")
-        write_record(records.trial_path(tmp_path, number) / "result.json", result)
-    told = placement.like_with_like(tmp_path, result_in(records.trial_path(tmp_path, 1)))
+        write_record(trial_path(tmp_path, number) / "result.json", result)
+    told = placement.like_with_like(tmp_path, result_in(trial_path(tmp_path, 1)))
     assert told.steps == steps and told.caveats == [
         "ran on b (cpu), where the baseline was not measured: its times do not compare"
     ]
-    home = result_in(records.trial_path(tmp_path, 0))
+    home = result_in(trial_path(tmp_path, 0))
     assert placement.like_with_like(tmp_path, home) == home
 
 
 def test_what_others_did_to_the_baseline_on_both_machines_is_in_its_pace_there(tmp_path):
     """Each trial of a study whose baseline was read beside others counted as beside them, or as without, twice."""
-    steps, paths = step_times.summarise([1.0] * 20), records.trial_path
+    steps, paths = step_times.summarise([1.0] * 20), trial_path
     for host, slowed, path in (("a", 0.7, paths(tmp_path, 0)), ("b", 0.4, None), ("b", 0.5, paths(tmp_path, 1))):
         result = TrialResult(outcome=Outcome.COMPLETE, steps=steps, hosts=[host], machine="cpu", log_slowdown=slowed)
         write_record((path or placement.baseline_path(tmp_path, result.place)) / "result.json", result)

@@ -10,6 +10,7 @@ from support.instant import Instant, Watcher, plan_of, runner_of, spec_of
 
 from autotune.errors import UserError
 from autotune.study import restore
+from autotune.study.folder import trial_path
 from autotune.study.proposals import Proposer
 from autotune.study.runner import Runner
 from autotune.study.state import lacks_trials
@@ -104,7 +105,7 @@ def test_a_worker_that_comes_in_between_says_so(tmp_path, there):
     if there:
         first = runner_of(tmp_path, Instant(), trials=2, finalists=0)
         first.run()
-        shutil.copytree(records.trial_path(tmp_path / "s", 1), records.trial_path(tmp_path / "s", 2))
+        shutil.copytree(trial_path(tmp_path / "s", 1), trial_path(tmp_path / "s", 2))
     plan = plan_of(spec_of(trials=2))
     worker = Runner(plan, Instant(), tmp_path / "s", records.default_url(tmp_path), Watcher(), leads=False)
     with pytest.raises(UserError, match=r"study 's' was deleted, begun anew or taken up .* start the worker again"):
@@ -128,7 +129,7 @@ def test_the_trials_of_another_study_are_not_removed_without_a_word(tmp_path):
 def test_a_number_without_a_result_stays_free_of_results(tmp_path):
     first = runner_of(tmp_path, Instant(), trials=4, finalists=0)
     first.run()
-    (records.trial_path(tmp_path / "s", 2) / "result.json").unlink()
+    (trial_path(tmp_path / "s", 2) / "result.json").unlink()
     first.storage.engine.dispose()
     (tmp_path / "autotune.db").unlink()
     executor = Instant()
@@ -145,7 +146,7 @@ def test_what_is_taken_up_ran_when_it_ran_and_took_what_it_took(tmp_path):
     first.run()
     began_s = datetime(2026, 11, 21, 12).timestamp()
     for n in range(3):
-        path = records.trial_path(tmp_path / "s", n)
+        path = trial_path(tmp_path / "s", n)
         (path / "events.jsonl").write_text(
             json.dumps({"time": began_s + 1000 * n, "rank": 0, "phase": "import"}) + "\n"
         )

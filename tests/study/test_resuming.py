@@ -21,6 +21,7 @@ from autotune.space.candidate import Candidate
 from autotune.study import parallel
 from autotune.study import runner as runner_module
 from autotune.study.events import SILENT, UNFINISHED, JournalReader
+from autotune.study.folder import trial_path
 from autotune.study.setup.request import StudyRequest
 from autotune.study.storage import analysed, optuna_tables, records
 from autotune.study.storage.generations import generation_name
@@ -310,7 +311,7 @@ def dead_run(folder, *, with_result):
     """Leaves a study as a killed driver does: two trials told, a third one running."""
     runner, _, _ = run(folder, trials=2, finalists=0)
     claim = runner.proposer.claim()
-    candidate, path = claim.candidate, records.trial_path(folder / "s", claim.asked.number)
+    candidate, path = claim.candidate, trial_path(folder / "s", claim.asked.number)
     path.mkdir(parents=True)
     if with_result:
         write_record(
@@ -361,7 +362,7 @@ def test_a_trial_that_went_on_in_its_engine_ends_with_the_time_budget_and_is_sho
             engine.over = self.n_ticks > 1
 
     candidate = dead_run(tmp_path, with_result=False)
-    folder = TrialDir(records.trial_path(tmp_path / "s", 2))
+    folder = TrialDir(trial_path(tmp_path / "s", 2))
     write_record(folder.request, TrialRequest(target="", candidate=candidate.values(), deadline_s=2.0))
     monkeypatch.setattr(base, "AGENT_GRACE_S", 0.0)
     write_record(folder.job, {})

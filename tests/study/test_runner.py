@@ -18,6 +18,7 @@ from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.legality import why_illegal
 from autotune.study import runner as loop
 from autotune.study import state, tell
+from autotune.study.folder import repeat_paths, trial_path
 from autotune.study.proposals import Proposer
 from autotune.study.storage import records
 from autotune.system.signals import undisturbed
@@ -64,10 +65,8 @@ def test_a_quick_study_ends_when_no_trial_is_worth_its_time_and_repeats_only_wha
 def test_an_evaluation_that_must_fit_is_tried_also_where_nothing_is_measured_again(tmp_path, changes, where):
     """A quick study said nothing of it, and never ran it."""
     runner, _, _ = run(tmp_path, trials=3, with_eval=True, **changes)
-    asked = [records.trial_path(runner.state.folder, m.trial) for m in runner.state.measured()]
-    again = [
-        path for m in runner.state.measured() for path in records.repeat_paths(runner.state.folder, m.trial).values()
-    ]
+    asked = [trial_path(runner.state.folder, m.trial) for m in runner.state.measured()]
+    again = [path for m in runner.state.measured() for path in repeat_paths(runner.state.folder, m.trial).values()]
     tried = {
         path
         for path in (*asked, *again)

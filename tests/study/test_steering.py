@@ -14,6 +14,7 @@ from autotune.scoring import recommend, step_times
 from autotune.scoring.convergence.quality_gate import GateVerdict
 from autotune.scoring.estimates import estimate
 from autotune.space.candidate import Candidate
+from autotune.study.folder import gate_path
 from autotune.study.storage import records
 from autotune.trial.folder import write_record
 from autotune.trial.result import Outcome
@@ -346,7 +347,7 @@ def test_what_a_check_has_refused_is_tried_no_further_by_a_later_run(tmp_path):
     runner, *_ = run(tmp_path, machine, sampler="random", trials=8, finalists=0, **given)
     of_bf16 = [m.trial for m in runner.state.measured() if m.candidate.precision == "bf16"]
     for number in of_bf16:
-        write_record(records.gate_path(runner.state.folder, number), GateVerdict(passed=False, reason="trains worse"))
+        write_record(gate_path(runner.state.folder, number), GateVerdict(passed=False, reason="trains worse"))
     again = runner_of(tmp_path, Instant(machine), sampler="physics", trials=12, finalists=0, **given)
     again.run()
     assert of_bf16 and again.proposer.advisor().refused == set(of_bf16)
@@ -359,7 +360,7 @@ def test_a_search_that_goes_on_after_the_checks_of_its_own_run_knows_what_they_r
     runner, *_ = run(tmp_path, space=space, objectives=["throughput"], trials=4, sampler="physics", **NEVER)
     of_bf16 = {m.trial for m in runner.state.measured() if m.candidate.precision == "bf16"}
     for number in of_bf16:
-        write_record(records.gate_path(runner.state.folder, number), GateVerdict(passed=False, reason="trains worse"))
+        write_record(gate_path(runner.state.folder, number), GateVerdict(passed=False, reason="trains worse"))
     runner.proposer.start()
     told = runner.proposer.advisor().told(runner.study)
     assert of_bf16 and {n for n, t in enumerate(told) if not t.eligible} == of_bf16

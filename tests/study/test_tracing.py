@@ -7,7 +7,7 @@ import pytest
 from support.paths import MODELS
 
 from autotune.study import tracing
-from autotune.study.storage import records
+from autotune.study.folder import trial_path
 from autotune.trial.folder import TrialDir, write_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Outcome, TrialResult
@@ -46,7 +46,7 @@ def test_a_launched_program_that_trains_in_a_library_is_traced(tmp_path, asked):
 
 def trace(folder, request):
     """Has trial 3, which had this request, run again and traced."""
-    path = TrialDir(records.trial_path(folder, 3))
+    path = TrialDir(trial_path(folder, 3))
     path.path.mkdir(parents=True)
     write_record(path.request, request)
     tracing.run(folder, 3, {}, lambda: None, lambda: None)

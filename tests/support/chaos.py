@@ -41,6 +41,7 @@ from common import write
 from optuna.trial import TrialState
 
 from autotune.space.candidate import CANDIDATE_ATTR
+from autotune.study.folder import trial_path
 from autotune.study.storage import leases, records
 from autotune.study.storage.history import History
 from autotune.system.toolkit import extensions_dir
@@ -385,7 +386,7 @@ class Play:
     def has_result(self, told: Any) -> bool:
         if records.told_data(told)["reason"].startswith("twice: "):  # its server was killed twice, so it has none
             return True
-        result = result_in(records.trial_path(self.study, told.number))
+        result = result_in(trial_path(self.study, told.number))
         return result is not None and result.candidate == records.told_candidate(told).values()
 
     def left_in_shared_memory(self) -> set[str]:

@@ -34,6 +34,7 @@ import psutil
 from common import RESULTS, write
 
 from autotune.space.candidate import CANDIDATE_ATTR
+from autotune.study.folder import trial_path
 from autotune.study.storage import leases, records
 from autotune.trial.folder import result_in
 from autotune.trial.result import Outcome
@@ -373,7 +374,7 @@ class Play:
         told = records.told_trials(study)
         keys = [each.user_attrs[CANDIDATE_ATTR] for each in told]
         ends = Counter(records.told_data(each)["outcome"] for each in told)
-        results = [result_in(records.trial_path(self.folder / "s", each.number)) for each in told]
+        results = [result_in(trial_path(self.folder / "s", each.number)) for each in told]
         facts = {
             f"{TRIALS} trials are told": len(told) == TRIALS,
             "none is told twice": len(set(keys)) == len(keys),

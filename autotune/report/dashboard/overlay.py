@@ -18,6 +18,7 @@ from autotune.report import figures, fronts, readme
 from autotune.report.data import Data, StudyReport, measured, words
 from autotune.report.trial_notes import end_words
 from autotune.scoring.metrics import METRICS
+from autotune.study.folder import trial_path
 from autotune.study.lock import run_under_way
 from autotune.study.storage import records
 from autotune.study.storage.optuna_tables import note_attrs, note_of
@@ -89,7 +90,7 @@ def overlay(report: StudyReport, study_id: int, folder: Path, namespace: uuid.UU
 
     picks = [add("picks", config_file(f"{report.name}-{name}", pick)) for name, pick in report.picks.items()]
     for row in report.trials:
-        path, found = records.trial_path(folder, row["trial"]), [config_file("ds_config", row)]
+        path, found = trial_path(folder, row["trial"]), [config_file("ds_config", row)]
         found += [_log(log, folder) for log in _files(path, "rank-*.log", folder)]
         traces = _files(path, "profile/trace-rank-*.json.gz", folder)
         found += [_file(trace, folder, "application/gzip") for trace in traces]

@@ -10,6 +10,7 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.executors.base import Executor
 from autotune.study.events import SILENT, EventSink
+from autotune.study.folder import RECORD_FILE
 from autotune.study.lock import study_lock
 from autotune.study.setup.capture import wanted_study
 from autotune.study.setup.engine import executor_for
@@ -50,8 +51,6 @@ def _check_not_renamed(target: Path, folder: Path) -> None:
     around = target.absolute().parent
     if not is_yaml(target) or around.parent != folder.parent or around.resolve() == folder.resolve():
         return
-    from autotune.study.storage.records import RECORD_FILE  # and Optuna with it, for which a server should not wait
-
     if (around / RECORD_FILE).is_file():
         raise UserError(
             f"{shown(target)} states study {folder.name!r}, whose folder is {shown(folder)}: this one was renamed or copied. Name it"

@@ -23,6 +23,7 @@ from autotune.search.physics import PhysicsSampler
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import DsConfig
 from autotune.space.space import SearchSpace
+from autotune.study.folder import branch_path, gate_path, repeat_paths, trial_path
 from autotune.study.storage import records
 from autotune.study.storage.records import StudyRecord, told_candidate, told_data
 from autotune.trial.folder import ran, record_in, result_in
@@ -116,7 +117,7 @@ def _sittings(told: Sequence[FrozenTrial], folder: Path, kept: StudyRecord) -> l
         return [0] * len(told)
     found, n, ended_s = dict[int, int](), 0, math.inf
     # The probe of the noise scale follows the baseline, and is no pause. Dates have no time zone: it is compared with the baseline's run.
-    own, probe = ran(records.trial_path(folder, 0)), ran(folder / "trials" / "noise")
+    own, probe = ran(trial_path(folder, 0)), ran(folder / "trials" / "noise")
     probe_s = sum(probe) - sum(own) if own is not None and probe is not None else 0.0
     # A baseline may have been measured after others.
     for each in sorted(told, key=lambda each: each.datetime_complete or datetime.max):
@@ -146,11 +147,11 @@ def _foretold(kept: StudyRecord, told: Sequence[FrozenTrial], before: Reading) -
 
 def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConfig) -> Measured:
     data, candidate = told_data(told), told_candidate(told)
-    paths = records.repeat_paths(folder, told.number)
-    ds_config, verdict = kept.ds_config(candidate), record_in(records.gate_path(folder, told.number), GateVerdict)
+    paths = repeat_paths(folder, told.number)
+    ds_config, verdict = kept.ds_config(candidate), record_in(gate_path(folder, told.number), GateVerdict)
     baseline = Candidate.from_key(kept.baseline)
     refused = verdict is not None and verdict.passed is False
-    beside = records.repeat_paths(folder, 0) if told.number and paths else {}
+    beside = repeat_paths(folder, 0) if told.number and paths else {}
     repeats, tail_peaks = _repeated(paths, beside, candidate, kept.reference)
     unfit, failed_again = _failures(paths.values(), candidate)
     if data.get("tail"):  # the memory of a run without the worst batch does not compare
@@ -166,7 +167,7 @@ def _as_measured(told: FrozenTrial, folder: Path, kept: StudyRecord, own: DsConf
         ds_config=ds_config,
         outcome=Outcome.DIVERGED if refused else Outcome(data["outcome"]),
         verdict=verdict,
-        branch=record_in(records.branch_path(folder, told.number), Branch),
+        branch=record_in(branch_path(folder, told.number), Branch),
         branch_wanted=kept.branches
         and candidate.global_batch_size(kept.data_parallel) != baseline.global_batch_size(kept.data_parallel),
         numerics_kept=trains_alike(candidate, baseline, ds_config, own, kept.workload),

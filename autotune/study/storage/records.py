@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import json
-import re
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ from autotune.search.observation import MEASURED_ATTR, parsed
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.deepspeed import DsConfig
 from autotune.space.rule import Setting
+from autotune.study.folder import RECORD_FILE, retuning_path
 from autotune.study.spec.spec import StudySpec, check_name
 from autotune.study.storage import database
 from autotune.study.storage.database import Storage
@@ -43,7 +43,6 @@ open_storage, failing_in_words = database.open_storage, database.failing_in_word
 
 # System attributes, which dashboards do not list: a study's record and a trial's measurements are long JSON texts.
 RECORD_ATTR = "autotune:record"
-RECORD_FILE = "record.json"
 ROLE_ATTR, ENDED_ATTR, SETTINGS_ATTR = "role", "ended", "autotune:settings"
 WALL_ATTR, ENDS_ATTR, UNCHECKED_ATTR = "autotune:wall_s", "autotune:ends_s", "autotune:unchecked_s"
 LEFT_OUT_ATTR = "autotune:left_out"
@@ -353,50 +352,6 @@ def told_candidate(told: FrozenTrial) -> Candidate:
     return Candidate.from_key(told.user_attrs[CANDIDATE_ATTR])
 
 
-def trial_path(folder: Path, number: int) -> Path:
-    """The folder of a trial."""
-    return folder / "trials" / f"{number:04d}"
-
-
-def repeat_paths(folder: Path, number: int) -> dict[int, Path]:
-    """The folders of a trial's re-measurements by round."""
-    found = {path.name.removeprefix("repeat-"): path for path in trial_path(folder, number).glob("repeat-*")}
-    return dict(sorted((int(n), path) for n, path in found.items() if n.isdigit()))
-
-
-def gate_path(folder: Path, number: int) -> Path:
-    """File of the quality gate's verdict on a trial."""
-    return trial_path(folder, number) / "verdict.json"
-
-
-def branch_path(folder: Path, number: int) -> Path:
-    """File of a branch's result."""
-    return trial_path(folder, number) / "branch.json"
-
-
-def warm_path(folder: Path) -> Path:
-    """File of the weights that branches start from."""
-    return folder / "trials" / "warm.pt"
-
-
-def reference_path(folder: Path, batch: int) -> Path:
-    """Folder of the trials that train the baseline's numerics at a global batch."""
-    return folder / "trials" / f"reference-{batch}"
-
-
-def check_paths(folder: Path) -> list[Path]:
-    """The folders of the runs of the quality gate and of branches."""
-    found = folder.glob("trials/*/*")
-    return [
-        p for p in found if p.name == "gate" or p.name.startswith("branch-") or p.parent.name.startswith("reference-")
-    ]
-
-
-def repeat_path(folder: Path, number: int, n: int) -> Path:
-    """The folder of a trial's n-th re-measurement."""
-    return trial_path(folder, number) / f"repeat-{n}"
-
-
 def study_folder(name: str, studies: Path, url: str) -> Path:
     """The folder of a study: below `studies`, or beside its SQLite database where only that has one.
 
@@ -411,21 +366,6 @@ def study_folder(name: str, studies: Path, url: str) -> Path:
     beside = Path(file).parent if (file := database.file_of(url)) else studies
     own = retuning_path(Path(base), generation) if generation else Path(name)
     return next((folder / own for folder in (studies, beside) if (folder / own).is_dir()), studies / own)
-
-
-def retuning_path(folder: Path, generation: int) -> Path:
-    """The folder of a study's re-tuning of that number."""
-    return folder / "retunes" / f"{generation:04d}"
-
-
-def retuning_of(path: Path) -> int:
-    """The number of the re-tuning whose folder that is; 0 where it is none's."""
-    return int(path.name) if re.fullmatch("[0-9]{1,9}", path.name) else 0
-
-
-def studies_of(name: str, folder: Path) -> Path:
-    """The folder of all studies, given that of a study or of a re-tuning."""
-    return folder.parents[2] if generation_of(name)[1] else folder.parent
 
 
 def current(study: Study) -> str:

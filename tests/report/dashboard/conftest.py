@@ -8,6 +8,7 @@ from support.instant import Instant, failed, report, runner_of
 from autotune.report import load
 from autotune.report.dashboard.server import Application
 from autotune.space.candidate import Candidate
+from autotune.study.folder import trial_path
 from autotune.study.storage import records
 from autotune.trial.result import Outcome
 
@@ -29,7 +30,7 @@ def studies(tmp_path_factory):
         memory_filter=False,
         space=[{"micro_batch_size": [2, 4, 8, 16], "precision": ["fp32", "bf16"]}],
     ).run()
-    log = records.trial_path(folder / "s", 0) / "rank-0.log"
+    log = trial_path(folder / "s", 0) / "rank-0.log"
     log.write_text(f"step 1\n{EVIL}\n")
     foreign = optuna.create_study(study_name="not ours", storage=records.default_url(folder), direction="minimize")
     foreign.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=2)

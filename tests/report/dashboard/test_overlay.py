@@ -19,6 +19,7 @@ from autotune.report import load, readme
 from autotune.report.dashboard import storage
 from autotune.report.dashboard.server import Application
 from autotune.report.notebook import headline
+from autotune.study.folder import retuning_path
 from autotune.study.lock import study_lock
 from autotune.study.runner import Runner
 from autotune.study.storage import records
@@ -307,7 +308,7 @@ def test_a_study_whose_answer_was_replaced_says_so_on_every_page(tmp_path):
     plan = plan_of(spec_of(trials=4, finalists=0))
     later = replace(plan, spec=plan.spec.model_copy(update={"name": "s.retune-1"}))
     url = records.default_url(tmp_path)
-    Runner(later, Instant(), records.retuning_path(tmp_path / "s", 1), url, Watcher()).run()
+    Runner(later, Instant(), retuning_path(tmp_path / "s", 1), url, Watcher()).run()
     records.succeed(records.load_study(records.open_storage(url), "s"), "s.retune-1")
     app = Application(overlay_of(tmp_path), "127.0.0.1", None)
     first = unescape(ask(app, "/").text)

@@ -23,6 +23,7 @@ from autotune.errors import UserError
 from autotune.report.dashboard import overlay
 from autotune.report.dashboard import server as dashboard_server
 from autotune.report.dashboard.server import COOKIE, Application, is_strong, make_server
+from autotune.study.folder import trial_path
 from autotune.study.storage import records
 
 pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed: pip install -e '.[dashboard]'")
@@ -100,7 +101,7 @@ def test_links_out_of_the_folder_pipes_and_missing_files_are_not_served(tmp_path
 def test_a_log_that_is_a_link_to_another_file_is_no_artifact(tmp_path):
     runner_of(tmp_path, Instant(), trials=2).run()
     (tmp_path / "secret").write_text("root:")
-    (records.trial_path(tmp_path / "s", 0) / "rank-0.log").symlink_to(tmp_path / "secret")
+    (trial_path(tmp_path / "s", 0) / "rank-0.log").symlink_to(tmp_path / "secret")
     first = ask(Application(overlay_of(tmp_path), "127.0.0.1", None), "/api/studies/1").json["trials"][0]
     assert [each["filename"] for each in first["artifacts"]] == ["ds_config.json"]
 

@@ -12,10 +12,10 @@ from support.paths import MODELS
 from autotune.errors import UserError
 from autotune.executors import base
 from autotune.executors.local import LocalExecutor
+from autotune.study.folder import RECORD_FILE
 from autotune.study.lock import study_lock
 from autotune.study.setup.request import requested, studies_folder
 from autotune.study.setup.script import inspect_workload
-from autotune.study.storage.records import RECORD_FILE
 from autotune.trial.result import Outcome, TrialResult
 
 

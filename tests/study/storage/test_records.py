@@ -17,6 +17,7 @@ from autotune.scoring.objective import Objective
 from autotune.search.observation import MEASURED_ATTR
 from autotune.space.candidate import CANDIDATE_ATTR, Candidate
 from autotune.space.rule import Setting
+from autotune.study.folder import repeat_path
 from autotune.study.spec.spec import LONGEST_NAME
 from autotune.study.storage import analysed, database, records
 from autotune.study.storage.optuna_tables import set_study_attr
@@ -379,7 +380,7 @@ def repeat(
     result = TrialResult(
         outcome=outcome, candidate=candidate.values(), peak_memory_bytes=n * 100, memory_by_phase_bytes=by_phase
     )
-    write_record(records.repeat_path(folder, number, n) / "result.json", result)
+    write_record(repeat_path(folder, number, n) / "result.json", result)
 
 
 def test_re_measurements_are_read_with_their_trial_whatever_their_numbers(tmp_path, url):
@@ -422,9 +423,9 @@ def test_a_re_measurement_that_failed_or_is_of_another_candidate_does_not_count(
     tell(study, candidate)
     repeat(tmp_path, 0, 1, replace(candidate, zero_stage=1))
     repeat(tmp_path, 0, 2, candidate, Outcome.OOM)
-    (records.repeat_path(tmp_path, 0, 3)).mkdir()
-    (records.repeat_path(tmp_path, 0, 4)).mkdir()
-    (records.repeat_path(tmp_path, 0, 4) / "result.json").write_text('{"outcome": "compl')
+    (repeat_path(tmp_path, 0, 3)).mkdir()
+    (repeat_path(tmp_path, 0, 4)).mkdir()
+    (repeat_path(tmp_path, 0, 4) / "result.json").write_text('{"outcome": "compl')
     (seen,) = analysed.measured(study, tmp_path, RECORD)
     assert seen.repeats == {}
 

@@ -18,6 +18,7 @@ from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar, check_setting
 from autotune.space.legality import why_illegal
 from autotune.study.events import SILENT, EventSink
+from autotune.study.folder import trial_path
 from autotune.study.setup import profile_cache
 from autotune.study.setup.devices import of_ranks
 from autotune.study.setup.engine import executor_for
@@ -29,8 +30,9 @@ from autotune.system import device, files, temporary
 from autotune.system.machine import n_cores
 from autotune.system.units import format_bytes
 from autotune.trial.failures import ended_by_host
-from autotune.trial.folder import TrialDir
+from autotune.trial.folder import TrialDir, record_in, result_in
 from autotune.trial.profile import Machine, Profile
+from autotune.trial.request import TrialRequest
 from autotune.trial.result import RAN, Outcome
 from autotune.trial.target import Target
 from autotune.trial.workload import Environment, Workload
@@ -144,36 +146,37 @@ def measured_in(folder: Path, target: Path, inputs: ForecastInputs) -> dict[int,
     paths = sorted((folder / "trials").glob("[0-9]*"))
     estimates = _estimates(folder) if paths else {}
     for path in paths:
-        trial_dir = TrialDir(path)
+        request, result = record_in(TrialDir(path).request, TrialRequest), result_in(path)
+        if request is None or result is None or request.target != str(target):
+            continue
         try:
-            request, result = (files.json_of(file.read_bytes()) for file in (trial_dir.request, trial_dir.result))
-            if request["target"] != str(target) or result["outcome"] not in (*RAN, Outcome.OOM):
-                continue
-            if ended_by_host(result["outcome"], result["reason"], on_device=on_device):
-                continue
-            candidate, stopped = Candidate.of(result["candidate"]), result["outcome"] == Outcome.STOPPED_EARLY
-            alike = found.setdefault(int(result["world_size"]), {})
-            if (stopped or result["outcome"] == Outcome.OOM) and candidate in alike:
-                continue
-            if result["outcome"] == Outcome.OOM:
-                alike[candidate] = {"exceeded_bytes": float(request.get("device_memory_bytes") or inputs.share_bytes)}
-                continue
-            median, half = float(result["steps"]["median_s"]), float(result["steps"]["ci95_s"])
+            candidate = Candidate.of(result.candidate)
+        except UserError:  # written by another version
+            continue
+        alike, steps, stopped = (
+            found.setdefault(result.world_size, {}),
+            result.steps,
+            result.outcome is not Outcome.COMPLETE,
+        )
+        if (stopped and candidate in alike) or ended_by_host(result.outcome, result.reason, on_device=on_device):
+            continue
+        if result.outcome is Outcome.OOM:
+            alike[candidate] = {"exceeded_bytes": float(request.device_memory_bytes or inputs.share_bytes)}
+        elif result.outcome in RAN and steps is not None and result.peak_memory_bytes is not None:
+            sd = interval_sd(steps.median_s - steps.ci95_s, steps.median_s + steps.ci95_s)
             alike[candidate] = {
-                "peak_memory_bytes": float(result["peak_memory_bytes"]),
-                "step_time_s": median,
-                "step_time_sd": math.hypot(interval_sd(median - half, median + half), STOPPED_SD * stopped),
+                "peak_memory_bytes": float(result.peak_memory_bytes),
+                "step_time_s": steps.median_s,
+                "step_time_sd": math.hypot(sd, STOPPED_SD * stopped),
             }
-            if (known := estimates.get(int(path.name))) is not None and known.candidate == candidate:
+            if (known := estimates.get(path.name)) is not None and known.candidate == candidate:
                 names = alike[candidate].keys() & known.metrics.keys()
                 alike[candidate] |= {name: known.metrics[name] for name in names}
-        except (OSError, ValueError, KeyError, TypeError, UserError):
-            continue  # lost, incomplete, or written by another version
     return found
 
 
-def _estimates(folder: Path) -> dict[int, Measured]:
-    """What all measurements of a study say of each trial, as its report states it; empty if it is in no database."""
+def _estimates(folder: Path) -> dict[str, Measured]:
+    """What all measurements of a study say of each trial, by its folder's name, as its report states it; empty if it is in no database."""
     from autotune.scoring.estimates import estimate
     from autotune.study.storage import analysed, records  # which import Optuna
 
@@ -185,7 +188,7 @@ def _estimates(folder: Path) -> dict[int, Measured]:
             told = analysed.measured(study, folder, kept) if kept is not None else []
     except UserError:
         return {}
-    return {m.trial: m for m in estimate(told).measured}
+    return {trial_path(folder, m.trial).name: m for m in estimate(told).measured}
 
 
 def _known(spec: StudySpec, target: Target, view: EventSink) -> tuple[Workload, list[str]]:

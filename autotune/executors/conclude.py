@@ -7,10 +7,11 @@ from typing import Any
 
 from autotune.scoring import step_times
 from autotune.space.candidate import AUTOCAST
+from autotune.trial.device_load import DeviceLoad
 from autotune.trial.failures import means_lost_peer, means_other_dtype
 from autotune.trial.lengths import longest
 from autotune.trial.request import TrialRequest
-from autotune.trial.result import OOM_EXIT_CODE, PHASES, TAIL_PHASES, DeviceLoad, Exit, Outcome, RankReport, TrialResult
+from autotune.trial.result import OOM_EXIT_CODE, PHASES, TAIL_PHASES, Exit, Outcome, RankReport, TrialResult
 
 
 def joined(found: Mapping[int, Exit], nodes: int) -> Exit:

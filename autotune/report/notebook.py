@@ -15,7 +15,6 @@ from autotune.report.page.render import notebook
 from autotune.report.progress import COLUMNS, ProgressView
 from autotune.report.readme import extent, machine, subject
 from autotune.report.run_view import RunView, reason_words, trials_words
-from autotune.report.trial_notes import ended
 from autotune.study.events import SILENT, EventSink, Progress
 from autotune.system.units import format_duration, format_quantity
 from autotune.trial.result import Outcome
@@ -95,7 +94,7 @@ class NotebookView(RunView):
         reason = reason_words(progress)
         self._ends.append({
             "trial": f"{progress.number}{' again' if progress.role == 'repeat' else ''}",
-            "configuration": progress.candidate.describe(), "outcome": ended(progress.outcome),
+            "configuration": progress.candidate.describe(), "outcome": progress.outcome.words,
             "measured": ", ".join([*measured, *([reason] if reason else [])]),
         })  # fmt: skip
 

@@ -15,7 +15,6 @@ from rich.text import Text
 from autotune.errors import wrapped
 from autotune.report.console import ProgressConsole
 from autotune.report.run_view import RunView, reason_words, trials_words
-from autotune.report.trial_notes import ended
 from autotune.study.events import Event, Kind, Progress
 from autotune.system import redaction
 from autotune.system.units import format_quantity
@@ -111,7 +110,7 @@ class ProgressView(RunView):
             self._headed = True
             heads = "".join(f"  {head:>{width}}" for _, _, head, width in COLUMNS) + "  configuration" * (not below)
             self._print(Text(f"{'trial':>{TRIAL}}{heads}", style="bold"))
-        words, end = progress.candidate.describe(), ended(progress.outcome)
+        words, end = progress.candidate.describe(), progress.outcome.words
         if progress.outcome is Outcome.COMPLETE:
             figures = "".join(f"  {_figure(progress.metrics, *column)}" for column in COLUMNS)
             words += " (baseline)" if progress.role == "baseline" else ""

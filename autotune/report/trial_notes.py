@@ -58,7 +58,7 @@ def checks(point: Data) -> str:
 
 def ended(outcome: str) -> str:
     """How a trial ended, in words: `too_few_steps` is `too few steps`."""
-    return str(outcome).replace("_", " ")
+    return Outcome(outcome).words
 
 
 def counted(outcomes: Iterable[str] | Mapping[str, int]) -> str:

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.trial.device_load import DeviceLoad
 from autotune.trial.lengths import Table
-from autotune.trial.result import DeviceLoad, Traced
+from autotune.trial.result import Traced
 
 
 @dataclass(frozen=True, kw_only=True)

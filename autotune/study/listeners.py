@@ -48,10 +48,9 @@ class LogSink(EventSink):
 def _end(progress: Progress) -> str:
     """The end of a trial in one line."""
     again = " again" if progress.role == "repeat" else ""
-    outcome = str(progress.outcome).replace("_", " ")
     why = f": {progress.reason}" if progress.reason and progress.outcome is not Outcome.COMPLETE else ""
     left = f"{progress.n_told} of {progress.n_trials} trials, {progress.left_words(progress.left_s)}"
-    return f"trial {progress.number}{again} ({progress.candidate.describe()}) {outcome}{why}; {left}"
+    return f"trial {progress.number}{again} ({progress.candidate.describe()}) {progress.outcome.words}{why}; {left}"
 
 
 class CallbackSink(EventSink):

@@ -3,15 +3,15 @@
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import ConfigDict
 
 from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
+from autotune.trial.device_load import BUSY_SHARE, DeviceLoad
 from autotune.trial.groups import Groups
 
 OOM_EXIT_CODE = 77
@@ -21,8 +21,6 @@ BUSY_CORES = 0.3
 MACHINE_BUSY = "the machine was busy"
 # Begin of the note on files that a script writes, whose names differ from run to run.
 WRITES_FILES = "the script itself writes files, as in every trial: "
-# The same for a device: share of the time that other processes computed on it.
-BUSY_SHARE = 0.1
 # Stands for infinity and NaN, which a record cannot hold.
 NOT_FINITE = sys.float_info.max
 # Words of the caveat of trials that shared their host.
@@ -49,6 +47,11 @@ class Outcome(StrEnum):
     TOO_FEW_STEPS = "too_few_steps"
     CRASHED = "crashed"
     LOST = "lost"
+
+    @property
+    def words(self) -> str:
+        """The outcome in words: `too few steps`."""
+        return self.replace("_", " ")
 
 
 # The outcomes of trials that told a step time, and of those that failed otherwise than by memory.
@@ -204,49 +207,6 @@ class GradientCheck:
     error: float
     norm: float
     n_micro: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceLoad:
-    """A device during a trial, as NVIDIA's management library saw it; None where it does not tell.
-
-    Attributes:
-        uuid: The device; of several ranks all, joined by commas.
-        free_bytes: Free memory before the rank used it; of several ranks the least.
-        n_others: Other processes on it then; of several ranks the most.
-        used_by_others: Share of the time that it was busy then, with others on it; of several ranks the most.
-        sm_clock_mhz: Clock of its processors at the end of the timed steps; of several ranks the lowest.
-        max_sm_clock_mhz: Their highest clock.
-        throttled_by: What kept the clock down.
-        power_w: Mean power over the timed steps, summed over ranks.
-    """
-
-    uuid: str = ""
-    free_bytes: int | None = None
-    n_others: int | None = None
-    used_by_others: float | None = None
-    sm_clock_mhz: int | None = None
-    max_sm_clock_mhz: int | None = None
-    throttled_by: tuple[str, ...] = ()
-    power_w: float | None = None
-
-    @classmethod
-    def of_all(cls, each: "Sequence[DeviceLoad]") -> "DeviceLoad | None":
-        """The load of a trial's devices; None without any."""
-        if not each:
-            return None
-
-        def over(name: str, choose: Callable[[list[Any]], Any]) -> Any:
-            values = [getattr(load, name) for load in each]
-            return None if None in values else choose(values)
-
-        return cls(
-            uuid=",".join(load.uuid for load in each),
-            throttled_by=tuple(dict.fromkeys(why for load in each for why in load.throttled_by)),
-            **{name: over(name, min) for name in ("free_bytes", "sm_clock_mhz", "max_sm_clock_mhz")},
-            **{name: over(name, max) for name in ("n_others", "used_by_others")},
-            power_w=over("power_w", sum),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,7 +370,7 @@ class TrialResult(Measurements):
     @property
     def end(self) -> str:
         """How it ended, with the reason: `too few steps: the script ended after 3`."""
-        return f"{self.outcome.replace('_', ' ')}: {self.reason}"
+        return f"{self.outcome.words}: {self.reason}"
 
     @property
     def failed_check(self) -> bool:

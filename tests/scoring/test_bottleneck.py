@@ -7,7 +7,8 @@ import pytest
 from autotune.scoring.bottleneck import BOUND_FROM, diagnose
 from autotune.scoring.effects import effects
 from autotune.scoring.step_parts import Evidence, StepObservation
-from autotune.trial.result import DeviceLoad, Traced
+from autotune.trial.device_load import DeviceLoad
+from autotune.trial.result import Traced
 
 BALANCED = {
     "data": 0.001, "forward": 0.100, "backward": 0.205, "step": 0.020, "reduce": 0.010, "gather": 0.002, "wait": 0.001,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autotune.trial.result import BUSY_SHARE, DeviceLoad
+from autotune.trial.device_load import BUSY_SHARE, DeviceLoad
 
 # Reasons for lower clocks that a tuner's user can do something about, by the name of NVML's constant.
 THROTTLE = {

@@ -87,7 +87,7 @@ def _joined(
             if name in records.study_names(storage):
                 study = records.load_study(storage, name)
                 kept = records.record(study)
-                if kept is not None and records.told_trials(study) and (stated := records.stated_settings(study)):
+                if kept is not None and records.told_trials(study) and (stated := records.STATED.of(study)):
                     return kept, {name: stated[name] for name in records.SETTINGS if name in stated}
             elif ledger.leader() is None and run_under_way(folder) is None:  # a run leads once it has imported torch
                 records.load_study(storage, name)  # raises, and lists the studies

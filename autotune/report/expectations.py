@@ -50,7 +50,7 @@ class Expectations:
             raise StoreError(f"study {study.study_name!r} in this database was not made by autotune")
         search, self._setting = kept.search, kept.search.setting
         self._space, sampler = analysed.search_of(study, folder, kept)
-        sampler.search.quick = bool(records.stated_settings(study).get("quick"))  # as the search that ended the study
+        sampler.search.quick = bool(records.STATED.of(study).get("quick"))  # as the search that ended the study
         self.baseline = Candidate.from_key(kept.baseline)
         self.objectives: Sequence[Objective] = kept.objectives
         self._guide, self._bounds = sampler.guide, search.bounds

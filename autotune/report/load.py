@@ -124,7 +124,7 @@ def _dropped_in(point: Data, kept: StudyRecord) -> dict[str, Any]:
 
 def _facts(study: Study, kept: StudyRecord, folder: Path, *, n_trials: int) -> dict[str, Any]:
     """What is known of a study besides its trials, as `StudyReport.study` has it."""
-    stated = records.stated_settings(study)
+    stated = records.STATED.of(study)
     return {
         "name": study.study_name,
         "stored_as": study.study_name,
@@ -139,9 +139,9 @@ def _facts(study: Study, kept: StudyRecord, folder: Path, *, n_trials: int) -> d
         "weights": {o.metric: o.weight for o in kept.objectives},
         "goal": kept.goal,
         "n_trials": n_trials,
-        "wall_s": records.wall_s(study),
-        "unchecked_s": records.unchecked_s(study),
-        "left_out": [said for said in records.left_out(study).values() if said],
+        "wall_s": records.WALL_S.of(study),
+        "unchecked_s": records.UNCHECKED_S.of(study),
+        "left_out": [said for said in records.LEFT_OUT.of(study).values() if said],
         "base_config": Candidate.from_key(kept.baseline).with_own(kept.base_config),
         "threads_per_rank": _threads(kept),
         "baseline": Candidate.from_key(kept.baseline).values(),

@@ -77,7 +77,7 @@ class Budget:
 
     def resume(self) -> None:
         """Adds the time that earlier runs took."""
-        self._earlier_s, self._n_earlier = records.wall_s(self._state.study), len(self._state.told())
+        self._earlier_s, self._n_earlier = records.WALL_S.of(self._state.study), len(self._state.told())
 
     def keep(self, left_s: float = 0.0) -> None:
         """Stores with the study the time that it has taken, and when it is expected to end.
@@ -86,7 +86,8 @@ class Budget:
         """
         if self._state.exists and self._leads:
             wall_s = self.spent_s() if self._measures else self._earlier_s
-            records.note_time(self._state.study, wall_s=wall_s, ends_s=time.time() + left_s)
+            records.WALL_S.store(self._state.study, wall_s)
+            records.ENDS_S.store(self._state.study, time.time() + left_s)
 
     def measures(self) -> None:
         """Notes that this run measures something, so that its time counts."""
@@ -174,12 +175,12 @@ class Budget:
 
     def leave_unchecked(self, needed_s: float) -> None:
         """Stores with the study how long all checks take with the one that decides the answer, for advice on a longer run."""
-        records.note_unchecked(self._state.study, needed_s + self._checked_s())
+        records.UNCHECKED_S.store(self._state.study, needed_s + self._checked_s())
 
     def forget_unchecked(self) -> None:
         """Forgets what an earlier run left unchecked."""
-        if records.unchecked_s(self._state.study):
-            records.note_unchecked(self._state.study, 0.0)
+        if records.UNCHECKED_S.of(self._state.study):
+            records.UNCHECKED_S.store(self._state.study, 0.0)
 
     def why_unchecked(self, needed_s: float) -> str:
         """What a check would take too much of, for a message."""

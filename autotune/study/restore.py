@@ -73,7 +73,8 @@ def restore(state: StudyState, proposer: Proposer, teller: Teller, besides: Call
             state.create()
         besides()
         runs = filter(None, map(ran, ended_in(state.folder / "trials")))
-        records.note_time(state.study, wall_s=apart_s(runs, LONGEST_PAUSE_S), ends_s=time.time())
+        records.WALL_S.store(state.study, apart_s(runs, LONGEST_PAUSE_S))
+        records.ENDS_S.store(state.study, time.time())
         for number, asked in _unfinished(state, max(found) + 1):
             with undisturbed():
                 _tell(state, proposer, teller, asked or state.leases.claim(state.study), found.get(number))

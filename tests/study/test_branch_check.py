@@ -205,7 +205,7 @@ def test_a_branch_that_did_not_decide_is_followed_by_longer_ones_while_there_is_
     first = lengths(executor)
     assert len(set(first)) > 1 and max(first) > 3 * min(first)
     assert any(text.startswith("no longer branch for trial 1 so far") for text in watcher.said)
-    assert records.unchecked_s(runner.study) > 0
+    assert records.UNCHECKED_S.of(runner.study) > 0
     assert (
         recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
         .picks["recommended"]
@@ -218,7 +218,7 @@ def test_a_branch_that_did_not_decide_is_followed_by_longer_ones_while_there_is_
     runner, executor, _ = branching(tmp_path, **space, time_budget_s=1e6)
     assert min(lengths(executor)) > 1.9 * max(first)
     found = recommend.recommend(estimate(runner.state.measured()), runner.state.objectives, 1)
-    assert found.picks["recommended"].measured.trial == 1 and records.unchecked_s(runner.study) == 0
+    assert found.picks["recommended"].measured.trial == 1 and records.UNCHECKED_S.of(runner.study) == 0
 
 
 @pytest.mark.system
@@ -244,7 +244,7 @@ def test_a_branch_that_a_trials_deadline_would_cut_is_not_begun_again(tmp_path, 
         "objectives": ["throughput"],
     }
     runner, executor, _ = branching(tmp_path, **space, trial_budget_s=1.0)
-    assert 0 < max(lengths(executor)) < 20.0 * 600 and records.unchecked_s(runner.study) == 0
+    assert 0 < max(lengths(executor)) < 20.0 * 600 and records.UNCHECKED_S.of(runner.study) == 0
 
 
 @pytest.mark.system
@@ -256,7 +256,7 @@ def test_batches_that_no_branch_could_confirm_in_time_are_not_tried_and_said(tmp
     runner, _, watcher = branching(tmp_path, **shape, objectives=["throughput"])
     tried = {m.candidate.micro_batch_size for m in runner.state.measured()}
     assert 8 in tried and max(tried) < 512 and any("are not tried: the branch" in text for text in watcher.said)
-    assert "are not tried: the branch" in records.left_out(runner.study)["branch"]  # the report says so, too
+    assert "are not tried: the branch" in records.LEFT_OUT.of(runner.study)["branch"]  # the report says so, too
     again, *_ = branching(tmp_path / "free", **shape | {"branch": False, "finalists": 0}, objectives=["throughput"])
     assert max(m.candidate.micro_batch_size for m in again.state.measured()) == 512
 
@@ -283,6 +283,6 @@ def test_a_training_that_ends_before_its_branch_is_branched_once_and_the_next_be
     executor.submit = lambda folder: _leaving_weights(executor, submit, folder)
     runner, _, watcher = run(tmp_path, executor, **space, branch=True, sampler="grid")
     by_batch = {m.candidate.micro_batch_size: m for m in runner.state.measured()}
-    assert "its branch ended after 320 of" in by_batch[64].doubt and records.unchecked_s(runner.study) == 0
+    assert "its branch ended after 320 of" in by_batch[64].doubt and records.UNCHECKED_S.of(runner.study) == 0
     assert sum("training trial" in text for text in watcher.said) == 2
     assert by_batch[16].branch.confirmed

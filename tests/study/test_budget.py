@@ -76,11 +76,11 @@ def test_a_look_at_a_finished_study_makes_its_answer_no_dearer(tmp_path, monkeyp
         runner = runner_of(tmp_path, Instant(), **settings)
         clock.now_s += 25.0
         runner.run()
-        assert records.wall_s(runner.study) == pytest.approx(took_s)
+        assert records.WALL_S.of(runner.study) == pytest.approx(took_s)
     runner = runner_of(tmp_path, Instant(), **settings | {"trials": 3})
     clock.now_s += 25.0
     runner.run()
-    assert records.wall_s(runner.study) == pytest.approx(took_s + 25.0)
+    assert records.WALL_S.of(runner.study) == pytest.approx(took_s + 25.0)
 
 
 class Late(Instant):
@@ -179,7 +179,7 @@ def test_the_time_left_counts_the_rounds_that_usually_follow_and_is_stored_for_t
     )
     left = [told.left_s for told in watcher.ended_with if told.role != "repeat"]
     assert all(5 - n + 3 < left_s < 5 - n + 4 * 3 for n, left_s in enumerate(left)) and len(left) == 6
-    assert records.ends_s(runner.study) == records.wall_s(runner.study) == pytest.approx(clock.now_s)
+    assert records.ENDS_S.of(runner.study) == records.WALL_S.of(runner.study) == pytest.approx(clock.now_s)
 
 
 def test_the_checks_of_a_quick_study_buy_no_further_ones(tmp_path, monkeypatch):

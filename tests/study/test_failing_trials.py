@@ -282,7 +282,7 @@ def test_a_batch_with_which_the_script_is_over_leaves_out_the_larger_ones(tmp_pa
     over = [c.global_batch_size(1) for c in executor.ran if c.global_batch_size(1) > 32]
     assert over == sorted(over, reverse=True) and len(set(over)) == len(over)
     left_out = [text for text in watcher.said if "are not tried: the script is over after" in text]
-    assert len(left_out) == len(over) and records.left_out(runner.study)["few steps"] == left_out[-1]
+    assert len(left_out) == len(over) and records.LEFT_OUT.of(runner.study)["few steps"] == left_out[-1]
     again = Instant(short)
     runner_of(tmp_path, again, **asked | {"trials": 25}).run()
     assert all(c.global_batch_size(1) < min(over) for c in again.ran)

@@ -163,4 +163,4 @@ def test_what_is_taken_up_ran_when_it_ran_and_took_what_it_took(tmp_path):
     told = records.told_trials(again.study)
     assert [each.datetime_start.timestamp() - began_s for each in told] == [0, 1000, 2000]
     assert [m.sitting for m in again.state.measured()] == [0, 1, 2]
-    assert records.wall_s(again.study) == 1 + 1 + 50 <= again._budget.spent_s()
+    assert records.WALL_S.of(again.study) == 1 + 1 + 50 <= again._budget.spent_s()

@@ -144,7 +144,7 @@ def under_way(study: optuna.Study, report: StudyReport, folder: Path) -> str:
     n_trials = report.study["trials_wanted"]
     if n_trials is None or run_under_way(folder) is None:
         return ""
-    left_s = (records.ends_s(study) or 0.0) - time.time()
+    left_s = records.ENDS_S.of(study) - time.time()
     left = format_duration(left_s) if left_s >= 1 else ""
     if not report.trials_left:
         about = f", about {left} left" if left else ""

@@ -5,11 +5,11 @@ import copy
 import json
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import optuna
 from optuna.study import Study
@@ -43,9 +43,7 @@ open_storage, failing_in_words = database.open_storage, database.failing_in_word
 
 # System attributes, which dashboards do not list: a study's record and a trial's measurements are long JSON texts.
 RECORD_ATTR = "autotune:record"
-ROLE_ATTR, ENDED_ATTR, SETTINGS_ATTR = "role", "ended", "autotune:settings"
-WALL_ATTR, ENDS_ATTR, UNCHECKED_ATTR = "autotune:wall_s", "autotune:ends_s", "autotune:unchecked_s"
-LEFT_OUT_ATTR = "autotune:left_out"
+ROLE_ATTR, ENDED_ATTR = "role", "ended"
 # Fields of a study that a run may change and its workers must know. The others are the same for all of its trials.
 SETTINGS = (
     "trials", "sampler", "memory_filter", "stop_below", "stop_trials", "trial_budget_s",
@@ -58,6 +56,37 @@ SUCCESSOR_ATTR = "successor"
 # Fields of a told trial's result without which it cannot be read.
 TOLD_FIELDS = set("outcome reason phase wall_s metrics ci95 censored feasible caveats".split())
 BASELINE_ATTR = "autotune:baseline"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Stored(Generic[T]):
+    """A value that a study keeps in a system attribute.
+
+    Attributes:
+        kind: Its type, which makes the value before one is stored, and refuses what is none.
+    """
+
+    attr: str
+    kind: Callable[..., T]
+
+    def of(self, study: Study) -> T:
+        """The study's value."""
+        return self.kind(study_attr(study, self.attr, self.kind()))
+
+    def store(self, study: Study, value: T) -> None:
+        """Give the study a value."""
+        set_study_attr(study, self.attr, value)
+
+
+# What the run's spec states of `SETTINGS` and `WATCHED`.
+STATED = Stored("autotune:settings", dict[str, Any])
+# Seconds that a study has taken, all of its runs together, and the Unix time at which it is expected to end, from its first trial on.
+WALL_S, ENDS_S = Stored("autotune:wall_s", float), Stored("autotune:ends_s", float)
+# Seconds that the check which decides the answer takes, where it was not made for want of time.
+UNCHECKED_S = Stored("autotune:unchecked_s", float)
+# What the last run does not try, in a sentence, by a word for the reason.
+LEFT_OUT = Stored("autotune:left_out", dict[str, str])
 
 
 def default_url(studies: Path) -> str:
@@ -102,13 +131,8 @@ def delete_study(storage: Storage, name: str) -> None:
 def note_settings(study: Study, spec: StudySpec) -> None:
     """Store the run's budget and search settings for its workers."""
     stated = {name: getattr(spec, name) for name in (*SETTINGS, *WATCHED)}
-    if stated_settings(study) != stated:  # a system attribute, which no dashboard lists
-        set_study_attr(study, SETTINGS_ATTR, stated)
-
-
-def stated_settings(study: Study) -> dict[str, Any]:
-    """What the run's spec states, as `note_settings` stored it; empty if it did not."""
-    return dict(study_attr(study, SETTINGS_ATTR, {}))
+    if STATED.of(study) != stated:
+        STATED.store(study, stated)
 
 
 def snapshot(study: Study, *, news: bool = True) -> contextlib.AbstractContextManager[None]:
@@ -194,7 +218,8 @@ def record(study: Study) -> StudyRecord | None:
 
 def kept_records(storage: Storage) -> Iterator[tuple[str, StudyRecord]]:
     """The names and records of the studies in the database, the one that ran last first; those that cannot be read are left out."""
-    for each in sorted(CachedStorage(storage).get_all_studies(), key=lambda one: -one.system_attrs.get(ENDS_ATTR, 0.0)):
+    studies = CachedStorage(storage).get_all_studies()
+    for each in sorted(studies, key=lambda one: -one.system_attrs.get(ENDS_S.attr, 0.0)):
         with contextlib.suppress(StoreError):
             if (kept := _record_of(each.study_name, each.system_attrs.get(RECORD_ATTR))) is not None:
                 yield each.study_name, kept
@@ -228,43 +253,11 @@ def note_end(study: Study, why: str) -> None:
         study.set_user_attr(ENDED_ATTR, why)
 
 
-def note_time(study: Study, *, wall_s: float, ends_s: float) -> None:
-    """Store how long a study has taken, all of its runs together, and the Unix time at which it is expected to end."""
-    set_study_attr(study, WALL_ATTR, wall_s)
-    set_study_attr(study, ENDS_ATTR, ends_s)
-
-
-def wall_s(study: Study) -> float:
-    """Seconds that a study has taken, as far as its runs have stored; 0 where none has."""
-    return float(study_attr(study, WALL_ATTR, 0.0))
-
-
-def ends_s(study: Study) -> float | None:
-    """The Unix time at which a study that is run is expected to end; None before its first trial has ended."""
-    found: float | None = study_attr(study, ENDS_ATTR)
-    return found
-
-
-def note_unchecked(study: Study, seconds: float) -> None:
-    """Store how long the check that decides the answer takes, which was not made for want of time."""
-    set_study_attr(study, UNCHECKED_ATTR, seconds)
-
-
-def unchecked_s(study: Study) -> float:
-    """Seconds that the check takes which was not made; 0 if none was left out."""
-    return float(study_attr(study, UNCHECKED_ATTR, 0.0))
-
-
 def note_left_out(study: Study, why: str, said: str) -> None:
     """Store what a run does not try, in a sentence, under a word for the reason; an empty text if nothing."""
-    found = left_out(study)
+    found = LEFT_OUT.of(study)
     if found.get(why, "") != said:
-        set_study_attr(study, LEFT_OUT_ATTR, found | {why: said})
-
-
-def left_out(study: Study) -> dict[str, str]:
-    """What the last run does not try, in a sentence, by a word for the reason."""
-    return dict(study_attr(study, LEFT_OUT_ATTR, {}))
+        LEFT_OUT.store(study, found | {why: said})
 
 
 def told_trials(study: Study) -> list[FrozenTrial]:

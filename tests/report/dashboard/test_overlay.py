@@ -138,7 +138,7 @@ def test_the_note_of_a_study_under_way_says_how_much_of_its_budget_is_left(tmp_p
     study = records.load_study(records.open_storage(records.default_url(tmp_path)), "s")
     with study_lock(tmp_path / "s"):
         assert note().startswith("**Under way**: 4 of 10 trials.")  # the end that was expected has passed
-        records.note_time(study, wall_s=1.0, ends_s=time.time() + 5459)
+        records.ENDS_S.store(study, time.time() + 5459)
         assert note().startswith("**Under way**: 4 of 10 trials, up to 1 h 30 min left.")
         records.note_end(study, "nothing more is to be gained")
         assert "its answer is being checked, about 1 h 30 min left." in note()

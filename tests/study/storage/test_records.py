@@ -351,7 +351,7 @@ def test_of_all_studies_the_one_that_ran_last_comes_first_and_those_without_a_re
 ):
     for name, ends_s in (("a", 1.0), ("b", 3.0), ("c", 2.0), ("strange", 4.0)):
         study = begin(url, name, n=1)
-        records.note_time(study, wall_s=1.0, ends_s=ends_s)
+        records.ENDS_S.store(study, ends_s)
         if name != "strange":
             records.keep(study, replace(RECORD, target=name), tmp_path / name)
     set_study_attr(begin(url, "c"), records.RECORD_ATTR, "{}")  # of another version

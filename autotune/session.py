@@ -93,7 +93,7 @@ class OpenStudy:
     def storage(self) -> Storage:
         """The database; a `StoreError` if it is not there, or does not answer."""
         with self._naming_what_the_folder_holds():
-            return records.open_storage(self.url, create=False)
+            return database.open_storage(self.url, create=False)
 
     @cached_property
     def study(self) -> Study:
@@ -136,7 +136,7 @@ class OpenStudy:
         """The record of the study that holds the answer; a `StoreError` if no trial has ended, or Optuna made it."""
         if (kept := records.record(self.answer)) is None:
             said = "in this database was not made by autotune, or holds no trial yet"
-            raise records.StoreError(f"study {self.name!r} {said}")
+            raise database.StoreError(f"study {self.name!r} {said}")
         return kept
 
     @cached_property
@@ -218,8 +218,8 @@ def default_storage() -> str:
 def open_history(url: str | None, storage: Storage | None = None) -> History:
     """Open the history in a database that exists, by default that of the studies; `storage` if it is open already."""
     url = url or default_storage()
-    with records.failing_in_words(url):
-        return History((storage or records.open_storage(url, create=False)).engine)
+    with database.failing_in_words(url):
+        return History((storage or database.open_storage(url, create=False)).engine)
 
 
 def tune(
@@ -239,9 +239,9 @@ def tune(
     url = wanted.storage or records.default_url(folder.parent)
     interrupted: KeyboardInterrupt | None = None
     refused: UserError | None = None
-    storage = records.open_storage(url)  # before the engine is waited for, so that an error shows at once
-    storage.patience_s = records.PATIENCE_S
-    with records.failing_in_words(url):
+    storage = database.open_storage(url)  # before the engine is waited for, so that an error shows at once
+    storage.patience_s = database.PATIENCE_S
+    with database.failing_in_words(url):
         held = leases.StudyLeases(storage, wanted.name)
         with held.leading(view.say):
             try:
@@ -262,7 +262,7 @@ def tune(
                 refused = why
             except base.TimeOver:
                 refused = UserError(_too_little_time(wanted.time_budget_s or 0.0, folder, began_at, fresh=fresh))
-    with records.failing_in_words(url):
+    with database.failing_in_words(url):
         if not fresh and wanted.name in records.study_names(storage):
             return _answered(storage, url, request, Tuned(report=None, stopped=interrupted, refused=refused))
     if refused is not None:
@@ -296,12 +296,12 @@ def _answered(storage: Storage, url: str, request: StudyRequest, tuned: Tuned) -
     report = load.from_storage(storage, name, folder)
     written, refused = list[Path](), tuned.refused
     try:
-        with records.failing_in_words(url):
+        with database.failing_in_words(url):
             written.extend(write_answer(report, folder))
             if report.study["stored_as"] == name:
                 History(storage.engine).recommended(name, 0, report.picks.get("recommended"), recommended_words(report))
                 store_notes(records.load_study(storage, name), report)
-    except records.StoreError as error:
+    except database.StoreError as error:
         refused = refused or error
     return replace(tuned, report=report, written=written, refused=refused)
 

@@ -31,6 +31,7 @@ from autotune.space.candidate import Candidate
 from autotune.study.events import EventSink, Progress
 from autotune.study.runner import Runner
 from autotune.study.storage import records
+from autotune.study.storage.database import open_storage
 from autotune.study.storage.leases import StudyLeases
 
 TARGET = ROOT / "studies" / "code-gpt" / "model.py"
@@ -73,7 +74,7 @@ def study(folder: Path, url: str, name: str, sampler: str, n_trials: int, meter:
     plain = {"memory_filter": False, "stop_trials": False, "stop_below": 0, "finalists": 0}
     objectives = ["latency", "throughput", "memory"]
     spec = spec_of(name=name, trials=n_trials, sampler=sampler, space=[SPACE], objectives=objectives, **plain)
-    storage = records.open_storage(url)
+    storage = open_storage(url)
     ledger = StudyLeases(storage, name)
     with counted(storage, meter), ledger.leading(lambda _: None):
         Runner(plan_of(spec), Instant(), folder / name, ledger, meter).run()
@@ -111,7 +112,7 @@ def together(n_studies: int) -> dict[str, float]:
     programs = postgres.binaries()
     assert programs is not None
     with tempfile.TemporaryDirectory() as name, postgres.running(programs, durable=True) as server:
-        records.open_storage(server.url)  # makes the tables
+        open_storage(server.url)  # makes the tables
 
         def main(n: int) -> None:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -122,7 +123,7 @@ def together(n_studies: int) -> dict[str, float]:
         most = 0
         for process in processes:
             process.start()
-        engine = sqlalchemy.create_engine(records.open_storage(server.url).engine.url)
+        engine = sqlalchemy.create_engine(open_storage(server.url).engine.url)
         with engine.connect() as connection:
             while any(process.is_alive() for process in processes):
                 count = connection.execute(

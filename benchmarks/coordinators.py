@@ -30,6 +30,7 @@ from support.zoo import wait_until
 
 from autotune.space.candidate import CANDIDATE_ATTR
 from autotune.study.storage import leases, records
+from autotune.study.storage.database import StoreError, open_storage
 
 FORK = multiprocessing.get_context("fork")
 LAST = 100
@@ -52,7 +53,7 @@ def run(folder: Path, options: argparse.Namespace, url: str) -> dict[str, Any]:
     """One study from its start to its end, its workers killed meanwhile and replaced."""
     rng, start = random.Random(0), time.perf_counter()
     workers = [worker("lead" if n == 0 else "help", folder, options, url) for n in range(options.workers)]
-    storage = records.open_storage(url)
+    storage = open_storage(url)
     wait_until(lambda: n_told(storage) > 0, 60)
     killed = 0
     # Spread over the study, by trials told; the leader is spared here, `test_shared.py` kills it.
@@ -98,7 +99,7 @@ def n_told(storage: Any) -> int:
     """Trials that ended as results, counted by the database."""
     try:
         study = records.load_study(storage, "s")
-    except records.StoreError:
+    except StoreError:
         return 0
     count = text("select count(*) from trials where study_id = :study and state in ('COMPLETE', 'PRUNED')")
     with storage.engine.connect() as connection:

@@ -29,6 +29,7 @@ from autotune.report.dashboard.server import Application
 from autotune.report.dashboard.storage import DashboardStorage
 from autotune.space.candidate import Candidate
 from autotune.study.storage import records
+from autotune.study.storage.database import open_storage
 from autotune.trial.result import Outcome, RankReport
 
 SPACE = ["batch", "zero", "buckets", "precision", "checkpointing"]
@@ -152,7 +153,7 @@ def dashboard_figures(studies: Path, url: str) -> dict[str, list[dict[str, float
     def opened() -> dict:
         folder_of = partial(records.study_folder, studies=studies, url=url)
         return {
-            "own": Application(DashboardStorage(records.open_storage(url), folder_of), "127.0.0.1", None),
+            "own": Application(DashboardStorage(open_storage(url), folder_of), "127.0.0.1", None),
             "plain": wsgi(RDBStorage(url)),
         }
 

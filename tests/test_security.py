@@ -26,6 +26,7 @@ from autotune.study.spec import spec
 from autotune.study.spec.presets import find_preset
 from autotune.study.spec.spec import StudySpec, check_name
 from autotune.study.storage import records
+from autotune.study.storage.database import open_storage
 from autotune.study.storage.history import History
 from autotune.study.storage.tables import SCHEDULE
 from autotune.system.machine import lock_path
@@ -205,7 +206,7 @@ def test_a_cache_that_cannot_be_written_ends_in_a_sentence(tmp_path, monkeypatch
 
 def in_database(tmp_path, study: str) -> History:
     """A database with a schedule that no command of ours would have made."""
-    history = History(records.open_storage(records.default_url(tmp_path / "studies")).engine)
+    history = History(open_storage(records.default_url(tmp_path / "studies")).engine)
     with history.engine.begin() as connection:
         connection.execute(
             SCHEDULE.insert().values(study=study, every_s=60.0, on_change=False, created_at=0.0, next_run_at=0.0)
@@ -317,7 +318,7 @@ def test_a_host_that_is_none_is_not_ours(host):
 def test_an_address_that_is_none_is_refused_in_a_sentence(tmp_path, host):
     pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed: pip install -e '.[dashboard]'")
     url = records.default_url(tmp_path)
-    records.open_storage(url)
+    open_storage(url)
     with pytest.raises(UserError, match="no address of this machine"):
         make_server(url, tmp_path, host, 0, "a-token-of-sixteen")
 

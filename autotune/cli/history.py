@@ -44,14 +44,14 @@ def history(
 ) -> None:
     """Print measurements, recommendations or decisions, of one study or all."""
     from autotune.session import default_storage, open_history, open_study
-    from autotune.study.storage import records
+    from autotune.study.storage import database, records
 
     url = storage or default_storage()
-    database = records.open_storage(url, create=False)
-    known = open_history(url, database)
+    opened = database.open_storage(url, create=False)
+    known = open_history(url, opened)
     known.drop_orphans()
     read: dict[str, Callable[[], Sequence[Row]]] = {
-        "measurements": lambda: records.measurements(database, study),
+        "measurements": lambda: records.measurements(opened, study),
         "recommendations": lambda: known.recommendations(study),
         "decisions": lambda: known.decisions(study),
     }

@@ -73,16 +73,16 @@ def _studies(storage: str | None) -> list[tuple[str, str]]:
     from autotune.cli.status import running_studies
     from autotune.retune.schedule import moment
     from autotune.session import STUDIES, default_storage, open_history
-    from autotune.study.storage import records
+    from autotune.study.storage import database, records
     from autotune.study.storage.generations import generation_of
 
     url = storage or default_storage()
-    database = records.open_storage(url, create=False)
-    found = {row["study"]: row for row in reversed(open_history(url, database).recommendations())}
+    opened = database.open_storage(url, create=False)
+    found = {row["study"]: row for row in reversed(open_history(url, opened).recommendations())}
     running, rows = running_studies(STUDIES), list[tuple[str, str]]()
     begun = () if storage else running  # until its first trial has a row, a study is not in the database
     own = {
-        name for name in records.study_names(database) if not generation_of(name)[1]
+        name for name in records.study_names(opened) if not generation_of(name)[1]
     }  # a re-tuning's answer is its study's
     for name in sorted({*own, *begun}):
         row = found.get(name)

@@ -138,7 +138,7 @@ def _retuned(opened: OpenStudy, asked: RetuneRequest) -> Decision | None:
     from autotune.retune.schedule import Schedule
     from autotune.session import open_study
     from autotune.study.events import Broadcast, Journal
-    from autotune.study.storage import records
+    from autotune.study.storage import database
 
     if_due, due = asked.cause == "due", list[Schedule]()
     if if_due and _due(opened) is None:
@@ -151,10 +151,10 @@ def _retuned(opened: OpenStudy, asked: RetuneRequest) -> Decision | None:
                 raise
             print(f"autotune: {error}; nothing is done", file=sys.stderr)
             return None
-        stack.enter_context(records.failing_in_words(opened.url))
+        stack.enter_context(database.failing_in_words(opened.url))
         # The process that held the lock may have done it, or found another answer.
         opened = open_study(opened.name, opened.url, opened.folder.parent)
-        opened.storage.patience_s = records.PATIENCE_S
+        opened.storage.patience_s = database.PATIENCE_S
         if if_due:
             if (found := _due(opened)) is None:
                 return None
@@ -178,7 +178,7 @@ def _decided(run: Retuning, wanted: StudySpec, due: list[Schedule], view: EventS
     from autotune.retune.retuning import CommandError
     from autotune.study.setup.engine import executor_for
     from autotune.study.setup.plan import plan, profiled
-    from autotune.study.storage import records
+    from autotune.study.storage import database
     from autotune.study.storage.history import GoneError
 
     view.doing(f"study {run.name}: importing torch and DeepSpeed once")
@@ -190,7 +190,7 @@ def _decided(run: Retuning, wanted: StudySpec, due: list[Schedule], view: EventS
             return run.run(found, executor)
     except (GoneError, CommandError):
         raise
-    except (records.StoreError, SQLAlchemyError, StorageInternalError, Unavailable, OSError, KeyboardInterrupt):
+    except (database.StoreError, SQLAlchemyError, StorageInternalError, Unavailable, OSError, KeyboardInterrupt):
         run.excuse()  # no decision; only what was killed counts as an attempt
         raise
     except UserError as error:

@@ -108,10 +108,10 @@ def status(
     """
     from autotune.report import attempts, load
     from autotune.session import STUDIES, open_study
-    from autotune.study.storage import leases, records
+    from autotune.study.storage import database, leases, records
 
     if storage is not None:
-        records.open_storage(storage, create=False)  # else its error would be one about the studies beside it
+        database.open_storage(storage, create=False)  # else its error would be one about the studies beside it
     opened = open_study(study or only_running(STUDIES), storage)
     name, folder, live = opened.name, opened.folder, not (once or as_json)
     pid = run_under_way(folder)
@@ -124,7 +124,7 @@ def status(
         pid = None
     try:
         report = opened.report
-    except records.StoreError:
+    except database.StoreError:
         if pid is None:
             raise
         data = {"name": name, "n_trials": 0, "outcomes": {}, "running": 0, "process": pid}

@@ -38,7 +38,7 @@ def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
     from autotune import session
     from autotune.report.progress import ProgressView
     from autotune.study import parallel
-    from autotune.study.storage import leases, records
+    from autotune.study.storage import database, leases
 
     found_study = session.open_study(study, settings["storage"])
     folder, url, storage = found_study.folder, found_study.url, found_study.storage
@@ -47,9 +47,9 @@ def worker(study: StudyName, settings: Mapping[str, Any]) -> int:
             f"worker: {storage.shown} is a file, which one run at a time writes to. Several machines need"
             " a database server: start the study with `autotune run ... --storage postgresql://USER@HOST/DATABASE`"
         )
-    storage.patience_s = records.PATIENCE_S
+    storage.patience_s = database.PATIENCE_S
     ledger = leases.StudyLeases(storage, study)
-    with ProgressView() as view, records.failing_in_words(url):
+    with ProgressView() as view, database.failing_in_words(url):
         try:
             kept, stated = _joined(folder, storage, ledger, view)
             asked = {**stated, **settings, "storage": url}

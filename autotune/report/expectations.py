@@ -20,7 +20,7 @@ from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import Scalar
 from autotune.space.legality import why_illegal
 from autotune.study.storage import analysed, records
-from autotune.study.storage.records import StoreError
+from autotune.study.storage.database import StoreError
 from autotune.system.units import format_bytes
 from autotune.trial.profile import Floats
 from autotune.trial.result import Outcome

@@ -23,7 +23,7 @@ from autotune.space import own_tuner
 from autotune.space.candidate import Candidate, every_nth
 from autotune.space.data import TRAINER_ARGUMENTS
 from autotune.space.deepspeed import SIDE_EFFECT_KEYS, DsConfig, at_path, without_auto
-from autotune.study.storage.records import StoreError
+from autotune.study.storage.database import StoreError
 from autotune.system import files, redaction
 from autotune.trial.command import (
     DS_CONFIG,

@@ -21,11 +21,11 @@ from autotune.space.candidate import Candidate
 from autotune.space.deepspeed import RATE_KEYS, DsConfig
 from autotune.study.folder import retuning_path, trial_path
 from autotune.study.lock import run_under_way
-from autotune.study.storage import analysed, records
-from autotune.study.storage.database import Storage
+from autotune.study.storage import analysed, database, records
+from autotune.study.storage.database import Storage, StoreError
 from autotune.study.storage.generations import generation_of
 from autotune.study.storage.history import History
-from autotune.study.storage.records import StoreError, StudyRecord
+from autotune.study.storage.records import StudyRecord
 from autotune.trial import workload
 from autotune.trial.folder import TrialDir, result_in
 from autotune.trial.result import Outcome, TrialResult
@@ -45,7 +45,7 @@ def load(name: str, storage_url: str, folder: Path) -> StudyReport:
     Raises:
         StoreError: There is no such database or study, or autotune did not make it.
     """
-    return from_storage(records.open_storage(storage_url, create=False), name, folder)
+    return from_storage(database.open_storage(storage_url, create=False), name, folder)
 
 
 def from_storage(storage: Storage, name: str, folder: Path, *, today: bool = True) -> StudyReport:

@@ -20,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from autotune.errors import UserError
 from autotune.study.lock import run_under_way
 from autotune.study.spec.spec import check_name
-from autotune.study.storage import project, records
+from autotune.study.storage import database, project, records
 from autotune.study.storage.history import History, Row
 from autotune.study.storage.leases import Leases
 from autotune.study.storage.urls import VARIABLE
@@ -235,8 +235,8 @@ class Daemon:
 
     def __init__(self, url: str, studies: Path, say: Callable[[str], None], command: Sequence[str] = RETUNE) -> None:
         self.url, self.studies, self.say, self.command = url, studies, say, command
-        with records.failing_in_words(url):
-            self.storage = records.open_storage(url, create=False)
+        with database.failing_in_words(url):
+            self.storage = database.open_storage(url, create=False)
             self.history = History(self.storage.engine)
         self.lease = f"{LEASE} {project.key_of(studies)}"
         self.leases = Leases(self.history.engine, "", stale_looks=STALE_LOOKS)
@@ -262,7 +262,7 @@ class Daemon:
                         child.terminate()
                 for child in self._children.values():
                     child.wait()
-                with contextlib.suppress(SQLAlchemyError, records.StoreError):
+                with contextlib.suppress(SQLAlchemyError, database.StoreError):
                     self.leases.give_back(self.lease)
 
     def look(self) -> None:
@@ -278,7 +278,7 @@ class Daemon:
             if leads:
                 self._start_due()
             self._away = False
-        except (SQLAlchemyError, StorageInternalError, records.StoreError) as error:
+        except (SQLAlchemyError, StorageInternalError, database.StoreError) as error:
             self.leads = None
             if not self._away:  # an outage may last for hours
                 self.say(f"the database cannot be used, so nothing is started: {str(error).splitlines()[0]}")
@@ -309,7 +309,7 @@ class Daemon:
 
     def _is_own(self, schedule: Schedule) -> bool:
         """Whether a schedule is this project's; that of a study which is gone is, so that its run says so."""
-        with contextlib.suppress(records.StoreError):
+        with contextlib.suppress(database.StoreError):
             return project.is_own(records.load_study(self.storage, schedule.study), self.studies)
         return True
 

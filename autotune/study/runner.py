@@ -29,7 +29,7 @@ from autotune.study.proposals import Proposer
 from autotune.study.restore import last_replacement, restore
 from autotune.study.setup.plan import Plan
 from autotune.study.state import StudyState, forget_runs, lacks_trials
-from autotune.study.storage import records
+from autotune.study.storage import database, records
 from autotune.study.storage.generations import generation_name, generation_of
 from autotune.study.storage.leases import StudyLeases, TurnLost
 from autotune.study.storage.optuna_tables import GONE
@@ -108,9 +108,9 @@ class Runner:
         leads: bool = True,
     ) -> None:
         if isinstance(storage, str):
-            storage = StudyLeases(records.open_storage(storage), plan.spec.name)
+            storage = StudyLeases(database.open_storage(storage), plan.spec.name)
         self.leases, self.storage = storage, storage.storage
-        self.storage.patience_s, self.storage.on_wait = records.PATIENCE_S, events.say
+        self.storage.patience_s, self.storage.on_wait = database.PATIENCE_S, events.say
         self._events, self._leads = events, leads
         self._slots = list(slots) or [executor]
         self._cut = False  # whether the end of the time budget cut a trial or a check

@@ -25,7 +25,7 @@ from autotune.study.spec import yaml_file
 from autotune.study.spec.readers import read_share
 from autotune.study.spec.spec import StudySpec, stated_command
 from autotune.study.spec.yaml_file import parse_yaml, read_yaml, written
-from autotune.study.storage import records
+from autotune.study.storage import database
 from autotune.system.units import parse_bandwidth, parse_bytes, parse_latency, parse_seconds
 from autotune.trial import target
 from autotune.trial.target import inspect_target
@@ -377,7 +377,7 @@ URLS = [
 def test_a_storage_url_opens_or_is_refused_without_its_password(tmp_path, monkeypatch, url):
     monkeypatch.chdir(tmp_path)
     for create in (True, False):
-        text = said(lambda create=create: records.open_storage(url.format(tmp_path), create=create))
+        text = said(lambda create=create: database.open_storage(url.format(tmp_path), create=create))
         assert "hunter2" not in text and ":pw@" not in text
 
 
@@ -385,8 +385,8 @@ def test_a_storage_url_opens_or_is_refused_without_its_password(tmp_path, monkey
 @given(rest=texts.filter(lambda text: "/" not in text))
 @pytest.mark.filterwarnings("ignore")
 def test_the_rest_of_a_storage_url_may_be_anything(folder, rest):
-    said(lambda: records.open_storage(f"sqlite:///{folder}/any-{rest}", create=False))
-    said(lambda: records.open_storage(f"nothing{rest}://{rest}", create=False))
+    said(lambda: database.open_storage(f"sqlite:///{folder}/any-{rest}", create=False))
+    said(lambda: database.open_storage(f"nothing{rest}://{rest}", create=False))
 
 
 # Files that are none.

@@ -21,6 +21,7 @@ from autotune.executors.local import LocalExecutor
 from autotune.space.candidate import Candidate
 from autotune.study.setup import request
 from autotune.study.storage import records
+from autotune.study.storage.database import open_storage
 from autotune.trial.folder import TrialDir, read_record, write_record
 from autotune.trial.request import TrialRequest
 from autotune.trial.result import Exit, Outcome, RankReport, TrialResult
@@ -340,7 +341,7 @@ def test_values_that_hugging_face_fills_in_are_no_mistake(tmp_path):
 
 
 def trials_of(folder: Path) -> list[int]:
-    study = records.load_study(records.open_storage(records.default_url(folder)), "s")
+    study = records.load_study(open_storage(records.default_url(folder)), "s")
     return [trial.number for trial in records.told_trials(study)]
 
 

@@ -36,6 +36,7 @@ from autotune.study.setup.request import StudyRequest
 from autotune.study.spec import yaml_file
 from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import records
+from autotune.study.storage.database import open_storage
 from autotune.study.storage.history import History
 from autotune.study.storage.tables import MIGRATIONS
 from autotune.trial.command import Invocation
@@ -57,7 +58,7 @@ def studies(finished, tmp_path, monkeypatch):
 
 
 def known(studies):
-    return History(records.open_storage(records.default_url(studies)).engine)
+    return History(open_storage(records.default_url(studies)).engine)
 
 
 # Schedules.
@@ -91,7 +92,7 @@ def test_schedules_in_the_database_that_a_study_states_are_run_without_naming_it
     assert "`autotune schedule run` keeps it" in capsys.readouterr().err
     schedule_run()
     assert [row["study"] for row in served] == ["s"]
-    records.open_storage(records.default_url(studies))  # of other studies
+    open_storage(records.default_url(studies))  # of other studies
     schedule_add("s", "8d")
     assert "`autotune schedule run --storage URL` keeps it" in capsys.readouterr().err
     monkeypatch.setenv("AUTOTUNE_STORAGE", url)
@@ -148,7 +149,7 @@ def test_a_study_that_cannot_be_read_stays_due(studies):
 def test_what_is_due_on_a_change_waits_for_one_and_is_due_again_a_period_later(studies, capsys, monkeypatch):
     schedule_add("s", "7d", on="environment-change")
     known(studies).update_schedule(1, next_run_at=0.0)
-    kept = records.record(records.load_study(records.open_storage(records.default_url(studies)), "s"))
+    kept = records.record(records.load_study(open_storage(records.default_url(studies)), "s"))
     monkeypatch.setattr(fingerprint, "here", lambda *_: fingerprint.Fingerprint.of(kept))
     assert retune("s", if_due=True) == 0
     assert "nothing has changed since" in capsys.readouterr().err
@@ -170,7 +171,7 @@ def test_the_decision_can_be_read_where_the_users_command_has_failed(studies, ca
 
 def test_status_asks_no_more_about_a_change_that_a_retuning_has_looked_at(studies, capsys, monkeypatch):
     """It asked whether the answer is still right, after `retune` had said that it is."""
-    kept = records.record(records.load_study(records.open_storage(records.default_url(studies)), "s"))
+    kept = records.record(records.load_study(open_storage(records.default_url(studies)), "s"))
     now = fingerprint.Fingerprint(values={**fingerprint.Fingerprint.of(kept).values, "target": "edited"})
     monkeypatch.setattr(fingerprint, "here", lambda *_: now)
     status("s", once=True)
@@ -410,7 +411,7 @@ def test_a_deletion_that_is_stopped_is_ended_by_the_same_command(studies, monkey
             delete("s", yes=True)
     assert records.kept_in(studies / "s") is None
     delete("s", yes=True)
-    assert records.study_names(records.open_storage(records.default_url(studies))) == []
+    assert records.study_names(open_storage(records.default_url(studies))) == []
 
 
 def test_a_study_whose_scaling_is_measured_now_is_not_deleted(studies):
@@ -444,7 +445,7 @@ def test_rows_of_a_study_that_another_program_deleted_go_with_the_next_look(stud
 
 def test_migrations_are_applied_once_by_however_many_at_once(tmp_path):
     url = records.default_url(tmp_path / "new")
-    engines = [records.open_storage(url).engine for _ in range(4)]
+    engines = [open_storage(url).engine for _ in range(4)]
     threads = [threading.Thread(target=History, args=(engine,)) for engine in engines]
     for each in threads:
         each.start()

@@ -21,7 +21,7 @@ from autotune.report import load
 from autotune.report.progress import ProgressView
 from autotune.study import events
 from autotune.study.lock import run_under_way, study_lock
-from autotune.study.storage import records
+from autotune.study.storage import database, records
 from autotune.study.storage.history import History
 from autotune.trial.result import Outcome
 
@@ -194,7 +194,7 @@ def test_status_says_it_once_where_that_is_asked_for_or_nothing_runs(tmp_path, m
         monkeypatch.setattr(load, "run_under_way", lambda _folder: 1)
         status.status("s", once=True)
         assert "next: Wait: another process runs the study now" in capsys.readouterr().out
-        History(records.open_storage(records.default_url(tmp_path / "studies")).engine).begin("s", "asked")
+        History(database.open_storage(records.default_url(tmp_path / "studies")).engine).begin("s", "asked")
         status.status("s", once=True)
         said = capsys.readouterr().out
         assert "re-tunes it now" in said and "next: A re-tuning runs now" in said and "so far" not in said
@@ -337,7 +337,7 @@ def test_a_width_of_zero_is_one_that_is_not_known(tmp_path, monkeypatch):
 def test_a_command_opens_the_database_of_its_study_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ran(tmp_path / "studies", events.SILENT, finalists=0)
-    opened, original = [], records.open_storage
-    monkeypatch.setattr(records, "open_storage", lambda *args, **kw: opened.append(args) or original(*args, **kw))
+    opened, original = [], database.open_storage
+    monkeypatch.setattr(database, "open_storage", lambda *args, **kw: opened.append(args) or original(*args, **kw))
     status.status("s", once=True, as_json=True)
     assert len(opened) == 1

@@ -15,7 +15,7 @@ from autotune.study.lock import study_lock
 from autotune.study.setup import engine, plan
 from autotune.study.setup.request import StudyRequest
 from autotune.study.spec.spec import StudySpec
-from autotune.study.storage import records
+from autotune.study.storage import database, records
 from autotune.study.storage.leases import StudyLeases
 from autotune.system import files
 
@@ -43,7 +43,7 @@ def test_a_worker_takes_the_options_of_a_run_of_the_studys_own_file(tmp_path, mo
 
 def test_a_worker_that_is_started_with_its_run_waits_for_it(tmp_path, monkeypatch):
     """It ended with `no study`: a run leads only once it has imported torch."""
-    storage = records.open_storage(records.default_url(tmp_path))
+    storage = database.open_storage(records.default_url(tmp_path))
     ledger = StudyLeases(storage, "s")
     monkeypatch.setattr(worker.time, "sleep", lambda _: (_ for _ in ()).throw(InterruptedError))
     said = SimpleNamespace(doing=lambda _: None, tick=lambda: None)

@@ -24,7 +24,7 @@ from autotune.executors.driver_job import SUBMISSION, DriverJob
 from autotune.executors.node_agent import Spool
 from autotune.executors.slurm import Slurm, Steps
 from autotune.study.lock import study_lock
-from autotune.study.storage import records
+from autotune.study.storage import database, records
 from autotune.system import processes
 
 # In place of the interpreter: notes where it runs, ends with status 75 the first time and with 0 the second.
@@ -59,8 +59,8 @@ def test_what_is_to_be_forgotten_is_forgotten_once_for_a_submission(job, tmp_pat
         runner = instant.runner_of(tmp_path, instant.Instant(), trials=1, finalists=0)
         runner.run()
         monkeypatch.setenv(SUBMISSION, submission)
-        session._forget("s", records.open_storage(url), tmp_path / "s", instant.Instant())
-        left.append("s" in records.study_names(records.open_storage(url)))
+        session._forget("s", database.open_storage(url), tmp_path / "s", instant.Instant())
+        left.append("s" in records.study_names(database.open_storage(url)))
     assert left == [False, True, False, False]
 
 

@@ -17,6 +17,7 @@ from autotune.cli.app import app
 from autotune.errors import UserError
 from autotune.report.dashboard.server import Application
 from autotune.study.storage import records
+from autotune.study.storage.database import open_storage
 from autotune.study.storage.history import History
 from autotune.system import files
 
@@ -72,7 +73,7 @@ def test_a_trial_that_cannot_be_read_is_left_out_and_named(database, text):
 
 @pytest.mark.parametrize("value", ["-1", '{"reason": 1', "[]"])
 def test_a_decision_that_is_no_object_is_left_out_and_named(database, value):
-    history = History(records.open_storage(records.default_url(database.parent)).engine)
+    history = History(open_storage(records.default_url(database.parent)).engine)
     for verdict in ("unchanged", "improved"):
         history.decide("s", history.begin("s", "due"), verdict=verdict, ended_at=1.0)
     change(database, "update autotune_decision set evidence = ? where verdict = 'improved'", value)
@@ -153,7 +154,7 @@ def whole(tmp_path_factory):
     """The folder above a finished study's, with schedule, decision and recommendation."""
     root = tmp_path_factory.mktemp("whole")
     answered(root / "studies", trials=4, finalists=0)
-    history = History(records.open_storage(records.default_url(root / "studies")).engine)
+    history = History(open_storage(records.default_url(root / "studies")).engine)
     history.add_schedule(study="s", every_s=86400.0, cron=None, on_change=False, next_run_at=0.0)
     history.decide("s", history.begin("s", "due"), verdict="unchanged", ended_at=1.0)
     history.engine.dispose()

@@ -17,7 +17,7 @@ from autotune.report.expectations import Expectations
 from autotune.report.explain import Evidence
 from autotune.space.candidate import Candidate
 from autotune.study.spec.yaml_file import read_setting
-from autotune.study.storage import records
+from autotune.study.storage import database, records
 from autotune.trial.result import Outcome
 
 SPACE = [
@@ -65,7 +65,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def evidence(folder):
     url = records.default_url(folder / "studies")
-    study = records.load_study(records.open_storage(url), "s")
+    study = records.load_study(database.open_storage(url), "s")
     return Evidence(study, load.load("s", url, folder / "studies" / "s"))
 
 

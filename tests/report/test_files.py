@@ -23,7 +23,7 @@ from autotune.report import figures, files, load, pictures, series
 from autotune.report.page import render
 from autotune.session import Tuned
 from autotune.study.setup import request
-from autotune.study.storage import records
+from autotune.study.storage import database, records
 from autotune.study.storage.history import History
 from autotune.trial.workload import LIGHTNING, Probed
 
@@ -91,7 +91,7 @@ def test_an_answer_that_does_not_stand_any_more_leaves_no_configuration_and_the_
     monkeypatch.chdir(tmp_path)
     assert (folder / "ds_config.json").exists()
     nothing = {"picks": {}, "baseline": None}
-    storage = records.open_storage(records.default_url(folder.parent))
+    storage = database.open_storage(records.default_url(folder.parent))
     found = replace(load.from_storage(storage, "s", folder), recommended=nothing)
     for _ in range(2):
         list(files.write_answer(found, folder))

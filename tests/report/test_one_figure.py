@@ -21,7 +21,7 @@ from autotune.report.page.render import studies
 from autotune.report.readme import store_notes
 from autotune.report.results import StudyResult
 from autotune.report.tables import compared, overview
-from autotune.study.storage import records
+from autotune.study.storage import database, records
 from autotune.study.storage.history import History
 from autotune.study.storage.optuna_tables import note_of
 
@@ -97,7 +97,7 @@ def test_pages_and_notes_print_that_number(study):
 def test_plain_optuna_dashboard_and_the_first_page_say_the_same_sentence(study):
     found, folder = study
     url = records.default_url(folder.parent)
-    opened = records.load_study(records.open_storage(url), "s")
+    opened = records.load_study(database.open_storage(url), "s")
     store_notes(opened, found)
     plain = note_of(records.storage_of(opened).get_study_system_attrs(records.study_id(opened))).text
     first = studies([{"name": "s", "optuna": "", "report": "", "headline": headline(found), "lead": lead(found)}])
@@ -145,7 +145,7 @@ def test_speedup_interval_and_baseline_are_the_same_in_all_six_places(study):
 
 def kept(found, studies):
     """The study's recommendation as the history holds it, after two runs that found the same."""
-    history = History(records.open_storage(records.default_url(studies)).engine)
+    history = History(database.open_storage(records.default_url(studies)).engine)
     for words in ("", *[readme.recommended_words(found)] * 2):
         history.recommended("s", 0, found.picks.get("recommended"), words)
     [row] = history.recommendations("s")

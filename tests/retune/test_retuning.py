@@ -44,6 +44,7 @@ from autotune.study import fingerprint, warm_start
 from autotune.study.events import Kind
 from autotune.study.fingerprint import Change, Fingerprint
 from autotune.study.storage import analysed, records
+from autotune.study.storage.database import open_storage
 from autotune.study.storage.history import GoneError, History
 from autotune.study.storage.tables import DECISION, RECOMMENDATION
 from autotune.trial.folder import TrialDir, write_record
@@ -97,7 +98,7 @@ def config(folder):
 
 
 def history(folder):
-    return History(records.open_storage(records.default_url(folder)).engine)
+    return History(open_storage(records.default_url(folder)).engine)
 
 
 def slow_bf16(candidate):
@@ -108,7 +109,7 @@ def slow_bf16(candidate):
 
 
 def rows(folder):
-    engine = records.open_storage(records.default_url(folder)).engine
+    engine = open_storage(records.default_url(folder)).engine
     with engine.connect() as connection:
         tables = (RECOMMENDATION, DECISION)
         return {
@@ -575,13 +576,13 @@ def test_a_study_that_is_deleted_meanwhile_leaves_no_row_and_ends_with_a_sentenc
     class Deleting(Instant):
         def submit(self, folder):
             if len(self.ran) == 9:
-                records.delete_study(records.open_storage(records.default_url(tmp_path)), "s")
+                records.delete_study(open_storage(records.default_url(tmp_path)), "s")
             return super().submit(folder)
 
     with pytest.raises(GoneError, match="was deleted meanwhile"):
         retune(tmp_path, Deleting(slow_bf16))
     assert set(rows(tmp_path).values()) == {0}
-    assert records.study_names(records.open_storage(records.default_url(tmp_path))) == []
+    assert records.study_names(open_storage(records.default_url(tmp_path))) == []
 
 
 # What counts as moved.
@@ -713,7 +714,7 @@ def beside(finished, tmp_path_factory):
     ("structure", "ranks", "doubt"), [("abc", 1, 0.5), ("abc", 2, 0.8), ("d", 1, 0.8), ("d", 2, None)]
 )
 def test_a_model_with_the_same_blocks_teaches_only_on_as_many_ranks(beside, structure, ranks, doubt):
-    storage = records.open_storage(records.default_url(beside))
+    storage = open_storage(records.default_url(beside))
     new = plan_of(spec_of(**STUDY | {"name": "new"}))
     new = replace(new, world_size=ranks, workload=replace(WORKLOAD, structure=structure))
     known = warm_start.related(storage, new, beside)
@@ -726,7 +727,7 @@ def test_of_two_studies_of_the_same_model_the_one_on_as_many_ranks_teaches(tmp_p
     changes = {**STUDY, "sampler": "physics", "stop_below": 0.0, "trials": 5}
     for name, ranks in (("a", 1), ("later", 2)):
         recorded(tmp_path, Instant(), planned=planned | {"world_size": ranks}, **changes | {"name": name}).run()
-    storage = records.open_storage(records.default_url(tmp_path))
+    storage = open_storage(records.default_url(tmp_path))
     new = replace(plan_of(spec_of(**STUDY | {"name": "new"})), **planned)
     known = warm_start.related(storage, new, tmp_path)
     assert known.name == "a"
@@ -738,7 +739,7 @@ def test_a_study_whose_space_cannot_be_read_teaches_nothing_and_stops_no_other(b
     def refuse(*_):
         raise SpaceError("study a: zero_stage: 7 is not one of 0, 1, 2, 3")
 
-    storage = records.open_storage(records.default_url(beside))
+    storage = open_storage(records.default_url(beside))
     assert warm_start.from_study(storage, "a", beside / "a", "the same model on this machine") is not None
     monkeypatch.setattr(analysed, "search_of", refuse)
     assert warm_start.from_study(storage, "a", beside / "a", "the same model on this machine") is None
@@ -746,7 +747,7 @@ def test_a_study_whose_space_cannot_be_read_teaches_nothing_and_stops_no_other(b
 
 def test_a_deleted_study_leaves_no_rows(tmp_path):
     assert all(count for name, count in rows(tmp_path).items() if name != "autotune_decision")
-    records.delete_study(records.open_storage(records.default_url(tmp_path)), "s")
+    records.delete_study(open_storage(records.default_url(tmp_path)), "s")
     assert set(rows(tmp_path).values()) == {0}
 
 
@@ -774,7 +775,7 @@ def test_a_study_that_was_begun_anew_is_not_had_back_with_an_earlier_answer(repl
     """--fresh left the re-tunings of before in the folder: after the database was lost, one of them was the answer again."""
     studies = shutil.copytree(replaced.studies, tmp_path_factory.mktemp("anew") / "studies")
     url, few = records.default_url(studies), STUDY | {"trials": 2, "finalists": 0}
-    session._forget("s", records.open_storage(url), studies / "s", Instant())
+    session._forget("s", open_storage(url), studies / "s", Instant())
     runner_of(studies, Instant(slow_bf16), **few).run()
     answers = [load.load("s", url, studies / "s")]
     for path in studies.glob("autotune.db*"):

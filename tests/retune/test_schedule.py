@@ -34,6 +34,7 @@ from autotune.retune import schedule, schedule_export
 from autotune.retune.schedule import Daemon, Schedule, ScheduleError
 from autotune.study.lock import run_under_way, study_lock
 from autotune.study.storage import records
+from autotune.study.storage.database import open_storage
 from autotune.study.storage.history import History
 from autotune.study.storage.leases import Leases, Owner
 from autotune.study.storage.tables import SCHEDULE
@@ -60,7 +61,7 @@ RUN = """
     studies = Path("studies")
     try:
         with study_lock(studies / sys.argv[1]):
-            history = History(records.open_storage(os.environ["AUTOTUNE_STORAGE"], create=False).engine)
+            history = History(open_storage(os.environ["AUTOTUNE_STORAGE"], create=False).engine)
             found = schedule.due(history, sys.argv[1])
             left = history.interrupted(sys.argv[1])
             if found or left:
@@ -79,8 +80,8 @@ RUN = """
 @pytest.fixture
 def history(tmp_path):
     url = records.default_url(tmp_path / "studies")
-    records.create_study(records.open_storage(url), "s", ["minimize"], ["m"])
-    return History(records.open_storage(url).engine)
+    records.create_study(open_storage(url), "s", ["minimize"], ["m"])
+    return History(open_storage(url).engine)
 
 
 def add(history, **values):

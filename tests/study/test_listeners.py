@@ -13,14 +13,14 @@ from autotune.executors.base import MachinesGone
 from autotune.space.candidate import Candidate
 from autotune.study.events import ENDED_BY_CALLBACK, Broadcast, Event, Journal, Kind
 from autotune.study.listeners import CallbackSink, LogSink
-from autotune.study.storage import records
+from autotune.study.storage import database, records
 from autotune.study.tell import why_stopped
 from autotune.trial.result import Outcome
 
 
 def run(folder, *callbacks, **changes):
     """Runs a study of four trials, of which those in bf16 run out of memory."""
-    records.open_storage(records.default_url(folder))
+    database.open_storage(records.default_url(folder))
     behaviour = lambda c: failed(Outcome.OOM, "15.6 of 16 GiB") if c.precision == "bf16" else report(c)  # noqa: E731
     watcher = LogSink()
     runner = runner_of(folder, Instant(behaviour), watcher=watcher, trials=4, **changes)
@@ -46,7 +46,7 @@ def test_an_error_of_a_callback_ends_the_run_and_the_trial_stays_told(tmp_path):
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, broken)
     url = records.default_url(tmp_path)
-    (told,) = records.load_study(records.open_storage(url), "s").trials
+    (told,) = records.load_study(database.open_storage(url), "s").trials
     assert told.state.is_finished()
     ((_, listed),) = presets._studies(url)  # what was found is there, so it is said where
     assert listed == "no answer yet; `autotune status s` says what was found so far"

@@ -12,7 +12,7 @@ from autotune.scoring import recommend, step_times
 from autotune.scoring.estimates import estimate
 from autotune.study import placement
 from autotune.study.folder import trial_path
-from autotune.study.storage import records
+from autotune.study.storage import database, records
 from autotune.study.storage.leases import StudyLeases
 from autotune.trial.folder import result_in, write_record
 from autotune.trial.request import TrialToBeat
@@ -104,7 +104,7 @@ def test_a_round_in_which_the_baseline_ran_elsewhere_says_nothing(tmp_path):
 
 
 def test_two_threads_never_measure_the_baseline_of_one_place_at_once(tmp_path):
-    turns = placement.Turns(StudyLeases(records.open_storage(records.default_url(tmp_path)), "s"))
+    turns = placement.Turns(StudyLeases(database.open_storage(records.default_url(tmp_path)), "s"))
     inside, most, waiting = [], [], threading.Event()
 
     def measure() -> None:

@@ -24,6 +24,7 @@ from autotune.study.events import SILENT, UNFINISHED, JournalReader
 from autotune.study.folder import trial_path
 from autotune.study.setup.request import StudyRequest
 from autotune.study.storage import analysed, optuna_tables, records
+from autotune.study.storage.database import StoreError, open_storage
 from autotune.study.storage.generations import generation_name
 from autotune.study.storage.leases import StudyLeases
 from autotune.system.owner import Owner
@@ -91,7 +92,7 @@ def test_an_interrupted_round_is_measured_anew(tmp_path):
     executor.stop_at = 5  # after four trials and the first of two re-measurements
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, executor, trials=4, finalists=1, repeats=1)
-    storage = records.open_storage(records.default_url(tmp_path))
+    storage = open_storage(records.default_url(tmp_path))
     # For whoever reads the study meanwhile: it was advised to try more configurations.
     assert records.load_study(storage, "s").user_attrs[records.ENDED_ATTR] == UNFINISHED
     runner, executor, _ = run(tmp_path, trials=4, finalists=1, repeats=1)
@@ -282,15 +283,15 @@ def test_a_study_that_cannot_be_read_is_not_taken_for_one_that_is_not_there(tmp_
     run(tmp_path, trials=2, finalists=0)
 
     def garbled(*_):
-        raise records.StoreError("a value of the study cannot be read; restore a copy")
+        raise StoreError("a value of the study cannot be read; restore a copy")
 
     monkeypatch.setattr(records, "load_study", garbled)
-    with pytest.raises(records.StoreError, match="restore a copy"):
+    with pytest.raises(StoreError, match="restore a copy"):
         runner_of(tmp_path, Instant(), trials=2, finalists=0).open()
 
 
 def test_a_study_that_somebody_else_made_is_refused(tmp_path):
-    study = records.create_study(records.open_storage(records.default_url(tmp_path)), "s", ["minimize"], ["m"])
+    study = records.create_study(open_storage(records.default_url(tmp_path)), "s", ["minimize"], ["m"])
     study.tell(study.ask(), 1.0)
     with pytest.raises(UserError, match="was not made by autotune"):
         run(tmp_path)
@@ -579,7 +580,7 @@ def test_a_study_that_is_deleted_while_it_runs_ends_in_a_sentence_and_its_folder
 
     def deletes(candidate):
         if len(executor.ran) == n:
-            records.delete_study(records.open_storage(records.default_url(tmp_path)), "s")
+            records.delete_study(open_storage(records.default_url(tmp_path)), "s")
         return report(candidate)
 
     executor.behaviour = deletes

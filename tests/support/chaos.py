@@ -43,6 +43,7 @@ from optuna.trial import TrialState
 from autotune.space.candidate import CANDIDATE_ATTR
 from autotune.study.folder import trial_path
 from autotune.study.storage import leases, records
+from autotune.study.storage.database import open_storage
 from autotune.study.storage.history import History
 from autotune.system.toolkit import extensions_dir
 from autotune.trial.folder import result_in
@@ -263,7 +264,7 @@ class Play:
         """Begins a re-tuning by a daemon, strikes the daemon (and now and then the re-tuning too), and has another daemon end it."""
         if "recommended" not in json.loads((self.study / "recommended.json").read_text())["picks"]:
             return "no answer was there to be re-tuned"
-        history = History(records.open_storage(self.url, create=False).engine)
+        history = History(open_storage(self.url, create=False).engine)
         if not history.schedules(self.name):
             history.add_schedule(study=self.name, every_s=7 * 86400.0, cron=None, on_change=False, next_run_at=0.0)
         else:
@@ -354,7 +355,7 @@ class Play:
     def check(self) -> dict[str, int]:
         """Everything that must hold of a study that has ended; what was run again."""
         self.gone()
-        storage = records.open_storage(self.url, create=False)
+        storage = open_storage(self.url, create=False)
         study = records.load_study(storage, self.name)
         trials, told = study.get_trials(deepcopy=False), records.told_trials(study)
         keys = [t.user_attrs[CANDIDATE_ATTR] for t in told]

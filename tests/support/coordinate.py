@@ -15,6 +15,7 @@ from autotune.study.parallel import ClaimedTrial
 from autotune.study.proposals import Proposer
 from autotune.study.runner import Runner
 from autotune.study.storage import records
+from autotune.study.storage.database import failing_in_words, open_storage
 from autotune.study.storage.leases import StudyLeases
 from autotune.study.tell import Teller
 from support.instant import Instant, plan_of, report, spec_of
@@ -85,7 +86,7 @@ def coordinate(
 
     What asking and telling took goes to `times-PID.jsonl` in the folder.
     """
-    storage = records.open_storage(url)
+    storage = open_storage(url)
     ledger = StudyLeases(storage, "s")
 
     def behaviour(candidate: Any) -> Any:
@@ -96,7 +97,7 @@ def coordinate(
     spec = spec_of(trials=trials, finalists=finalists, repeats=1, sampler=sampler, space=[SPACE], **plain)
     with (
         open(folder / f"times-{os.getpid()}.jsonl", "w") as times,
-        records.failing_in_words(url),
+        failing_in_words(url),
         _timed_turns(ledger),
         _timed(),
     ):

@@ -7,7 +7,7 @@ from wsgiref.util import setup_testing_defaults
 
 from autotune.report.dashboard.server import Server
 from autotune.report.dashboard.storage import DashboardStorage
-from autotune.study.storage import records
+from autotune.study.storage import database, records
 
 TOKEN = "correct-horse"
 EVIL = "<img src=x onerror=alert(1)>"
@@ -16,7 +16,7 @@ EVIL = "<img src=x onerror=alert(1)>"
 def overlay_of(folder) -> DashboardStorage:
     url = records.default_url(folder)
     return DashboardStorage(
-        records.open_storage(url, create=False), partial(records.study_folder, studies=folder, url=url)
+        database.open_storage(url, create=False), partial(records.study_folder, studies=folder, url=url)
     )
 
 

@@ -27,6 +27,7 @@ from autotune.study.runner import Runner
 from autotune.study.setup.plan import Plan
 from autotune.study.spec.spec import StudySpec
 from autotune.study.storage import records
+from autotune.study.storage.database import open_storage
 from autotune.study.storage.history import History
 from autotune.study.storage.leases import StudyLeases
 from autotune.system import files
@@ -268,7 +269,7 @@ def recorded(
     """A runner as `session.tune` makes it."""
     plan = replace(plan_of(spec_of(**changes)), **(planned or {}))
     name = plan.spec.name
-    held = StudyLeases(records.open_storage(records.default_url(folder)), name)
+    held = StudyLeases(open_storage(records.default_url(folder)), name)
     return session.opened_runner(plan, executor, folder / name, held, watcher or Watcher(), learn=learn)
 
 

@@ -25,7 +25,7 @@ from autotune.executors.slurm import Slurm
 from autotune.executors.ssh import Hosts
 from autotune.study.events import Event, Kind
 from autotune.study.runner import Runner
-from autotune.study.storage import records
+from autotune.study.storage.database import failing_in_words, open_storage
 from autotune.study.storage.leases import StudyLeases
 from autotune.system.signals import terminable
 from support.instant import Watcher, plan_of, spec_of
@@ -68,7 +68,7 @@ def run(folder: Path, given: dict[str, Any]) -> None:
     )  # fmt: skip
     plan = replace(plan_of(spec), world_size=given["nodes"])
     plan = replace(plan, spec=spec.model_copy(update={"nodes": given["nodes"], "ranks": given["nodes"]}))
-    held = StudyLeases(records.open_storage(given["url"]), spec.name)
+    held = StudyLeases(open_storage(given["url"]), spec.name)
     held.storage.patience_s = PATIENCE_S
     settings, said = settings_for([], {}, 60.0), Said()
     agents = folder / "s" / "trials" / "agents"
@@ -87,7 +87,7 @@ def main() -> int:
     folder = Path(sys.argv[1])
     given = json.loads((folder / "driver.json").read_text())
     try:
-        with records.failing_in_words(given["url"]), terminable():
+        with failing_in_words(given["url"]), terminable():
             run(folder, given)
     except UserError as error:
         print(f"autotune: {error}", flush=True)

@@ -36,6 +36,7 @@ from common import RESULTS, write
 from autotune.space.candidate import CANDIDATE_ATTR
 from autotune.study.folder import trial_path
 from autotune.study.storage import leases, records
+from autotune.study.storage.database import open_storage
 from autotune.trial.folder import result_in
 from autotune.trial.result import Outcome
 from support import clusters, postgres
@@ -369,7 +370,7 @@ class Play:
         return log.read_text(errors="replace") if log.exists() else ""
 
     def _check(self) -> None:
-        storage = records.open_storage(self.url, create=False)
+        storage = open_storage(self.url, create=False)
         study = records.load_study(storage, "s")
         told = records.told_trials(study)
         keys = [each.user_attrs[CANDIDATE_ATTR] for each in told]

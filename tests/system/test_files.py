@@ -16,7 +16,7 @@ from autotune.report.files import write_answer
 from autotune.study import events
 from autotune.study.lock import study_lock
 from autotune.study.storage import records
-from autotune.study.storage.records import StoreError
+from autotune.study.storage.database import StoreError, failing_in_words, open_storage
 from autotune.system import files
 from autotune.trial import folder
 from autotune.trial.result import Outcome
@@ -223,7 +223,7 @@ def test_a_study_on_a_full_disk_ends_in_a_sentence_and_goes_on_when_there_is_roo
     url = records.default_url(place)
     with (
         pytest.raises(StoreError, match=r"what was told before is kept\. Run the same command again") as error,
-        records.failing_in_words(url),
+        failing_in_words(url),
     ):
         runner_of(place, Instant(filling), trials=6, finalists=0, watcher=events.Journal(place / "s")).run()
     assert "\n" not in str(error.value)
@@ -246,10 +246,7 @@ def test_a_trial_that_failed_on_a_full_disk_is_not_told(tmp_path, monkeypatch):
         None if len(executor.ran) == 3 else report(candidate)
     )  # a rank that could not even report
     monkeypatch.setattr(files, "_is_full", lambda _: len(executor.ran) == 3)
-    with (
-        pytest.raises(StoreError, match=r"No space left on device\. Free some space"),
-        records.failing_in_words("sqlite:///x"),
-    ):
+    with pytest.raises(StoreError, match=r"No space left on device\. Free some space"), failing_in_words("sqlite:///x"):
         runner_of(tmp_path, executor, trials=6, finalists=0).run()
     again = runner_of(tmp_path, Instant(), trials=6, finalists=0)
     again.run()
@@ -268,7 +265,7 @@ def test_a_study_on_a_full_disk_can_still_be_read(disk):
     url = records.default_url(place)
     assert len(load.load("s", url, place / "s").trials) == 2
     with pytest.raises(UserError, match=r"Check the disk, which may be full|disk is full"):
-        records.open_storage(url)
+        open_storage(url)
 
 
 @pytest.mark.process
@@ -277,10 +274,10 @@ def test_a_read_only_study_folder_is_refused_in_a_sentence(disk):
     (place / "s").mkdir()
     subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
     said = r"s/\.lock: Read-only file system\. Make it writable"
-    with pytest.raises(UserError, match=said), records.failing_in_words("sqlite:///x"), study_lock(place / "s"):
+    with pytest.raises(UserError, match=said), failing_in_words("sqlite:///x"), study_lock(place / "s"):
         pass
     with pytest.raises(UserError, match=r"sqlite:///.*autotune\.db: unable to open database file"):
-        records.open_storage(records.default_url(place))
+        open_storage(records.default_url(place))
 
 
 def test_a_private_file_is_nobody_elses_from_its_first_byte_on(tmp_path, monkeypatch):

@@ -26,6 +26,7 @@ from autotune.study.runner import Runner
 from autotune.study.setup.plan import Plan
 from autotune.study.spec.spec import SpecError, StudySpec, stated_command
 from autotune.study.storage import records
+from autotune.study.storage.database import open_storage
 from autotune.system import redaction
 from autotune.system.redaction import HIDDEN, holds_mask, is_secret, redact, without_secrets
 from autotune.trial.command import Invocation
@@ -234,7 +235,7 @@ def test_no_secret_of_a_study_reaches_a_file_the_database_or_the_terminal(secret
 
 def test_the_study_still_says_what_was_run(secretive):
     folder, spec, _ = secretive
-    kept = records.record(records.load_study(records.open_storage(records.default_url(folder / "studies")), "s"))
+    kept = records.record(records.load_study(open_storage(records.default_url(folder / "studies")), "s"))
     assert (
         kept.invocation.arguments[:2] == ("--api-key", HIDDEN) and kept.invocation.environment["OMP_NUM_THREADS"] == "1"
     )

@@ -23,7 +23,7 @@ from autotune.report.dashboard.overlay import REPORT_LINK, File, StudyOverlay, c
 from autotune.report.dashboard.storage import READ_ONLY, DashboardStorage
 from autotune.report.notebook import headline, lead
 from autotune.report.page import render
-from autotune.study.storage import records
+from autotune.study.storage import database, records
 from autotune.study.storage.database import in_words
 from autotune.system import error_log, files
 
@@ -336,7 +336,7 @@ class Server:
 def make_server(url: str, studies: Path, host: str, port: int, token: str | None) -> Server:
     """A server that is bound and does not run yet; port 0 takes a free one."""
     check_installed()
-    storage = records.open_storage(url, create=False)
+    storage = database.open_storage(url, create=False)
     folder_of = partial(records.study_folder, studies=studies, url=url)
     application = Application(DashboardStorage(storage, folder_of), host, token)
     try:

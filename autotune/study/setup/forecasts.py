@@ -178,12 +178,12 @@ def measured_in(folder: Path, target: Path, inputs: ForecastInputs) -> dict[int,
 def _estimates(folder: Path) -> dict[str, Measured]:
     """What all measurements of a study say of each trial, by its folder's name, as its report states it; empty if it is in no database."""
     from autotune.scoring.estimates import estimate
-    from autotune.study.storage import analysed, records  # which import Optuna
+    from autotune.study.storage import analysed, database, records  # which import Optuna
 
     url = stated_storage(folder / "study.yaml") or records.default_url(folder.parent)
     try:
-        with records.failing_in_words(url):
-            study = records.load_study(records.open_storage(url, create=False), folder.name)
+        with database.failing_in_words(url):
+            study = records.load_study(database.open_storage(url, create=False), folder.name)
             kept = records.record(study)
             told = analysed.measured(study, folder, kept) if kept is not None else []
     except UserError:

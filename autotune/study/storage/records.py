@@ -28,7 +28,7 @@ from autotune.space.rule import Setting
 from autotune.study.folder import RECORD_FILE, retuning_path
 from autotune.study.spec.spec import StudySpec, check_name
 from autotune.study.storage import database
-from autotune.study.storage.database import Storage
+from autotune.study.storage.database import Storage, StoreError, StoreMissing
 from autotune.study.storage.generations import generation_of
 from autotune.study.storage.history import History
 from autotune.study.storage.optuna_tables import CachedStorage, set_study_attr, storage_of, study_attr, study_id
@@ -37,9 +37,6 @@ from autotune.trial.command import Invocation
 from autotune.trial.folder import adapter, record_in
 from autotune.trial.result import Outcome
 from autotune.trial.workload import Workload
-
-PATIENCE_S, StoreError = database.PATIENCE_S, database.StoreError
-open_storage, failing_in_words = database.open_storage, database.failing_in_words
 
 # System attributes, which dashboards do not list: a study's record and a trial's measurements are long JSON texts.
 RECORD_ATTR = "autotune:record"
@@ -106,7 +103,7 @@ def load_study(storage: Storage, name: str) -> Study:
     except KeyError:
         names = study_names(storage)
         known = f"Known: {', '.join(names)}." if names else "There is none yet."
-        raise database.StoreMissing(f"no study {name!r} in {storage.shown}.{nearest(name, names)} {known}") from None
+        raise StoreMissing(f"no study {name!r} in {storage.shown}.{nearest(name, names)} {known}") from None
 
 
 def create_study(storage: Storage, name: str, directions: Sequence[Direction], metric_names: Sequence[str]) -> Study:
@@ -276,7 +273,7 @@ def measurements(storage: Storage, study: str | None = None) -> list[dict[str, A
             "study": base, "generation": generation, "environment": asdict(kept.workload.environment), "world_size": kept.world_size,
             "structure": kept.workload.structure, "n_parameters": kept.workload.n_parameters,
         }  # fmt: skip
-        with contextlib.suppress(database.StoreMissing, KeyError):  # another process deletes it now
+        with contextlib.suppress(StoreMissing, KeyError):  # another process deletes it now
             for told in told_trials(load_study(storage, name)):
                 data, ended = told_data(told), told.datetime_complete
                 own = {

@@ -22,7 +22,7 @@ from autotune.report.notebook import headline
 from autotune.study.folder import retuning_path
 from autotune.study.lock import study_lock
 from autotune.study.runner import Runner
-from autotune.study.storage import records
+from autotune.study.storage import database, records
 
 pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed: pip install -e '.[dashboard]'")
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
@@ -114,7 +114,7 @@ def test_a_study_that_is_not_ours_is_shown_as_it_is(app):
 
 
 def test_looking_writes_nothing_into_the_database(studies, study):
-    base = records.open_storage(records.default_url(studies))
+    base = database.open_storage(records.default_url(studies))
     assert study["note"]["body"] and not [
         key for key in base.get_study_system_attrs(study["id"]) if key.startswith("dashboard:")
     ]
@@ -135,7 +135,7 @@ def test_the_note_of_a_study_under_way_says_how_much_of_its_budget_is_left(tmp_p
     executor.stop_at = 4
     with pytest.raises(KeyboardInterrupt):
         runner_of(tmp_path, executor, trials=10).run()
-    study = records.load_study(records.open_storage(records.default_url(tmp_path)), "s")
+    study = records.load_study(database.open_storage(records.default_url(tmp_path)), "s")
     with study_lock(tmp_path / "s"):
         assert note().startswith("**Under way**: 4 of 10 trials.")  # the end that was expected has passed
         records.ENDS_S.store(study, time.time() + 5459)
@@ -309,7 +309,7 @@ def test_a_study_whose_answer_was_replaced_says_so_on_every_page(tmp_path):
     later = replace(plan, spec=plan.spec.model_copy(update={"name": "s.retune-1"}))
     url = records.default_url(tmp_path)
     Runner(later, Instant(), retuning_path(tmp_path / "s", 1), url, Watcher()).run()
-    records.succeed(records.load_study(records.open_storage(url), "s"), "s.retune-1")
+    records.succeed(records.load_study(database.open_storage(url), "s"), "s.retune-1")
     app = Application(overlay_of(tmp_path), "127.0.0.1", None)
     first = unescape(ask(app, "/").text)
     assert first.count("Replaced by the answer of s.retune-1.") == 1

@@ -25,6 +25,7 @@ from autotune.report.dashboard import server as dashboard_server
 from autotune.report.dashboard.server import COOKIE, Application, is_strong, make_server
 from autotune.study.folder import trial_path
 from autotune.study.storage import records
+from autotune.study.storage.database import open_storage
 
 pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed: pip install -e '.[dashboard]'")
 pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
 def test_nothing_but_a_note_can_be_changed(app, studies, method, path):
     refused = ask(app, path, method=method, body={"dst_study_name": "stolen", "state": "Fail"})
     assert refused.status == HTTPStatus.METHOD_NOT_ALLOWED and "changes nothing" in refused.json["reason"]
-    assert records.study_names(records.open_storage(records.default_url(studies))) == ["not ours", "s"]
+    assert records.study_names(open_storage(records.default_url(studies))) == ["not ours", "s"]
 
 
 def test_the_storage_itself_refuses_to_write(studies, study):

@@ -9,6 +9,7 @@ import pytest
 from support import postgres
 
 from autotune.study.storage import records
+from autotune.study.storage.database import open_storage
 from autotune.study.storage.tables import LEASE
 
 
@@ -30,7 +31,7 @@ def server(programs: Path) -> Iterator[postgres.Postgres]:
 def url(server: postgres.Postgres) -> Iterator[str]:
     """The database, with no study in it afterwards."""
     yield server.url
-    storage = records.open_storage(server.url)
+    storage = open_storage(server.url)
     for name in records.study_names(storage):
         records.delete_study(storage, name)
     with storage.engine.begin() as connection:

@@ -25,8 +25,8 @@ from autotune.space.candidate import CANDIDATE_ATTR
 from autotune.study import proposals
 from autotune.study.runner import Runner
 from autotune.study.storage import database, leases, records
+from autotune.study.storage.database import StoreError
 from autotune.study.storage.leases import Owner, StudyLeases
-from autotune.study.storage.records import StoreError
 
 
 class Coordinator:
@@ -38,7 +38,7 @@ class Coordinator:
         def main() -> None:
             sys.stdout = open(log, "w")  # noqa: SIM115
             # Who is dead is seen by the process number, so that this need not be quick.
-            leases.HEARTBEAT_S, records.PATIENCE_S, database.PATIENCE_S = 1.0, patience_s, patience_s
+            leases.HEARTBEAT_S, database.PATIENCE_S = 1.0, patience_s
             try:
                 coordinate(role, folder, trials, seconds, "random", url)
             except StoreError as error:
@@ -84,11 +84,11 @@ def ended(*processes: Coordinator) -> None:
 
 
 def study_of(url: str):
-    return records.load_study(records.open_storage(url), "s")
+    return records.load_study(database.open_storage(url), "s")
 
 
 def told(url: str) -> int:
-    storage = records.open_storage(url)
+    storage = database.open_storage(url)
     count = len(records.told_trials(records.load_study(storage, "s"))) if "s" in records.study_names(storage) else 0
     storage.engine.dispose()
     return count
@@ -103,7 +103,7 @@ def assert_whole(url: str, n_trials: int) -> None:
     assert not [t for t in trials if t.state is TrialState.RUNNING]
     assert {t.user_attrs[CANDIDATE_ATTR] for t in trials if CANDIDATE_ATTR in t.user_attrs} == set(keys)
     assert sorted(t.number for t in trials) == list(range(len(trials)))
-    assert leases.leases(records.open_storage(url), "s") == []
+    assert leases.leases(database.open_storage(url), "s") == []
 
 
 @pytest.mark.system
@@ -139,11 +139,11 @@ def test_a_candidate_that_takes_three_coordinators_along_is_not_the_first_of_a_f
     claimed = []
     for _ in range(proposals.MAX_LOST + 1):
         dead = opened(
-            6, StudyLeases(records.open_storage(url), "s", replace(Owner.here(), pid=2**22 + 1))
+            6, StudyLeases(database.open_storage(url), "s", replace(Owner.here(), pid=2**22 + 1))
         )  # no process has that number
         dead.proposer.start()
         claimed.append(dead.proposer.next().candidate)
-        runner = opened(6, StudyLeases(records.open_storage(url), "s"))
+        runner = opened(6, StudyLeases(database.open_storage(url), "s"))
         assert runner._teller.recover(runner.leases.abandoned(records.running(runner.study)), 1) == []
     assert len(set(claimed[:-1])) == 1 and claimed[-1] != claimed[0]
     states = [(t.state.name, t.user_attrs["outcome"]) for t in runner.study.get_trials()]
@@ -229,7 +229,7 @@ def test_a_worker_helps_a_run_and_the_password_is_nowhere(url, models, tmp_path)
     worker = command("worker", "small", "--storage", url, cwd=tmp_path)
     said = [process.communicate(timeout=240)[0] for process in (run, worker)]
     assert (run.returncode, worker.returncode) == (0, 0), said
-    trials = records.told_trials(records.load_study(records.open_storage(url), "small"))
+    trials = records.told_trials(records.load_study(database.open_storage(url), "small"))
     assert len(trials) == len({t.user_attrs[CANDIDATE_ATTR] for t in trials}) == 6
     # It helps, or everything was measured while it imported torch.
     assert "helping small, led by process" in said[1] or "measures the finalists again and writes the answer" in said[1]
@@ -254,6 +254,6 @@ def refusal(*arguments: str, cwd: Path) -> str:
 
 @pytest.mark.system
 def test_a_worker_says_what_it_lacks(url, tmp_path):
-    records.create_study(records.open_storage(records.default_url(tmp_path / "studies")), "s", ["minimize"], ["m"])
+    records.create_study(database.open_storage(records.default_url(tmp_path / "studies")), "s", ["minimize"], ["m"])
     assert "is a file, which one run at a time writes to" in refusal("worker", "s", cwd=tmp_path)
     assert "no study 's' in postgresql" in refusal("worker", "s", "--storage", url, cwd=tmp_path)

@@ -16,6 +16,7 @@ from support.zoo import wait_until
 from autotune.errors import UserError
 from autotune.space.candidate import CANDIDATE_ATTR
 from autotune.study.storage import leases, records
+from autotune.study.storage.database import open_storage
 from autotune.study.storage.leases import Owner, StudyLeases
 from autotune.system import processes as liveness
 
@@ -24,12 +25,12 @@ ELSEWHERE = Owner("elsewhere", "another kernel", 1, "0", "x")
 
 
 def ledger_of(url: str, owner: Owner | None = None) -> StudyLeases:
-    return StudyLeases(records.open_storage(url), "s", owner)
+    return StudyLeases(open_storage(url), "s", owner)
 
 
 def begun(url: str):
     """A study with no trial, and its database."""
-    storage = records.open_storage(url)
+    storage = open_storage(url)
     return records.create_study(storage, "s", ["minimize"], ["m"])
 
 

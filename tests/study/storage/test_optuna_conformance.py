@@ -12,7 +12,7 @@ from optuna.storages import RDBStorage
 from optuna.storages._cached_storage import _CachedStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from autotune.study.storage import notes, optuna_tables, records
+from autotune.study.storage import database, notes, optuna_tables, records
 from autotune.study.storage.leases import StudyLeases
 from autotune.study.storage.optuna_tables import CachedStorage
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Heartbeat")
 
 @pytest.fixture(params=[MINOR], ids=lambda minor: f"optuna-{minor}")
 def study(request, tmp_path):
-    return records.create_study(records.open_storage(records.default_url(tmp_path)), "s", ["minimize"], ["m"])
+    return records.create_study(database.open_storage(records.default_url(tmp_path)), "s", ["minimize"], ["m"])
 
 
 def ended(study, value=1.0, constraints=(("fits", 0.0),)):

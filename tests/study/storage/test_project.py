@@ -14,6 +14,7 @@ from autotune.retune.schedule import Daemon
 from autotune.session import OpenStudy
 from autotune.study.runner import Runner
 from autotune.study.storage import project, records
+from autotune.study.storage.database import open_storage
 
 
 def runner_in(studies: Path, url: str) -> Runner:
@@ -34,7 +35,7 @@ def test_a_study_of_another_project_is_not_run_deleted_or_forgotten(shared):
     for refused in (
         runner_in(b, url).run,
         OpenStudy("s", b / "s", url).check_own,
-        lambda: session._forget("s", records.open_storage(url), b / "s", Instant()),
+        lambda: session._forget("s", open_storage(url), b / "s", Instant()),
     ):
         with pytest.raises(UserError, match=f"belongs to another project, {a} on"):
             refused()
@@ -88,5 +89,5 @@ def test_runs_that_begin_at_once_in_a_new_folder_have_one_key(tmp_path, monkeypa
 
 def test_reading_another_projects_study_writes_no_key(shared, tmp_path):
     assert OpenStudy("s", tmp_path / "s", shared[0]).report.trials
-    assert not project.is_own(records.load_study(records.open_storage(shared[0]), "s"), tmp_path)
+    assert not project.is_own(records.load_study(open_storage(shared[0]), "s"), tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -20,8 +20,9 @@ from autotune.space.rule import Setting
 from autotune.study.folder import repeat_path
 from autotune.study.spec.spec import LONGEST_NAME
 from autotune.study.storage import analysed, database, records
+from autotune.study.storage.database import StoreError
 from autotune.study.storage.optuna_tables import set_study_attr
-from autotune.study.storage.records import SearchRecord, StoreError, StudyRecord
+from autotune.study.storage.records import SearchRecord, StudyRecord
 from autotune.trial.folder import write_record
 from autotune.trial.result import Outcome, TrialResult
 
@@ -47,7 +48,7 @@ def url(tmp_path):
 def begin(url, name="s", n=0, directions=("minimize",)):
     """A study with n told trials."""
     study = records.create_study(
-        records.open_storage(url), name, list(directions), [f"m{i}" for i in range(len(directions))]
+        database.open_storage(url), name, list(directions), [f"m{i}" for i in range(len(directions))]
     )
     for number in range(n):
         tell(study, Candidate(micro_batch_size=number + 1))
@@ -77,7 +78,7 @@ def tell(study, candidate, outcome=Outcome.COMPLETE, state=None, **metrics):
 
 
 def test_the_database_and_its_folder_are_made(tmp_path, url):
-    records.open_storage(url)
+    database.open_storage(url)
     assert (tmp_path / "studies" / "autotune.db").exists()
 
 
@@ -103,14 +104,14 @@ def test_a_server_that_is_starting_is_waited_for(monkeypatch):
 
 
 def test_sqlite_writes_ahead_so_that_readers_do_not_wait(tmp_path, url):
-    records.open_storage(url)
+    database.open_storage(url)
     connection = sqlite3.connect(tmp_path / "studies" / "autotune.db")
     assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
 def test_nothing_is_made_for_one_who_only_reads(tmp_path, url):
     with pytest.raises(StoreError, match="nothing has been tuned there yet"):
-        records.open_storage(url, create=False)
+        database.open_storage(url, create=False)
     assert not (tmp_path / "studies").exists()
 
 
@@ -119,15 +120,15 @@ def test_the_database_lies_beside_the_studies_whatever_their_folder_is_called(tm
     """SQLAlchemy reads `%2F` in a URL: the file lay elsewhere, and what reads a study from its folder found none."""
     (place := tmp_path / "project" / name).mkdir(parents=True)
     monkeypatch.chdir(place)
-    records.create_study(records.open_storage(records.default_url(place / "studies")), "s", ["minimize"], ["m"])
-    assert records.study_names(records.open_storage(records.default_url(Path("studies")), create=False)) == ["s"]
+    records.create_study(database.open_storage(records.default_url(place / "studies")), "s", ["minimize"], ["m"])
+    assert records.study_names(database.open_storage(records.default_url(Path("studies")), create=False)) == ["s"]
     assert [path.name for path in (tmp_path / "project").iterdir()] == [name]
 
 
 def test_a_url_with_options_finds_its_file(tmp_path):
     url = f"sqlite:///{tmp_path}/own.db?timeout=3"
     begin(url)
-    assert records.study_names(records.open_storage(url, create=False)) == ["s"]
+    assert records.study_names(database.open_storage(url, create=False)) == ["s"]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_a_url_with_options_finds_its_file(tmp_path):
 )
 def test_a_url_that_cannot_be_used_is_refused_in_one_line(url, says):
     with pytest.raises(StoreError, match=says) as error:
-        records.open_storage(url)
+        database.open_storage(url)
     assert "\n" not in str(error.value)
     assert "secret" not in str(error.value)
 
@@ -153,16 +154,16 @@ def test_a_url_that_cannot_be_used_is_refused_in_one_line(url, says):
 def test_a_file_that_is_no_database_is_refused(tmp_path, content):
     (tmp_path / "x.db").write_bytes(content)
     with pytest.raises(StoreError, match=r"file is not a database.*move it away: then `autotune run` takes up"):
-        records.open_storage(f"sqlite:///{tmp_path}/x.db")
+        database.open_storage(f"sqlite:///{tmp_path}/x.db")
     assert (tmp_path / "x.db").read_bytes() == content
 
 
 def test_the_schema_of_another_optuna_is_refused_also_after_one_that_was_not(tmp_path, url):
-    records.open_storage(url).engine.dispose()
+    database.open_storage(url).engine.dispose()
     with sqlite3.connect(tmp_path / "studies" / "autotune.db") as connection:
         connection.execute("UPDATE alembic_version SET version_num = 'v1.3.0.a'")
     with pytest.raises(StoreError, match="no longer compatible"):
-        records.open_storage(url)
+        database.open_storage(url)
 
 
 def test_a_full_disk_is_told_as_such(url, monkeypatch):
@@ -171,18 +172,18 @@ def test_a_full_disk_is_told_as_such(url, monkeypatch):
 
     monkeypatch.setattr("autotune.study.storage.database.Storage", full)
     with pytest.raises(StoreError, match=r"disk is full\. Free some space"):
-        records.open_storage(url)
+        database.open_storage(url)
 
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "studies").write_text("")
     with pytest.raises(StoreError, match="File exists"):
-        records.open_storage(records.default_url(tmp_path / "studies"))
+        database.open_storage(records.default_url(tmp_path / "studies"))
 
 
 def test_a_database_that_fails_in_mid_run_ends_it_with_a_sentence(url):
     words = r"disk I/O error\. Check the disk, which may be full, and the limit .*; what was told before is kept"
-    with pytest.raises(StoreError, match=words), records.failing_in_words(url):
+    with pytest.raises(StoreError, match=words), database.failing_in_words(url):
         raise sqlalchemy.exc.OperationalError("INSERT", {}, sqlite3.OperationalError("disk I/O error"))
 
 
@@ -224,7 +225,7 @@ def test_a_database_in_a_folder_that_cannot_be_written_to_is_not_taken_for_a_wro
     monkeypatch.setattr(database.os, "access", lambda *_: False)
     monkeypatch.setattr(database, "_made", lambda *_: sqlite3.connect("/nowhere/at/all.db"))
     with pytest.raises(StoreError, match=r"unable to open database file\. .* make .*/studies writable for you"):
-        records.open_storage(url, create=False)
+        database.open_storage(url, create=False)
 
 
 def test_who_may_not_write_reads_what_a_run_has_told_so_far_and_what_it_left(url, monkeypatch):
@@ -233,7 +234,7 @@ def test_who_may_not_write_reads_what_a_run_has_told_so_far_and_what_it_left(url
     folder = Path(database.file_of(url)).parent
     there = sorted(folder.iterdir())
     monkeypatch.setattr(database.os, "access", lambda *_: False)
-    reader = records.open_storage(url, create=False)
+    reader = database.open_storage(url, create=False)
     assert records.study_names(reader) == ["one"] and sorted(folder.iterdir()) == there
     with pytest.raises(StoreError, match=r"readonly database\. Make the file and its folder writable for you"):
         records.delete_study(reader, "one")
@@ -245,7 +246,7 @@ def test_who_may_not_write_reads_what_a_run_has_told_so_far_and_what_it_left(url
 def test_who_only_reads_sees_a_new_file_and_makes_none(url):
     path = Path(database.file_of(url))
     begin(url, "one")
-    reader = records.open_storage(url)
+    reader = database.open_storage(url)
     assert records.study_names(reader) == ["one"]
     path.rename(path.with_name("old.db"))
     with pytest.raises(StoreError, match="the file was removed while it was in use"):
@@ -262,7 +263,7 @@ def test_an_unknown_study_is_refused_with_those_that_are_known(url):
     begin(url, "one")
     begin(url, "two")
     with pytest.raises(StoreError, match=r"no study 'three' in .*Known: one, two\."):
-        records.load_study(records.open_storage(url), "three")
+        records.load_study(database.open_storage(url), "three")
 
 
 def test_making_a_study_again_opens_it(url):
@@ -273,24 +274,24 @@ def test_making_a_study_again_opens_it(url):
 def test_studies_with_other_objectives_live_side_by_side(url):
     begin(url, "one", 1)
     begin(url, "two", 1, ["minimize", "maximize"])
-    storage = records.open_storage(url)
+    storage = database.open_storage(url)
     assert [len(records.load_study(storage, name).directions) for name in records.study_names(storage)] == [1, 2]
 
 
 def test_a_study_is_deleted_with_its_trials_and_no_other_one(url):
     begin(url, "one", 3)
     begin(url, "two", 2)
-    records.delete_study(records.open_storage(url), "one")
-    assert records.study_names(records.open_storage(url)) == ["two"]
+    records.delete_study(database.open_storage(url), "one")
+    assert records.study_names(database.open_storage(url)) == ["two"]
     assert len(begin(url, "one").trials) == 0
 
 
 def test_deleting_a_study_that_is_not_there_is_no_error(url):
-    records.delete_study(records.open_storage(url), "none")
+    records.delete_study(database.open_storage(url), "none")
 
 
 def test_a_hundred_studies_are_listed_in_order(url):
-    storage = records.open_storage(url)
+    storage = database.open_storage(url)
     for number in reversed(range(100)):
         records.create_study(storage, f"s{number:03d}", ["minimize"], ["m"])
     assert records.study_names(storage) == [f"s{number:03d}" for number in range(100)]
@@ -302,7 +303,7 @@ def test_two_studies_are_written_at_once_and_no_trial_is_missing(tmp_path, url):
 
     def write(name):
         try:
-            study = records.load_study(records.open_storage(url), name)
+            study = records.load_study(database.open_storage(url), name)
             for number in range(25):
                 tell(study, Candidate(micro_batch_size=number + 1))
         except Exception as error:
@@ -314,7 +315,7 @@ def test_two_studies_are_written_at_once_and_no_trial_is_missing(tmp_path, url):
     for thread in threads:
         thread.join()
     assert failures == []
-    storage = records.open_storage(url)
+    storage = database.open_storage(url)
     assert [len(records.told_trials(records.load_study(storage, name))) for name in ("one", "two")] == [25, 25]
     assert sqlite3.connect(tmp_path / "studies" / "autotune.db").execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
@@ -325,7 +326,7 @@ def test_two_studies_are_written_at_once_and_no_trial_is_missing(tmp_path, url):
 def test_the_record_is_read_back_as_it_was_kept(tmp_path, url):
     study = begin(url)
     records.keep(study, RECORD, tmp_path)
-    assert records.record(records.load_study(records.open_storage(url), "s")) == RECORD
+    assert records.record(records.load_study(database.open_storage(url), "s")) == RECORD
 
 
 def test_a_study_that_is_not_ours_has_no_record(url):
@@ -340,7 +341,7 @@ def test_a_record_of_another_version_is_refused_with_what_to_do(tmp_path, url):
     del data["workload"]["float_buffers"]
     storage.set_study_system_attr(number, records.RECORD_ATTR, json.dumps(data))
     with pytest.raises(StoreError, match="another version of autotune; run it again with --fresh"):
-        records.record(records.load_study(records.open_storage(url), "s"))
+        records.record(records.load_study(database.open_storage(url), "s"))
 
 
 # Trials.
@@ -355,7 +356,7 @@ def test_of_all_studies_the_one_that_ran_last_comes_first_and_those_without_a_re
         if name != "strange":
             records.keep(study, replace(RECORD, target=name), tmp_path / name)
     set_study_attr(begin(url, "c"), records.RECORD_ATTR, "{}")  # of another version
-    storage = records.open_storage(url)
+    storage = database.open_storage(url)
     assert [(name, kept.target) for name, kept in records.kept_records(storage)] == [("b", "b"), ("a", "a")]
     assert [(row["study"], row["trial"]) for row in records.measurements(storage, "a")] == [("a", 0)]
     there = list(records.kept_records(storage))

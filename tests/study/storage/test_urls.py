@@ -7,7 +7,7 @@ from support import postgres
 from support.instant import spec_of
 
 from autotune.study.storage import records, urls
-from autotune.study.storage.records import StoreError
+from autotune.study.storage.database import StoreError, open_storage
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_the_package_of_a_driver_is_the_one_to_install(dialect, package):
 def test_a_wrong_password_is_said_in_one_line_without_it(server):
     wrong = server.url.replace(postgres.QUOTED, "guessed")
     with pytest.raises(StoreError, match=r"password authentication failed.*Check user and password") as error:
-        records.open_storage(wrong)
+        open_storage(wrong)
     assert "guessed" not in str(error.value) and "\n" not in str(error.value)
 
 
@@ -52,19 +52,19 @@ def test_a_wrong_password_is_said_in_one_line_without_it(server):
 def test_a_password_that_the_file_did_not_keep_is_asked_for(server, monkeypatch):
     masked = urls.redact_url(server.url)
     with pytest.raises(StoreError, match="does not keep the password: pass --storage"):
-        records.open_storage(masked)
+        open_storage(masked)
     monkeypatch.setenv("PGPASSWORD", postgres.PASSWORD)
-    assert records.study_names(records.open_storage(masked)) == []
+    assert records.study_names(open_storage(masked)) == []
 
 
 @pytest.mark.system
 def test_a_database_that_is_not_there_is_named_with_what_to_do(server):
     with pytest.raises(StoreError, match=r'database "none" does not exist\. Make it first'):
-        records.open_storage(server.url.replace("/postgres", "/none"))
+        open_storage(server.url.replace("/postgres", "/none"))
 
 
 def test_a_missing_driver_is_named_with_how_to_install_it():
     if __import__("importlib.util").util.find_spec("pymysql"):
         pytest.skip("the driver is installed")
     with pytest.raises(StoreError, match=r'pip install "pymysql"'):
-        records.open_storage("mysql://ann:pw@localhost/x")
+        open_storage("mysql://ann:pw@localhost/x")

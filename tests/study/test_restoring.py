@@ -10,7 +10,7 @@ from support.instant import Instant, Watcher, plan_of, runner_of, spec_of
 
 from autotune.errors import UserError
 from autotune.study import restore
-from autotune.study.folder import trial_path
+from autotune.study.folder import retuning_path, trial_path
 from autotune.study.proposals import Proposer
 from autotune.study.runner import Runner
 from autotune.study.state import lacks_trials
@@ -88,12 +88,12 @@ def test_a_re_tuning_on_other_terms_keeps_no_trials_from_being_taken_up(tmp_path
     """As one from a checkpoint; the study whose answer it had replaced could not be run: it "exists, but differs in"."""
     study, name = runner_of(tmp_path, Instant(), trials=2, finalists=0), "s.retune-1"
     study.run()
-    other, folder = plan_of(spec_of(trials=1, finalists=0, seed=7)), records.retuning_path(tmp_path / "s", 1)
+    other, folder = plan_of(spec_of(trials=1, finalists=0, seed=7)), retuning_path(tmp_path / "s", 1)
     other = replace(other, spec=other.spec.model_copy(update={"name": name}))
     Runner(other, Instant(), folder, StudyLeases(study.storage, name), Watcher()).run()
     (folder / "decision.json").write_text('{"verdict": "improved"}')
     records.succeed(study.study, name)
-    shutil.copytree(records.trial_path(tmp_path / "s", 1), records.trial_path(tmp_path / "s", 2))
+    shutil.copytree(trial_path(tmp_path / "s", 1), trial_path(tmp_path / "s", 2))
     later = runner_of(tmp_path, Instant(), trials=3, finalists=0)
     later.open()
     assert len(later.state.told()) == 3 and records.current(later.study) == name

@@ -121,6 +121,7 @@ def test_devices_are_looked_at_only_where_trials_compute_on_them(monkeypatch, ac
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(inspect, "free_bytes", tuple)
     monkeypatch.setattr(inspect, "_environment", lambda: ENVIRONMENT)
+    monkeypatch.setattr(inspect, "join", lambda: None)
     found = inspect.inspect_model(TrialRequest(target=str(MODELS / "ok.py")))
     assert found.environment.free_bytes == looked_at
 

@@ -89,6 +89,8 @@ def to_ray(job: DriverJob) -> str:
         pid = ray.get(actor.pid.remote())
     except ValueError as error:
         raise UserError(f"ray: the driver of study {job.name} runs there already ({error})") from None
+    except ray.exceptions.ActorDiedError:  # a driver that ends at once takes its actor along before that answers
+        return f"ray: actor {name} has run study {job.name}, which has ended; its output: {job.log}"
     return f"ray: actor {name} runs study {job.name} as process {pid}; its output: {job.log}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from dataclasses import replace
@@ -86,7 +87,10 @@ def test_a_run_in_ray_is_an_actor_that_ends_with_it(job) -> None:
     with ray_cluster(1):
         import ray
 
-        assert "runs study s as process" in submit.to_ray(job)
+        assert re.search(
+            r"actor autotune-driver-s (runs study s as process \d+|has run study s, which has ended);",
+            submit.to_ray(job),
+        )
         until(lambda: bool(runs(job.folder)), 30)
         until(lambda: not _is_there(ray), 30)
     assert len(runs(job.folder)) == 1

@@ -56,7 +56,7 @@ RUN = """
     from autotune.errors import UserError
     from autotune.retune import schedule
     from autotune.study.lock import study_lock
-    from autotune.study.storage import records
+    from autotune.study.storage.database import open_storage
     from autotune.study.storage.history import History
     studies = Path("studies")
     try:

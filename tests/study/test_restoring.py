@@ -39,6 +39,13 @@ def dies_at(monkeypatch, owner, name, n, *, after):
     monkeypatch.setattr(owner, name, call)
 
 
+def lose_database(runner, folder):
+    """Removes the database of a run, which has ended."""
+    runner.storage.engine.dispose()
+    for path in folder.glob("autotune.db*"):
+        path.unlink()
+
+
 @pytest.mark.cells(1)
 @pytest.mark.parametrize(
     ("owner", "name", "after"),
@@ -50,9 +57,7 @@ def test_a_run_that_is_killed_while_it_restores_loses_nothing(tmp_path, monkeypa
     first = runner_of(tmp_path, Instant(), trials=5, finalists=0)
     first.run()
     told = [(m.trial, m.candidate) for m in first.state.measured()]
-    first.storage.engine.dispose()
-    for path in tmp_path.glob("autotune.db*"):
-        path.unlink()
+    lose_database(first, tmp_path)
     with monkeypatch.context() as patch:
         dies_at(patch, owner, name, n, after=after)
         with pytest.raises(Killed):
@@ -74,9 +79,7 @@ def test_trials_that_an_earlier_copy_of_the_database_lacks_are_taken_up(tmp_path
     later = runner_of(tmp_path, Instant(), trials=5, finalists=0)
     later.run()
     told = [(m.trial, m.candidate) for m in later.state.measured()]
-    later.storage.engine.dispose()
-    for path in tmp_path.glob("autotune.db*"):
-        path.unlink()
+    lose_database(later, tmp_path)
     (tmp_path / "copy").rename(tmp_path / "autotune.db")
     executor = Instant()
     again = runner_of(tmp_path, executor, trials=5, finalists=0)
@@ -116,9 +119,7 @@ def test_the_trials_of_another_study_are_not_removed_without_a_word(tmp_path):
     """They were where the database was removed, or another one named, and what is tuned had changed."""
     first = runner_of(tmp_path, Instant(), trials=3, finalists=0)
     first.run()
-    first.storage.engine.dispose()
-    for path in tmp_path.glob("autotune.db*"):
-        path.unlink()
+    lose_database(first, tmp_path)
     with pytest.raises(UserError, match=r"holds the trials of another study, which differs in seed .*--fresh"):
         runner_of(tmp_path, Instant(), trials=3, finalists=0, seed=1).run()
     again = runner_of(tmp_path, Instant(), trials=3, finalists=0)
@@ -130,8 +131,7 @@ def test_a_number_without_a_result_stays_free_of_results(tmp_path):
     first = runner_of(tmp_path, Instant(), trials=4, finalists=0)
     first.run()
     (trial_path(tmp_path / "s", 2) / "result.json").unlink()
-    first.storage.engine.dispose()
-    (tmp_path / "autotune.db").unlink()
+    lose_database(first, tmp_path)
     executor = Instant()
     again = runner_of(tmp_path, executor, trials=4, finalists=0)
     again.run()
@@ -156,8 +156,7 @@ def test_what_is_taken_up_ran_when_it_ran_and_took_what_it_took(tmp_path):
     (path / "scratch").mkdir()  # what a script wrote there is no run
     (path / "scratch" / "events.jsonl").write_text(json.dumps({"time": began_s + 9000}))
     (path / "scratch" / "exit.json").write_text(json.dumps({"wall_s": 700.0}))
-    first.storage.engine.dispose()
-    (tmp_path / "autotune.db").unlink()
+    lose_database(first, tmp_path)
     again = runner_of(tmp_path, Instant(), trials=3, finalists=1)
     again.open()
     told = records.told_trials(again.study)

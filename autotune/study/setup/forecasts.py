@@ -149,20 +149,20 @@ def measured_in(folder: Path, target: Path, inputs: ForecastInputs) -> dict[int,
         request, result = record_in(TrialDir(path).request, TrialRequest), result_in(path)
         if request is None or result is None or request.target != str(target):
             continue
+        if result.outcome not in (*RAN, Outcome.OOM) or ended_by_host(
+            result.outcome, result.reason, on_device=on_device
+        ):
+            continue
         try:
             candidate = Candidate.of(result.candidate)
         except UserError:  # written by another version
             continue
-        alike, steps, stopped = (
-            found.setdefault(result.world_size, {}),
-            result.steps,
-            result.outcome is not Outcome.COMPLETE,
-        )
-        if (stopped and candidate in alike) or ended_by_host(result.outcome, result.reason, on_device=on_device):
+        alike, stopped = found.setdefault(result.world_size, {}), result.outcome is not Outcome.COMPLETE
+        if stopped and candidate in alike:
             continue
         if result.outcome is Outcome.OOM:
             alike[candidate] = {"exceeded_bytes": float(request.device_memory_bytes or inputs.share_bytes)}
-        elif result.outcome in RAN and steps is not None and result.peak_memory_bytes is not None:
+        elif (steps := result.steps) is not None and result.peak_memory_bytes is not None:
             sd = interval_sd(steps.median_s - steps.ci95_s, steps.median_s + steps.ci95_s)
             alike[candidate] = {
                 "peak_memory_bytes": float(result.peak_memory_bytes),

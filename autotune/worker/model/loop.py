@@ -1,6 +1,5 @@
 """The training loop of a `model.py` trial."""
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,12 @@ def train_and_measure(recorder: Recorder, request: TrialRequest) -> None:
     """Trains the model of a request as its candidate says, and measures it."""
     candidate, rank = Candidate.of(request.candidate), recorder.report.rank
     memory = prepare_device(request, recorder.report)
-    target = model_file.load(Path(request.target), functools.partial(connect, request))
-    recorder.enter("build")
+
+    def join() -> None:  # where ranks wait for one another, they are past their imports
+        recorder.enter("build")
+        connect(request)
+
+    target = model_file.load(Path(request.target), join)
     set_seed(request.seed)
     model, checkpointer = _built(request, target, candidate)
     in_stages = staged.is_staged(model)
